@@ -1,0 +1,36 @@
+# One command an intent. `make check` is everything that must hold before a change goes in.
+
+.PHONY: check format lint types test dist docs bench gpu
+
+# The Python that scripts/setup_env.sh finds, or sets up.
+python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
+
+check: lint types test docs
+
+format:
+	$(python) -m ruff format .
+	$(python) -m ruff check --fix .
+
+lint:
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+
+types:
+	$(python) -m mypy
+
+test:
+	bash scripts/test.sh
+
+# The examples in the documentation; pytest's status 5 is: there are none yet.
+docs:
+	TRITON_INTERPRET=1 $(python) -m pytest --doctest-glob='*.md' README.md docs || [ $$? -eq 5 ]
+
+bench:
+	for benchmark in $(wildcard benchmarks/bench_*.py); do bash scripts/launch.sh "$$benchmark" || exit; done
+
+dist:
+	$(python) -m pip wheel --no-deps --wheel-dir dist .
+
+# On a host without GPUs the tests are listed as skipped, with the reason.
+gpu:
+	bash scripts/test.sh --gpu

@@ -1,0 +1,32 @@
+"""Distributed autotuning and overlapped GPU kernels on stock torch and stock Triton.
+
+Importing this package touches no GPU, no driver and no process group: everything below is loaded
+when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triton_dist import language as language
+    from triton_dist import tune as tune
+    from triton_dist._jit import jit as jit
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "jit", "language", "tune"]
+
+_MODULES = ("language", "tune")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "jit":
+        return importlib.import_module("triton_dist._jit").jit
+    if name in _MODULES:
+        return importlib.import_module(f"triton_dist.{name}")
+    raise AttributeError(f"module 'triton_dist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,27 @@
+"""``triton_dist.jit``: ``triton.jit`` for kernels that run on GPUs and, interpreted, on CPU
+ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from triton_dist.runtime import interpreter, triton_compat
+
+
+def jit(fn: Any = None, **options: Any) -> Any:
+    """Decorate a Triton kernel; takes what ``triton.jit`` takes and gives what it gives.
+
+    Stock Triton keeps no state of the process in a kernel, so rank, world size and peer tables are
+    ordinary arguments; name them in ``do_not_specialize`` and one compiled kernel serves all ranks.
+    Where kernels are interpreted (``TRITON_INTERPRET=1`` at decoration), what Triton's interpreter
+    gets wrong is mended first.
+
+    Raises:
+        UnsupportedVersion: torch or triton is outside the supported range.
+    """
+    triton_compat.check_versions()
+    if triton_compat.is_interpreting():
+        interpreter.install()
+    return triton.jit(fn, **options) if fn is not None else triton.jit(**options)

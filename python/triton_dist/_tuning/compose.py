@@ -1,0 +1,185 @@
+"""The one place that picks device, ranks, store, search and benchmarker, and makes a tuner of
+them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triton_dist import knobs
+from triton_dist._tuning.engine.dispatch import AutoTuner
+from triton_dist._tuning.engine.parts import Hooks, Parts
+from triton_dist._tuning.measure import DeviceBenchmarker
+from triton_dist._tuning.protocols import Device, RankGroup, Search
+from triton_dist._tuning.search import Exhaustive
+from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore
+from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
+from triton_dist.errors import InvalidArgument
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.triton_compat import software_versions
+
+_SCOPES = ("world", "rank")
+_TIMINGS = ("events",)
+_SEARCHES: dict[str, Callable[[Sequence[Config]], Search]] = {"exhaustive": Exhaustive}
+
+_gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
+
+
+def autotune(
+    config_space: Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]],
+    key_fn: Callable[..., Any],
+    prune_fn: Callable[..., object] | None = None,
+    *,
+    scope: str = "world",
+    prepare_fn: Callable[..., object] | None = None,
+    recover_fn: Callable[..., object] | None = None,
+    reset_fn: Callable[..., object] | None = None,
+    check_fn: Callable[[Any, Any], object] | None = None,
+    timing: str = "events",
+    max_seconds: float | None = None,
+    max_trials: int | None = None,
+    search: str = "exhaustive",
+) -> Callable[[Callable[..., Any]], AutoTuner]:
+    """Decorator: choose the tunable arguments of a function by measuring, once for each key.
+
+    At the first call of a key all ranks of the group measure the candidates together; the config
+    whose slowest rank is fastest (median) is used from then on, and written to
+    ``~/.triton_dist/autotune/<function>/``. Later calls, and later processes, look it up.
+
+    Args:
+        config_space: dicts of keyword arguments of the function, or a callable that returns them,
+            called at the first tuning. The first is the default.
+        key_fn: called with the arguments of the function; returns a hashable value. One tuning a
+        value.
+        prune_fn: ``prune_fn(config, *args, **kwargs)``, truthy keeps the config; the leader's
+        counts.
+        scope: ``"world"``: tune with the ranks of ``autotune_pg``, default the world. ``"rank"``:
+        alone.
+        prepare_fn: ``prepare_fn(*args, **kwargs, **config)`` compiles a config and checks its
+            resources, launching nothing; an exception on any rank drops the config before any rank
+            launches it.
+        recover_fn: ``recover_fn(*args, **kwargs)``, on all ranks, after a config failed that may
+            have launched on some of them.
+        reset_fn: ``reset_fn(*args, **kwargs)``, before each run while tuning, outside of the timed
+        part.
+        check_fn: ``check_fn(output, reference)``, returns ``False`` or raises to reject a config;
+            the reference is the output of the first config that ran.
+        timing: ``"events"``, the device's timer around each run.
+        max_seconds: begin no new config after so many seconds; the first is always measured.
+        max_trials: try at most so many configs.
+        search: ``"exhaustive"``, every config in turn.
+
+    Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
+    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``.
+
+    Raises:
+        InvalidArgument: an argument above that is not one of its choices.
+    """
+    _one_of("scope", scope, _SCOPES)
+    _one_of("timing", timing, _TIMINGS)
+    _one_of("search", search, tuple(_SEARCHES))
+    if max_seconds is not None and not max_seconds > 0:
+        raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
+    if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
+        raise InvalidArgument("autotune", "max_trials", max_trials, "a positive integer, or None")
+    named = {
+        "key_fn": key_fn,
+        "prune_fn": prune_fn,
+        "prepare_fn": prepare_fn,
+        "recover_fn": recover_fn,
+    }
+    for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
+        if not callable(function) and (function is not None or name == "key_fn"):
+            raise InvalidArgument("autotune", name, function, "a function")
+    if not callable(config_space):
+        config_space = list(config_space)  # an iterator would be empty at the second look
+    policy = Policy(timing=timing, search=search, max_seconds=max_seconds, max_trials=max_trials)
+
+    def decorate(fn: Callable[..., Any]) -> AutoTuner:
+        composer = _Composer(scope, policy, prune_fn, check_fn, MemoryStore())
+        return AutoTuner(
+            fn,
+            ConfigSpace(config_space),
+            key_fn,
+            prune_fn,
+            Hooks(prepare_fn, recover_fn, reset_fn, check_fn),
+            composer.compose,
+            composer.memory.clear,
+        )
+
+    return decorate
+
+
+def _one_of(argument: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
+
+
+@dataclass(frozen=True)
+class _Composer:
+    """Puts the parts together for one tuned function."""
+
+    scope: str
+    policy: Policy
+    prune_fn: Callable[..., object] | None
+    check_fn: Callable[..., object] | None
+    memory: MemoryStore
+
+    def compose(self, process_group: Any, verbose: bool) -> Parts:
+        """The parts for a first call over ``process_group``, as the environment is now."""
+        device: Device = current_device()
+        ranks: RankGroup = group_for(process_group, self.scope)
+        seconds = knobs.autotune_timeout.get()
+        return Parts(
+            device=device,
+            ranks=ranks,
+            store=LayeredStore([self.memory, _file_store(knobs.cache_dir.get())]),
+            memory=self.memory,
+            benchmarker=DeviceBenchmarker(device, seconds),
+            search=_SEARCHES[self.policy.search],
+            fingerprint=functools.partial(self._fingerprint, device, ranks),
+            policy=self.policy,
+            hardware=_hardware(device, ranks),
+            quiet=torch.no_grad,
+            gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
+            always_tune=knobs.autotune_always_tune.get(),
+            strict=knobs.autotune_version_check.get(),
+            verbose=verbose or knobs.autotune_print.get(),
+            seconds=seconds,
+        )
+
+    def _fingerprint(
+        self, device: Device, ranks: RankGroup, function: Callable[..., Any], space: ConfigSpace
+    ) -> Fingerprint:
+        hooks = [value for config in space for value in config.functions()]
+        judges = source_digests(
+            judge for judge in (self.prune_fn, self.check_fn) if judge is not None
+        )
+        return Fingerprint(
+            hardware=device.facts(),
+            software=software_versions(),
+            topology=ranks.facts(),
+            policy=self.policy.facts(),
+            source=source_digests([function, *hooks]),
+            space=codec.digest(space.digest, judges),
+        )
+
+
+def _hardware(device: Device, ranks: RankGroup) -> str:
+    """The part of the hardware that results of other hardware are kept beside, not replaced by."""
+    group = [f"{name} {value}" for name, value in sorted(ranks.facts().items())]
+    return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
+
+
+@functools.cache
+def _file_store(root: Path) -> FileStore:
+    return FileStore(root)

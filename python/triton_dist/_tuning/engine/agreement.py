@@ -1,0 +1,116 @@
+"""How the ranks begin: each says what it came with, and all see whether that is the same.
+
+One message carries everything, so a key that every rank has a record of costs one exchange at its
+first use in a process, and later none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from triton_dist._tuning.protocols import RankGroup
+from triton_dist._tuning.values import Fingerprint, Key
+from triton_dist.errors import RankDisagreement, RankTimeout
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rank's own cache has to say."""
+
+    winner: str | None
+    """Digest of the winning config, if there is a valid record."""
+    record: str | None
+    """Digest of that record."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one rank came with."""
+
+    function: str
+    failure: str | None
+    """The exception that its ``key_fn`` raised; then what follows is ``None``."""
+    key: Key | None = None
+    space: str | None = None
+    fingerprint: Fingerprint | None = None
+    verdict: Verdict | None = None
+    is_leader: bool = False
+    always_tune: bool = False
+    capturing: bool = False
+
+
+def meet(ranks: RankGroup, own: Arrival, failure: Exception | None) -> Meeting:
+    """Exchange arrivals, and go on only if all ranks came with the same.
+
+    Raises:
+        Exception: ``failure``, on the rank that has one.
+        RankDisagreement: on every other rank then, and on every rank if functions, keys, config
+            spaces or fingerprints differ; says which rank has what.
+    """
+    try:
+        arrivals = ranks.gather(f"first call of a key of {own.function}", own)
+    except RankTimeout as timeout:
+        if failure is not None:  # the others may be content, and wait for nobody
+            raise failure from timeout
+        raise
+    if failure is not None:
+        raise failure
+    _same("the function that is called", arrivals, lambda arrival: arrival.function)
+    if any(arrival.failure for arrival in arrivals):
+        raise RankDisagreement(
+            f"the arguments of {own.function}",
+            {rank: arrival.failure or "valid" for rank, arrival in enumerate(arrivals)},
+        )
+    _same(f"the key of {own.function}", arrivals, lambda arrival: _shown(arrival.key))
+    _same(f"the config space of {own.function}", arrivals, lambda arrival: str(arrival.space))
+    _same_fingerprint(own.function, arrivals)
+    return Meeting(arrivals)
+
+
+class Meeting:
+    """What all ranks know once they met."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._verdicts = [arrival.verdict for arrival in arrivals]
+        leader = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
+        self.capturing = any(arrival.capturing for arrival in arrivals)
+        holders = [
+            rank for rank, verdict in enumerate(self._verdicts) if verdict and verdict.winner
+        ]
+        # In a capture nothing can be tuned: a record is used even if it was asked to be replaced.
+        usable = bool(holders) and (self.capturing or not arrivals[leader].always_tune)
+        self.holder = (leader if leader in holders else holders[0]) if usable else None
+        """The rank whose record all use; ``None`` if there is none to be used."""
+
+    @property
+    def winner(self) -> str | None:
+        """Digest of the config that all use, if there is a record."""
+        verdict = None if self.holder is None else self._verdicts[self.holder]
+        return verdict.winner if verdict else None
+
+    @property
+    def all_hold_it(self) -> bool:
+        """Whether every rank has the very record that is used."""
+        return len({verdict.record if verdict else None for verdict in self._verdicts}) == 1
+
+
+def _shown(key: Key | None) -> str:
+    return f"{key} on {key.hardware}" if key else "none"
+
+
+def _same(what: str, arrivals: Sequence[Arrival], value: Callable[[Arrival], str]) -> None:
+    by_rank = {rank: value(arrival) for rank, arrival in enumerate(arrivals)}
+    if len(set(by_rank.values())) > 1:
+        raise RankDisagreement(what, by_rank)
+
+
+def _same_fingerprint(function: str, arrivals: Sequence[Arrival]) -> None:
+    """Ranks are compared with rank 0, field by field."""
+    first = arrivals[0].fingerprint
+    by_rank: dict[int, object] = {0: "(the others are compared with this)"}
+    for rank, arrival in enumerate(arrivals[1:], start=1):
+        if first is not None and arrival.fingerprint is not None:
+            by_rank[rank] = "; ".join(first.diff(arrival.fingerprint)) or "the same"
+    if any(arrival.fingerprint != first for arrival in arrivals):
+        raise RankDisagreement(f"what a tuning of {function} depends on", by_rank)

@@ -1,0 +1,82 @@
+"""What a tuning is given: the function with its hooks, and the parts that do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from triton_dist._tuning.protocols import (
+    Benchmarker,
+    Device,
+    Fingerprinter,
+    RankGroup,
+    Search,
+    Store,
+)
+from triton_dist._tuning.values import Config, ConfigSpace, Policy
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the user's code adds to the trial of a config; each takes the arguments of the call."""
+
+    prepare: Callable[..., object] | None = None
+    """``prepare(*args, **kwargs, **config)`` compiles and checks resources; launches nothing."""
+    recover: Callable[..., object] | None = None
+    """``recover(*args, **kwargs)``, on all ranks, after a failure that may have launched."""
+    reset: Callable[..., object] | None = None
+    """``reset(*args, **kwargs)`` before each run, for functions with side effects; not timed."""
+    check: Callable[[Any, Any], object] | None = None
+    """``check(output, reference)``: ``False`` or an exception rejects the config."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The function that is tuned."""
+
+    function: Callable[..., Any]
+    name: str
+    """``module.qualname``"""
+    space: ConfigSpace
+    prune_fn: Callable[..., object] | None
+    hooks: Hooks
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is composed for one first call; environment variables are read at that time."""
+
+    device: Device
+    ranks: RankGroup
+    store: Store
+    """Looked up on every rank, written by the leader."""
+    memory: Store
+    """Written by the other ranks."""
+    benchmarker: Benchmarker
+    search: Callable[[Sequence[Config]], Search]
+    fingerprint: Fingerprinter
+    policy: Policy
+    hardware: str
+    """Hardware and size of the group; part of the key."""
+    quiet: Callable[[], AbstractContextManager[object]]
+    """What candidates run under: no gradients are recorded."""
+    gate: AbstractContextManager[object]
+    """Held during a first call, so that the first calls of one group come one after another.
+    Re-entrant: a tuned function may call a tuned function."""
+    always_tune: bool
+    strict: bool
+    verbose: bool
+    seconds: float
+    """Longest time to wait for the device."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a first call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: object
+    """What ``key_fn`` returned, or the exception that it raised."""

@@ -1,0 +1,57 @@
+"""Measuring with the device's own timer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton_dist._tuning.protocols import Device
+from triton_dist._tuning.values import Measurement, Policy
+
+
+class DeviceBenchmarker:
+    """Times each run by itself, cache cold, all ranks starting together.
+
+    Args:
+        device: where the work runs.
+        seconds: longest time to wait for the device after all runs were queued.
+    """
+
+    def __init__(self, device: Device, seconds: float) -> None:
+        self._device = device
+        self._seconds = seconds
+
+    def measure(
+        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None]
+    ) -> Measurement:
+        """``policy.warmup`` untimed, then ``policy.repeat`` timed runs; ``align`` before each.
+
+        A rank whose ``call`` raises goes on to align, so that the others, which expect it at each
+        of their runs, are not left waiting; the exception comes after the last run.
+
+        Raises:
+            TimeoutError: the device did not finish in time.
+            Exception: what ``call`` or ``align`` raised.
+        """
+        failure: Exception | None = None
+        timers = []
+        for _ in range(policy.warmup + policy.repeat):
+            if policy.flush:
+                self._device.flush_cache()
+            timer = self._device.timer()
+            align()
+            if failure is not None:
+                continue
+            try:
+                timer.start()
+                call()
+                timer.stop()
+            except Exception as error:
+                failure = error
+            timers.append(timer)
+        if failure is not None:
+            raise failure
+        self._device.synchronize(self._seconds)
+        # To the nanosecond: what no timer resolves would only make the record hard to read.
+        samples = tuple(round(timer.milliseconds(), 6) for timer in timers[policy.warmup :])
+        return Measurement(samples, policy.warmup)

@@ -1,0 +1,192 @@
+"""Python values as JSON trees: exact, canonical and readable, so that they can name a cache entry.
+
+``None``, ``bool``, ``int``, ``str``, finite ``float`` and ``list`` are themselves; all else is an
+object whose first name says what it is: ``{"tuple": [1, 2]}``, ``{"dtype": "torch.float16"}``. So a
+tuple never comes back as a list, nor ``True`` as ``1``. Two kinds are written as the Python values
+that they
+equal: ``torch.Size`` as a tuple, numpy scalars as Python scalars.
+
+torch and triton are recognised by shape and never imported; reading finds classes only in modules
+that are already imported, so a file cannot make a process import anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+Tree = Any
+"""What ``json`` reads and writes."""
+
+
+def encode(value: object) -> Tree:
+    """``value`` as a tree.
+
+    Raises:
+        TypeError: a value that has no exact and stable text; says which.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}  # type: ignore[arg-type]
+    if isinstance(value, enum.Enum):
+        # A Flag's combination has no name of its own, its value always does.
+        return {
+            "enum": _name_of(kind),
+            "value" if isinstance(value, enum.Flag) else "name": _member(value),
+        }
+    if kind is list:
+        return [encode(item) for item in value]  # type: ignore[attr-defined]
+    if isinstance(value, tuple):
+        return _encode_tuple(value)
+    if kind is dict:
+        pairs = [[encode(name), encode(item)] for name, item in value.items()]  # type: ignore[attr-defined]
+        return {"dict": sorted(pairs, key=text)}
+    if kind in (set, frozenset):
+        return {kind.__name__: sorted((encode(item) for item in value), key=text)}  # type: ignore[attr-defined]
+    if kind is bytes:
+        return {"bytes": value.hex()}  # type: ignore[attr-defined]
+    if kind is complex:
+        return {"complex": repr(value)}
+    if is_triton_config(value):
+        return _encode_triton_config(value)
+    if isinstance(value, type):
+        return {"class": _name_of(value)}
+    if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"dataclass": _name_of(kind), "fields": fields}
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+        return {kind.__name__: str(value)}
+    if (
+        kind.__module__ == "numpy"
+        and hasattr(value, "item")
+        and getattr(value, "shape", None) == ()
+    ):
+        return encode(value.item())
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return _encode_function(value)
+    raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
+
+
+def decode(tree: Tree) -> Any:
+    """The value that :func:`encode` made ``tree`` from.
+
+    Raises:
+        ValueError: no such tree, a class that is not imported, or a function or ``triton.Config``:
+            the live ones are found by their digest instead.
+    """
+    if isinstance(tree, list):
+        return [decode(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next(iter(tree), None)
+    reader = _READERS.get(str(tag))
+    if reader is None:
+        raise ValueError(f"no value is written as {text(tree)}")
+    try:
+        return reader(tree[tag], tree)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{text(tree)} cannot be read in this process: {error}") from error
+
+
+def text(tree: Tree) -> str:
+    """The one text of ``tree``: compact JSON, ASCII, in the order that the tree has."""
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+
+
+def digest(*trees: Tree) -> str:
+    """Hash of trees, 32 hexadecimal characters; the order of an object's names does not count."""
+    canonical = json.dumps(trees, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+def is_triton_config(value: object) -> bool:
+    """Whether ``value`` has the shape of a ``triton.Config``."""
+    return (
+        not isinstance(value, type)
+        and isinstance(getattr(value, "kwargs", None), dict)
+        and hasattr(value, "num_warps")
+        and hasattr(value, "num_stages")
+    )
+
+
+def _member(value: enum.Enum) -> Tree:
+    return encode(value.value) if isinstance(value, enum.Flag) else value.name
+
+
+def _encode_tuple(value: tuple[Any, ...]) -> Tree:
+    items = [encode(item) for item in value]
+    kind = type(value)
+    if hasattr(kind, "_fields"):
+        return {"namedtuple": _name_of(kind), "items": items}
+    if kind is tuple or (kind.__module__, kind.__name__) == ("torch", "Size"):
+        return {"tuple": items}
+    raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
+
+
+def _encode_triton_config(value: Any) -> Tree:
+    """Meta-parameters, then options. ``None`` options are left out: newer Triton versions add
+    some."""
+    options = {name: option for name, option in sorted(vars(value).items()) if option is not None}
+    meta = {str(name): encode(item) for name, item in options.pop("kwargs").items()}
+    return {"triton.Config": meta} | {name: encode(option) for name, option in options.items()}
+
+
+def _encode_function(value: Any) -> Tree:
+    """Its name; one that was made inside another function, also a digest of code and closure."""
+    tree = {"function": _name_of(value)}
+    code = getattr(value, "__code__", None)
+    if code is not None and "<" in value.__qualname__:
+        cells = [encode(cell.cell_contents) for cell in value.__closure__ or ()]
+        constants = [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
+        tree["code"] = digest(code.co_code.hex(), constants, list(code.co_names), cells)
+    return tree
+
+
+def _name_of(item: Any) -> str:
+    return f"{item.__module__}:{item.__qualname__}"
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _read_enum(name: str, tree: dict[str, Tree]) -> Any:
+    return _find(name)(decode(tree["value"])) if "value" in tree else _find(name)[tree["name"]]
+
+
+def _read_dataclass(name: str, tree: dict[str, Tree]) -> Any:
+    """Field by field, past ``__init__``, which may compute some of them."""
+    value = object.__new__(_find(name))
+    for field, item in tree["fields"].items():
+        object.__setattr__(value, field, decode(item))
+    return value
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Tree]], Any]] = {
+    "float": lambda body, _: float(body),
+    "complex": lambda body, _: complex(body),
+    "bytes": lambda body, _: bytes.fromhex(body),
+    "tuple": lambda body, _: tuple(map(decode, body)),
+    "namedtuple": lambda body, tree: _find(body)._make(map(decode, tree["items"])),
+    "dict": lambda body, _: {decode(name): decode(item) for name, item in body},
+    "set": lambda body, _: set(map(decode, body)),
+    "frozenset": lambda body, _: frozenset(map(decode, body)),
+    "enum": _read_enum,
+    "dataclass": _read_dataclass,
+    "class": lambda body, _: _find(body),
+    "dtype": lambda body, _: _find(body.replace(".", ":", 1)),
+    "device": lambda body, _: _find("torch:device")(body),
+}

@@ -1,0 +1,175 @@
+"""One candidate (:class:`Config`) and all of them (:class:`ConfigSpace`)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.show import show
+from triton_dist.errors import InvalidArgument
+
+
+class Config(Mapping[str, Any]):
+    """Keyword arguments of the tuned function: an immutable map from name to value.
+
+    A value may be anything: a ``triton.Config``, an enum, a bool, a string, an int, a dtype.
+    Reading a name that is not in the map falls through to the one ``triton.Config`` in it, to its
+    meta-parameters and then its options, so ``config["BLOCK_SIZE_M"]`` and ``config["num_stages"]``
+    work. Iteration and ``**config`` see the map alone.
+
+    Equal configs have equal digests, whatever the order of their names.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {name: _own(value) for name, value in values.items()}
+        self.tree: codec.Tree = {name: _encode(name, value) for name, value in self._values.items()}
+        self.digest: str = codec.digest(self.tree)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._values:
+            return self._values[name]
+        inner = [value for value in self._values.values() if codec.is_triton_config(value)]
+        if len(inner) == 1:
+            options = {
+                option: item for option, item in vars(inner[0]).items() if option != "kwargs"
+            }
+            return {**options, **inner[0].kwargs}[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return show_config(self.tree)
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for a call, for the callee to keep: a function that changes its
+        ``triton.Config`` changes no other call's."""
+        return {name: _own(value) for name, value in self._values.items()}
+
+    def functions(self) -> Iterator[Callable[..., Any]]:
+        """The functions in it (values, and pre-hooks of a ``triton.Config``): their source counts
+        too."""
+        for value in self._values.values():
+            inside = vars(value).values() if codec.is_triton_config(value) else [value]
+            yield from (item for item in inside if isinstance(item, types.FunctionType))
+
+
+def show_config(tree: codec.Tree) -> str:
+    """The tree of a config as it would be typed."""
+    return "{" + ", ".join(f"{name!r}: {show(value)}" for name, value in tree.items()) + "}"
+
+
+def _own(value: Any) -> Any:
+    """A ``triton.Config`` is mutable: everyone gets a copy. Its ``pre_hook`` is shared."""
+    if not codec.is_triton_config(value):
+        return value
+    own = copy.copy(value)
+    own.kwargs = dict(value.kwargs)
+    return own
+
+
+def _encode(name: str, value: object) -> codec.Tree:
+    try:
+        return codec.encode(value)
+    except TypeError:
+        shown = repr(value)
+        if " at 0x" in shown:  # the default repr: another text in each process
+            raise InvalidArgument(
+                "autotune",
+                f"config_space value {name!r}",
+                value,
+                "a value with a stable text: a number, string, enum, tuple, frozen dataclass, "
+                "triton.Config, function, or an object whose repr tells it from all others",
+            ) from None
+        return {"object": shown}
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A config that is not worth measuring."""
+
+    config: Config
+    reason: str
+
+
+class ConfigSpace(Sequence[Config]):
+    """All candidates, in the order of preference: the first is the default.
+
+    Evaluated when first looked at, never at import, so that importing a module of kernels touches
+    no GPU. Duplicates are dropped.
+
+    Args:
+        source: list of dicts, or a callable without arguments that returns one.
+    """
+
+    def __init__(
+        self, source: Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
+    ):
+        self._source = source
+
+    @functools.cached_property
+    def _configs(self) -> tuple[Config, ...]:
+        candidates = self._source() if callable(self._source) else self._source
+        configs: dict[str, Config] = {}
+        for candidate in candidates:
+            if not isinstance(candidate, Mapping):
+                raise InvalidArgument(
+                    "autotune", "config_space entry", candidate, "a dict of keyword arguments"
+                )
+            config = Config(candidate)
+            configs.setdefault(config.digest, config)
+        return tuple(configs.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._configs[index]
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Every name that some config sets."""
+        return frozenset(name for config in self._configs for name in config)
+
+    @property
+    def digest(self) -> str:
+        """Changes with any config and with their order, which breaks ties."""
+        return codec.digest([config.digest for config in self._configs])
+
+    def find(self, config_digest: str) -> Config | None:
+        return next((c for c in self._configs if c.digest == config_digest), None)
+
+    def prune(
+        self,
+        prune_fn: Callable[..., object] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[list[Config], list[Pruned]]:
+        """The configs that ``prune_fn(config, *args, **kwargs)`` keeps, and the others with the
+        reason."""
+        if prune_fn is None:
+            return list(self._configs), []
+        name = getattr(prune_fn, "__name__", repr(prune_fn))
+        kept: list[Config] = []
+        pruned: list[Pruned] = []
+        for config in self._configs:
+            if prune_fn(config, *args, **kwargs):
+                kept.append(config)
+            else:
+                pruned.append(Pruned(config, f"{name} dropped it"))
+        return kept, pruned

@@ -1,0 +1,45 @@
+"""Trees as a person would type the values: ``(8192, torch.float16)``."""
+
+from __future__ import annotations
+
+from triton_dist._tuning.values.codec import Tree
+
+
+def show(tree: Tree) -> str:
+    """The tree of :func:`codec.encode` as Python source."""
+    if isinstance(tree, list):
+        return f"[{_comma(tree)}]"
+    if not isinstance(tree, dict):
+        return repr(tree)
+    tag, body = next(iter(tree.items()))
+    if tag == "tuple":
+        return f"({_comma(body)},)" if len(body) == 1 else f"({_comma(body)})"
+    if tag == "dict":
+        return "{" + ", ".join(f"{show(name)}: {show(item)}" for name, item in body) + "}"
+    if tag in ("set", "frozenset"):
+        return f"{tag}([{_comma(body)}])"
+    if tag == "triton.Config":
+        meta = ", ".join(f"{name!r}: {show(item)}" for name, item in body.items())
+        options = "".join(f", {name}={show(item)}" for name, item in tree.items() if name != tag)
+        return f"triton.Config({{{meta}}}{options})"
+    if tag == "enum":
+        cls = _short(body)
+        return f"{cls}.{tree['name']}" if "name" in tree else f"{cls}({show(tree['value'])})"
+    if tag == "dataclass":
+        fields = ", ".join(f"{name}={show(item)}" for name, item in tree["fields"].items())
+        return f"{_short(body)}({fields})"
+    if tag == "namedtuple":
+        return f"{_short(body)}({_comma(tree['items'])})"
+    if tag in ("class", "function"):
+        return _short(body)
+    if tag == "bytes":
+        return repr(bytes.fromhex(body))
+    return f"torch.device({body!r})" if tag == "device" else str(body)
+
+
+def _comma(trees: list[Tree]) -> str:
+    return ", ".join(map(show, trees))
+
+
+def _short(name: str) -> str:
+    return name.partition(":")[2].rpartition("<locals>.")[2]

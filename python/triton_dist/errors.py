@@ -1,0 +1,168 @@
+"""Every exception and warning of triton_dist, each with its message beside it.
+
+A message says what happened, where (argument, rank, config, key) and what to do. All exceptions
+derive from :class:`TritonDistError`; where Python has a fitting built-in (``ValueError``,
+``OSError``, ``TimeoutError``), they derive from that too, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+class TritonDistError(Exception):
+    """Base of every exception that triton_dist raises on purpose."""
+
+
+class InvalidArgument(TritonDistError, ValueError):
+    """An argument that the function cannot work with; raised before anything is launched."""
+
+    def __init__(self, function: str, argument: str, value: object, expected: str) -> None:
+        self.function, self.argument, self.value, self.expected = (
+            function,
+            argument,
+            value,
+            expected,
+        )
+        super().__init__(f"{function}: {argument} is {value!r}, expected {expected}")
+
+
+class ContextFinalized(TritonDistError, RuntimeError):
+    """A context whose symmetric memory was already freed."""
+
+    def __init__(self, context: str) -> None:
+        super().__init__(
+            f"{context} was finalized: its symmetric buffers are freed. Create a new context, or call "
+            "finalize() only after the last use."
+        )
+
+
+class DeviceUnavailable(TritonDistError, RuntimeError):
+    """The device that was asked for cannot be used in this process."""
+
+    def __init__(self, asked: str, reason: str, remedy: str) -> None:
+        super().__init__(f"device {asked!r} cannot be used: {reason}. {remedy}")
+
+
+class UnsupportedVersion(TritonDistError, ImportError):
+    """A dependency whose version is outside the supported range."""
+
+    def __init__(self, package: str, found: str, supported: str) -> None:
+        super().__init__(
+            f"{package} {found} is installed, triton_dist supports {package} {supported}. "
+            f"Install a supported version: pip install '{package}{supported}'"
+        )
+
+
+class SymmetricMemoryFull(TritonDistError, OSError):
+    """Not enough memory for a symmetric allocation on some rank."""
+
+    def __init__(self, where: str, needed: int, available: int, remedy: str) -> None:
+        self.needed, self.available = needed, available
+        super().__init__(
+            f"{where}: a symmetric allocation needs {needed} bytes, {available} bytes are available. {remedy}"
+        )
+
+
+class WaitTimeout(TritonDistError, TimeoutError):
+    """A wait inside a kernel (interpreter) or on a copy stream that exceeded its wall-clock
+    limit."""
+
+    def __init__(
+        self, *, rank: int, program: object, flag: str, expected: int, seen: int, seconds: float
+    ) -> None:
+        self.rank, self.flag, self.expected, self.seen = rank, flag, expected, seen
+        super().__init__(
+            f"rank {rank}, {program}: waited {seconds:.1f} s for flag {flag} to reach {expected}, it is "
+            f"{seen}. The rank that sets it did not get there: it failed, or ranks run different "
+            "programs. TRITON_DIST_WAIT_TIMEOUT sets the limit in seconds."
+        )
+
+
+class RankTimeout(TritonDistError, TimeoutError):
+    """Some rank did not arrive at a step that all ranks of the group take together."""
+
+    def __init__(self, *, rank: int, phase: str, missing: Iterable[int], seconds: float) -> None:
+        self.rank, self.phase, self.missing = rank, phase, tuple(missing)
+        late = ", ".join(map(str, self.missing)) or "unknown"
+        super().__init__(
+            f"rank {rank}: {phase}: rank(s) {late} did not arrive within {seconds:.1f} s. They failed, or "
+            "are still in other code; their own log says why. TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit."
+        )
+
+
+class RankDisagreement(TritonDistError, RuntimeError):
+    """Ranks that must act alike came with different values."""
+
+    def __init__(self, what: str, by_rank: Mapping[int, object]) -> None:
+        self.by_rank = dict(by_rank)
+        lines = "\n".join(f"  rank {rank}: {value}" for rank, value in self.by_rank.items())
+        super().__init__(f"ranks disagree on {what}:\n{lines}\nAll ranks must come with the same.")
+
+
+class NoValidConfig(TritonDistError, RuntimeError):
+    """No config of the space can be used; holds the cause for each."""
+
+    def __init__(self, function: str, key: object, causes: Mapping[str, str]) -> None:
+        self.causes = dict(causes)
+        lines = "\n".join(f"  {config}: {cause}" for config, cause in self.causes.items())
+        detail = f"\n{lines}" if lines else " the config space is empty."
+        super().__init__(f"{function}: no valid config for key {key}:{detail}")
+
+
+class TuningAborted(TritonDistError, RuntimeError):
+    """A failed candidate left some rank in a state in which no other can be tried."""
+
+    def __init__(self, function: str, config: object, causes: Mapping[int, str]) -> None:
+        self.causes = dict(causes)
+        lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in self.causes.items())
+        super().__init__(
+            f"{function}: tuning ends at config {config}, which failed; then recovering failed too:\n{lines}\n"
+            "Start the processes again, without that config or with a recover_fn that resets the state."
+        )
+
+
+class CandidateFailed(TritonDistError, RuntimeError):
+    """One config could not be prepared or run; the tuner records it and goes on."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one spawned rank ended, when it did not return."""
+
+    exception: str
+    """Name of the exception's type; ``"Died"`` and ``"TimedOut"`` for a rank that raised none."""
+    message: str
+    traceback: str
+    """What the rank was doing: the exception's traceback, or the stacks of a rank that was
+    stuck."""
+
+
+class RanksFailed(TritonDistError, RuntimeError):
+    """Some spawned ranks did not return.
+
+    ``by_rank`` has the :class:`RankFailure` of each, in the order in which they failed: the first
+    is most often the cause of the others.
+    """
+
+    def __init__(self, function: str, world_size: int, by_rank: Mapping[int, RankFailure]) -> None:
+        self.by_rank = dict(by_rank)
+        details = "\n".join(
+            f"--- rank {rank}: {failure.exception}: {failure.message}\n{failure.traceback}".rstrip()
+            for rank, failure in self.by_rank.items()
+        )
+        ranks = ", ".join(map(str, self.by_rank))
+        super().__init__(f"{function}: rank(s) {ranks} of {world_size} failed:\n{details}")
+
+
+class TritonDistWarning(UserWarning):
+    """Base of every warning that triton_dist issues."""
+
+
+class CacheWarning(TritonDistWarning):
+    """A cached tuning record that could not be used or written."""
+
+
+class TuningWarning(TritonDistWarning):
+    """Something about a tuning that a user should know and that is no error."""

@@ -1,0 +1,1 @@
+"""What several ops share: tile orders, GEMM cores, launch preparation."""

@@ -1,0 +1,85 @@
+"""Launches of the sharded GEMM: picks the kernel that can serve the tensors as they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
+from triton_dist.kernels.common.sharded_gemm import (
+    kernel_gemm_non_persistent,
+    kernel_gemm_persistent,
+)
+
+_DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE",)
+
+
+@dataclass(frozen=True)
+class GatheredShards:
+    """The shards of the other ranks and the flags that say which rows are there.
+
+    ``rows`` [M, K] contiguous; flag ``arrivals[s * flags_per_rank + c]`` stands for rows
+    ``[c * chunk_rows, (c + 1) * chunk_rows)`` of shard s and is awaited to reach ``epoch[0]``.
+    """
+
+    rows: torch.Tensor
+    arrivals: torch.Tensor
+    epoch: torch.Tensor
+    chunk_rows: int
+    flags_per_rank: int
+
+
+def sharded_gemm(
+    own: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    config: triton.Config,
+    *,
+    num_sms: int,
+    persistent: bool,
+    rank: int = 0,
+    num_ranks: int = 1,
+    gathered: GatheredShards | None = None,
+) -> Launch:
+    """The launch that computes ``C = concat(shards) @ B``.
+
+    Args:
+        own: [M / num_ranks, K], this rank's shard; without ``gathered`` the only one.
+        B: [K, N], any strides.
+        C: [M, N], contiguous.
+        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE.
+        num_sms: programs of the persistent kernel.
+        persistent: use the persistent kernel on descriptors. Tensors whose strides are not
+        multiples of
+            16 bytes go to the kernel on pointers all the same.
+    """
+    M, N = C.shape
+    K = own.shape[1]
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    tiles = num_ranks * triton.cdiv(own.shape[0], block_m) * triton.cdiv(N, block_n)
+    source = gathered or GatheredShards(own, own, own, 1, 1)
+    operands = (own, source.rows, B, C, source.arrivals, source.epoch, M, N, K)
+    sharding = (rank, num_ranks, source.chunk_rows)
+    options = {
+        **config.all_kwargs(),
+        "GATHERED": gathered is not None,
+        "FLAGS_PER_RANK": source.flags_per_rank,
+        "INPUT_PRECISION": dot_precision(own.dtype),
+    }
+    if persistent and own.stride(1) == 1 and fits_descriptor(own, source.rows, B, C):
+        options.setdefault("EPILOGUE_SUBTILE", False)
+        options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
+        grid = (min(num_sms, tiles),)
+        return Launch(
+            kernel_gemm_persistent, grid, (*operands, max(B.stride()), *sharding), options
+        )
+    for name in _DESCRIPTOR_ONLY:
+        options.pop(name, None)
+    return Launch(
+        kernel_gemm_non_persistent,
+        (tiles,),
+        (*operands, *own.stride(), *B.stride(), *sharding),
+        options,
+    )

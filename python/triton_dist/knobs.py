@@ -1,0 +1,170 @@
+"""Every environment variable that triton_dist reads: type, default and one sentence each.
+
+The only reader of ``os.environ`` in the package. A knob is read when it is looked at, so a test or
+a script may set the variable at any time; nothing on a hot path looks at one.
+
+    >>> from triton_dist import knobs
+    >>> knobs.autotune_always_tune.get()
+    False
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from triton_dist.errors import TritonDistError
+
+T = TypeVar("T")
+
+
+class InvalidKnob(TritonDistError, ValueError):
+    """An environment variable whose value cannot be read."""
+
+    def __init__(self, variable: str, value: str, expected: str) -> None:
+        super().__init__(f"environment variable {variable}={value!r}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One environment variable: ``get`` gives its value, or the default when unset or empty."""
+
+    variable: str
+    default: T
+    parse: Callable[[str], T]
+    expected: str
+    doc: str
+
+    def get(self) -> T:
+        raw = os.environ.get(self.variable, "")
+        if not raw:
+            return self.default
+        try:
+            return self.parse(raw)
+        except ValueError:
+            raise InvalidKnob(self.variable, raw, self.expected) from None
+
+
+def _flag(raw: str) -> bool:
+    try:
+        return {
+            "1": True,
+            "true": True,
+            "on": True,
+            "yes": True,
+            "0": False,
+            "false": False,
+            "off": False,
+            "no": False,
+        }[raw.strip().lower()]
+    except KeyError:
+        raise ValueError(raw) from None
+
+
+def _positive(raw: str) -> float:
+    value = float(raw)
+    if not value > 0:
+        raise ValueError(raw)
+    return value
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(raw: str) -> str:
+        if raw.strip().lower() not in choices:
+            raise ValueError(raw)
+        return raw.strip().lower()
+
+    return parse
+
+
+def flag(variable: str, doc: str, default: bool = False) -> Knob[bool]:
+    return Knob(variable, default, _flag, "0 or 1", doc)
+
+
+def integer(variable: str, default: int, doc: str) -> Knob[int]:
+    return Knob(variable, default, int, "an integer", doc)
+
+
+def seconds(variable: str, default: float, doc: str) -> Knob[float]:
+    return Knob(variable, default, _positive, "a positive number of seconds", doc)
+
+
+device = Knob(
+    "TRITON_DIST_DEVICE",
+    "auto",
+    _one_of("auto", "cuda", "cpu"),
+    "auto, cuda or cpu",
+    "Where kernels run: NVIDIA GPUs, CPU ranks in Triton's interpreter, or whichever is there.",
+)
+cache_dir = Knob(
+    "TRITON_DIST_CACHE_DIR",
+    Path("~/.triton_dist"),
+    Path,
+    "a folder",
+    "Root of everything that triton_dist keeps on disk; tuning records lie in its autotune/ folder.",
+)
+autotune_always_tune = flag(
+    "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
+    "Tune again although a cached result exists, and replace it.",
+)
+autotune_version_check = flag(
+    "TRITON_DIST_AUTOTUNE_VERSION_CHECK",
+    "Strict: any difference of a recorded version, patch level included, invalidates a record.",
+)
+autotune_print = flag(
+    "TRITON_DIST_AUTOTUNE_PRINT",
+    "Report what is tuned, each timing and the winner, as autotune_verbose=True does.",
+)
+autotune_timeout = seconds(
+    "TRITON_DIST_AUTOTUNE_TIMEOUT",
+    60.0,
+    "Longest time that a rank waits for the others at one step of a tuning.",
+)
+wait_timeout = seconds(
+    "TRITON_DIST_WAIT_TIMEOUT",
+    30.0,
+    "Longest time that one wait inside an interpreted kernel may spin.",
+)
+
+# What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.
+rank = integer("RANK", 0, "Rank of this process in the world.")
+local_rank = integer("LOCAL_RANK", 0, "Rank of this process on its host.")
+world_size = integer("WORLD_SIZE", 1, "Number of processes in the world.")
+local_world_size = integer("LOCAL_WORLD_SIZE", 1, "Number of processes on this host.")
+triton_interpret = flag(
+    "TRITON_INTERPRET", "Triton's own switch: kernels decorated while it is set are interpreted."
+)
+
+
+def is_set(variable: str) -> bool:
+    """Whether ``variable`` is in the environment at all."""
+    return variable in os.environ
+
+
+def get_bool_env(variable: str, default: bool = False) -> bool:
+    """Any variable as a flag, for scripts; ``default`` when unset."""
+    return flag(variable, "", default).get()
+
+
+def get_int_env(variable: str, default: int) -> int:
+    """Any variable as an integer, for scripts; ``default`` when unset."""
+    return integer(variable, default, "").get()
+
+
+def put(variable: str, value: str) -> None:
+    """Set ``variable`` for this process and its children."""
+    os.environ[variable] = value
+
+
+def environment() -> dict[str, str]:
+    """A copy of the whole environment, for a process that is about to be started."""
+    return dict(os.environ)
+
+
+def replace_environment(environment: Mapping[str, str]) -> None:
+    """Make ``environment`` the whole environment of this process and its children."""
+    os.environ.clear()
+    os.environ.update(environment)

@@ -1,0 +1,18 @@
+"""Words to use inside kernels, interpreted or compiled.
+
+They are plain ``tl`` atomics with ``sem`` and ``scope``; the three pieces of inline assembly are
+no-ops in the interpreter and below the compute capability that they are for.
+
+===================  ====================================================================
+``symm_at``          a region's address on a peer
+``notify``           set or add a flag, after everything the program wrote (release)
+``wait``             spin until flags have reached a value (acquire); gives a token
+``consume_token``    tie a load to the ``wait`` before it
+``publish_tile``     make TMA stores visible, before a ``notify``
+===================  ====================================================================
+"""
+
+from triton_dist.language.signals import consume_token, notify, symm_at, wait
+from triton_dist.language.tma import publish_tile
+
+__all__ = ["consume_token", "notify", "publish_tile", "symm_at", "wait"]

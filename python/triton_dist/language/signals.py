@@ -1,0 +1,75 @@
+"""Flags in symmetric memory: one rank sets them, another waits for them inside its kernel."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.language import target_info
+
+from triton_dist._jit import jit
+from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
+
+SET = tl.constexpr("set")  # a bare str is no default for a constexpr argument in Triton 3.6 to 3.9
+
+
+@jit
+def symm_at(ptr, table, peer):
+    """``peer``'s copy of the region that starts at ``ptr``.
+
+    ``ptr``: the local start of a region, for its element type. ``table``: int64 [world size], the
+    region's ``pointers``. Returns a pointer of ``ptr``'s type into ``peer``'s memory.
+    """
+    return tl.load(table + peer).to(ptr.dtype)
+
+
+@jit
+def notify(ptr, value, op: tl.constexpr = SET):
+    """Write int32 ``value`` to the flag at ``ptr`` (``op="set"``), or add it (``op="add"``).
+
+    A release at system scope: who sees the flag by ``wait`` sees all that this program stored
+    before, on any GPU of the host. Not for TMA stores: see ``publish_tile``.
+    """
+    tl.debug_barrier()  # the release is one thread's; all threads' stores come before it
+    if op == "set":
+        tl.atomic_xchg(ptr, value, sem="release", scope="sys")
+    else:
+        tl.static_assert(op == "add", "notify: op is 'set' or 'add'")
+        tl.atomic_add(ptr, value, sem="release", scope="sys")
+
+
+@jit
+def wait(ptr, count, value):
+    """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
+
+    An acquire at system scope. Flags count up and may wrap: they are compared by signed difference.
+    Adding zero atomically lowers to ``ld.acquire.sys``, which stock Triton 3.6 has no other word
+    for. Interpreted, a wait has a wall-clock limit and raises ``WaitTimeout``. Returns a token
+    (int32 0) for ``consume_token``.
+    """
+    index = 0
+    while index < count:
+        deadline = wait_deadline()
+        seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
+        while seen - value < 0:
+            spin(ptr + index, seen, value, deadline)
+            seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
+        index += 1
+    token = 0
+    if not INTERPRETED and target_info.cuda_capability_geq(9, 0):
+        # TMA reads through the async proxy, which the acquire of the generic proxy does not order.
+        # The result is opaque to the compiler, so what consumes the token stays behind the wait:
+        # Triton 3.6 deletes or moves a wait in a specialised loop when nothing depends on it.
+        token = tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;",
+            "=r,r",
+            [token],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return token
+
+
+@jit
+def consume_token(value, token):
+    """``value`` (a pointer or an int), made to depend on the ``wait`` that gave ``token``."""
+    return value + token

@@ -1,0 +1,1 @@
+"""The only rooms that know hardware: devices, ranks and symmetric memory."""

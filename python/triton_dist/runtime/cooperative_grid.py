@@ -1,0 +1,170 @@
+"""Programs of one grid that may wait for one another, in one process and without a GPU.
+
+On a GPU the resident programs of a grid make progress together, so one may spin on a flag that
+another sets. Here they run in order on the calling thread, which costs nothing, until one *pauses*
+in such a wait. It then keeps its thread, and a new thread goes on with the programs that were not
+started yet. Exactly one program runs at any time: a turn ends when its program pauses or is over,
+and the next turn goes round robin, so a run is the same every time. Knows nothing of Triton.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+PAUSE_SECONDS = 50e-6
+"""How long a waiting program sleeps when nothing else of its grid can run. Long enough for a copy
+thread to take the GIL and for another process to take the core, short against a spin's own cost."""
+
+
+class _Stop(BaseException):
+    """Unwinds a paused program of a grid in which another one failed."""
+
+
+class _Seat:
+    """A thread's place at the table: it runs only in its turn."""
+
+    def __init__(self) -> None:
+        self._turn = False
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def give_turn(self) -> None:
+        self._turn = True
+        self._signals.put(None)
+
+    def await_turn(self, interrupted: Callable[[BaseException], None]) -> None:
+        """Block until :meth:`give_turn`. What a signal handler raises meanwhile goes to
+        ``interrupted``: leaving the wait without the turn would leave two programs running."""
+        while not self._turn:
+            try:
+                self._signals.get()
+            except BaseException as error:
+                interrupted(error)
+        self._turn = False
+
+
+class _Local(threading.local):
+    grid: CooperativeGrid | None = None
+    seat: _Seat | None = None
+
+
+_local = _Local()
+
+
+class CooperativeGrid:
+    """Runs ``body(0) … body(count - 1)``.
+
+    ``state`` is a dictionary that belongs to the program that runs (the interpreter's globals):
+    each program finds it after a pause as it was before.
+    """
+
+    def __init__(self, count: int, body: Callable[[int], None], state: dict[str, Any]) -> None:
+        self._count, self._body, self._state = count, body, state
+        self._next = 0
+        self._front = _Seat()  # the one seat that starts programs
+        self._ready: deque[_Seat] = deque()  # every seat but the one whose turn it is
+        self._pauses = 0  # since a program last started or ended
+        self._threads: list[threading.Thread] = []
+        self._all_left = _Seat()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run all programs; the first exception of any of them ends the grid and is raised here.
+
+        No thread is left when this returns or raises.
+        """
+        outer = _local.grid, _local.seat
+        try:
+            self._take_turns(self._front)
+        finally:
+            _local.grid, _local.seat = outer
+        if self._ready:
+            self._ready.popleft().give_turn()
+            self._all_left.await_turn(self._fail)
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> bool:
+        """End the running program's turn; ``False`` if no other program of the grid could take
+        one."""
+        seat = _local.seat
+        assert seat is not None, "only a program of this grid can pause it"
+        if self._starts_next(seat):
+            self._front = _Seat()
+            self._start_thread(self._front)
+            self._ready.appendleft(self._front)
+        if not self._ready:
+            return False
+        self._pauses += 1
+        if self._pauses > len(self._ready):  # every program waits, for something outside this grid
+            self._pauses = 0
+            time.sleep(PAUSE_SECONDS)
+        self._pass_turn(seat)
+        return True
+
+    def _take_turns(self, seat: _Seat) -> None:
+        """Start programs, in order, until another seat does because this one's program paused."""
+        _local.grid, _local.seat = self, seat
+        try:
+            while self._starts_next(seat) and self._error is None:
+                program, self._next = self._next, self._next + 1
+                self._pauses = 0
+                self._body(program)
+                self._pauses = 0
+                if self._ready and self._starts_next(seat):
+                    self._pass_turn(seat)
+        except _Stop:
+            pass
+        except BaseException as error:
+            self._fail(error)
+
+    def _starts_next(self, seat: _Seat) -> bool:
+        return self._front is seat and self._next < self._count
+
+    def _pass_turn(self, seat: _Seat) -> None:
+        saved = dict(self._state)
+        self._ready.append(seat)
+        self._ready.popleft().give_turn()
+        seat.await_turn(self._fail)
+        self._state.update(saved)
+        if self._error is not None:
+            raise _Stop
+
+    def _start_thread(self, seat: _Seat) -> None:
+        def work() -> None:
+            seat.await_turn(self._fail)
+            self._take_turns(seat)
+            (self._ready.popleft() if self._ready else self._all_left).give_turn()
+
+        # The context carries numpy's error state, which a kernel inherits from its launcher.
+        thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(work,),
+            name="triton_dist-program",
+            daemon=True,
+        )
+        thread.start()
+        self._threads.append(thread)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+
+
+def pause() -> bool:
+    """What a blocked wait calls on each round.
+
+    Lets another program of the grid run and returns ``True``; where there is none, sleeps about
+    50 µs, so that copy threads and other processes get on, and returns ``False``.
+    """
+    if _local.grid is not None and _local.grid.pause():
+        return True
+    time.sleep(PAUSE_SECONDS)
+    return False

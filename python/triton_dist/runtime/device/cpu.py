@@ -1,0 +1,140 @@
+"""The CPU as a device: kernels run in Triton's interpreter, a thread stands for the copy engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from triton_dist import knobs
+from triton_dist.errors import WaitTimeout
+from triton_dist.runtime.addresses import describe_address
+
+_HOPPER_SHARED_MEMORY = 232_448
+_GPU_CLOCK_HZ = 1.7e9
+_SPIN_SECONDS = 200e-6
+
+
+class CpuDevice:
+    """This host's processors. Work is synchronous but for copy streams."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    # Programs of a persistent grid. They run one after another, so a few show all there is to see:
+    # several tiles a program, and several programs.
+    num_sms = 3
+    # The interpreter does a descriptor access 3 to 5 times faster than pointer arithmetic.
+    prefers_descriptors = True
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        """Nothing to wait for: kernels return when done, and a call joins its copy streams."""
+
+    def timer(self) -> CpuTimer:
+        return CpuTimer()
+
+    def flush_cache(self) -> None:
+        """Nothing: an interpreted kernel's time is the interpreter's, not the memory's."""
+
+    def facts(self) -> Mapping[str, str]:
+        return {
+            "gpu": "none (interpreter)",
+            "cpu": platform.machine(),
+            "cores": str(os.cpu_count()),
+        }
+
+    def shared_memory_bytes(self) -> int:
+        """Hopper's limit, so that a config space is pruned here as it would be there."""
+        return _HOPPER_SHARED_MEMORY
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def sleep(self, cycles: int) -> None:
+        """Sleep for as long as a GPU would take for ``cycles``."""
+        time.sleep(cycles / _GPU_CLOCK_HZ)
+
+    def sleep_milliseconds(self, milliseconds: float) -> None:
+        time.sleep(milliseconds / 1e3)
+
+    def copy_stream(self) -> CpuCopyStream:
+        return CpuCopyStream()
+
+
+class CpuTimer:
+    """Wall clock."""
+
+    def start(self) -> None:
+        self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        self._end = time.perf_counter()
+
+    def milliseconds(self) -> float:
+        return (self._end - self._begin) * 1e3
+
+
+class CpuCopyStream:
+    """A thread that does copies and flag writes in order, while kernels run on the caller's
+    thread."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        threading.Thread(target=self._run, name="triton_dist-copy-stream", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._steps.get()()
+
+    def _queue(self, step: Callable[[], object]) -> None:
+        def guarded() -> None:
+            if self._failure is not None:  # the rest would write on top of missing data
+                return
+            try:
+                step()
+            except Exception as failure:  # raised on the thread that joins
+                self._failure = failure
+
+        self._steps.put(guarded)
+
+    def after_current(self) -> None:
+        """Nothing to wait for: what the caller did before is done."""
+
+    def join_current(self) -> None:
+        """Wait until all that was queued is done; raise what went wrong in it."""
+        done = threading.Event()
+        self._steps.put(done.set)
+        done.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self._queue(lambda: destination.copy_(source))
+
+    def write_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
+        self._queue(lambda: flags[index].fill_(value))
+
+    def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
+        self._queue(lambda: _spin_until_equal(flags, index, value))
+
+
+def _spin_until_equal(flags: torch.Tensor, index: int, value: int) -> None:
+    limit = knobs.wait_timeout.get()
+    deadline = time.monotonic() + limit
+    while int(flags[index]) != value:
+        if time.monotonic() > deadline:
+            raise WaitTimeout(
+                rank=knobs.rank.get(),
+                program="copy stream",
+                flag=describe_address(flags.data_ptr() + index * flags.element_size()),
+                expected=value,
+                seen=int(flags[index]),
+                seconds=limit,
+            )
+        time.sleep(_SPIN_SECONDS)

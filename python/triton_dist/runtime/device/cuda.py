@@ -1,0 +1,161 @@
+"""One NVIDIA GPU: timing, facts, and streams whose copies use a copy engine and no SM."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Mapping
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+_WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
+_POLL_SECONDS = 50e-6
+
+
+class CudaDevice:
+    """The GPU with CUDA ordinal ``index``."""
+
+    name = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.torch_device = torch.device("cuda", index)
+        self._properties = torch.cuda.get_device_properties(index)
+        self.num_sms: int = self._properties.multi_processor_count
+        # Tensor descriptors become TMA from compute capability 9.0 on; before, pointers are faster.
+        self.prefers_descriptors: bool = self._properties.major >= 9
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        """Wait for all queued work; past ``seconds`` raise ``TimeoutError`` and leave
+        it running."""
+        if seconds is None:
+            torch.cuda.synchronize(self.index)
+            return
+        reached = torch.cuda.Event()
+        # An event on the legacy default stream is behind the work of all blocking streams; side
+        # streams of ours are joined to the current stream before a call returns.
+        reached.record(torch.cuda.current_stream(self.index))
+        deadline = time.monotonic() + seconds
+        while not reached.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"cuda:{self.index} did not finish its queued work within {seconds:.1f} s"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def timer(self) -> CudaTimer:
+        return CudaTimer()
+
+    def flush_cache(self) -> None:
+        """Overwrite a buffer several times the size of the L2 cache."""
+        self._flush_buffer.zero_()
+
+    @functools.cached_property
+    def _flush_buffer(self) -> torch.Tensor:
+        nbytes = max(4 * self._properties.L2_cache_size, 64 << 20)
+        return torch.empty(nbytes, dtype=torch.int8, device=self.torch_device)
+
+    def facts(self) -> Mapping[str, str]:
+        capability = f"{self._properties.major}.{self._properties.minor}"
+        return {
+            "gpu": self._properties.name,
+            "gpus_on_host": str(torch.cuda.device_count()),
+            "capability": capability,
+            "sms": str(self.num_sms),
+            "driver": _driver_version(),
+        }
+
+    def shared_memory_bytes(self) -> int:
+        """Largest dynamic shared memory of one block, in bytes (opt-in limit)."""
+        return int(self._properties.shared_memory_per_block_optin)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def sleep(self, cycles: int) -> None:
+        """Keep the current stream busy for about ``cycles`` SM clock cycles."""
+        torch.cuda._sleep(cycles)
+
+    def sleep_milliseconds(self, milliseconds: float) -> None:
+        """The same for a time, at the SMs' top clock."""
+        self.sleep(int(milliseconds * self._properties.clock_rate))  # kHz
+
+    def copy_stream(self) -> CudaCopyStream:
+        return CudaCopyStream(self.torch_device)
+
+
+class CudaTimer:
+    """Device events on the current stream."""
+
+    def __init__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        self._begin.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def milliseconds(self) -> float:
+        return self._begin.elapsed_time(self._end)
+
+
+class CudaCopyStream:
+    """A high-priority side stream for copies between GPUs.
+
+    Nothing that it queues needs an SM: copies go to a copy engine, flag writes and waits to the
+    stream's front end. So a full grid that spins on what it brings cannot starve it (a one-block
+    wait kernel in this place dead-locked all ranks, measured on H200).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def after_current(self) -> None:
+        """Let what follows begin only after all that the current stream holds now."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def join_current(self) -> None:
+        """Let the current stream go on only after all that this stream holds now."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue ``destination.copy_(source)``; both contiguous, same shape and dtype."""
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+
+    def write_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
+        """Queue ``flags[index] = value``; ``flags`` is a contiguous 1-D int32 tensor."""
+        with torch.cuda.stream(self._stream):
+            _SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)
+
+    def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
+        """Hold what follows until ``flags[index] == value``."""
+        address = flags.data_ptr() + index * flags.element_size()
+        status = _driver().cuStreamWaitValue32_v2(
+            ctypes.c_void_p(self._stream.cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(_WAIT_VALUE_EQ),
+        )
+        if status != 0:
+            raise RuntimeError(
+                f"cuStreamWaitValue32 failed with CUresult {status} on {self._stream}"
+            )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    # torch has no binding for the wait half of stream memory operations.
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _driver_version() -> str:
+    """Version of CUDA that the installed driver supports, as ``major.minor``."""
+    version = ctypes.c_int()
+    status = _driver().cuDriverGetVersion(ctypes.byref(version))
+    return f"{version.value // 1000}.{version.value % 1000 // 10}" if status == 0 else "unknown"

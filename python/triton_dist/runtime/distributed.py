@@ -1,0 +1,109 @@
+"""Starting and ending a distributed program, and printing from one."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist import knobs
+from triton_dist.errors import DeviceUnavailable
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.random import init_seed
+from triton_dist.runtime.triton_compat import is_interpreting
+
+_TIMEOUT = datetime.timedelta(minutes=5)
+
+
+def initialize_distributed(
+    seed: int | None = None, initialize_shmem: bool = True
+) -> dist.ProcessGroup:
+    """Join the world that the launcher's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, …).
+
+    With GPUs: this rank's GPU becomes the current device, CPU tensors go over gloo and GPU tensors
+    over NCCL. Without: gloo. A process that no launcher started becomes a world of one. Calling it
+    again gives the same group.
+
+    Args:
+        seed: for ``init_seed``; default: the rank.
+        initialize_shmem: accepted for scripts that pass it; symmetric memory needs no
+        initialisation.
+
+    Returns:
+        The group of all ranks.
+
+    Raises:
+        DeviceUnavailable: fewer GPUs than ranks on this host, or CPU ranks without the interpreter.
+    """
+    if not dist.is_initialized():
+        _join_world()
+    init_seed(dist.get_rank() if seed is None else seed)
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _join_world() -> None:
+    local_rank = knobs.local_rank.get()
+    if current_device().name == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise DeviceUnavailable(
+                f"cuda:{local_rank}",
+                f"this host has {torch.cuda.device_count()} GPU(s)",
+                "Start at most one rank per GPU.",
+            )
+        torch.cuda.set_device(local_rank)
+        options: dict[str, Any] = {
+            "backend": "cpu:gloo,cuda:nccl",
+            "device_id": torch.device("cuda", local_rank),
+        }
+    else:
+        if not is_interpreting():
+            raise DeviceUnavailable(
+                "cpu",
+                "kernels were not decorated for Triton's interpreter",
+                "Set TRITON_INTERPRET=1 before importing kernels, as scripts/launch.sh does.",
+            )
+        options = {"backend": "gloo"}
+    if not knobs.is_set("RANK"):
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(timeout=_TIMEOUT, **options)
+
+
+def finalize_distributed() -> None:
+    """Wait for all ranks, then leave the world."""
+    if dist.is_initialized():
+        current_device().synchronize()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def dist_print(
+    *values: object,
+    need_sync: bool = False,
+    allowed_ranks: Sequence[int] | str = (0,),
+    prefix: bool = False,
+    **options: Any,
+) -> None:
+    """``print`` on some ranks; ``allowed_ranks`` may be ``"all"``.
+
+    ``need_sync``: ranks print one after another, in order; then every rank must call. ``prefix``:
+    begin with the rank. Other options go to ``print``.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = range(world_size) if allowed_ranks == "all" else allowed_ranks
+    lead = (f"[rank {rank}]",) if prefix else ()
+    options.setdefault("flush", True)
+    if not need_sync:
+        if rank in ranks:
+            print(*lead, *values, **options)
+        return
+    for turn in range(world_size):
+        if turn == rank and rank in ranks:
+            print(*lead, *values, **options)
+        if dist.is_initialized():
+            dist.barrier()

@@ -1,0 +1,311 @@
+"""Mends of Triton's interpreter, which runs the kernels of a rank without a GPU.
+
+Each mend is a function with the Triton versions that need it and, in its docstring, the reason. All
+of them stand in ``MENDS``; :func:`install` applies those that the installed Triton needs.
+``triton_dist.jit`` calls it when it decorates a kernel that will be interpreted.
+
+A process is a rank: the interpreter patches ``triton.language`` and has one global builder, so
+launches from several threads run one after another, and a kernel that waits for what another
+*launch of the same process* will write waits forever. It may wait for programs of its own grid, for
+other processes, and for threads that launch no kernel (copies).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from packaging.specifiers import SpecifierSet
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import interpreter as upstream
+from triton.runtime.errors import InterpreterError
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_dist.errors import TritonDistError
+from triton_dist.runtime import interpreter_bfloat16, interpreter_descriptors
+from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
+from triton_dist.runtime.triton_compat import check_versions, triton_version
+
+__all__ = ["MENDS", "Mend", "current_program", "install", "pause"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mend:
+    """A change of the interpreter, for the Triton ``versions`` that need it."""
+
+    name: str
+    versions: str
+    apply: Callable[[], None]
+
+    @property
+    def is_needed(self) -> bool:
+        return triton_version() in SpecifierSet(self.versions)
+
+
+MENDS: list[Mend] = []
+
+
+def mend(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Enter a function into ``MENDS``, for Triton ``versions`` such as ``">=3.6,<3.8"``."""
+
+    def add(apply: Callable[[], None]) -> Callable[[], None]:
+        MENDS.append(Mend(apply.__name__, versions, apply))
+        return apply
+
+    return add
+
+
+@functools.cache
+def install() -> None:
+    """Apply every mend that the installed Triton needs, once for the life of the process."""
+    check_versions()
+    for entry in MENDS:
+        if entry.is_needed:
+            entry.apply()
+
+
+def current_program() -> tuple[int, int, int]:
+    """``tl.program_id`` of the program that runs (or ran last), for error messages."""
+    x, y, z = getattr(upstream.interpreter_builder, "grid_idx", (0, 0, 0))
+    return x, y, z
+
+
+_launching = threading.RLock()
+
+
+class _Languages:
+    """The language modules that the running launch has patched, each once, and restores."""
+
+    def __init__(self) -> None:
+        self._patched: set[ModuleType] = set()
+        self._scopes: list[Any] = []
+
+    def patch_for(self, fn: Callable[..., Any]) -> None:
+        needed = _languages_of(fn)
+        if not self._scopes or not needed <= self._patched:
+            self._scopes.append(upstream._patch_lang(fn))
+            self._patched |= needed
+
+    def restore(self) -> None:
+        while self._scopes:
+            self._scopes.pop().restore()
+
+
+_languages: _Languages | None = None
+"""Of the running launch."""
+
+
+@functools.cache
+def _languages_of(fn: Callable[..., Any]) -> frozenset[ModuleType]:
+    modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+    return frozenset(module for module in modules if module in (tl, tl.core))
+
+
+@functools.cache
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(fn)
+
+
+def _is_on_host(arg: Any) -> bool:
+    if isinstance(arg, tuple):
+        return all(map(_is_on_host, arg))
+    if isinstance(arg, TensorDescriptor):
+        return _is_on_host(arg.base)
+    return not hasattr(arg, "data_ptr") or (
+        isinstance(arg, torch.Tensor) and arg.device.type == "cpu"
+    )
+
+
+def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+    """``kernel[grid](*args, **kwargs)``: bind, patch the language, run the grid, restore."""
+    global _languages
+    signature = _signature(executor.fn)
+    kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    with _launching:
+        # CPU tensors are used in place. Upstream copies each storage onto itself after a launch.
+        in_place = all(map(_is_on_host, args)) and all(map(_is_on_host, kwargs.values()))
+        host = (args, kwargs) if in_place else executor._init_args_hst(args, kwargs)
+        for hook in executor.pre_run_hooks:
+            hook(*host[0], **host[1])
+        outer, _languages = _languages, _Languages()
+        try:
+            _languages.patch_for(executor.fn)
+            _run_grid(executor, signature, *host)
+        finally:
+            _languages.restore()
+            _languages = outer
+        if not in_place:
+            executor._restore_args_dev(args, host[0], kwargs, host[1])
+
+
+def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    builder = upstream.interpreter_builder
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values = {
+        name: value if name in executor.constexprs else upstream._implicit_cvt(value)
+        for name, value in bound.arguments.items()
+    }
+    sizes = executor.grid(values) if callable(executor.grid) else executor.grid
+    x, y, z = (*map(operator.index, sizes), 1, 1, 1)[: max(3, len(sizes))]
+
+    def run_program(index: int) -> None:
+        program = (index // (y * z), index // z % y, index % z)
+        builder.grid_idx = program
+        try:
+            executor.fn(**values)
+        except TritonDistError:
+            raise
+        except Exception as error:
+            if triton.knobs.compilation.front_end_debugging:
+                raise
+            raise InterpreterError(f"program {program}: {error!r}") from error
+
+    builder.set_grid_dim(x, y, z)
+    CooperativeGrid(x * y * z, run_program, vars(builder)).run()
+
+
+@mend(">=3.6,<3.10")
+def cooperative_grid() -> None:
+    """Programs of a grid run one after another to their end, so one that waits for a later one
+    waits forever; upstream has no place where a waiting program could let another run."""
+    upstream.GridExecutor.__call__ = _launch
+
+
+@mend(">=3.6,<3.10")
+def typed_errors() -> None:
+    """Each level of a kernel's calls turns any exception into an ``InterpreterError`` that holds
+    only its ``repr``, so a caller cannot tell a ``WaitTimeout`` from a typing error. Ours pass as
+    they are; others become one ``InterpreterError`` that names the program.
+
+    Each call of a device function also patches ``triton.language`` anew and never restores it; a
+    third of the time of a descriptor matmul. Here once a launch.
+    """
+    unmended = upstream.InterpretedFunction.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _languages is None:
+            return unmended(self, *args, **kwargs)
+        fn = self.rewrite()
+        _languages.patch_for(fn)
+        return fn(*args, **kwargs)
+
+    upstream.InterpretedFunction.__call__ = call
+
+
+@mend("<3.7")
+def runtime_range() -> None:
+    """``range(n)`` with a runtime ``n`` calls ``int`` on an array of one element, which numpy ≥ 2.4
+    refuses: "only 0-dimensional arrays can be converted". Mended upstream in 3.7."""
+    unmended = upstream._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        unmended(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    upstream._patch_lang_tensor = patch
+
+
+@mend("<3.8")
+def bool_argument() -> None:
+    """A Python ``bool`` as a runtime argument is stored in 32 bits under the type ``int1``, which
+    raises "data itemsize exceeds". Mended upstream in 3.8."""
+    unmended = upstream._implicit_cvt
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, bool):
+            return tl.tensor(upstream.TensorHandle(np.array([arg]), tl.int1), tl.int1)
+        return unmended(arg)
+
+    upstream._implicit_cvt = convert
+
+
+@mend(">=3.6,<3.10")
+def device_assert() -> None:
+    """``tl.device_assert`` does nothing: the options say ``debug=False`` and nothing can set them.
+
+    Asserting on integer overflow goes with ``debug``; here it stays off: compiled kernels do it in
+    debug builds only, wrap around otherwise, and its arithmetic, which upstream does and then
+    ignores, is half of the time of an elementwise kernel.
+    """
+    builder = upstream.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
+
+
+@mend(">=3.6,<3.10")
+def bfloat16() -> None:
+    """A bf16 block is held as its bit patterns in ``uint16``, and most operations work on those as
+    if they were numbers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, comparison of negatives is
+    reversed, fp16 and integer casts read bits as values, and the cast from fp32 truncates where
+    hardware rounds."""
+    interpreter_bfloat16.apply(upstream)
+
+
+@mend(">=3.6,<3.10")
+def descriptor_copy() -> None:
+    """A descriptor load or store makes a pointer and a mask for each element, a quarter of the time
+    of a descriptor matmul; and padding a bf16 block with NaN casts NaN to an integer, which gives
+    zeros. A block is a strided view of memory: copy it."""
+    interpreter_descriptors.apply_copy(upstream)
+
+
+@mend(">=3.6,<3.10")
+def descriptor_reduce() -> None:
+    """``desc.atomic_add`` and its kin need ``create_descriptor_reduce``, which the interpreter
+    lacks.
+
+    Atomic among processes as the interpreter's own atomics are: for all types but fp16 and bf16,
+    which are atomic within the process only.
+    """
+    interpreter_descriptors.apply_reduce(upstream)
+
+
+class _HostDriver(DriverBase):
+    """Triton's active driver in a process without a GPU, for what asks for one anyway."""
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("kernels are interpreted, none is compiled")
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        def benchmark(
+            kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
+        ) -> list[float]:
+            """Milliseconds of wall clock, at ``quantiles`` of three calls after an untimed one."""
+            samples = []
+            for _round in range(4):
+                started = time.perf_counter()
+                kernel_call()
+                samples.append((time.perf_counter() - started) * 1e3)
+            return [float(value) for value in np.quantile(samples[1:], quantiles)]
+
+        return benchmark
+
+
+@mend(">=3.6,<3.10")
+def autotune_without_gpu() -> None:
+    """``@triton.autotune`` asks the active driver how to time, and without a GPU there is none: "0
+    active drivers". Give it one that times by the wall clock, unless the process has set one."""
+    if triton.runtime.driver._active is None:
+        triton.runtime.driver.set_active(_HostDriver())

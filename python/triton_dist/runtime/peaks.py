@@ -1,0 +1,74 @@
+"""Datasheet peaks of the GPUs we know, for limits and for pruning.
+
+Dense rates, without sparsity. A matrix product on random data reaches about 0.8 of the 16-bit rate
+on H200 (790 of 989 TFLOP/s, measured), a copy 0.9 of the memory bandwidth, and a copy engine 0.88
+of a link.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from triton_dist.runtime.device import current_device
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One GPU's peaks."""
+
+    tflops: float
+    """16-bit matrix TFLOP/s."""
+    memory_gbps: float
+    """Device memory GB/s."""
+    link_gbps: float
+    """GB/s to its peers on the host, one direction."""
+    sms: int
+
+
+_PCIE_GEN4_X16 = 32.0
+_BY_NAME = {
+    "A100": Peak(312.0, 2039.0, 300.0, 108),
+    "A800": Peak(312.0, 2039.0, 200.0, 108),
+    "L40S": Peak(362.0, 864.0, _PCIE_GEN4_X16, 142),
+    "H20": Peak(148.0, 4000.0, 450.0, 78),
+    "H800": Peak(989.0, 3350.0, 200.0, 132),
+    "H100": Peak(989.0, 3350.0, 450.0, 132),
+    "H200": Peak(989.0, 4800.0, 450.0, 132),
+    "B200": Peak(2250.0, 8000.0, 900.0, 148),
+}
+_BY_CAPABILITY = {8: "A100", 9: "H100", 10: "B200"}
+
+
+@functools.cache
+def device_peak() -> Peak:
+    """Peaks of this process's GPU; on CPU ranks those of H200, so that pruning acts as it would
+    there.
+
+    A GPU that is not listed is taken for the listed one of its compute capability, scaled by its
+    number of SMs, behind PCIe.
+    """
+    device = current_device()
+    if device.name != "cuda":
+        return _BY_NAME["H200"]
+    facts = device.facts()
+    fitting = [name for name in _BY_NAME if name in facts["gpu"]]
+    if fitting:
+        return _BY_NAME[max(fitting, key=len)]  # the longest: "H200" must not be taken for "H20"
+    alike = _BY_NAME[_BY_CAPABILITY.get(int(facts["capability"].split(".")[0]), "A100")]
+    sms = int(facts["sms"])
+    return Peak(
+        alike.tflops * sms / alike.sms, alike.memory_gbps * sms / alike.sms, _PCIE_GEN4_X16, sms
+    )
+
+
+def get_intranode_max_speed_gbps() -> float:
+    """Peak bandwidth from this GPU to its peers on the host, one direction, in GB/s."""
+    here = current_device()
+    if here.name != "cuda":
+        return 0.0  # CPU ranks share memory
+    others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != here.torch_device.index]
+    linked = all(torch.cuda.can_device_access_peer(here.torch_device.index, gpu) for gpu in others)
+    return device_peak().link_gbps if linked else _PCIE_GEN4_X16

@@ -1,0 +1,38 @@
+"""A group of one: every word is answered locally, so single-process code needs no special case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class SoloRank:
+    """This process alone."""
+
+    process_group = None
+    rank = 0
+    size = 1
+    is_leader = True
+
+    def facts(self) -> Mapping[str, str]:
+        return {"world_size": "1", "local_world_size": "1"}
+
+    def decide(self, phase: str, value: T | None) -> T:
+        return value  # type: ignore[return-value]  # the leader always brings a value
+
+    def gather(self, phase: str, value: T) -> list[T]:
+        return [value]
+
+    def all_agree(self, phase: str, flag: bool) -> bool:
+        return flag
+
+    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def barrier(self, phase: str) -> None:
+        pass
+
+    def align(self) -> None:
+        pass

@@ -1,0 +1,43 @@
+"""Symmetric memory: the same named regions on every rank, each mapped by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.symmetric.block import Layout, Region, SymmetricMemory
+from triton_dist.runtime.symmetric.cuda import CudaSymmetricMemory
+from triton_dist.runtime.symmetric.host import HostSymmetricMemory
+from triton_dist.runtime.symmetric.solo import SoloSymmetricMemory
+
+__all__ = ["Region", "SymmetricMemory", "allocate"]
+
+
+def allocate(
+    name: str,
+    regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    group: dist.ProcessGroup | None = None,
+) -> SymmetricMemory:
+    """Allocate zero-filled symmetric memory, one allocation cut into named regions. Collective.
+
+    Args:
+        name: says in errors whose memory it is.
+        regions: shape and dtype of each region; the same on all ranks.
+        group: whose ranks share it; default: the world, or this process alone.
+
+    Raises:
+        RankDisagreement: ranks ask for different regions.
+        SymmetricMemoryFull: on every rank, when some rank has too little memory.
+    """
+    layout = Layout.of(name, regions)
+    device = current_device()
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return SoloSymmetricMemory(layout, device.torch_device)
+    if device.name == "cuda":
+        return CudaSymmetricMemory(layout, device.torch_device, group)
+    return HostSymmetricMemory(layout, group)

@@ -1,0 +1,96 @@
+"""What symmetric memory looks like, whatever it lies in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from triton_dist.runtime import addresses
+
+# Regions start on their own 512 bytes: more than TMA (16) and a cache line (128) ask for, and flags
+# of different regions never share a line.
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each named region lies in one allocation of ``nbytes`` bytes."""
+
+    name: str
+    nbytes: int
+    slots: tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, name: str, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
+        offset, slots = 0, []
+        for region, (shape, dtype) in regions.items():
+            slots.append((region, offset, tuple(shape), dtype))
+            nbytes = math.prod(shape) * dtype.itemsize
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(name, max(offset, _ALIGNMENT), tuple(slots))
+
+    def describe(self) -> str:
+        return f"{self.name}: " + ", ".join(f"{n} {list(s)} {d}" for n, _, s, d in self.slots)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One named piece, of the same shape and dtype on every rank.
+
+    ``local`` is this rank's; ``peers[r]`` is rank r's, mapped here (``peers[rank]`` is ``local``);
+    ``pointers`` is an int64 tensor [world size] on the device with the address of each, for
+    kernels.
+    """
+
+    name: str
+    local: torch.Tensor
+    peers: tuple[torch.Tensor, ...]
+    pointers: torch.Tensor
+
+
+class SymmetricMemory:
+    """Named regions over the raw bytes of every rank. Use as a context manager, or call
+    ``free``."""
+
+    def __init__(self, layout: Layout, rank: int, blocks: Sequence[torch.Tensor]) -> None:
+        self.name = layout.name
+        self.rank = rank
+        self._regions: dict[str, Region] = {}
+        device = blocks[rank].device
+        for name, offset, shape, dtype in layout.slots:
+            nbytes = math.prod(shape) * dtype.itemsize
+            peers = tuple(
+                block[offset : offset + nbytes].view(dtype).view(shape) for block in blocks
+            )
+            pointers = torch.tensor(
+                [peer.data_ptr() for peer in peers], dtype=torch.int64, device=device
+            )
+            self._regions[name] = Region(name, peers[rank], peers, pointers)
+            for peer, view in enumerate(peers):
+                owner = "" if peer == rank else f" of rank {peer}"
+                addresses.register(
+                    view.data_ptr(), nbytes, dtype.itemsize, f"{layout.name}.{name}{owner}"
+                )
+
+    def __getitem__(self, region: str) -> Region:
+        return self._regions[region]
+
+    def barrier(self) -> None:
+        """All ranks have got here, on their current streams."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Drop the memory; idempotent. Tensors taken from it must not be used any more."""
+        for region in self._regions.values():
+            for peer in region.peers:
+                addresses.forget(peer.data_ptr())
+        self._regions.clear()
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()

@@ -1,0 +1,60 @@
+"""Symmetric memory on GPUs of one host, by ``torch.distributed._symmetric_memory``.
+
+Multicast is never used: peers are read and written through their mapped addresses over NVLink.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
+
+
+class CudaSymmetricMemory(SymmetricMemory):
+    def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
+        ranks = group_for(group)
+        block: torch.Tensor | None = None
+        try:
+            block = symm_mem.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        except (torch.OutOfMemoryError, RuntimeError) as failure:
+            reason = str(failure)
+        else:
+            reason = ""
+        # The rendezvous below would hang if some rank did not come, so the ranks agree first.
+        asked = ranks.gather("symmetric allocation", (layout.describe(), reason))
+        if len({layouts for layouts, _ in asked}) > 1:
+            raise RankDisagreement(
+                "symmetric regions", {r: what for r, (what, _) in enumerate(asked)}
+            )
+        for rank, (_, refusal) in enumerate(asked):
+            if refusal:
+                free = torch.cuda.mem_get_info(device)[0] if rank == ranks.rank else 0
+                raise SymmetricMemoryFull(
+                    f"{layout.name}, rank {rank} ({refusal})",
+                    layout.nbytes,
+                    free,
+                    "Use a smaller context, or free GPU memory.",
+                )
+        assert block is not None
+        self._handle = symm_mem.rendezvous(block, group)
+        blocks = [
+            block
+            if peer == ranks.rank
+            else self._handle.get_buffer(peer, (layout.nbytes,), torch.uint8)
+            for peer in range(ranks.size)
+        ]
+        super().__init__(layout, ranks.rank, blocks)
+        block.zero_()
+        torch.cuda.synchronize(device)
+        ranks.barrier("symmetric memory is zeroed")
+
+    def barrier(self) -> None:
+        self._handle.barrier(channel=0)
+
+    def free(self) -> None:
+        super().free()
+        self._handle = None

@@ -1,0 +1,77 @@
+"""Symmetric memory of CPU ranks on one host: POSIX shared memory that every rank maps.
+
+Each rank's block is an unnamed file in /dev/shm (``O_TMPFILE``), opened by the others through
+``/proc/<pid>/fd/<n>``. It never has a name, so a run that is killed at any point leaves nothing
+behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class HostSymmetricMemory(SymmetricMemory):
+    def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
+        self._ranks = group_for(group)
+        own = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            shortage = _reserve(own, layout.nbytes)
+            asked = self._ranks.gather(
+                "symmetric allocation", (layout.describe(), os.getpid(), own, shortage)
+            )
+            if len({entry[0] for entry in asked}) > 1:
+                raise RankDisagreement(
+                    "symmetric regions", {r: entry[0] for r, entry in enumerate(asked)}
+                )
+            for rank, (_, _, _, available) in enumerate(asked):
+                if available is not None:
+                    raise SymmetricMemoryFull(
+                        f"{layout.name}, rank {rank}, {SHARED_MEMORY}",
+                        layout.nbytes,
+                        available,
+                        "Make it larger (mount -o remount,size=…, docker run --shm-size=…) or use a "
+                        "smaller context.",
+                    )
+            blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for _, pid, fd, _ in asked]
+            self._ranks.barrier("symmetric memory is mapped")
+        finally:
+            os.close(own)
+        super().__init__(layout, self._ranks.rank, blocks)
+
+    def barrier(self) -> None:
+        self._ranks.barrier(f"barrier of {self.name}")
+
+
+def _reserve(fd: int, nbytes: int) -> int | None:
+    """Allocate the file's pages now, so that a full /dev/shm is an error here and not a SIGBUS
+    later.
+
+    Returns ``None``, or the bytes that are available when there are too few.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.ftruncate(fd, 0)
+        state = os.statvfs(SHARED_MEMORY)
+        return state.f_bavail * state.f_frsize
+    return None
+
+
+def _map(path: str, nbytes: int) -> torch.Tensor:
+    """The file as a uint8 tensor; the tensor keeps the mapping alive."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(fd)

@@ -1,0 +1,80 @@
+"""Every difference between Triton versions that triton_dist meets, each with the version and the
+reason.
+
+What only the interpreter gets wrong is mended in :mod:`triton_dist.runtime.interpreter`.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+
+import torch
+import triton
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from triton_dist import knobs
+from triton_dist.errors import UnsupportedVersion
+
+SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
+
+
+@functools.cache
+def triton_version() -> Version:
+    """The version of the imported Triton, without a local part such as ``+git1234``."""
+    return Version(Version(triton.__version__).base_version)
+
+
+@functools.cache
+def check_versions() -> None:
+    """Raise :class:`UnsupportedVersion` unless torch and triton are in ``SUPPORTED``.
+
+    Called at first use, not at import; only success is cached. A pre-release or local build
+    (``2.11.0a0+git``, ``2.13.0+cpu``) counts as the release that it leads to.
+    """
+    for package, found in (("torch", torch.__version__), ("triton", triton.__version__)):
+        release = Version(Version(str(found)).base_version)
+        if release not in SpecifierSet(SUPPORTED[package]):
+            raise UnsupportedVersion(package, str(found), SUPPORTED[package])
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of everything that can change generated code or its speed; part of the
+    fingerprint."""
+    try:
+        own = metadata.version("triton_dist")
+    except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        own = "source"
+    return {
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or "none",
+        "triton_dist": own,
+    }
+
+
+def is_interpreting() -> bool:
+    """Whether a kernel that is decorated now would be interpreted: Triton's own switch."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def pin_defaults() -> None:
+    """Fix Triton defaults that differ between supported versions, unless the user chose.
+
+    Triton 3.9 warns at each process's first compile that the default of floating-point fusion
+    (``a * b + c`` in one rounding) turns off in 3.10. It is on in 3.6 to 3.9; fixed here, so that
+    results and timings do not change with the next version and the warning does not come.
+    """
+    if not knobs.is_set("TRITON_DEFAULT_FP_FUSION"):
+        knobs.put("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def has_allocator() -> bool:
+    """Whether ``triton.set_allocator`` was called in this thread's context.
+
+    Triton has a setter and no getter; the context variable behind it is the same in 3.6 to 3.9.
+    """
+    from triton.runtime import _allocation
+
+    return _allocation._allocator.get() is not _allocation._NULL_ALLOCATOR

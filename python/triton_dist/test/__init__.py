@@ -1,0 +1,1 @@
+"""Launchable test and performance scripts; `scripts/launch.sh` finds them by name."""

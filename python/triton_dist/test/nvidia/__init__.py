@@ -1,0 +1,1 @@
+"""Scripts for the ops of ``triton_dist.kernels.nvidia``."""

@@ -1,0 +1,10 @@
+"""What tests of distributed kernels stand on: ranks to run in, assertions about tensors."""
+
+from __future__ import annotations
+
+from triton_dist.errors import RankFailure, RanksFailed
+from triton_dist.testing.assertions import assert_allclose
+from triton_dist.testing.poison import poisoned_empty
+from triton_dist.testing.ranks import spawn_ranks
+
+__all__ = ["RankFailure", "RanksFailed", "assert_allclose", "poisoned_empty", "spawn_ranks"]

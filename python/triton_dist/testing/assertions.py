@@ -1,0 +1,84 @@
+"""Assertions about tensors whose messages say what to look at."""
+
+from __future__ import annotations
+
+import torch
+
+
+def assert_allclose(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    verbose: bool = True,
+) -> None:
+    """All of ``actual`` is finite and ``|actual - expected| <= atol + rtol * |expected|``.
+
+    Both tensors have the same shape and dtype. A NaN or an infinity fails in either of them: an
+    expectation that is not finite would let a broken kernel pass.
+
+    Raises:
+        AssertionError: with the number of mismatches, the worst index and both values there, unless
+            ``verbose`` is false.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"actual is {tuple(actual.shape)} {actual.dtype}, "
+            f"expected is {tuple(expected.shape)} {expected.dtype}"
+        )
+    expected = expected.to(actual.device)
+    for name, tensor in (("actual", actual), ("expected", expected)):
+        not_finite = ~torch.isfinite(tensor)
+        count = int(not_finite.sum())
+        if count:
+            first = _index(int(not_finite.flatten().int().argmax()), tensor.shape)
+            raise AssertionError(
+                f"{name} has {count} of {tensor.numel()} values that are NaN or infinite, "
+                f"the first at {first}: {tensor[first].item()}"
+            )
+    # In double precision, so that neither the difference nor the bound is rounded to the dtype.
+    wanted = expected.to(torch.float64)
+    difference = (actual.to(torch.float64) - wanted).abs()
+    excess = difference - (atol + rtol * wanted.abs())
+    mismatches = int((excess > 0).sum())
+    if mismatches == 0:
+        return
+    if not verbose:
+        raise AssertionError(f"{mismatches} of {actual.numel()} values differ")
+    worst = _index(int(excess.flatten().argmax()), actual.shape)
+    raise AssertionError(
+        f"{mismatches} of {actual.numel()} values differ by more than "
+        f"atol={atol} + rtol={rtol} * |expected|; worst at {worst}: "
+        f"actual {actual[worst].item()}, expected {expected[worst].item()}, "
+        f"difference {difference[worst].item():.6g}"
+    )
+
+
+def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    """The index into ``shape`` of the element at ``flat`` in row-major order."""
+    index = []
+    for size in reversed(shape):
+        flat, position = divmod(flat, size)
+        index.append(position)
+    return tuple(reversed(index))
+
+
+def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits (NaN equals the same NaN)."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    as_bytes = (tensor.contiguous().view(torch.uint8).cpu() for tensor in (left, right))
+    return torch.equal(*as_bytes)
+
+
+def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise ``AssertionError`` that counts the differing elements, unless ``bitwise_equal``."""
+    if bitwise_equal(actual, expected):
+        return
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"actual is {tuple(actual.shape)} {actual.dtype}, "
+            f"expected is {tuple(expected.shape)} {expected.dtype}"
+        )
+    differing = int((actual.cpu() != expected.cpu()).sum())
+    raise AssertionError(f"{differing} of {actual.numel()} values differ in their bits")

@@ -1,0 +1,275 @@
+"""Run Triton's real JIT on a machine without a GPU: bind, specialise, compile to a cubin, do not
+launch.
+
+A driver that stands in for CUDA is made Triton's active driver. Kernels, ``@triton.autotune`` and
+``OutOfResources`` then take the path that they take on a GPU; a launch is recorded instead of run.
+CPU tensors (or ``device="meta"`` ones, which cost nothing) stand for device tensors.
+
+    >>> with compile_only(arch=90) as driver:
+    ...     compiled = compile_kernel(matmul, a, b, c, M, N, K, grid=(132,), BLOCK_SIZE_M=128)
+    >>> compiled.registers, compiled.stack_bytes, compiled.shared_memory_bytes
+
+Kernels must be decorated while ``TRITON_INTERPRET`` is not set: Triton decides between compiling
+and interpreting at decoration.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.interpreter import InterpretedFunction
+
+from triton_dist.errors import DeviceUnavailable, InvalidArgument
+from triton_dist.runtime import triton_compat
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the compiler and the launcher ask of a device."""
+
+    shared_memory_bytes: int
+    """Most shared memory that one block may ask for (opt-in limit)."""
+    multiprocessors: int
+
+
+HARDWARE = {
+    80: Hardware(shared_memory_bytes=166912, multiprocessors=108),  # A100
+    90: Hardware(shared_memory_bytes=232448, multiprocessors=132),  # H100, H200
+    100: Hardware(shared_memory_bytes=232448, multiprocessors=148),  # B200
+}
+MAX_THREADS_PER_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, specialised and compiled for one architecture, with what it costs."""
+
+    name: str
+    arch: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    """Registers per thread at launch."""
+    stack_bytes: int
+    """Local memory per thread. Zero means no spills; a local array counts too."""
+    shared_memory_bytes: int
+    """Dynamic shared memory per block."""
+    kernel: Any
+    """Triton's ``CompiledKernel``; ``kernel.asm`` has every level from ``ttir`` to ``cubin``."""
+
+    @property
+    def ptx(self) -> str:
+        return str(self.kernel.asm["ptx"])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded instead of run. ``args`` includes the ``tl.constexpr`` ones."""
+
+    name: str
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+
+
+class _Utils:
+    """Stands for the driver's native part: device properties and module loading."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._handles = itertools.count(1)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": self._hardware.shared_memory_bytes,
+            "multiprocessor_count": self._hardware.multiprocessors,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
+
+    def load_binary(
+        self, name: str, cubin: bytes, shared: int, device: int
+    ) -> tuple[None, int, int, int, int]:
+        """(module, function, registers, spilled words, most threads); handles are never reused.
+
+        There is no module: a kernel that has one asks the active driver, from Triton 3.8 on, to
+        unload it when it dies, and by then this driver may no longer be the active one.
+        """
+        registers, stack = resource_usage(cubin)
+        return None, next(self._handles), registers, stack // 4, MAX_THREADS_PER_BLOCK
+
+
+class CompileOnlyDriver(DriverBase):
+    """A Triton driver for an architecture that need not be present.
+
+    The device index is the architecture: Triton caches compiled kernels, and the shared-memory
+    limit, by device index alone, so a process can compile for several architectures one after
+    another.
+    """
+
+    def __init__(self, arch: int, hardware: Hardware) -> None:
+        super().__init__()
+        self.arch = arch
+        self.hardware = hardware
+        self.utils = _Utils(hardware)
+        self.launches: list[Launch] = []
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        """What ``CompiledKernel.run`` calls in place of the native launcher."""
+
+        def launch(
+            x: int, y: int, z: int, stream: int, function: int, packed: Any, launch_metadata: Any,
+            enter: Any, exit_: Any, *args: Any,
+        ) -> None:  # fmt: skip
+            self.launches.append(Launch(metadata.name, (x, y, z), args))
+
+        return launch
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        from triton.backends.nvidia.driver import ty_to_cpp
+
+        return str(ty_to_cpp(ty))
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def set_current_device(self, device: int) -> None:
+        """There is one device."""
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_capability(self, device: int | None = None) -> tuple[int, int]:
+        return divmod(self.arch, 10)
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        """For ``@triton.autotune``: each config is compiled, all take equally long, the first
+        wins."""
+
+        def benchmark(
+            kernel_call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_: Any
+        ) -> list[float]:
+            kernel_call()
+            return [1.0] * len(quantiles)
+
+        return benchmark
+
+
+@functools.lru_cache(maxsize=256)
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of local memory per thread) of the one kernel in ``cubin``.
+
+    Read with the ``cuobjdump`` that comes with Triton, about 5 ms.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage printed no register count, but:\n{report}")
+    return int(found[1]), int(found[2])
+
+
+def install(
+    arch: int = 90,
+    *,
+    shared_memory_bytes: int | None = None,
+    multiprocessors: int | None = None,
+) -> CompileOnlyDriver:
+    """Make kernels compile for ``sm_<arch>`` and launches be recorded, from now on.
+
+    ``shared_memory_bytes`` (most that a block may use) and ``multiprocessors`` default to those of
+    the architecture. Raises :class:`InvalidArgument` for an architecture that is not in
+    ``HARDWARE``.
+    """
+    if arch not in HARDWARE:
+        raise InvalidArgument("install", "arch", arch, f"one of {sorted(HARDWARE)}")
+    default = HARDWARE[arch]
+    hardware = Hardware(
+        default.shared_memory_bytes if shared_memory_bytes is None else shared_memory_bytes,
+        default.multiprocessors if multiprocessors is None else multiprocessors,
+    )
+    triton_compat.pin_defaults()
+    # Triton keeps the limit by device index for the life of the process; ours may differ each time.
+    triton.compiler.compiler.max_shared_mem.cache_clear()
+    driver = CompileOnlyDriver(arch, hardware)
+    triton.runtime.driver.set_active(driver)
+    return driver
+
+
+@contextmanager
+def compile_only(
+    arch: int = 90,
+    *,
+    shared_memory_bytes: int | None = None,
+    multiprocessors: int | None = None,
+) -> Iterator[CompileOnlyDriver]:
+    """:func:`install` for the length of a ``with``; yields the driver, whose ``launches`` grow."""
+    config = triton.runtime.driver
+    before = config._active
+    driver = install(arch, shared_memory_bytes=shared_memory_bytes, multiprocessors=multiprocessors)
+    try:
+        yield driver
+    finally:
+        config._active = before
+        triton.compiler.compiler.max_shared_mem.cache_clear()
+
+
+def compile_kernel(fn: Any, *args: Any, grid: Any = (1,), **kwargs: Any) -> Compiled:
+    """What ``fn[grid](*args, **kwargs)`` would launch, compiled for the installed architecture.
+
+    ``fn`` is a ``@triton.jit`` kernel, or an ``@triton.autotune`` around one: then the config that
+    the autotuner chose. Raises Triton's ``OutOfResources`` where a GPU would, and
+    :class:`DeviceUnavailable` when no compile-only driver is installed or ``fn`` is interpreted.
+    """
+    driver = triton.runtime.driver._active
+    if not isinstance(driver, CompileOnlyDriver):
+        raise DeviceUnavailable(
+            "compile-only", "its driver is not installed", "Call install() or use compile_only()."
+        )
+    innermost = fn
+    while not isinstance(innermost, InterpretedFunction) and hasattr(innermost, "run"):
+        if isinstance(innermost, triton.JITFunction):
+            break
+        innermost = innermost.fn
+    if isinstance(innermost, InterpretedFunction):
+        raise DeviceUnavailable(
+            "compile-only",
+            f"{innermost.__name__} was decorated for the interpreter",
+            "Import it in a process in which TRITON_INTERPRET is not set.",
+        )
+    kernel = fn.run(*args, grid=grid, warmup=False, **kwargs)
+    registers, stack_bytes = resource_usage(kernel.asm["cubin"])
+    return Compiled(
+        name=kernel.metadata.name,
+        arch=driver.arch,
+        num_warps=kernel.metadata.num_warps,
+        num_stages=kernel.metadata.num_stages,
+        registers=registers,
+        stack_bytes=stack_bytes,
+        shared_memory_bytes=kernel.metadata.shared,
+        kernel=kernel,
+    )

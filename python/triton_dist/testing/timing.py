@@ -1,0 +1,86 @@
+"""Fair timing: candidates and peers interleaved in one run, the slowest rank of each sample."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+
+# Long enough for the host to queue a call behind it, so that launch overhead is not measured.
+_HEAD_START_MILLISECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Milliseconds of the slowest rank, one for each round."""
+
+    milliseconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """First and third quartile."""
+        first, _, third = statistics.quantiles(self.milliseconds, n=4)
+        return first, third
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], Any]],
+    rounds: int = 15,
+    warmup_rounds: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Samples]:
+    """Time each candidate once a round, in turn, so that drift of clocks and power hits all alike.
+
+    Before each sample the cache is flushed and the ranks are lined up. Collective over ``group``.
+    """
+    device, ranks = current_device(), group_for(group)
+    own: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_number in range(warmup_rounds + rounds):
+        for name, call in candidates.items():
+            device.flush_cache()
+            ranks.align()
+            if device.name == "cuda":
+                device.sleep_milliseconds(_HEAD_START_MILLISECONDS)
+            timer = device.timer()
+            timer.start()
+            call()
+            timer.stop()
+            device.synchronize()
+            if round_number >= warmup_rounds:
+                own[name].append(timer.milliseconds())
+    slowest = ranks.maximum("interleaved timing", [t for times in own.values() for t in times])
+    return {
+        name: Samples(tuple(slowest[i * rounds : (i + 1) * rounds]))
+        for i, name in enumerate(candidates)
+    }
+
+
+def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
+    """``call`` captured in a CUDA graph: its replay. On CPU ranks ``call`` itself.
+
+    All ranks must capture, and replay equally often.
+    """
+    if current_device().name != "cuda":
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warmup):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

@@ -1,0 +1,14 @@
+"""Function-level tuning: ``@triton_dist.tune.autotune(config_space, key_fn, prune_fn)``.
+
+@autotune(config_space=[{"gemm_config": c} for c in configs], key_fn=lambda A, B: to_hashable(A))
+def matmul(A, B, gemm_config): ...
+
+matmul(A, B)                    # tunes at the first call of a key, then looks up
+matmul(A, B, autotune=False)    # the first config
+"""
+
+from triton_dist._tuning.compose import autotune
+from triton_dist._tuning.engine.dispatch import AutoTuner
+from triton_dist._tuning.values import bucket, to_hashable
+
+__all__ = ["AutoTuner", "autotune", "bucket", "to_hashable"]

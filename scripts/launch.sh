@@ -1,0 +1,153 @@
+#!/usr/bin/env bash
+# Starts one process per rank of a script, on the GPUs of this host or, without any, on CPU ranks.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+Usage: bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS OF SCRIPT]
+
+Runs SCRIPT in one process per rank with torchrun. Uses the current python3 if it has all that is
+needed, else sets up .venv in the repository first. With NVIDIA GPUs there is one rank per GPU; without,
+2 ranks on the CPU, where Triton's interpreter runs the same kernels.
+
+SCRIPT is looked for as given; a bare name then in tests/ and python/triton_dist/test/*/.
+
+  --nproc_per_node=N     ranks on this host (also --nproc_per_node N, --nproc-per-node)
+  --help                 this text
+
+Options before SCRIPT that are not listed here go to torchrun: --max-restarts=1, --tee 3, ...
+
+Environment:
+  TRITON_DIST_DEVICE=cpu   CPU ranks although there are GPUs; cuda: fail if there are none
+  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
+                           several hosts: run the same command on each, with its own NODE_RANK
+  TORCHRUN                 replaces torchrun; may be several words: "compute-sanitizer torchrun"
+  PYTHON                   the Python to use, or to make .venv with
+  TRITON_VERSION           an environment of its own with this version of Triton
+END
+}
+
+die() {
+    say "$*"
+    exit 2
+}
+
+. "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
+
+# Arguments: options of torchrun, then the script, then what belongs to the script.
+
+nproc=${ARNOLD_WORKER_GPU:-}
+options=()
+is_path=1 # of what follows the options; a module or another program is not looked for
+while (($# > 0)); do
+    case $1 in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --nproc_per_node=* | --nproc-per-node=*) nproc=${1#*=} ;;
+        --nproc_per_node | --nproc-per-node)
+            (($# > 1)) || die "$1 needs a number of ranks after it"
+            nproc=$2
+            shift
+            ;;
+        -m | --module | --no-python | --no_python)
+            is_path=0
+            options+=("$1")
+            ;;
+        --standalone | --run-path | --run_path | --virtual-local-rank | --virtual_local_rank | --*=*) options+=("$1") ;;
+        -*) # every other option of torchrun takes a value
+            (($# > 1)) || die "$1 needs a value after it"
+            options+=("$1" "$2")
+            shift
+            ;;
+        *) break ;;
+    esac
+    shift
+done
+(($# > 0)) || die "which script? See: bash scripts/launch.sh --help"
+
+script=$1
+shift
+if ((is_path)) && [[ ! -f $script ]]; then
+    [[ $script != */* ]] || die "$script: no such file"
+    found=()
+    for candidate in "$ROOT/tests/$script" "$ROOT"/python/triton_dist/test/*/"$script"; do
+        if [[ -f $candidate ]]; then found+=("$candidate"); fi
+    done
+    case ${#found[@]} in
+        0) die "$script: no such file here, in $ROOT/tests or in $ROOT/python/triton_dist/test/*" ;;
+        1) script=${found[0]} ;;
+        *) die "$script: there are several, give the path: ${found[*]}" ;;
+    esac
+fi
+
+# Device.
+
+detect_gpus
+case ${TRITON_DIST_DEVICE:-auto} in
+    cpu) device=cpu why="TRITON_DIST_DEVICE=cpu" ;;
+    auto | cuda)
+        if ((GPU_COUNT > 0)); then
+            device=cuda why=$GPU_REASON
+        elif [[ ${TRITON_DIST_DEVICE:-auto} == cuda ]]; then
+            die "TRITON_DIST_DEVICE=cuda, but there is no GPU: $GPU_REASON"
+        else
+            device=cpu why=$GPU_REASON
+        fi
+        ;;
+    *) die "TRITON_DIST_DEVICE=$TRITON_DIST_DEVICE, expected auto, cuda or cpu" ;;
+esac
+
+if [[ $device == cuda ]]; then
+    nproc=${nproc:-$GPU_COUNT}
+    if [[ $nproc =~ ^[0-9]+$ ]] && ((nproc > GPU_COUNT)); then
+        die "--nproc_per_node=$nproc, but there are $GPU_COUNT GPU(s) ($GPU_REASON); each rank needs its own"
+    fi
+    say "device: cuda, $nproc rank(s), one per GPU, because $why"
+    if [[ -n ${TRITON_INTERPRET:-} ]]; then
+        say "ignoring TRITON_INTERPRET=$TRITON_INTERPRET on GPUs; TRITON_DIST_DEVICE=cpu runs the interpreter"
+        unset TRITON_INTERPRET
+    fi
+    # One hardware queue: work starts in the order in which it was queued, over all streams. Producers
+    # (copies) are queued before the GEMM that waits for them, so they are never stuck behind it.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+else
+    nproc=${nproc:-2}
+    say "device: cpu, $nproc rank(s) in Triton's interpreter, because $why"
+    export TRITON_DIST_DEVICE=cpu TRITON_INTERPRET=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+fi
+
+# Python and torchrun.
+
+find_python "$device" || exit 1
+PATH=$(dirname -- "$PYTHON"):$PATH # so that a replaced TORCHRUN finds this Python's torchrun
+export PATH PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+
+if [[ -n ${TORCHRUN:-} ]]; then
+    read -ra torchrun <<<"$TORCHRUN"
+else
+    torchrun=("$PYTHON" -m torch.distributed.run)
+fi
+
+nnodes=${NNODES:-${ARNOLD_WORKER_NUM:-1}}
+master_port=${MASTER_PORT:-${ARNOLD_WORKER_0_PORT:-}}
+master_port=${master_port%%,*} # schedulers may hand out a list of ports
+if [[ -z $master_port ]]; then
+    [[ $nnodes == 1 ]] || die "NNODES=$nnodes needs MASTER_PORT, the same free port on every host"
+    master_port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+fi
+master_addr=${MASTER_ADDR:-${ARNOLD_WORKER_0_HOST:-}}
+if [[ -z $master_addr ]]; then
+    [[ $nnodes == 1 ]] || die "NNODES=$nnodes needs MASTER_ADDR, the address of the host with NODE_RANK=0"
+    master_addr=127.0.0.1
+fi
+
+command=(
+    "${torchrun[@]}"
+    --nnodes="$nnodes" --node_rank="${NODE_RANK:-${ARNOLD_ID:-0}}" --nproc_per_node="$nproc"
+    --master_addr="$master_addr" --master_port="$master_port"
+    "${options[@]}" "$script" "$@"
+)
+say "running:$(printf ' %q' "${command[@]}")"
+exec "${command[@]}"

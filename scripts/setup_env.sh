@@ -1,0 +1,151 @@
+# Sourced by the other scripts: which device this host has, and a Python that can run the package.
+# Nothing here writes to standard output; messages go to standard error.
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+
+say() { echo "$(basename -- "$0"): $*" >&2; }
+
+# Sets GPU_COUNT, the GPUs that a process may use; HOST_HAS_GPU; and GPU_REASON, a sentence for people.
+detect_gpus() {
+    GPU_COUNT=0 HOST_HAS_GPU=0
+    local listed
+    if ! command -v nvidia-smi >/dev/null; then
+        GPU_REASON="there is no nvidia-smi on PATH"
+        return
+    fi
+    if ! listed=$(nvidia-smi --list-gpus 2>&1); then
+        GPU_REASON="nvidia-smi fails: ${listed%%$'\n'*}"
+        return
+    fi
+    GPU_COUNT=$(grep -c '^GPU ' <<<"$listed") || true # grep fails when it counts none
+    GPU_REASON="nvidia-smi lists $GPU_COUNT GPU(s)"
+    if ((GPU_COUNT > 0)); then HOST_HAS_GPU=1; fi
+    if [[ $HOST_HAS_GPU == 1 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        local -a visible
+        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+        GPU_COUNT=${#visible[@]}
+        if [[ ${visible[0]:-} == -1 ]]; then GPU_COUNT=0; fi
+        GPU_REASON="CUDA_VISIBLE_DEVICES='$CUDA_VISIBLE_DEVICES'"
+    fi
+}
+
+# find_python DEVICE [EXTRA]: sets PYTHON to one that has all that the package, and EXTRA (test, dev),
+# needs on DEVICE (cuda, cpu): $PYTHON or python3 if it does, else that of .venv, set up when needed.
+# With TRITON_VERSION the environment is one of its own, with that version of Triton.
+find_python() {
+    local device=$1 extra=${2:-} asked=${PYTHON:-python3} missing
+    local -a need=(${extra:+"$extra"})
+    if [[ $device == cuda ]]; then need+=(--cuda); fi
+    if [[ -n ${TRITON_VERSION:-} ]]; then
+        missing="TRITON_VERSION=$TRITON_VERSION asks for an environment of its own"
+    elif ! command -v "$asked" >/dev/null; then
+        missing="not found"
+    elif missing=$("$asked" "$ROOT/scripts/requirements.py" check "${need[@]}" 2>/dev/null); then
+        PYTHON=$("$asked" -c 'import sys; print(sys.executable)')
+        say "using $PYTHON, which has all that is needed"
+        return
+    fi
+    VENV=$ROOT/.venv${TRITON_VERSION:+-triton-$TRITON_VERSION}
+    if ! is_ready "$device" "$extra"; then
+        say "not using $asked: ${missing:-it does not run}"
+        set_up "$device" "$extra" || return 1
+    fi
+    PYTHON=$VENV/bin/python
+    say "using $PYTHON"
+}
+
+# What an environment was made from: a change of any of it makes set-up run again.
+stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/cpu.txt" | cksum) $ROOT"; }
+
+# is_ready DEVICE EXTRA: whether $VENV was set up for them, or for more.
+is_ready() {
+    local flavour extra
+    local -a flavours=(gpu) extras=(dev)
+    if [[ $1 == cpu ]]; then flavours+=(cpu); fi
+    if [[ $2 != dev ]]; then extras+=(test); fi
+    if [[ -z $2 ]]; then extras+=(run); fi
+    for extra in "${extras[@]}"; do
+        for flavour in "${flavours[@]}"; do
+            if [[ "$(cat "$VENV/.ready-$extra" 2>/dev/null)" == "$(stamp "$flavour")" ]]; then
+                "$VENV/bin/python" -c '' 2>/dev/null && return 0
+            fi
+        done
+    done
+    return 1
+}
+
+# set_up DEVICE EXTRA: make $VENV with the first Python with which everything installs.
+set_up() {
+    local base tried='' version found=0
+    for base in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python3.10; do
+        # A command of that name may be a shim of a version manager that fails when it is run.
+        version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+        if [[ " $tried" == *" $version "* ]]; then continue; fi
+        tried+="$version "
+        case $version in 3.10 | 3.11 | 3.12 | 3.13) ;; *) continue ;; esac
+        found=1
+        if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
+            say "Python $version cannot make environments (on Debian and Ubuntu: apt install python3-venv)"
+            continue
+        fi
+        install_locked "$base" "$1" "$2" && return
+        say "set-up with Python $version failed; see the messages above"
+    done
+    if ((found == 0)); then
+        say "found no Python from 3.10 to 3.13, but: ${tried:-none}. Install one, or name it: PYTHON=/path/to/python3"
+    fi
+    return 1
+}
+
+# install_locked BASE DEVICE EXTRA: one set-up of $VENV at a time; who waited finds it done.
+install_locked() {
+    mkdir -p "$VENV" && exec 9>"$VENV/.lock" || return 1
+    # The lock belongs to the open file, which this shell shares with the Python that takes it. It ends
+    # with this shell at the latest, so a set-up that was killed leaves no lock behind.
+    if ! "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
+        say "another run is setting up $VENV; waiting for it"
+        "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || return 1
+    fi
+    local status=0
+    is_ready "$2" "$3" || install "$1" "$3" || status=1
+    exec 9>&-
+    return $status
+}
+
+# install BASE EXTRA: called with the lock held.
+install() {
+    local base=$1 extra=$2 flavour=cpu constraints=$VENV/.constraints.txt site begin=$SECONDS
+    if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
+    # A torch of the other kind counts as installed for pip, and an interpreter that is gone as present.
+    if ! "$VENV/bin/python" -c '' 2>/dev/null || [[ "$(cat "$VENV/.flavour" 2>/dev/null)" != "$flavour" ]]; then
+        find "$VENV" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
+        say "making $VENV with $("$base" --version)"
+        "$base" -m venv "$VENV" || return 1
+        echo "$flavour" >"$VENV/.flavour"
+    fi
+    rm -f "$VENV"/.ready-*
+    local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input)
+    if [[ ! -t 2 ]]; then pip+=(--quiet); fi
+    local -a wanted
+    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list ${extra:+"$extra"})
+    : >"$constraints"
+    if [[ $flavour == cpu ]]; then grep -v '^#' "$ROOT/constraints/cpu.txt" >"$constraints"; fi
+    if [[ -n ${TRITON_VERSION:-} ]]; then
+        sed -i.bak '/^triton==/d' "$constraints"
+        echo "triton==$TRITON_VERSION" >>"$constraints"
+    fi
+    if [[ $flavour == cpu ]]; then
+        # First and by exactly this pin, so that pip looks for no newer one. By default pip takes torch
+        # from PyPI, whose Linux wheels carry CUDA; PIP_EXTRA_INDEX_URL may name the index of CPU wheels.
+        local pin
+        pin=$(grep '^torch==' "$constraints")
+        say "installing $pin (no GPU: the tested CPU set)"
+        "${pip[@]}" "$pin" >&2 || return 1
+    fi
+    say "installing ${wanted[*]}"
+    "${pip[@]}" -c "$constraints" "${wanted[@]}" >&2 || return 1
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "$ROOT/python" >"$site/triton_dist.pth"
+    stamp "$flavour" >"$VENV/.ready-${extra:-run}"
+    say "set-up took $((SECONDS - begin)) s"
+}

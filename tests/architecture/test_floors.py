@@ -1,0 +1,87 @@
+"""Who may import whom, who may read the environment, and who may touch hardware."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT, modules, name, uses
+
+HARDWARE = ("torch.cuda", "torch.distributed")
+MAY_TOUCH_HARDWARE = ("runtime/", "kernels/", "layers/", "testing/", "test/")
+ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
+
+
+def offences(path: Path, forbidden: tuple[str, ...]) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return [
+        f"{name(path)}:{line} uses {used}"
+        for line, used in uses(tree)
+        if any(used == word or used.startswith(word + ".") for word in forbidden)
+    ]
+
+
+def test_imports_point_down(tmp_path: Path) -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    command = [str(lint), "--cache-dir", str(tmp_path), "--no-logo"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " kept, 0 broken" in result.stdout
+
+
+def test_only_knobs_reads_the_environment() -> None:
+    found = [
+        line
+        for path in modules()
+        if name(path) != "knobs.py"
+        for line in offences(path, ENVIRONMENT)
+    ]
+    assert not found, "read it through triton_dist.knobs:\n" + "\n".join(found)
+
+
+def test_only_rooms_that_know_hardware_touch_it() -> None:
+    found = [
+        line
+        for path in modules()
+        if not name(path).startswith(MAY_TOUCH_HARDWARE)
+        for line in offences(path, HARDWARE)
+    ]
+    assert not found, "belongs in triton_dist.runtime:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "forbidden"),
+    [
+        ("import os\nos.environ['A']", ENVIRONMENT),
+        ("import os as system\nsystem.getenv('A')", ENVIRONMENT),
+        ("from os import environ", ENVIRONMENT),
+        ("import torch\ntorch.cuda.synchronize()", HARDWARE),
+        ("import torch.distributed as dist", HARDWARE),
+        ("from torch import distributed", HARDWARE),
+        ("from torch.distributed import barrier", HARDWARE),
+        ("from torch.distributed.tensor import DTensor", HARDWARE),
+        ("def f():\n    import torch\n    return torch.cuda.is_available()", HARDWARE),
+    ],
+)
+def test_the_checks_see_every_way_to_write_it(
+    source: str, forbidden: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.architecture.source.PACKAGE", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text(source)
+    assert offences(module, forbidden)
+
+
+def test_type_checking_imports_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.architecture.source.PACKAGE", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text("if TYPE_CHECKING:\n    from torch.distributed import ProcessGroup\n")
+    assert not offences(module, HARDWARE)

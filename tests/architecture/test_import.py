@@ -1,0 +1,65 @@
+"""``import triton_dist`` works anywhere and does nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT
+
+PACKAGES = ("triton_dist", "triton_dist.tune", "triton_dist.language", "triton_dist.kernels.nvidia")
+
+
+def run(code: str, home: Path) -> str:
+    """What ``code`` prints in a fresh Python with an empty home, without variables or GPU."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    prologue = f"import sys; sys.path.insert(0, {str(ROOT / 'python')!r})"
+    result = subprocess.run(
+        [sys.executable, "-B", "-W", "error", "-c", f"{prologue}\n{code}"],
+        env=environment,
+        cwd=home,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_touches_no_device_no_group_and_no_file(package: str, tmp_path: Path) -> None:
+    assert (
+        run(
+            f"import {package}\n"
+            "torch = sys.modules.get('torch')\n"
+            "if torch is not None:\n"
+            "    assert not torch.cuda.is_initialized()\n"
+            "    assert not torch.distributed.is_initialized()\n"
+            "triton = sys.modules.get('triton')\n"
+            "if triton is not None:\n"
+            "    assert triton.runtime.driver._active is None\n"
+            "print('done')",
+            tmp_path,
+        )
+        == "done\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_porch_imports_neither_torch_nor_triton(tmp_path: Path) -> None:
+    loaded = run("import triton_dist; print(*sys.modules)", tmp_path).split()
+    assert not {"torch", "triton", "numpy"} & set(loaded)
+
+
+def test_the_porch_is_fast(tmp_path: Path) -> None:
+    run("pass", tmp_path)
+    begin = time.perf_counter()
+    run("pass", tmp_path)
+    bare = time.perf_counter() - begin
+    begin = time.perf_counter()
+    run("import triton_dist; triton_dist.__version__", tmp_path)
+    assert time.perf_counter() - begin - bare < 0.5

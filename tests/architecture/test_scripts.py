@@ -1,0 +1,332 @@
+"""scripts/launch.sh: what it hands to torchrun, where it finds scripts, what it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT
+
+LAUNCHER = ROOT / "scripts" / "launch.sh"
+
+
+class Launcher:
+    """Runs launch.sh with a TORCHRUN that records what it was given."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        self.recorder = self.program(
+            "recorder",
+            f"cd '{folder}' && printf '%s\\0' \"$@\" >arguments && env -0 >environment\n"
+            "exit ${STATUS:-0}",
+        )
+        # Programs that a host with GPUs has are hidden, whatever host this is.
+        for tool in ("bash", "dirname", "basename", "grep", "cat", "cksum", "env"):
+            (self.programs / tool).symlink_to(str(shutil.which(tool)))
+        (self.programs / "python3").symlink_to(sys.executable)
+        self.environment = {
+            "PATH": str(self.programs),
+            "HOME": str(folder),
+            "PYTHON": sys.executable,  # a link to it would leave its virtual environment
+            "TORCHRUN": str(self.recorder),
+        }
+
+    def program(self, name: str, text: str) -> Path:
+        path = self.programs / name
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    def gpus(self, count: int) -> None:
+        lines = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(count))
+        self.program("nvidia-smi", f"cat <<'END'\n{lines}\nEND")
+        # On such a host torch must be built for CUDA; this stands for a Python that has it.
+        self.program(
+            "python-cuda", f'[[ $1 == *requirements.py ]] && exit 0\nexec "{sys.executable}" "$@"'
+        )
+        self.environment["PYTHON"] = str(self.programs / "python-cuda")
+
+    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(LAUNCHER), *arguments],
+            env=self.environment | variables,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def handed_over(self, *arguments: str, **variables: str) -> list[str]:
+        result = self(*arguments, **variables)
+        assert result.returncode == 0, result.stderr
+        return (self.folder / "arguments").read_text().split("\0")[:-1]
+
+    def exported(self) -> dict[str, str]:
+        entries = (self.folder / "environment").read_text().split("\0")[:-1]
+        return dict(entry.split("=", 1) for entry in entries)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launcher:
+    (tmp_path / "script.py").write_text("")
+    return Launcher(tmp_path)
+
+
+def option(handed_over: list[str], name: str) -> str:
+    (value,) = (item.split("=", 1)[1] for item in handed_over if item.startswith(f"--{name}="))
+    return value
+
+
+def test_arguments_reach_the_script_as_they_are(launch: Launcher) -> None:
+    arguments = ["two words", "", "*", "$HOME", "a'b\"c", "--nproc_per_node=9", "--", "-x"]
+    handed_over = launch.handed_over("script.py", *arguments)
+    assert handed_over[handed_over.index("script.py") + 1 :] == arguments
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ["--nproc_per_node=3"],
+        ["--nproc_per_node", "3"],
+        ["--nproc-per-node=3"],
+        ["--nproc-per-node", "3"],
+    ],
+)
+def test_number_of_ranks(launch: Launcher, form: list[str]) -> None:
+    assert option(launch.handed_over(*form, "script.py"), "nproc_per_node") == "3"
+
+
+def test_two_cpu_ranks_without_gpus(launch: Launcher) -> None:
+    assert option(launch.handed_over("script.py"), "nproc_per_node") == "2"
+    exported = launch.exported()
+    assert (exported["TRITON_INTERPRET"], exported["TRITON_DIST_DEVICE"]) == ("1", "cpu")
+    assert exported["OMP_NUM_THREADS"] == "1"
+    assert exported["PYTHONPATH"] == str(ROOT / "python")
+    assert "device: cpu, 2 rank(s)" in launch("script.py").stderr
+    assert "because there is no nvidia-smi on PATH" in launch("script.py").stderr
+
+
+def test_one_rank_per_gpu(launch: Launcher) -> None:
+    launch.gpus(4)
+    handed_over = launch.handed_over(
+        "script.py",
+        TRITON_INTERPRET="1",
+        NCCL_NVLS_ENABLE="0",
+        TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
+    )
+    assert option(handed_over, "nproc_per_node") == "4"
+    exported = launch.exported()
+    assert "TRITON_INTERPRET" not in exported
+    assert exported["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert (exported["NCCL_NVLS_ENABLE"], exported["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == (
+        "0",
+        "1",
+    )
+    assert "ignoring TRITON_INTERPRET=1" in launch("script.py", TRITON_INTERPRET="1").stderr
+
+
+def test_settings_of_the_user_win(launch: Launcher) -> None:
+    launch.gpus(2)
+    launch.handed_over("script.py", CUDA_DEVICE_MAX_CONNECTIONS="8", PYTHONPATH="/mine")
+    assert launch.exported()["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert launch.exported()["PYTHONPATH"] == f"{ROOT / 'python'}:/mine"
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,2", "2"), ("3", "1")])
+def test_only_visible_gpus_count(launch: Launcher, visible: str, ranks: str) -> None:
+    launch.gpus(4)
+    assert (
+        option(launch.handed_over("script.py", CUDA_VISIBLE_DEVICES=visible), "nproc_per_node")
+        == ranks
+    )
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_no_visible_gpu_means_cpu(launch: Launcher, visible: str) -> None:
+    launch.gpus(4)
+    assert "device: cpu" in launch("script.py", CUDA_VISIBLE_DEVICES=visible).stderr
+
+
+def test_the_cpu_can_be_asked_for_on_a_gpu_host(launch: Launcher) -> None:
+    launch.gpus(4)
+    launch.handed_over("script.py", TRITON_DIST_DEVICE="cpu")
+    assert launch.exported()["TRITON_INTERPRET"] == "1"
+
+
+def test_a_driver_that_does_not_answer_means_cpu(launch: Launcher) -> None:
+    launch.program("nvidia-smi", "echo no devices were found; exit 6")
+    assert "because nvidia-smi fails: no devices were found" in launch("script.py").stderr
+
+
+def test_a_driver_without_gpus_means_cpu(launch: Launcher) -> None:
+    launch.program("nvidia-smi", "echo no devices")
+    assert "because nvidia-smi lists 0 GPU(s)" in launch("script.py").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {}, "which script?"),
+        (["missing.py"], {}, "missing.py: no such file here"),
+        (["no/such.py"], {}, "no/such.py: no such file"),
+        (["--nproc_per_node"], {}, "needs a number"),
+        (["script.py"], {"TRITON_DIST_DEVICE": "cuda"}, "there is no GPU: there is no nvidia-smi"),
+        (["script.py"], {"TRITON_DIST_DEVICE": "tpu"}, "expected auto, cuda or cpu"),
+        (["script.py"], {"NNODES": "2"}, "needs MASTER_PORT"),
+        (["script.py"], {"NNODES": "2", "MASTER_PORT": "1"}, "needs MASTER_ADDR"),
+    ],
+)
+def test_mistakes_are_said(
+    launch: Launcher, arguments: list[str], variables: dict[str, str], message: str
+) -> None:
+    result = launch(*arguments, **variables)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (launch.folder / "arguments").exists()
+
+
+def test_more_ranks_than_gpus_is_a_mistake(launch: Launcher) -> None:
+    launch.gpus(2)
+    result = launch("--nproc_per_node=3", "script.py")
+    assert result.returncode == 2
+    assert "but there are 2 GPU(s)" in result.stderr
+
+
+def test_options_before_the_script_go_to_torchrun(launch: Launcher) -> None:
+    options = ["--max-restarts", "2", "--tee=3", "-r", "3", "--virtual-local-rank"]
+    handed_over = launch.handed_over(*options, "script.py", "--max-restarts", "7")
+    end = handed_over.index("script.py")
+    assert handed_over[end - len(options) : end] == options
+    assert handed_over[end + 1 :] == ["--max-restarts", "7"]
+
+
+def test_a_module_is_not_looked_for(launch: Launcher) -> None:
+    assert launch.handed_over("-m", "some.module", "x")[-3:] == ["-m", "some.module", "x"]
+
+
+def test_torchrun_may_be_several_words(launch: Launcher) -> None:
+    handed_over = launch.handed_over("script.py", TORCHRUN=f"{launch.recorder} --tool memcheck")
+    assert handed_over[:2] == ["--tool", "memcheck"]
+
+
+def test_the_status_is_returned_and_the_command_printed(launch: Launcher) -> None:
+    result = launch("script.py", "two words", STATUS="37")
+    assert result.returncode == 37
+    assert re.search(
+        rf"running: {re.escape(str(launch.recorder))} .* script.py two\\ words\n", result.stderr
+    )
+
+
+def test_several_hosts(launch: Launcher) -> None:
+    handed_over = launch.handed_over(
+        "script.py",
+        NNODES="2",
+        NODE_RANK="1",
+        MASTER_ADDR="host-0",
+        MASTER_PORT="2345",
+        ARNOLD_ID="7",
+    )
+    names = ("nnodes", "node_rank", "master_addr", "master_port")
+    assert [option(handed_over, name) for name in names] == ["2", "1", "host-0", "2345"]
+
+
+def test_several_hosts_by_the_older_names(launch: Launcher) -> None:
+    handed_over = launch.handed_over(
+        "script.py",
+        ARNOLD_WORKER_NUM="4",
+        ARNOLD_ID="3",
+        ARNOLD_WORKER_0_HOST="host-0",
+        ARNOLD_WORKER_0_PORT="2345,2346",
+        ARNOLD_WORKER_GPU="8",
+    )
+    names = ("nnodes", "node_rank", "master_addr", "master_port", "nproc_per_node")
+    assert [option(handed_over, name) for name in names] == ["4", "3", "host-0", "2345", "8"]
+
+
+def test_the_port_is_free_and_another_each_time(launch: Launcher) -> None:
+    ports = {option(launch.handed_over("script.py"), "master_port") for _ in range(3)}
+    assert len(ports) > 1
+    assert all(1024 <= int(port) < 65536 for port in ports)
+
+
+def test_help_needs_nothing(launch: Launcher) -> None:
+    result = launch("--help", PYTHON="/nowhere")
+    assert result.returncode == 0
+    assert "--nproc_per_node=N" in result.stdout
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A repository with the scripts alone."""
+    for folder in ("scripts", "constraints"):
+        shutil.copytree(ROOT / folder, tmp_path / "copy of it" / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "copy of it")
+    return tmp_path / "copy of it"
+
+
+def test_a_host_without_a_fitting_python_is_told_so(
+    launch: Launcher, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCHER", copy / "scripts" / "launch.sh")
+    (launch.programs / "python3").unlink()
+    launch.program("python3", "[[ $1 == -c ]] && echo 3.9 || exit 1")
+    result = launch("script.py", PYTHON="python3")
+    assert result.returncode == 1
+    assert "found no Python from 3.10 to 3.13, but: 3.9" in result.stderr
+    assert "PYTHON=/path/to/python3" in result.stderr
+    assert not (copy / ".venv").exists()
+
+
+def place(root: Path, where: str) -> str:
+    path = root / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    return str(path)
+
+
+def test_where_a_bare_name_is_looked_for(
+    launch: Launcher, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCHER", copy / "scripts" / "launch.sh")
+    in_package = place(copy, "python/triton_dist/test/nvidia/test_op.py")
+    assert launch.handed_over("test_op.py")[-1] == in_package
+    place(launch.folder, "test_op.py")
+    assert launch.handed_over("test_op.py")[-1] == "test_op.py", "as given comes first"
+    in_tests = place(copy, "tests/test_other.py")
+    assert launch.handed_over("test_other.py")[-1] == in_tests
+    place(copy, "python/triton_dist/test/other/test_other.py")
+    result = launch("test_other.py")
+    assert result.returncode == 2
+    assert "there are several, give the path" in result.stderr
+
+
+def test_a_real_launch_of_two_ranks(launch: Launcher) -> None:
+    (launch.folder / "a script.py").write_text(
+        "import os, sys\n"
+        "print('rank', os.environ['RANK'], sys.argv[1:])\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    result = launch("a script.py", "two words", "0", TORCHRUN="")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        f"rank {rank} ['two words', '0']" for rank in range(2)
+    ]
+    assert launch("a script.py", "two words", "5", TORCHRUN="").returncode != 0
+
+
+def test_requirements_are_those_of_pyproject() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11 to read TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "requirements.py"), "list", "dev"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split("\n")[:-1]  # fmt: skip
+    extras = project["optional-dependencies"]
+    assert listed == project["dependencies"] + extras["test"] + extras["dev"][1:]

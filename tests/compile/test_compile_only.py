@@ -1,0 +1,249 @@
+"""The compile-only driver: the JIT, the autotuner and their errors without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_dist.errors import DeviceUnavailable, InvalidArgument
+from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
+
+
+@triton.jit
+def matmul_pointers(
+    a_ptr, b_ptr, c_ptr, M, N, K,
+    BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
+    cols = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
+    ks = tl.arange(0, BLOCK_SIZE_K)
+    a_ptrs = a_ptr + rows[:, None] * K + ks[None, :]
+    b_ptrs = b_ptr + ks[:, None] * N + cols[None, :]
+    acc = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+    for _ in range(tl.cdiv(K, BLOCK_SIZE_K)):
+        acc = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs), acc)
+        a_ptrs += BLOCK_SIZE_K
+        b_ptrs += BLOCK_SIZE_K * N
+    tl.store(c_ptr + rows[:, None] * N + cols[None, :], acc.to(c_ptr.dtype.element_ty))
+
+
+@triton.jit
+def matmul_descriptors(
+    a_ptr, b_ptr, c_ptr, M, N, K,
+    BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+):  # fmt: skip
+    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
+    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K])
+    c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_SIZE_M, BLOCK_SIZE_N])
+    tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
+    for tile in tl.range(tl.program_id(0), tiles_m * tl.cdiv(N, BLOCK_SIZE_N), NUM_SMS):
+        m, n = tile % tiles_m * BLOCK_SIZE_M, tile // tiles_m * BLOCK_SIZE_N
+        acc = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+        for k in range(tl.cdiv(K, BLOCK_SIZE_K)):
+            acc = tl.dot(a.load([m, k * BLOCK_SIZE_K]), b.load([n, k * BLOCK_SIZE_K]).T, acc)
+        c.store([m, n], acc.to(c.dtype))
+
+
+@triton.jit
+def copy_by_descriptor(source, target):
+    target.store([0, 0], source.load([0, 0]))
+
+
+@triton.jit
+def wait_for_flag(flag_ptr, value):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") < value:
+        pass
+
+
+@triton.autotune(
+    configs=[
+        triton.Config(
+            {"BLOCK_SIZE_M": 256, "BLOCK_SIZE_N": 256, "BLOCK_SIZE_K": 128}, num_stages=4
+        ),
+        triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, num_stages=2),
+    ],
+    key=["M", "N", "K"],
+)
+@triton.jit
+def matmul_autotuned(
+    a_ptr, b_ptr, c_ptr, M, N, K,
+    BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
+):  # fmt: skip
+    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
+    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K])
+    acc = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+    for k in range(tl.cdiv(K, BLOCK_SIZE_K)):
+        acc = tl.dot(a.load([0, k * BLOCK_SIZE_K]), b.load([0, k * BLOCK_SIZE_K]).T, acc)
+    c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_SIZE_M, BLOCK_SIZE_N])
+    c.store([0, 0], acc.to(c.dtype))
+
+
+M, N, K = 1024, 512, 256
+
+
+def operands(dtype=torch.float16, device="meta"):
+    """A [M, K], B [N, K], C [M, N] that need no memory."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=device) for shape in ((M, K), (N, K), (M, N))
+    )
+
+
+def blocks(m, n, k):
+    return {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
+
+
+def test_a_pointer_matmul_says_what_it_costs(sm90):
+    compiled = compile_kernel(
+        matmul_pointers,
+        *operands(),
+        M,
+        N,
+        K,
+        grid=(8, 4),
+        num_warps=4,
+        num_stages=3,
+        **blocks(64, 64, 32),
+    )
+    assert (compiled.name, compiled.arch) == ("matmul_pointers", 90)
+    assert (compiled.num_warps, compiled.num_stages) == (4, 3)
+    assert 32 <= compiled.registers <= 255
+    assert compiled.stack_bytes == 0
+    # Two of three stages are in flight at least, each an A and a B tile of 64 x 32 fp16.
+    assert 2 * 2 * 64 * 32 * 2 <= compiled.shared_memory_bytes <= 232448
+    assert ".target sm_90a" in compiled.ptx
+
+
+def test_too_many_accumulators_spill(sm90):
+    compiled = compile_kernel(
+        matmul_pointers, *operands(), M, N, K, num_warps=4, num_stages=2, **blocks(256, 256, 32)
+    )
+    assert compiled.registers == 255
+    assert compiled.stack_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_persistent_tma_matmul(sm90, dtype):
+    compiled = compile_kernel(
+        matmul_descriptors, *operands(dtype), M, N, K, grid=(132,), num_warps=8, num_stages=3,
+        NUM_SMS=132, **blocks(128, 128, 32),
+    )  # fmt: skip
+    assert compiled.stack_bytes == 0
+    assert "cp.async.bulk.tensor" in compiled.ptx
+    assert "wgmma.mma_async" in compiled.ptx
+
+
+@pytest.mark.parametrize("arch", sorted(HARDWARE))
+def test_one_process_compiles_for_each_architecture(arch):
+    with compile_only(arch):
+        compiled = compile_kernel(
+            matmul_pointers, *operands(), M, N, K, num_warps=4, num_stages=2, **blocks(64, 64, 32)
+        )
+    assert compiled.arch == arch
+    assert f".target sm_{arch}" in compiled.ptx
+
+
+def test_too_much_shared_memory_is_out_of_resources(sm90):
+    with pytest.raises(OutOfResources) as error:
+        compile_kernel(
+            matmul_descriptors, *operands(), M, N, K, num_warps=8, num_stages=4, NUM_SMS=132,
+            **blocks(256, 128, 128),
+        )  # fmt: skip
+    assert error.value.limit == 232448
+    assert error.value.required > 232448
+
+
+def test_the_shared_memory_limit_is_a_parameter():
+    arguments = (matmul_pointers, *operands(), M, N, K)
+    options = {"num_warps": 4, "num_stages": 3, **blocks(64, 64, 64)}
+    with compile_only(90):
+        needed = compile_kernel(*arguments, **options).shared_memory_bytes
+    matmul_pointers.device_caches.clear()
+    with compile_only(90, shared_memory_bytes=needed - 1), pytest.raises(OutOfResources) as error:
+        compile_kernel(*arguments, **options)
+    assert (error.value.required, error.value.limit) == (needed, needed - 1)
+    matmul_pointers.device_caches.clear()
+
+
+def test_an_acquiring_wait_is_an_acquire_load_at_system_scope(sm90):
+    flag = torch.empty(1, dtype=torch.int32, device="meta")
+    assert "ld.global.sys.acquire" in compile_kernel(wait_for_flag, flag, 1).ptx
+
+
+def test_a_launch_is_recorded_not_run(sm90):
+    a, b, c = (tensor.fill_(7) for tensor in operands(device="cpu"))
+    matmul_pointers[lambda meta: (triton.cdiv(M, meta["BLOCK_SIZE_M"]), 2)](
+        a, b, c, M, N, K, **blocks(64, 64, 32)
+    )
+    assert (c == 7).all()
+    (launch,) = sm90.launches
+    assert (launch.name, launch.grid) == ("matmul_pointers", (16, 2, 1))
+    assert launch.args[0] is a
+    assert launch.args[3:] == (M, N, K, 64, 64, 32)
+
+
+def test_the_autotuner_skips_what_does_not_fit(sm90):
+    compiled = compile_kernel(matmul_autotuned, *operands(), M, N, K)
+    assert matmul_autotuned.best_config.kwargs["BLOCK_SIZE_M"] == 64
+    too_large, fits = matmul_autotuned.configs_timings.values()
+    assert too_large[0] == float("inf")
+    assert fits[0] < float("inf")
+    assert compiled.num_stages == 2
+
+
+def test_a_host_descriptor(sm90):
+    source, target = (
+        TensorDescriptor.from_tensor(torch.empty(256, 256, dtype=torch.float16), [64, 64])
+        for _ in range(2)
+    )
+    assert "cp.async.bulk.tensor" in compile_kernel(copy_by_descriptor, source, target).ptx
+
+
+def test_the_driver_before_is_active_again():
+    before = triton.runtime.driver._active
+    with compile_only(90) as driver:
+        assert triton.runtime.driver.active is driver
+    assert triton.runtime.driver._active is before
+
+
+def test_compiling_without_the_driver_says_what_to_call():
+    with pytest.raises(DeviceUnavailable, match="compile_only"):
+        compile_kernel(wait_for_flag, torch.empty(1, dtype=torch.int32), 1)
+
+
+def test_an_unknown_architecture_names_the_known_ones():
+    with (
+        pytest.raises(InvalidArgument, match=r"arch is 75, expected one of \[80, 90, 100\]"),
+        compile_only(75),
+    ):
+        pass
+
+
+def test_an_interpreted_kernel_is_refused(sm90, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreted = triton.jit(wait_for_flag.fn)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(DeviceUnavailable, match="TRITON_INTERPRET"):
+        compile_kernel(interpreted, torch.empty(1, dtype=torch.int32), 1)
+
+
+def test_this_folder_refuses_to_run_while_interpreting():
+    """With every test of it silently interpreted or skipped, nothing here would be checked."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "TRITON_INTERPRET is set" in run.stdout + run.stderr

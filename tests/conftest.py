@@ -1,0 +1,77 @@
+"""What every test runs under: poisoned buffers, a cache folder of its own, a decided device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from triton_dist import testing
+
+COMPILE_ONLY = Path(__file__).parent / "compile"
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU, kernels are interpreted, unless tests/compile alone is run.
+
+    Triton decides at decoration, so this comes before any test module is imported. Workers of
+    pytest-xdist are started later and inherit it.
+    """
+    if not torch.cuda.is_available() and not all(map(is_compile_only, asked_for(config))):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def asked_for(config: pytest.Config) -> list[Path]:
+    """The files and folders of the command line, or testpaths."""
+    return [Path(config.invocation_params.dir, item.split("::")[0]) for item in config.args]
+
+
+def is_compile_only(path: Path) -> bool:
+    return path.resolve().is_relative_to(COMPILE_ONLY)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this process cannot run."""
+    for item in items:
+        reason = reason_to_skip(item)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def reason_to_skip(item: pytest.Item) -> str | None:
+    marker = item.get_closest_marker("gpu")
+    if marker is not None:
+        needed = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
+        if torch.cuda.device_count() < needed:
+            return "needs an NVIDIA GPU" if needed == 1 else f"needs {needed} NVIDIA GPUs"
+        if interpreting():
+            return "needs a process without TRITON_INTERPRET: make gpu"
+    elif interpreting() and is_compile_only(item.path):
+        return "needs a process without TRITON_INTERPRET: scripts/test.sh starts one"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty() -> Iterator[None]:
+    with testing.poisoned_empty():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's tuning records; ranks inherit the folder."""
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "triton_dist"))
+
+
+@pytest.fixture
+def spawn_ranks() -> Callable[..., list[Any]]:
+    """:func:`triton_dist.testing.spawn_ranks`: ``spawn_ranks(2, fn, *args, timeout=60)``."""
+    return testing.spawn_ranks

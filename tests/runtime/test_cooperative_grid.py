@@ -1,0 +1,198 @@
+"""The scheduler of a grid: order, turns, failure, interruption. Without Triton."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def run(count, body, state=None):
+    CooperativeGrid(count, body, {} if state is None else state).run()
+
+
+def test_programs_run_in_order():
+    order = []
+    run(5, order.append)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_no_programs():
+    run(0, lambda program: pytest.fail("there is none"))
+
+
+def ring(count, log):
+    """Program i ends after i + 1 did; the last one at once."""
+    done = [False] * count + [True]
+
+    def body(program):
+        while not done[program + 1]:
+            log.append(program)
+            pause()
+        done[program] = True
+        log.append(f"{program} ended")
+
+    return body
+
+
+def test_every_program_may_wait_for_the_next():
+    log = []
+    run(6, ring(6, log))
+    assert [entry for entry in log if isinstance(entry, str)] == [
+        f"{i} ended" for i in reversed(range(6))
+    ]
+
+
+def test_two_runs_take_the_same_turns():
+    first, second = [], []
+    run(8, ring(8, first))
+    run(8, ring(8, second))
+    assert first == second
+
+
+def test_turns_go_round_robin():
+    log = []
+
+    def body(program):
+        for _ in range(3):
+            log.append(program)
+            pause()
+
+    run(3, body)
+    assert log == [0, 1, 2] * 3
+
+
+def test_one_program_runs_at_a_time():
+    running = []
+
+    def body(program):
+        for _ in range(20):
+            running.append(program)
+            assert running == [program]
+            running.remove(program)
+            pause()
+
+    run(10, body)
+
+
+def test_a_waiting_program_gets_a_turn_whenever_another_ends():
+    log, released = [], []
+
+    def body(program):
+        if program == 0:
+            while not released:
+                pause()
+        if program == 3:
+            released.append(True)
+        log.append(program)
+
+    run(6, body)
+    assert log == [1, 2, 3, 0, 4, 5]
+
+
+def test_each_program_finds_the_state_that_it_left():
+    state, seen = {}, []
+
+    def body(program):
+        state["grid_idx"] = program
+        for _ in range(3):
+            pause()
+            seen.append((program, state["grid_idx"]))
+
+    run(4, body, state)
+    assert len(seen) == 12
+    assert all(program == index for program, index in seen)
+
+
+def test_pause_says_whether_another_program_ran():
+    answers = []
+    run(1, lambda program: answers.append(pause()))
+    assert answers == [False]
+
+    def body(program):
+        for _ in range(1 + program):
+            answers.append((program, pause()))
+
+    run(2, body)
+    assert answers[1:] == [(0, True), (1, True), (1, False)]
+    assert pause() is False
+
+
+def test_only_waiting_programs_cost_a_thread():
+    threads = set()
+
+    def body(program):
+        threads.add(threading.get_ident())
+        if program == 50:
+            pause()
+
+    run(100, body)
+    assert len(threads) == 2
+
+
+@pytest.mark.parametrize("failing", [0, 3, 7])
+def test_the_first_exception_ends_the_grid(failing):
+    unwound = []
+
+    def body(program):
+        try:
+            if program == failing:
+                pause()
+                raise LookupError(program)
+            while True:
+                pause()
+        finally:
+            unwound.append(program)
+
+    with pytest.raises(LookupError, match=str(failing)):
+        run(8, body)
+    assert sorted(unwound) == list(range(8))
+
+
+def test_programs_after_a_failed_one_are_not_started():
+    started = []
+
+    def body(program):
+        started.append(program)
+        if program == 2:
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        run(5, body)
+    assert started == [0, 1, 2]
+
+
+def test_a_grid_within_a_program():
+    log = []
+
+    def outer(program):
+        run(2, lambda inner: (pause(), log.append((program, inner))))
+        pause()
+
+    run(2, outer)
+    assert sorted(log) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_interrupt_ends_waiting_programs(count):
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(count, lambda program: [pause() for _ in iter(int, 1)])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,66 @@
+"""assert_allclose: what passes, what fails, and that the message says where to look."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from triton_dist.testing import assert_allclose
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
+def test_equal_tensors_pass(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    assert_allclose(tensor, tensor.clone(), rtol=0, atol=0)
+
+
+def test_the_bound_is_atol_plus_rtol_of_expected() -> None:
+    expected = torch.tensor([0.0, 100.0])
+    assert_allclose(torch.tensor([0.09, 100.9]), expected, rtol=0.01, atol=0.1)
+    with pytest.raises(AssertionError):
+        assert_allclose(torch.tensor([0.11, 100.0]), expected, rtol=0.01, atol=0.1)
+    with pytest.raises(AssertionError):
+        assert_allclose(torch.tensor([0.0, 101.2]), expected, rtol=0.01, atol=0.1)
+
+
+def test_the_message_has_the_count_and_the_worst_element() -> None:
+    expected = torch.zeros(2, 3, 4)
+    actual = expected.clone()
+    actual[0, 1, 2] = 1.0
+    actual[1, 2, 3] = -5.0
+    with pytest.raises(AssertionError) as failed:
+        assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+    message = str(failed.value)
+    assert "2 of 24 values differ" in message
+    assert "worst at (1, 2, 3): actual -5.0, expected 0.0, difference 5" in message
+    with pytest.raises(AssertionError, match=r"^2 of 24 values differ$"):
+        assert_allclose(actual, expected, verbose=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_fails_on_either_side(value: float) -> None:
+    fine = torch.zeros(2, 2)
+    broken = fine.clone()
+    broken[1, 0] = value
+    with pytest.raises(AssertionError, match=r"actual has 1 of 4 values .* first at \(1, 0\)"):
+        assert_allclose(broken, fine)
+    with pytest.raises(AssertionError, match="expected has 1 of 4"):
+        assert_allclose(fine, broken)
+
+
+def test_a_difference_of_float16_is_not_rounded_away() -> None:
+    # 2048 + 1 is not a float16, so a bound computed in float16 would hide a difference of 2.
+    actual, expected = (torch.tensor([x], dtype=torch.float16) for x in (2050.0, 2048.0))
+    with pytest.raises(AssertionError, match="difference 2"):
+        assert_allclose(actual, expected, rtol=0, atol=1.5)
+
+
+def test_shape_and_dtype_must_be_the_same() -> None:
+    with pytest.raises(AssertionError, match=r"actual is \(2, 1\) .* expected is \(2,\)"):
+        assert_allclose(torch.zeros(2, 1), torch.zeros(2))
+    with pytest.raises(AssertionError, match=r"torch\.float16, expected is \(2,\) torch\.float32"):
+        assert_allclose(torch.zeros(2, dtype=torch.float16), torch.zeros(2))
+
+
+def test_empty_tensors_pass() -> None:
+    assert_allclose(torch.zeros(0, 4), torch.zeros(0, 4))

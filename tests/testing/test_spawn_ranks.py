@@ -1,0 +1,246 @@
+"""The ranks that other tests stand on: results, every way to fail, and nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.testing import RankFailure, RanksFailed, spawn_ranks
+
+
+def shared_memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def assert_no_new_shared_memory(before: set[str]) -> None:
+    """None of the new files stays; tests that run beside this one have some for a moment."""
+    new, limit = shared_memory_files() - before, time.monotonic() + 5
+    while new & shared_memory_files():
+        assert time.monotonic() < limit, f"left in /dev/shm: {new & shared_memory_files()}"
+        time.sleep(0.05)
+
+
+def sum_of_ranks(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    total = tensor * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return os.getpid(), total
+
+
+def settings(names: tuple[str, ...]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+def kind_of_kernel() -> str:
+    import triton
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def kernel() -> None:
+        pass
+
+    return type(kernel).__name__
+
+
+def process_group_from_environment() -> int:
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    return dist.get_world_size()
+
+
+def numbers(count: int) -> torch.Tensor:
+    return torch.arange(count)
+
+
+def unwritten_is_nan() -> bool:
+    return bool(torch.empty(64).isnan().all())
+
+
+def fail_on_rank_1(how: str) -> str:
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("a message of rank 1")
+        if how == "exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "segfault":
+            ctypes.string_at(0)
+        if how == "hang":
+            wait_for_ever()
+        if how == "local":
+            return lambda: None  # type: ignore[return-value]  # cannot be pickled
+    return "fine"
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def raise_or_wait() -> None:
+    if dist.get_rank() == 0:
+        raise KeyError("the cause")
+    wait_for_ever()
+
+
+def failures(fn: Any, *args: Any, **kwargs: Any) -> dict[int, RankFailure]:
+    before = shared_memory_files()
+    with pytest.raises(RanksFailed) as failed:
+        spawn_ranks(2, fn, *args, **kwargs)
+    assert_no_new_shared_memory(before)
+    for rank, failure in failed.value.by_rank.items():
+        assert f"rank {rank}: {failure.exception}: {failure.message}" in str(failed.value)
+    return failed.value.by_rank
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_are_ordered_by_rank_and_ranks_are_processes(world_size: int) -> None:
+    results = spawn_ranks(world_size, sum_of_ranks, torch.tensor([1.0, 10.0]))
+    total = world_size * (world_size + 1) / 2
+    assert len({os.getpid(), *(pid for pid, _ in results)}) == world_size + 1
+    for _, tensor in results:
+        assert torch.equal(tensor, torch.tensor([total, 10 * total]))
+
+
+def test_environment_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_PARENT", "inherited")
+    monkeypatch.setenv("OF_BOTH", "parent")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "OF_THE_PARENT",
+        "OF_BOTH",
+        "OF_THE_CALL",
+    )
+    results = spawn_ranks(
+        2, settings, names, env={"OF_BOTH": "call", "OF_THE_CALL": "1"}, init=False
+    )
+    assert [list(result.values()) for result in results] == [
+        [str(rank), str(rank), "2", "2", "inherited", "call", "1"] for rank in range(2)
+    ]
+    assert "OF_THE_CALL" not in os.environ
+    assert "MASTER_PORT" not in os.environ
+
+
+def test_kernels_of_a_cpu_rank_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert spawn_ranks(1, kind_of_kernel, init=False) == ["InterpretedFunction"]
+
+
+def test_a_setting_that_torch_reads_at_import_gets_a_fresh_interpreter() -> None:
+    value = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    assert spawn_ranks(1, settings, tuple(value), env=value, init=False) == [value]
+
+
+def test_the_process_group_can_be_left_to_the_function() -> None:
+    assert spawn_ranks(2, process_group_from_environment, init=False) == [2, 2]
+
+
+def test_a_result_larger_than_a_pipe_leaves_no_shared_memory() -> None:
+    before = shared_memory_files()
+    (result,) = spawn_ranks(1, numbers, 1_000_000, init=False)
+    assert torch.equal(result, torch.arange(1_000_000))
+    assert_no_new_shared_memory(before)
+
+
+def test_unwritten_buffers_of_a_rank_are_nan() -> None:
+    assert spawn_ranks(1, unwritten_is_nan, init=False) == [True]
+    assert spawn_ranks(1, unwritten_is_nan, init=False, poison_empty=False) == [False]
+
+
+def test_a_rank_that_raises() -> None:
+    by_rank = failures(fail_on_rank_1, "raise")
+    assert list(by_rank) == [1]
+    assert (by_rank[1].exception, by_rank[1].message) == ("ValueError", "a message of rank 1")
+    assert 'raise ValueError("a message of rank 1")' in by_rank[1].traceback
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("exit", "exited with status 3 before it reported"),
+        ("kill", "was killed by signal 9 (SIGKILL) before it reported"),
+        ("segfault", "was killed by signal 11 (SIGSEGV) before it reported"),
+    ],
+)
+def test_a_rank_that_dies(how: str, message: str) -> None:
+    by_rank = failures(fail_on_rank_1, how)
+    assert list(by_rank) == [1]
+    assert (by_rank[1].exception, by_rank[1].message) == ("Died", message)
+    if how == "segfault":
+        assert "in fail_on_rank_1" in by_rank[1].traceback
+
+
+def test_a_rank_whose_result_cannot_be_pickled() -> None:
+    assert "lambda" in failures(fail_on_rank_1, "local")[1].message
+
+
+def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
+    begin = time.monotonic()
+    by_rank = failures(fail_on_rank_1, "hang", timeout=3.0)
+    assert time.monotonic() - begin < 8
+    assert list(by_rank) == [1]
+    assert (by_rank[1].exception, by_rank[1].message) == ("TimedOut", "still running after 3 s")
+    assert "in wait_for_ever" in by_rank[1].traceback
+
+
+def test_ranks_left_waiting_by_a_failed_one_end_after_the_grace() -> None:
+    begin = time.monotonic()
+    by_rank = failures(raise_or_wait, timeout=60.0, grace=0.5)
+    assert time.monotonic() - begin < 20
+    assert list(by_rank) == [0, 1], "the cause comes first"
+    assert by_rank[0].exception == "KeyError"
+    assert by_rank[1].message == "still running 0.5 s after rank 0 failed"
+
+
+def write_pid_and_wait(folder: str) -> None:
+    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
+    wait_for_ever()
+
+
+def run_ranks_for_ever(folder: str) -> None:
+    spawn_ranks(2, write_pid_and_wait, folder, timeout=100.0)
+
+
+def kill_a_parent(folder: str) -> bool:
+    """Kill a process that waits for two ranks; whether these ranks then end."""
+    import multiprocessing
+
+    parent = multiprocessing.get_context("spawn").Process(target=run_ranks_for_ever, args=(folder,))
+    parent.start()
+    files = [Path(folder, str(rank)) for rank in range(2)]
+    limit = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < limit, "the ranks did not start"
+        time.sleep(0.05)
+    parent.kill()
+    parent.join()
+    limit = time.monotonic() + 10
+    while any(Path("/proc", file.read_text()).exists() for file in files):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    assert kill_a_parent(str(tmp_path))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(InvalidArgument, match="world_size is 0"):
+        spawn_ranks(0, numbers, 1)
+    with pytest.raises(InvalidArgument, match="device is 'tpu'"):
+        spawn_ranks(1, numbers, 1, device="tpu")
+    with pytest.raises(InvalidArgument, match="top of a module"):
+        spawn_ranks(1, lambda: None)

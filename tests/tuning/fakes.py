@@ -1,0 +1,228 @@
+"""Parts of a tuner for one process: ranks that are threads, a device whose clock the test sets."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_dist._tuning.engine.dispatch import AutoTuner
+from triton_dist._tuning.engine.parts import Hooks, Parts
+from triton_dist._tuning.measure import DeviceBenchmarker
+from triton_dist._tuning.search import Exhaustive
+from triton_dist._tuning.store import LayeredStore, MemoryStore
+from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy
+from triton_dist.errors import RankTimeout
+
+SECONDS = 5.0
+
+
+class FakeDevice:
+    """Work takes as long as it says: ``advance`` moves the clock that timers read."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.capturing = False
+        self.flushes = 0
+        self.synchronize_error: Exception | None = None
+
+    def advance(self, milliseconds: float) -> None:
+        self.now += milliseconds
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        assert seconds is not None, "the tuner never waits without a limit"
+        error, self.synchronize_error = self.synchronize_error, None
+        if error is not None:
+            raise error
+
+    def timer(self) -> FakeTimer:
+        return FakeTimer(self)
+
+    def flush_cache(self) -> None:
+        self.flushes += 1
+
+    def facts(self) -> Mapping[str, str]:
+        return {"gpu": "fake"}
+
+    def shared_memory_bytes(self) -> int:
+        return 1 << 16
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+class FakeTimer:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        self._begin = self._device.now
+
+    def stop(self) -> None:
+        self._end = self._device.now
+
+    def milliseconds(self) -> float:
+        return self._end - self._begin
+
+
+class Board:
+    """Where thread ranks leave their words for one another."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.words: dict[int, dict[int, bytes]] = {}
+        self.changed = threading.Condition()
+
+
+class ThreadRank:
+    """One rank of a group whose ranks are threads. ``phases`` lists the words that it said."""
+
+    def __init__(self, board: Board, rank: int, seconds: float = SECONDS) -> None:
+        self._board, self.rank, self.size = board, rank, board.size
+        self.is_leader = rank == 0
+        self.seconds = seconds
+        self.phases: list[str] = []
+
+    def facts(self) -> Mapping[str, str]:
+        return {"world_size": str(self.size)}
+
+    def gather(self, phase: str, value: Any) -> list[Any]:
+        step = len(self.phases)
+        self.phases.append(phase)
+        board = self._board
+        with board.changed:
+            words = board.words.setdefault(step, {})
+            words[self.rank] = pickle.dumps(value)
+            board.changed.notify_all()
+            if not board.changed.wait_for(lambda: len(words) == self.size, self.seconds):
+                missing = set(range(self.size)) - words.keys()
+                raise RankTimeout(rank=self.rank, phase=phase, missing=missing, seconds=0.0)
+        return [pickle.loads(words[rank]) for rank in range(self.size)]
+
+    def decide(self, phase: str, value: Any) -> Any:
+        return self.gather(phase, value)[0]
+
+    def all_agree(self, phase: str, flag: bool) -> bool:
+        return all(self.gather(phase, flag))
+
+    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
+        return [max(column) for column in zip(*self.gather(phase, list(values)), strict=True)]
+
+    def barrier(self, phase: str) -> None:
+        self.gather(phase, None)
+
+    def align(self) -> None:
+        self.gather("align", None)
+
+
+def thread_ranks(size: int, seconds: float = SECONDS) -> list[ThreadRank]:
+    board = Board(size)
+    return [ThreadRank(board, rank, seconds) for rank in range(size)]
+
+
+def in_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each body returned, or the exception that it raised."""
+    results: list[Any] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+@dataclass
+class Rank:
+    """One rank with a tuned function ``run(x, **config)`` on a device of its own.
+
+    ``cost(rank, config)`` gives the milliseconds of a run, or raises.
+    """
+
+    ranks: Any
+    space: Any
+    cost: Callable[[int, dict[str, Any]], float]
+    prune_fn: Callable[..., object] | None = None
+    key_fn: Callable[..., Any] = lambda x, **_: x
+    hooks: Hooks = field(default_factory=Hooks)
+    disk: Any = field(default_factory=MemoryStore)
+    policy: Policy = field(default_factory=lambda: Policy(warmup=1, repeat=3))
+    fingerprint: Fingerprint | None = None
+    always_tune: bool = False
+    strict: bool = False
+    verbose: bool = False
+    name: str = "run"
+    device: FakeDevice = field(default_factory=FakeDevice)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        def run(x: Any, **config: Any) -> Any:
+            self.calls.append(config)
+            self.device.advance(self.cost(self.ranks.rank, config))
+            return x, config
+
+        run.__module__, run.__qualname__ = "ops", self.name
+        memory = MemoryStore()
+        self.tuned = AutoTuner(
+            run,
+            ConfigSpace(self.space),
+            self.key_fn,
+            self.prune_fn,
+            self.hooks,
+            lambda group, verbose: self.parts(memory),
+            memory.clear,
+        )
+
+    def parts(self, memory: MemoryStore) -> Parts:
+        return Parts(
+            device=self.device,
+            ranks=self.ranks,
+            store=LayeredStore([memory, self.disk]),
+            memory=memory,
+            benchmarker=DeviceBenchmarker(self.device, SECONDS),
+            search=Exhaustive,
+            fingerprint=lambda function, space: self.fingerprint or fingerprint(),
+            policy=self.policy,
+            hardware="fake",
+            quiet=contextlib.nullcontext,
+            gate=self.gate,
+            always_tune=self.always_tune,
+            strict=self.strict,
+            verbose=self.verbose,
+            seconds=SECONDS,
+        )
+
+    @property
+    def gate(self) -> Any:
+        return self.__dict__.setdefault("_gate", threading.RLock())
+
+
+def fingerprint(**changes: Any) -> Fingerprint:
+    facts: dict[str, Any] = {
+        "hardware": {"gpu": "fake", "driver": "550.54"},
+        "software": {"torch": "2.9.1+cpu", "triton": "3.6.0"},
+        "topology": {"world_size": "1"},
+        "policy": {"timing": "events"},
+        "source": {"run": "1234"},
+        "space": "abcd",
+    }
+    return Fingerprint(**(facts | changes))
+
+
+def together(ranks: Sequence[Rank], x: Any = 1, **call: Any) -> list[Any]:
+    """Every rank calls its tuned function; results or exceptions, by rank."""
+    return in_threads([lambda rank=rank: rank.tuned(x, **call) for rank in ranks])

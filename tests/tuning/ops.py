@@ -1,0 +1,105 @@
+"""Tuned functions at the top of a module, as users write them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.tune import autotune, to_hashable
+
+ran: list[tuple[str, int]] = []
+
+
+def get_config_space():
+    return [triton.Config({"BLOCK_SIZE_M": block}, num_warps=4) for block in (128, 64, 32)]
+
+
+def key_fn(A, B, *args, **kwargs):
+    return to_hashable(A), to_hashable(B)
+
+
+def prune_fn(config, A, B, *args, **kwargs):
+    return config["BLOCK_SIZE_M"] <= 128 and config["gemm_config"].num_warps == 4
+
+
+@autotune([{"gemm_config": c} for c in get_config_space()], key_fn=key_fn, prune_fn=prune_fn)
+def matmul(A, B, gemm_config: triton.Config, bias=None):
+    """A @ B."""
+    ran.append(("matmul", gemm_config.kwargs["BLOCK_SIZE_M"]))
+    time.sleep(abs(gemm_config.kwargs["BLOCK_SIZE_M"] - 64) * 3e-5)
+    return A @ B if bias is None else A @ B + bias
+
+
+class Layer:
+    def __init__(self, weight):
+        self.weight = weight
+
+    @autotune([{"chunks": 2}, {"chunks": 1}], key_fn=lambda self, x: to_hashable(x))
+    def forward(self, x, chunks):
+        time.sleep(chunks * 1e-3)
+        return x * self.weight, chunks
+
+
+def slow_by_rank(n):
+    """n milliseconds, but 1 takes 9 on the last rank."""
+    last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+    time.sleep((9 if last and n == 1 else n) * 1e-3)
+
+
+@autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x: x)
+def collective(x, n):
+    if dist.is_initialized():
+        dist.barrier()
+    slow_by_rank(n)
+    return n
+
+
+@autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x: x, scope="rank")
+def local(x, n):
+    slow_by_rank(n)
+    return n
+
+
+@autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x, group: x)
+def in_group(x, group, n):
+    dist.barrier(group)
+    time.sleep(n * 1e-3)
+    return n
+
+
+def tune_in_rank(folders: list[str], monitored: bool) -> tuple[int, int, int]:
+    """In a rank with a cache folder of its own: what was chosen, how often it was tuned, files."""
+    folder = folders[dist.get_rank()]
+    import os
+
+    os.environ["TRITON_DIST_CACHE_DIR"] = folder
+    chosen = collective(7, autotune_verbose=monitored)
+    assert collective(7) == chosen
+    return chosen, collective.tuning_count, len(list(Path(folder).rglob("*.json")))
+
+
+def tune_alone_on_one_rank() -> tuple[int, int]:
+    """Only the last rank calls a local op: it must wait for nobody."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        return local(1), local.tuning_count
+    return 0, local.tuning_count
+
+
+def tune_in_two_groups() -> tuple[int, int]:
+    """Two disjoint groups, at the same time, with different keys."""
+    pair = dist.get_rank() // 2
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return in_group(pair, groups[pair], autotune_pg=groups[pair]), in_group.tuning_count
+
+
+def key_of_one_rank_is_invalid() -> str:
+    value = torch.zeros(1) if dist.get_rank() == 1 else 7
+    try:
+        collective(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

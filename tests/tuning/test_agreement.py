@@ -1,0 +1,442 @@
+"""Ranks that differ, on threads: every scenario ends, with one choice or with an error on all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
+from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.store import MemoryStore
+from triton_dist._tuning.values import Failure, Measurement, Policy
+from triton_dist.errors import (
+    NoValidConfig,
+    RankDisagreement,
+    RankTimeout,
+    TuningAborted,
+    TuningWarning,
+)
+
+SPACE = [{"n": 3}, {"n": 1}, {"n": 2}]
+SIZES = pytest.mark.parametrize("size", [2, 3])
+
+
+def cost_is_n(rank, config):
+    return float(config["n"])
+
+
+def group(size, **options) -> list[Rank]:
+    """Ranks with the same options; a list of ``size`` values is one for each."""
+    ranks = thread_ranks(size)
+    mine = [
+        {
+            name: value[rank] if isinstance(value, tuple) else value
+            for name, value in options.items()
+        }
+        for rank in range(size)
+    ]
+    defaults = {"space": SPACE, "cost": cost_is_n}
+    return [Rank(ranks=ranks[rank], **(defaults | mine[rank])) for rank in range(size)]
+
+
+def each(size, one, others):
+    """``one`` for the last rank, ``others`` for the rest."""
+    return (*[others] * (size - 1), one)
+
+
+def chosen(ranks) -> set[str]:
+    return {repr(rank.tuned.best_config(1)) for rank in ranks}
+
+
+def messages(results, kind) -> list[str]:
+    assert [type(result) for result in results] == [kind] * len(results), results
+    return [str(result) for result in results]
+
+
+@SIZES
+def test_all_choose_alike_and_the_leader_writes(size):
+    ranks = group(size, disk=tuple(MemoryStore() for _ in range(size)))
+    assert together(ranks) == [(1, {"n": 1})] * size
+    assert [len(list(rank.disk.records())) for rank in ranks] == [1] + [0] * (size - 1)
+    assert [rank.tuned.tuning_count for rank in ranks] == [1] * size
+
+
+@SIZES
+def test_the_slowest_rank_of_each_sample_decides(size):
+    slow = size - 1
+    ranks = group(
+        size, cost=lambda rank, config: 9.0 if (rank, config["n"]) == (slow, 1) else config["n"]
+    )
+    assert together(ranks) == [(1, {"n": 2})] * size
+    record = ranks[0].tuned.tune(1)
+    outcome = next(t.outcome for t in record.trials if t.config == {"n": 1})
+    assert outcome == Measurement((9.0, 9.0, 9.0), 1, "maximum")
+
+
+@SIZES
+def test_a_later_hit_says_no_word(size):
+    ranks = group(size)
+    together(ranks)
+    said = [len(rank.ranks.phases) for rank in ranks]
+    for rank in ranks:
+        assert rank.tuned(1) == (1, {"n": 1})
+    assert [len(rank.ranks.phases) for rank in ranks] == said
+
+
+@SIZES
+def test_records_on_all_ranks_cost_one_word(size):
+    disk = MemoryStore()
+    together(group(size, disk=disk))
+    warm = group(size, disk=disk)
+    assert together(warm) == [(1, {"n": 1})] * size
+    assert [len(rank.ranks.phases) for rank in warm] == [1] * size
+    assert [rank.tuned.tuning_count for rank in warm] == [0] * size
+
+
+@SIZES
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_record_on_one_rank_is_used_by_all(size, holder):
+    disk = MemoryStore()
+    together(group(size, disk=disk))
+    disks = tuple(disk if rank == holder else MemoryStore() for rank in range(size))
+    ranks = group(size, disk=disks)
+    assert together(ranks) == [(1, {"n": 1})] * size
+    assert [rank.tuned.tuning_count for rank in ranks] == [0] * size
+    assert len({rank.tuned.tune(1).digest for rank in ranks}) == 1
+
+
+def test_of_different_records_the_leaders_is_used():
+    ours, theirs = MemoryStore(), MemoryStore()
+    together(group(2, disk=theirs, cost=lambda rank, config: -config["n"] + 9.0))
+    together(group(2, disk=ours))
+    ranks = group(2, disk=(ours, theirs))
+    assert together(ranks) == [(1, {"n": 1})] * 2
+    assert chosen(ranks) == {"{'n': 1}"}
+    ranks = group(3, disk=(MemoryStore(), theirs, ours))
+    assert together(ranks) == [(1, {"n": 3})] * 3
+
+
+def test_a_record_that_is_stale_for_all_is_tuned_again():
+    disk = MemoryStore()
+    together(group(2, disk=disk))
+    ranks = group(2, disk=disk, fingerprint=fingerprint(source={"run": "new"}))
+    together(ranks)
+    assert [rank.tuned.tuning_count for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("always", "tunings"), [((True, False), 1), ((False, True), 0), (True, 1), (False, 0)]
+)
+def test_whether_to_tune_again_is_the_leaders_word(always, tunings):
+    disk = MemoryStore()
+    together(group(2, disk=disk))
+    ranks = group(2, disk=disk, always_tune=always)
+    together(ranks)
+    assert [rank.tuned.tuning_count for rank in ranks] == [tunings] * 2
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ({"key_fn": lambda x, **_: (x, "other")}, ["(1, 'other')", "rank 0: 1 on"]),
+        ({"space": [{"n": 1}]}, ["1 configs", "3 configs"]),
+        ({"space": SPACE[::-1]}, ["config space"]),
+        ({"fingerprint": fingerprint(source={"run": "new"})}, ["source: run changed"]),
+        ({"fingerprint": fingerprint(software={})}, ["software: torch was 2.9.1+cpu"]),
+        ({"name": "walk"}, ["ops.run", "ops.walk"]),
+    ],
+)
+def test_a_difference_is_an_error_on_every_rank_that_says_who_has_what(size, difference, said):
+    common = {
+        "key_fn": lambda x, **_: x,
+        "space": SPACE,
+        "fingerprint": fingerprint(),
+        "name": "run",
+    }
+    ((name, other),) = difference.items()
+    ranks = group(size, **{name: each(size, other, common[name])})
+    for message in messages(together(ranks), RankDisagreement):
+        assert f"rank {size - 1}: " in message
+        assert all(part in message for part in said), message
+    assert not any(rank.calls for rank in ranks)
+
+
+@SIZES
+def test_an_exception_of_key_fn_is_the_ranks_own_and_told_to_the_others(size):
+    def refuses(x, **_):
+        raise ValueError("M is 7, expected a multiple of 2")
+
+    ranks = group(size, key_fn=each(size, refuses, lambda x, **_: x))
+    *others, own = together(ranks)
+    assert type(own) is ValueError
+    for message in messages(others, RankDisagreement):
+        assert f"rank {size - 1}: ValueError: M is 7, expected a multiple of 2" in message
+        assert "rank 0: valid" in message
+
+
+def test_key_fn_raising_on_all_ranks_is_each_ranks_own():
+    def refuses(x, **_):
+        raise ValueError("no")
+
+    assert messages(together(group(2, key_fn=refuses)), ValueError) == ["no", "no"]
+
+
+def test_an_unhashable_key_is_an_error_on_all_ranks():
+    *others, own = together(group(2, key_fn=(lambda x, **_: x, lambda x, **_: [x])))
+    assert "hashable" in str(own)
+    assert type(others[0]) is RankDisagreement
+
+
+@SIZES
+def test_a_prune_fn_that_differs_by_rank_is_the_leaders(size):
+    def keep(*numbers):
+        return lambda config, x: config["n"] in numbers
+
+    ranks = group(size, prune_fn=each(size, keep(1), keep(2, 3)))
+    assert together(ranks) == [(1, {"n": 2})] * size
+    record = ranks[0].tuned.tune(1)
+    assert [t.outcome for t in record.trials if t.config == {"n": 1}] == [
+        Failure("pruned", "<lambda> dropped it")
+    ]
+
+
+@SIZES
+def test_a_prune_fn_that_leaves_nothing_is_an_error_on_all(size):
+    ranks = group(size, prune_fn=lambda config, x: False)
+    for message in messages(together(ranks), NoValidConfig):
+        assert "{'n': 3}: <lambda> dropped it" in message
+    assert not any(rank.calls for rank in ranks)
+
+
+def test_a_prune_fn_that_raises_ends_all():
+    def broken(config, x):
+        raise ZeroDivisionError("stages")
+
+    leader, other = together(group(2, prune_fn=broken))
+    assert type(leader) is ZeroDivisionError
+    assert "ZeroDivisionError: stages" in str(other)
+    assert type(other) is RankDisagreement
+
+
+def fails(when, error):
+    """Costs n; raises ``error`` on the ranks and configs that ``when`` says."""
+
+    def cost(rank, config):
+        if when(rank, config):
+            raise error
+        return config["n"]
+
+    return cost
+
+
+@SIZES
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_failure_on_one_rank_is_a_failure_on_all(size, where):
+    cost = fails(lambda rank, config: (rank, config["n"]) == (where, 1), RuntimeError("bad PTX"))
+    ranks = group(size, cost=cost)
+    assert together(ranks) == [(1, {"n": 2})] * size
+    for rank in ranks:
+        outcome = next(t.outcome for t in rank.tuned.tune(1).trials if t.config == {"n": 1})
+        assert outcome == Failure("launch", "RuntimeError: bad PTX", where)
+
+
+def test_a_failure_in_a_timed_run_is_a_failure_on_all():
+    runs = []
+
+    def cost(rank, config):
+        if (rank, config["n"]) == (1, 1):
+            runs.append(1)
+            if len(runs) == 4:
+                raise RuntimeError("the fourth time")
+        return config["n"]
+
+    ranks = group(2, cost=cost)
+    assert together(ranks) == [(1, {"n": 2})] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("spins"), "timeout"),
+        (MemoryError("shared"), "resources"),
+        (type("OutOfResources", (Exception,), {})("shared memory"), "resources"),
+        (type("CompilationError", (Exception,), {})("at 3:1"), "compile"),
+        (NoValidConfig("inner", 1, {}), "launch"),
+    ],
+)
+def test_a_failure_has_a_kind(error, kind):
+    ranks = group(2, cost=fails(lambda rank, config: config["n"] == 1, error))
+    together(ranks)
+    outcome = next(t.outcome for t in ranks[0].tuned.tune(1).trials if t.config == {"n": 1})
+    assert (outcome.kind, outcome.rank) == (kind, 0)
+
+
+@SIZES
+def test_when_all_fail_every_rank_raises_every_cause_and_nothing_is_kept(size):
+    disk = MemoryStore()
+    cost = fails(lambda rank, config: rank == 1, RuntimeError("no such device"))
+    ranks = group(size, disk=disk, cost=cost)
+    for message in messages(together(ranks), NoValidConfig):
+        assert message.count("launch on rank 1: RuntimeError: no such device") == 3
+    assert not list(disk.records())
+    assert [rank.tuned.tuning_count for rank in ranks] == [0] * size
+
+
+def test_prepare_is_voted_before_any_rank_launches():
+    def prepare(x, n):
+        if n == 1:
+            raise RuntimeError(f"{n} needs too many registers")
+
+    ranks = group(2, hooks=(Hooks(prepare=lambda x, n: None), Hooks(prepare=prepare)))
+    assert together(ranks) == [(1, {"n": 2})] * 2
+    tried = [config["n"] for rank in ranks for config in rank.calls]
+    assert 1 not in tried
+    outcome = next(t.outcome for t in ranks[0].tuned.tune(1).trials if t.config == {"n": 1})
+    assert outcome == Failure("compile", "RuntimeError: 1 needs too many registers", 1)
+
+
+def test_recover_runs_on_all_ranks_after_a_failed_launch_only():
+    recovered = []
+    ranks = thread_ranks(2)
+    cost = fails(lambda rank, config: (rank, config["n"]) == (1, 1), RuntimeError("hung"))
+    both = [
+        Rank(one, SPACE, cost, hooks=Hooks(recover=lambda x, one=one: recovered.append(one.rank)))
+        for one in ranks
+    ]
+    assert together(both) == [(1, {"n": 2})] * 2
+    assert sorted(recovered) == [0, 1]
+
+
+def test_a_device_that_does_not_come_back_ends_the_tuning_on_all_ranks():
+    ranks = group(2)
+
+    def cost(rank, config):
+        if (rank, config["n"]) == (1, 1):
+            ranks[1].device.synchronize_error = TimeoutError("still spinning")
+            raise RuntimeError("launch failed")
+        return config["n"]
+
+    for rank in ranks:
+        rank.cost = cost
+    for message in messages(together(ranks), TuningAborted):
+        assert "rank 1: TimeoutError: still spinning" in message
+        assert "{'n': 1}" in message
+
+
+def test_reset_comes_before_each_run():
+    log = []
+    (solo,) = group(1, hooks=Hooks(reset=lambda x: log.append("reset")))
+    solo.cost = lambda rank, config: log.append("run") or 1.0
+    solo.tuned.tune(1)
+    runs = 3 * (1 + 1 + 3)
+    assert log == ["reset", "run"] * runs
+
+
+def test_a_reset_that_fails_on_one_rank_fails_the_config_and_hangs_nobody():
+    count = []
+
+    def reset(x):
+        count.append(1)
+        if len(count) == 3:
+            raise RuntimeError("no memory to reset")
+
+    ranks = group(2, hooks=(Hooks(reset=lambda x: None), Hooks(reset=reset)))
+    assert together(ranks) == [(1, {"n": 1})] * 2
+    first = ranks[0].tuned.tune(1).trials[0].outcome
+    assert first == Failure("launch", "RuntimeError: no memory to reset", 1)
+
+
+def wrong_for(n, how):
+    def check(output, reference):
+        assert reference[1]["n"] == 3, "the reference is the first config's output"
+        if output[1]["n"] == n:
+            return how()
+        return None
+
+    return check
+
+
+def raises():
+    raise AssertionError("off by 7")
+
+
+@pytest.mark.parametrize("how", [raises, lambda: False])
+def test_a_wrong_result_on_one_rank_rejects_the_config_on_all(how):
+    ranks = group(
+        2, hooks=(Hooks(check=lambda output, reference: True), Hooks(check=wrong_for(1, how)))
+    )
+    assert together(ranks) == [(1, {"n": 2})] * 2
+    outcome = next(t.outcome for t in ranks[0].tuned.tune(1).trials if t.config == {"n": 1})
+    assert (outcome.kind, outcome.rank) == ("wrong_result", 1)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    ranks = thread_ranks(2, seconds=0.2)
+    alone = Rank(ranks[0], SPACE, cost_is_n)
+    with pytest.raises(RankTimeout, match=r"first call of a key of ops.run: rank\(s\) 1"):
+        alone.tuned(1)
+
+
+def test_invalid_arguments_while_the_others_are_content_are_the_ranks_own_error():
+    def refuses(x, **_):
+        raise ValueError("M is 7")
+
+    ranks = thread_ranks(2, seconds=0.2)
+    with pytest.raises(ValueError, match="M is 7"):
+        Rank(ranks[1], SPACE, cost_is_n, key_fn=refuses).tuned(1)
+
+
+def test_during_capture_on_one_rank_all_use_the_default_and_one_warns():
+    ranks = group(2)
+    ranks[1].device.capturing = True
+    with pytest.warns(TuningWarning, match="capture") as caught:
+        assert together(ranks) == [(1, {"n": 3})] * 2
+    assert len(caught) == 1
+    assert [len(rank.calls) for rank in ranks] == [1, 1]
+    ranks[1].device.capturing = False
+    assert together(ranks) == [(1, {"n": 1})] * 2
+
+
+def test_during_capture_a_record_on_any_rank_is_used():
+    disk = MemoryStore()
+    together(group(2, disk=disk))
+    ranks = group(2, disk=(MemoryStore(), disk), always_tune=True)
+    ranks[0].device.capturing = True
+    assert together(ranks) == [(1, {"n": 1})] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "tried"),
+    [
+        (Policy(warmup=0, repeat=1, max_trials=2), 2),
+        (Policy(warmup=0, repeat=1, max_seconds=1e-9), 1),
+        (Policy(warmup=0, repeat=1, max_seconds=1e9), 3),
+    ],
+)
+def test_a_budget_ends_the_search_on_all_ranks(policy, tried):
+    ranks = group(2, policy=policy)
+    together(ranks)
+    assert [len(rank.tuned.tune(1).trials) for rank in ranks] == [tried] * 2
+
+
+def test_of_equal_configs_the_first_wins():
+    ranks = group(2, cost=lambda rank, config: 1.0)
+    together(ranks)
+    assert chosen(ranks) == {"{'n': 3}"}
+
+
+def test_a_record_whose_winner_left_the_space_is_not_used():
+    disk = MemoryStore()
+    together(group(1, disk=disk))
+    (rank,) = group(1, disk=disk, space=[{"n": 2}, {"n": 5}])
+    assert rank.tuned(1) == (1, {"n": 2})
+    assert rank.tuned.tuning_count == 1
+
+
+def test_only_the_leader_reports(capsys):
+    together(group(2, verbose=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert "no cached result; tuning 3 configs (0 pruned) on 2 ranks" in lines[0]
+    assert lines[2] == "  [2/3] 1.0000 ms {'n': 1}"
+    assert "best of 3 measured" in lines[-1]

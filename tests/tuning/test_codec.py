@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import enum
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+from hypothesis import given
+
+import triton_dist
+from tests.tuning.strategies import Level, Method, Problem, Shape, keys
+from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.show import show
+
+
+def same(a: object, b: object) -> bool:
+    """Equal, and of equal types all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, (set, frozenset)):
+        return sorted(map(repr, a)) == sorted(map(repr, b))
+    if isinstance(a, float):
+        return repr(a) == repr(b)
+    return a == b
+
+
+@given(keys)
+def test_what_is_written_is_read_back_exactly(value):
+    tree = json.loads(codec.text(codec.encode(value)))
+    assert same(codec.decode(tree), value)
+    assert codec.text(codec.encode(codec.decode(tree))) == codec.text(codec.encode(value))
+
+
+@given(keys)
+def test_everything_can_be_shown(value):
+    assert isinstance(show(codec.encode(value)), str)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, True, 1.0, "1", (1,), [1], Level.LOW, b"1", frozenset([1]), {1: 1}],
+        [None, "None", (), [], {}, frozenset()],
+        [torch.float32, "torch.float32", torch.float64],
+        [Method.PUSH, Method.PULL, "push"],
+        [(1, (2, 3)), ((1, 2), 3), (1, 2, 3)],
+        [Shape(1, 2), (1, 2)],
+    ],
+)
+def test_different_values_have_different_texts(values):
+    assert len({codec.text(codec.encode(value)) for value in values}) == len(values)
+
+
+def test_values_that_equal_python_values_are_written_as_those():
+    assert codec.encode(torch.zeros(2, 3).shape) == codec.encode((2, 3))
+    assert codec.encode(np.int64(3)) == 3
+    assert codec.encode(np.float32(0.5)) == 0.5
+
+
+def test_nan_has_a_text():
+    assert math.isnan(codec.decode(codec.encode(math.nan)))
+
+
+def test_the_order_of_a_set_or_dict_does_not_count():
+    assert codec.encode(frozenset("abcdef")) == codec.encode(frozenset("fedcba"))
+    assert codec.encode({"a": 1, "b": 2}) == codec.encode({"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1), object(), (1, object()), slice(1)])
+def test_a_value_without_a_stable_text_is_refused(value):
+    with pytest.raises(TypeError, match="no stable text"):
+        codec.encode(value)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"no such tag": 1},
+        {},
+        {"enum": "absent.module:Name", "name": "A"},
+        {"enum": "tests.tuning.strategies:Method", "name": "ABSENT"},
+        {"dtype": "torch.no_such_type"},
+        {"tuple": 3},
+        {"triton.Config": {}},
+        {"function": "os:system"},
+    ],
+)
+def test_a_tree_that_is_no_value_raises_value_error(tree):
+    with pytest.raises(ValueError):
+        codec.decode(tree)
+
+
+def test_reading_imports_nothing():
+    code = (
+        "import sys\n"
+        "from triton_dist._tuning.values import codec\n"
+        "for tree in ({'class': 'colorsys:rgb_to_hsv'}, {'dtype': 'torch.float16'}):\n"
+        "    try: codec.decode(tree)\n"
+        "    except ValueError: pass\n"
+        "print([name for name in ('colorsys', 'torch', 'triton') if name in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(triton_dist.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_functions_made_in_one_place_differ_by_their_closures():
+    def make(n):
+        return lambda x: x + n
+
+    assert codec.encode(make(1)) == codec.encode(make(1))
+    assert codec.encode(make(1)) != codec.encode(make(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ((1, 2.5, None, True, "a"), "(1, 2.5, None, True, 'a')"),
+        ((1,), "(1,)"),
+        (((8, 4), (4, 1), torch.float16), "((8, 4), (4, 1), torch.float16)"),
+        (Method.PUSH, "Method.PUSH"),
+        (Problem(3, torch.int8), "Problem(m=3, dtype=torch.int8)"),
+        (Shape(1, 2), "Shape(1, 2)"),
+        ({"a": [1]}, "{'a': [1]}"),
+        (frozenset([1]), "frozenset([1])"),
+        (Method, "Method"),
+        (b"\x01", "b'\\x01'"),
+        (float("inf"), "inf"),
+        (torch.device("cuda", 1), "torch.device('cuda:1')"),
+        (
+            triton.Config({"BLOCK_SIZE_M": 64}, num_warps=8, num_stages=3),
+            "triton.Config({'BLOCK_SIZE_M': 64}, num_ctas=1, num_stages=3, num_warps=8)",
+        ),
+    ],
+)
+def test_values_are_shown_as_they_are_typed(value, shown):
+    assert show(codec.encode(value)) == shown
+
+
+def test_an_enum_of_a_function_has_a_text():
+    class Local(enum.Enum):
+        A = 1
+
+    assert show(codec.encode(Local.A)) == "Local.A"

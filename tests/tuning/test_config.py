@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import pytest
+import triton
+from hypothesis import given
+
+from tests.tuning.strategies import Method, configs
+from triton_dist._tuning.values import Config, ConfigSpace
+from triton_dist.errors import InvalidArgument
+
+GEMM = triton.Config({"BLOCK_SIZE_M": 128, "GROUP_SIZE_M": 8}, num_warps=8, num_stages=3)
+
+
+def config() -> Config:
+    return Config({"gemm_config": GEMM, "method": Method.PUSH, "chunks": 2})
+
+
+def test_it_reads_as_the_dict():
+    assert config()["method"] is Method.PUSH
+    assert dict(config()).keys() == {"gemm_config", "method", "chunks"}
+    assert config().get("absent") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BLOCK_SIZE_M", 128),
+        ("num_warps", 8),
+        ("num_stages", 3),
+        ("num_ctas", 1),
+        ("maxnreg", None),
+    ],
+)
+def test_names_that_it_has_not_fall_through_to_the_triton_config(name, value):
+    assert config()[name] == value
+
+
+def test_the_dict_comes_before_the_triton_config():
+    assert Config({"c": GEMM, "num_warps": 2})["num_warps"] == 2
+
+
+@pytest.mark.parametrize("name", ["absent", "kwargs"])
+def test_a_name_that_is_nowhere_is_a_key_error(name):
+    with pytest.raises(KeyError, match=name):
+        config()[name]
+
+
+def test_with_two_triton_configs_nothing_falls_through():
+    with pytest.raises(KeyError):
+        Config({"a": GEMM, "b": GEMM})["BLOCK_SIZE_M"]
+
+
+def test_it_prints_as_it_would_be_typed():
+    assert repr(Config({"gemm_config": GEMM, "method": Method.PULL})) == (
+        "{'gemm_config': triton.Config({'BLOCK_SIZE_M': 128, 'GROUP_SIZE_M': 8}, "
+        "num_ctas=1, num_stages=3, num_warps=8), 'method': Method.PULL}"
+    )
+
+
+def test_changing_a_triton_config_changes_no_candidate():
+    mine = triton.Config({"GROUP_SIZE_M": 8}, num_warps=4)
+    candidate = Config({"c": mine})
+    before = candidate.digest
+    mine.kwargs["GROUP_SIZE_M"] = 1
+    candidate.arguments()["c"].kwargs["GROUP_SIZE_M"] = 2
+    assert candidate["GROUP_SIZE_M"] == 8
+    assert candidate.arguments()["c"].kwargs == {"GROUP_SIZE_M": 8}
+    assert Config(candidate.arguments()).digest == before
+
+
+def test_a_pre_hook_reaches_the_call_and_counts():
+    def hook(arguments):
+        return None
+
+    hooked = Config({"c": triton.Config({"A": 1}, pre_hook=hook)})
+    assert hooked.arguments()["c"].pre_hook is hook
+    assert list(hooked.functions()) == [hook]
+    assert hooked != Config({"c": triton.Config({"A": 1})})
+
+
+@given(configs)
+def test_equal_values_in_another_order_are_the_same_config(candidate):
+    backwards = Config(dict(reversed(list(candidate.arguments().items()))))
+    assert backwards == candidate
+    assert hash(backwards) == hash(candidate)
+
+
+def test_the_order_in_a_triton_config_does_not_count_either():
+    a, b = triton.Config({"A": 1, "B": 2}), triton.Config({"B": 2, "A": 1})
+    assert Config({"c": a}) == Config({"c": b})
+
+
+def test_an_object_with_a_repr_of_its_own_is_a_value():
+    class Plan:
+        def __init__(self, n):
+            self.n = n
+
+        def __repr__(self):
+            return f"Plan({self.n})"
+
+    assert Config({"p": Plan(1)}) == Config({"p": Plan(1)}) != Config({"p": Plan(2)})
+
+
+def test_an_object_without_one_is_refused():
+    with pytest.raises(InvalidArgument, match="config_space value 'p'.*stable text"):
+        Config({"p": object()})
+
+
+def test_a_space_is_evaluated_once_when_it_is_looked_at():
+    evaluated = []
+    space = ConfigSpace(lambda: evaluated.append(1) or [{"n": 1}, {"n": 2}])
+    assert not evaluated
+    assert [config["n"] for config in space] == [1, 2]
+    assert space.names == {"n"}
+    assert len(evaluated) == 1
+
+
+def test_duplicates_are_dropped_and_order_is_kept():
+    space = ConfigSpace([{"n": 2}, {"n": 1}, {"n": 2}, {"n": True}])
+    assert [config["n"] for config in space] == [2, 1, True]
+
+
+def test_order_is_part_of_the_digest():
+    a, b = [{"n": 1}, {"n": 2}], [{"n": 2}, {"n": 1}]
+    assert ConfigSpace(a).digest == ConfigSpace(list(a)).digest != ConfigSpace(b).digest
+
+
+def test_an_entry_that_is_no_dict_is_refused():
+    with pytest.raises(InvalidArgument, match="dict of keyword arguments"):
+        len(ConfigSpace([{"n": 1}, ("n", 2)]))
+
+
+def test_pruning_gives_the_kept_and_the_reasons():
+    def even(config, x, *, y):
+        return config["n"] % 2 == 0 and (x, y) == (7, 8)
+
+    kept, pruned = ConfigSpace([{"n": n} for n in range(4)]).prune(even, (7,), {"y": 8})
+    assert [config["n"] for config in kept] == [0, 2]
+    assert [each.config["n"] for each in pruned] == [1, 3]
+    assert pruned[0].reason == "even dropped it"
+
+
+def test_without_a_prune_fn_all_are_kept():
+    kept, pruned = ConfigSpace([{"n": 1}]).prune(None, (), {})
+    assert len(kept) == 1
+    assert not pruned

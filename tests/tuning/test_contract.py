@@ -1,0 +1,471 @@
+"""``triton_dist.tune.autotune`` as its users know it, alone in a process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import pickle
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import triton_dist.tune
+from tests.tuning import ops
+from tests.tuning.fakes import in_threads
+from triton_dist import errors
+from triton_dist._tuning.compose import software_versions
+from triton_dist.tune import AutoTuner, autotune, to_hashable
+
+A, B = torch.ones(2, 3), torch.ones(3, 4)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    ops.matmul.clear()
+    ops.matmul.tuning_count = 0
+    ops.ran.clear()
+
+
+def make(space, cost=None, key_fn=lambda x, *_, **__: x, **options):
+    """A tuned function that lists its runs in ``fn.runs``; 'cost' gives milliseconds."""
+    runs = []
+
+    def run(x, n=0, **others):
+        runs.append(n)
+        if cost is not None:
+            threading.Event().wait(cost(n) * 1e-3)
+        return x, n
+
+    tuned = autotune(space, key_fn, **options)(run)
+    tuned.runs = runs
+    return tuned
+
+
+def cache_files() -> list[Path]:
+    return sorted(Path(os.environ["TRITON_DIST_CACHE_DIR"]).rglob("*.json"))
+
+
+def test_the_first_call_tunes_and_returns_the_result():
+    torch.testing.assert_close(ops.matmul(A, B), A @ B)
+    assert ops.matmul.tuning_count == 1
+    assert ops.ran[-1] == ("matmul", 64)
+    assert ops.matmul.best_config(A, B)["BLOCK_SIZE_M"] == 64
+
+
+def test_later_calls_run_the_winner_once():
+    ops.matmul(A, B)
+    ops.ran.clear()
+    ops.matmul(A, B)
+    ops.matmul(A, B, bias=1.0)
+    assert ops.ran == [("matmul", 64)] * 2
+    assert ops.matmul.tuning_count == 1
+
+
+def test_each_key_is_tuned():
+    ops.matmul(A, B)
+    ops.matmul(A, B.T.contiguous().T)
+    ops.matmul(A.double(), B.double())
+    assert ops.matmul.tuning_count == 3
+    assert len(cache_files()) == 3
+
+
+def test_autotune_false_uses_the_first_config_and_no_cache():
+    ops.matmul(A, B, autotune=False)
+    assert ops.ran == [("matmul", 128)]
+    assert cache_files() == []
+
+
+def test_the_tuners_keywords_are_never_passed_on():
+    tuned = make([{"n": 1}])
+    assert tuned(
+        1,
+        autotune=True,
+        autotune_verbose=False,
+        autotune_pg=None,
+        autotune_allow_arg_overwrite=False,
+    ) == (1, 1)
+
+
+def test_verbose_says_what_is_tuned_each_timing_and_the_winner(capsys):
+    ops.matmul(A, B, autotune_verbose=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "tests.tuning.ops.matmul" in lines[0]
+    assert "torch.float32" in lines[0]
+    assert [line.split("]")[0] for line in lines[1:-1]] == ["  [1/3", "  [2/3", "  [3/3"]
+    assert " ms {'gemm_config': triton.Config({'BLOCK_SIZE_M': 64}" in lines[2]
+    assert "best of 3 measured" in lines[-1]
+    assert str(cache_files()[0]) in lines[-1]
+
+
+def test_a_cached_result_is_said_in_one_line_with_its_file(capsys, monkeypatch):
+    ops.matmul(A, B)
+    ops.matmul.clear()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_PRINT", "1")
+    ops.matmul(A, B)
+    ops.matmul(A, B)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"using the cached result from {cache_files()[0]}" in line
+    assert ops.matmul.tuning_count == 1
+
+
+def test_a_keyword_that_is_tunable_is_refused_by_name():
+    tuned = make([{"n": 1}, {"n": 2, "m": 3}])
+    for keyword in ("n", "m"):
+        for autotune_on in (True, False):
+            with pytest.raises(ValueError, match=f"keyword {keyword} is 5"):
+                tuned(1, **{keyword: 5}, autotune=autotune_on)
+    assert tuned.runs == []
+
+
+def test_an_allowed_overwrite_wins_with_a_warning_and_poisons_no_record():
+    tuned = make([{"n": 2, "m": 1}, {"n": 1, "m": 1}], cost=lambda n: n)
+    with pytest.warns(errors.TuningWarning, match="n=7 overwrites"):
+        assert tuned(1, n=7, autotune_allow_arg_overwrite=True) == (1, 7)
+    assert tuned(1) == (1, 1)
+    assert tuned.tuning_count == 1
+
+
+def test_overwriting_all_there_is_to_tune_tunes_nothing():
+    tuned = make([{"n": 2}, {"n": 1}])
+    with pytest.warns(errors.TuningWarning):
+        tuned(1, n=7, autotune_allow_arg_overwrite=True)
+    assert (tuned.runs, tuned.tuning_count) == ([7], 0)
+
+
+def test_wrong_argument_names_surface_as_they_are():
+    tuned = make([{"n": 1}], key_fn=lambda *_, **__: 1)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        tuned()
+    with pytest.raises(TypeError, match="multiple values for argument 'n'"):
+        tuned(1, 2)
+    assert tuned.runs == []
+
+
+def test_an_exception_of_key_fn_surfaces_as_it_is():
+    def refuses(x):
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer") as raised:
+        make([{"n": 1}], key_fn=refuses)(1)
+    assert raised.value.__context__ is None
+
+
+def test_a_lazy_space_is_evaluated_at_the_first_call():
+    evaluated = []
+    tuned = make(lambda: evaluated.append(1) or [{"n": 1}])
+    assert not evaluated
+    tuned(1)
+    tuned(2)
+    assert evaluated == [1]
+
+
+def test_an_iterator_is_a_space():
+    tuned = make({"n": n} for n in (1, 2))
+    assert len(tuned.config_space) == 2
+    tuned(1)
+
+
+@pytest.mark.parametrize("autotune_on", [True, False])
+def test_an_empty_space_is_an_error(autotune_on):
+    with pytest.raises(errors.NoValidConfig, match="the config space is empty"):
+        make([])(1, autotune=autotune_on)
+
+
+def test_an_unhashable_key_is_an_error_that_shows_it():
+    with pytest.raises(errors.InvalidArgument, match=r"the result of key_fn is \[1\].*hashable"):
+        make([{"n": 1}], key_fn=lambda x: [x])(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"scope": "node"}, "scope is 'node', expected 'world' or 'rank'"),
+        ({"timing": "sundial"}, "timing is 'sundial', expected 'events'"),
+        ({"search": "random"}, "search is 'random', expected 'exhaustive'"),
+        ({"max_seconds": 0}, "max_seconds is 0"),
+        ({"max_trials": 0}, "max_trials is 0"),
+        ({"max_trials": 1.5}, "max_trials is 1.5"),
+        ({"prune_fn": 3}, "prune_fn is 3, expected a function"),
+        ({"check_fn": "close"}, "check_fn is 'close'"),
+        ({"key_fn": None}, "key_fn is None"),
+    ],
+)
+def test_arguments_that_do_not_work_are_refused_at_decoration(options, said):
+    with pytest.raises(errors.InvalidArgument, match=said):
+        make([{"n": 1}], **options)
+
+
+def test_arguments_may_come_by_position():
+    def run(x, n):
+        return n
+
+    assert autotune([{"n": 1}, {"n": 2}], lambda x: x, lambda c, x: c["n"] == 2)(run)(1) == 2
+
+
+def test_it_stays_the_function():
+    assert isinstance(ops.matmul, AutoTuner)
+    assert ops.matmul.__name__ == "matmul"
+    assert ops.matmul.__doc__ == "A @ B."
+    assert ops.matmul.__module__ == "tests.tuning.ops"
+    assert ops.matmul.__wrapped__ is ops.matmul.fn
+    assert list(inspect.signature(ops.matmul).parameters) == ["A", "B", "gemm_config", "bias"]
+    assert ops.matmul.key_fn is ops.key_fn
+    assert ops.matmul.prune_fn is ops.prune_fn
+    assert [config["BLOCK_SIZE_M"] for config in ops.matmul.config_space] == [128, 64, 32]
+    assert repr(ops.matmul) == "<autotuned tests.tuning.ops.matmul>"
+
+
+def test_the_plain_function_takes_one_config():
+    config = ops.get_config_space()[2]
+    ops.matmul.fn(A, B, gemm_config=config)
+    assert ops.ran == [("matmul", 32)]
+
+
+def test_it_is_pickled_and_copied_by_reference():
+    assert pickle.loads(pickle.dumps(ops.matmul)) is ops.matmul
+    assert pickle.loads(pickle.dumps(ops.Layer.forward)) is ops.Layer.forward
+    assert copy.deepcopy(ops.matmul) is ops.matmul
+
+
+def test_it_is_a_method():
+    result, chunks = ops.Layer(3.0).forward(torch.ones(2))
+    assert chunks == 1
+    assert result.tolist() == [3.0, 3.0]
+    assert ops.Layer.forward(ops.Layer(2.0), torch.ones(2))[0].tolist() == [2.0, 2.0]
+
+
+def test_gradients_flow_through_the_call_and_not_through_the_trials():
+    recorded = []
+
+    def run(x, n):
+        recorded.append(torch.is_grad_enabled())
+        return x * n
+
+    x = torch.ones(2, requires_grad=True)
+    autotune([{"n": 3}], to_hashable)(run)(x).sum().backward()
+    assert recorded[-1] is True
+    assert not any(recorded[:-1])
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_tune_ahead_gives_the_record_and_calls_use_it():
+    tuned = make([{"n": 2}, {"n": 1}], cost=lambda n: n)
+    record = tuned.tune(5)
+    assert record.best.config == {"n": 1}
+    assert len(record.trials[0].outcome.samples) == 10
+    assert record.trials[0].outcome.warmup == 3
+    tuned.runs.clear()
+    assert tuned(5) == (5, 1)
+    assert tuned.runs == [1]
+    assert tuned.tune(5) is record
+
+
+def test_a_second_tuner_of_the_function_finds_the_record_and_clear_looks_again():
+    first, second = (make([{"n": 2}, {"n": 1}], cost=lambda n: n) for _ in range(2))
+    first(1)
+    assert second(1) == (1, 1)
+    assert second.tuning_count == 0
+    cache_files()[0].unlink()
+    second(1)
+    assert second.tuning_count == 0
+    second.clear()
+    second(1)
+    assert second.tuning_count == 1
+
+
+def test_always_tune_replaces_the_record(monkeypatch):
+    tuned = make([{"n": 1}])
+    tuned(1)
+    before = cache_files()[0].stat().st_ino
+    tuned.clear()
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", "1")
+    tuned(1)
+    tuned(1)
+    assert tuned.tuning_count == 2
+    assert cache_files()[0].stat().st_ino != before
+
+
+def change_recorded(group, name, value):
+    (path,) = cache_files()
+    tree = json.loads(path.read_text())
+    tree["fingerprint"][group][name] = value
+    path.write_text(json.dumps(tree))
+
+
+def patch_of(version):
+    return ".".join([*version.split("+")[0].split(".")[:2], "99"])
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value", "lenient", "strict"),
+    [
+        ("software", "torch", patch_of(software_versions()["torch"]), 0, 1),
+        ("software", "triton", patch_of(software_versions()["triton"]), 0, 1),
+        ("software", "triton", "3.0.0", 1, 1),
+        ("software", "cuda", "11.8", 1, 1),
+        ("hardware", "gpu", "NVIDIA A100", 1, 1),
+        ("topology", "world_size", "8", 1, 1),
+        ("policy", "repeat", "1", 1, 1),
+        ("source", "run", "0000", 1, 1),
+    ],
+)
+def test_version_policy(group, name, value, lenient, strict, monkeypatch, capsys):
+    tuned = make([{"n": 1}])
+    tuned(1)
+    change_recorded(group, name, value)
+    tuned.clear()
+    tuned(1, autotune_verbose=True)
+    assert tuned.tuning_count == 1 + lenient
+    assert f"{group}: {name}" in capsys.readouterr().out
+    change_recorded(group, name, value)
+    tuned.clear()
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_VERSION_CHECK", "1")
+    tuned(1)
+    assert tuned.tuning_count == 1 + lenient + strict
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 1}'])
+def test_a_damaged_file_is_tuned_again(text):
+    tuned = make([{"n": 1}])
+    tuned(1)
+    cache_files()[0].write_text(text)
+    tuned.clear()
+    with pytest.warns(errors.CacheWarning, match="tuning again"):
+        assert tuned(1) == (1, 1)
+    assert tuned.tuning_count == 2
+    tuned.clear()
+    tuned(1)
+    assert tuned.tuning_count == 2
+
+
+def test_a_changed_space_or_prune_fn_is_tuned_again():
+    make([{"n": 1}])(1)
+    for changed in (
+        make([{"n": 1}, {"n": 2}]),
+        make([{"n": 1}], prune_fn=lambda config, x: config["n"] > 0),
+        make([{"n": 1}], prune_fn=lambda config, x: config["n"] > -1),
+    ):
+        changed(1)
+        assert changed.tuning_count == 1
+        changed.clear()
+        changed(1)
+        assert changed.tuning_count == 1
+
+
+def test_check_fn_rejects_on_real_tensors():
+    def run(x, factor):
+        return x * factor
+
+    tuned = autotune(
+        [{"factor": 1.0}, {"factor": 2.0}],
+        to_hashable,
+        check_fn=torch.allclose,
+    )(run)
+    record = tuned.tune(torch.ones(3))
+    assert record.best.config == {"factor": 1.0}
+    assert record.trials[1].outcome.kind == "wrong_result"
+
+
+def test_the_reference_survives_a_function_that_reuses_its_output():
+    buffer = torch.zeros(3)
+
+    def run(x, factor):
+        return buffer.copy_(x * factor)
+
+    tuned = autotune([{"factor": 1.0}, {"factor": 2.0}], to_hashable, check_fn=torch.equal)(run)
+    assert tuned.tune(torch.ones(3)).trials[1].outcome.kind == "wrong_result"
+
+
+def test_a_function_that_changes_its_config_changes_no_other_call():
+    import triton
+
+    seen = []
+
+    def run(x, gemm_config):
+        seen.append(gemm_config.kwargs["GROUP_SIZE_M"])
+        gemm_config.kwargs["GROUP_SIZE_M"] = 99
+
+    tuned = autotune([{"gemm_config": triton.Config({"GROUP_SIZE_M": 8})}], lambda x: x)(run)
+    assert tuned.tune(1).best.config["gemm_config"]["triton.Config"] == {"GROUP_SIZE_M": 8}
+    assert seen[0] == 8
+    seen.clear()
+    tuned(2, autotune=False)
+    assert seen == [8]
+
+
+def test_a_pre_hook_is_found_again():
+    import triton
+
+    def hook(arguments):
+        return None
+
+    def run(x, c):
+        return c.pre_hook
+
+    tuned = autotune([{"c": triton.Config({"A": 1}, pre_hook=hook)}], lambda x: x)(run)
+    assert tuned(1) is hook
+    tuned.clear()
+    assert tuned(1) is hook
+    assert tuned.tuning_count == 1
+
+
+def test_sixteen_threads_on_a_cold_key_tune_once():
+    tuned = make([{"n": 2}, {"n": 1}], cost=lambda n: n)
+    results = in_threads([lambda: tuned(1)] * 16)
+    assert results == [(1, 1)] * 16
+    assert tuned.tuning_count == 1
+
+
+def test_a_tuned_function_may_call_a_tuned_function():
+    inner = make([{"n": 2}, {"n": 1}], cost=lambda n: n)
+
+    def run(x, m):
+        return inner(x), m
+
+    outer = autotune([{"m": 1}, {"m": 2}], lambda x: x)(run)
+    assert outer(1)[0] == (1, 1)
+    assert (outer.tuning_count, inner.tuning_count) == (1, 1)
+
+
+def test_an_interrupt_surfaces_and_nothing_is_kept():
+    interrupted = []
+
+    def cost(n):
+        if n == 2 and not interrupted:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+        return n
+
+    tuned = make([{"n": 1}, {"n": 2}], cost=cost)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(1)
+    assert cache_files() == []
+    assert tuned(1) == (1, 1)
+
+
+def test_a_hit_touches_nothing_but_the_dictionary(monkeypatch):
+    tuned = make([{"n": 1}])
+    tuned(1)
+
+    def touched(*_, **__):
+        raise AssertionError("the hot path left the dictionary")
+
+    monkeypatch.setattr(tuned, "_compose", touched)
+    monkeypatch.setattr(os.environ, "get", touched)
+    monkeypatch.setattr(inspect, "signature", touched)
+    monkeypatch.setattr(warnings, "warn", touched)
+    monkeypatch.setattr(threading, "RLock", touched)
+    assert tuned(1) == (1, 1)
+
+
+def test_the_door_has_the_names_of_the_contract():
+    assert set(triton_dist.tune.__all__) == {"AutoTuner", "autotune", "bucket", "to_hashable"}
+    parameters = inspect.signature(autotune).parameters
+    assert list(parameters)[:3] == ["config_space", "key_fn", "prune_fn"]
+    assert parameters["prune_fn"].default is None

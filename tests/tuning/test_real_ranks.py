@@ -1,0 +1,38 @@
+"""The tuner over real processes and gloo."""
+
+from __future__ import annotations
+
+from tests.tuning import ops
+
+
+def folders(tmp_path, *names):
+    return [str(tmp_path / name) for name in names]
+
+
+def test_ranks_tune_together_then_find_the_record(spawn_ranks, tmp_path):
+    shared = folders(tmp_path, "shared", "shared")
+    assert spawn_ranks(2, ops.tune_in_rank, shared, True) == [(2, 1, 1)] * 2
+    assert spawn_ranks(2, ops.tune_in_rank, shared, True) == [(2, 0, 1)] * 2
+
+
+def test_a_cache_on_one_rank_only_is_used_by_all(spawn_ranks, tmp_path):
+    spawn_ranks(2, ops.tune_in_rank, folders(tmp_path, "shared", "shared"), False)
+    for names in (["shared", "empty"], ["empty", "shared"]):
+        chosen = spawn_ranks(2, ops.tune_in_rank, folders(tmp_path, *names), False)
+        assert [result[:2] for result in chosen] == [(2, 0), (2, 0)]
+
+
+def test_a_local_op_waits_for_nobody(spawn_ranks):
+    assert spawn_ranks(2, ops.tune_alone_on_one_rank) == [(0, 0), (2, 1)]
+
+
+def test_two_groups_tune_at_once(spawn_ranks):
+    assert spawn_ranks(4, ops.tune_in_two_groups) == [(1, 1)] * 4
+
+
+def test_an_invalid_key_on_one_rank_is_an_error_on_both(spawn_ranks):
+    valid, own = spawn_ranks(2, ops.key_of_one_rank_is_invalid)
+    assert valid.startswith("RankDisagreement: ranks disagree on the arguments")
+    assert "rank 1: " in valid
+    assert own.startswith("InvalidArgument")
+    assert "to_hashable" in own

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.tuning.fakes import fingerprint
+from tests.tuning.strategies import records
+from triton_dist._tuning.values import (
+    SCHEMA,
+    Config,
+    Failure,
+    Key,
+    Measurement,
+    Policy,
+    Trial,
+    TuningRecord,
+    bucket,
+    to_hashable,
+)
+from triton_dist.errors import InvalidArgument, NoValidConfig
+
+
+def record(*outcomes) -> TuningRecord:
+    trials = tuple(Trial.of(Config({"n": n}), outcome) for n, outcome in enumerate(outcomes))
+    return TuningRecord(Key.of("ops.run", (1,), "fake"), fingerprint(), trials, "2030", 1.0)
+
+
+@given(records())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_record_survives_json(written):
+    read = TuningRecord.from_tree(json.loads(json.dumps(written.to_tree())))
+    assert read == written
+    assert read.best == written.best
+    assert read.digest == written.digest
+
+
+def test_the_best_has_the_lowest_median_and_of_equals_is_the_first():
+    samples = [(9.0, 1.0, 2.0), (1.5,), (0.1, 1.5, 7.0)]
+    assert record(*[Measurement(each, 0) for each in samples]).best.digest == (
+        Config({"n": 1}).digest
+    )
+
+
+def test_the_best_of_failures_raises_with_every_cause():
+    failed = record(Failure("compile", "no such register", 1), Failure("pruned", "too big"))
+    with pytest.raises(NoValidConfig) as raised:
+        _ = failed.best
+    assert raised.value.causes == {
+        "{'n': 0}": "compile on rank 1: no such register",
+        "{'n': 1}": "pruned: too big",
+    }
+
+
+def test_a_measurement_without_samples_cannot_be():
+    with pytest.raises(ValueError, match="at least one sample"):
+        Measurement((), 3)
+
+
+def mutate(path, value):
+    def change(tree):
+        *inner, last = path
+        for name in inner:
+            tree = tree[name]
+        if value is None:
+            del tree[last]
+        else:
+            tree[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        mutate(["schema"], SCHEMA + 1),
+        mutate(["schema"], None),
+        mutate(["function"], None),
+        mutate(["fingerprint"], None),
+        mutate(["fingerprint", "extra"], {}),
+        mutate(["fingerprint", "hardware"], "text"),
+        mutate(["fingerprint", "space"], {}),
+        mutate(["trials"], []),
+        mutate(["trials"], 3),
+        mutate(["trials", 0, "samples"], []),
+        mutate(["trials", 0, "samples"], ["fast"]),
+        mutate(["trials", 0, "values"], {"n": 7}),
+        mutate(["trials", 1, "failure", "kind"], "mood"),
+        mutate(["best", "digest"], "0" * 32),
+        mutate(["seconds"], "long"),
+    ],
+)
+def test_a_changed_tree_is_refused(change):
+    tree = json.loads(
+        json.dumps(record(Measurement((1.0,), 0), Failure("launch", "x", 0)).to_tree())
+    )
+    assert TuningRecord.from_tree(json.loads(json.dumps(tree)))
+    change(tree)
+    with pytest.raises(ValueError):
+        TuningRecord.from_tree(tree)
+
+
+@pytest.mark.parametrize("tree", [None, 3, "text", [], {}])
+def test_what_is_no_record_is_refused(tree):
+    with pytest.raises(ValueError):
+        TuningRecord.from_tree(tree)
+
+
+def test_keys_differ_by_function_value_and_hardware():
+    one = Key.of("ops.run", (1,), "fake")
+    others = [
+        Key.of("ops.walk", (1,), "fake"),
+        Key.of("ops.run", (True,), "fake"),
+        Key.of("ops.run", (1,), "H200"),
+    ]
+    assert len({key.digest for key in [one, *others]}) == 4
+    assert one.function_name == "run"
+    assert str(one) == "(1,)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn])
+def test_a_tensor_key_comes_back_with_its_types(dtype):
+    value = to_hashable(torch.zeros(4, 3, dtype=dtype).T)
+    assert value == ((3, 4), (1, 3), dtype)
+    assert [type(part) for part in value[:2]] == [tuple, tuple]
+    assert Key.of("f", value, "fake").value == value
+
+
+def test_a_tensor_as_key_is_refused_with_the_way_out():
+    with pytest.raises(InvalidArgument, match="to_hashable"):
+        Key.of("f", torch.zeros(1), "fake")
+
+
+@pytest.mark.parametrize(
+    ("n", "rounded"), [(0, 0), (1, 1), (2, 2), (3, 4), (2048, 2048), (2049, 4096)]
+)
+def test_bucket(n, rounded):
+    assert bucket(n) == rounded
+
+
+def test_a_negative_size_has_no_bucket():
+    with pytest.raises(InvalidArgument, match="n is -1"):
+        bucket(-1)
+
+
+def test_a_policy_names_what_is_set():
+    facts = Policy(max_trials=3).facts()
+    assert facts["max_trials"] == "3"
+    assert "max_seconds" not in facts
