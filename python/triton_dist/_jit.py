@@ -24,4 +24,6 @@ def jit(fn: Any = None, **options: Any) -> Any:
     triton_compat.check_versions()
     if triton_compat.is_interpreting():
         interpreter.install()
+    else:
+        triton_compat.pin_defaults()
     return triton.jit(fn, **options) if fn is not None else triton.jit(**options)

@@ -33,8 +33,8 @@ class ContextFinalized(TritonDistError, RuntimeError):
 
     def __init__(self, context: str) -> None:
         super().__init__(
-            f"{context} was finalized: its symmetric buffers are freed. Create a new context, or call "
-            "finalize() only after the last use."
+            f"{context} was finalized: its symmetric buffers are freed. Create a new context, or "
+            "call finalize() only after the last use."
         )
 
 
@@ -61,7 +61,8 @@ class SymmetricMemoryFull(TritonDistError, OSError):
     def __init__(self, where: str, needed: int, available: int, remedy: str) -> None:
         self.needed, self.available = needed, available
         super().__init__(
-            f"{where}: a symmetric allocation needs {needed} bytes, {available} bytes are available. {remedy}"
+            f"{where}: a symmetric allocation needs {needed} bytes, {available} bytes are "
+            f"available. {remedy}"
         )
 
 
@@ -74,9 +75,9 @@ class WaitTimeout(TritonDistError, TimeoutError):
     ) -> None:
         self.rank, self.flag, self.expected, self.seen = rank, flag, expected, seen
         super().__init__(
-            f"rank {rank}, {program}: waited {seconds:.1f} s for flag {flag} to reach {expected}, it is "
-            f"{seen}. The rank that sets it did not get there: it failed, or ranks run different "
-            "programs. TRITON_DIST_WAIT_TIMEOUT sets the limit in seconds."
+            f"rank {rank}, {program}: waited {seconds:.1f} s for flag {flag} to reach {expected}, "
+            f"it is {seen}. The rank that sets it did not get there: it failed, or ranks run "
+            "different programs. TRITON_DIST_WAIT_TIMEOUT sets the limit in seconds."
         )
 
 
@@ -87,8 +88,9 @@ class RankTimeout(TritonDistError, TimeoutError):
         self.rank, self.phase, self.missing = rank, phase, tuple(missing)
         late = ", ".join(map(str, self.missing)) or "unknown"
         super().__init__(
-            f"rank {rank}: {phase}: rank(s) {late} did not arrive within {seconds:.1f} s. They failed, or "
-            "are still in other code; their own log says why. TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit."
+            f"rank {rank}: {phase}: rank(s) {late} did not arrive within {seconds:.1f} s. They "
+            "failed, or are still in other code; their own log says why. "
+            "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit."
         )
 
 
@@ -118,8 +120,19 @@ class TuningAborted(TritonDistError, RuntimeError):
         self.causes = dict(causes)
         lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in self.causes.items())
         super().__init__(
-            f"{function}: tuning ends at config {config}, which failed; then recovering failed too:\n{lines}\n"
-            "Start the processes again, without that config or with a recover_fn that resets the state."
+            f"{function}: tuning ends at config {config}, which failed; then recovering failed "
+            f"too:\n{lines}\nStart the processes again, without that config, or with a recover_fn that "
+            "resets the state."
+        )
+
+
+class CaptureInProgress(TritonDistError, RuntimeError):
+    """A tuning was asked for while the current stream is captured into a CUDA graph."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"{function}: cannot be tuned during CUDA-graph capture, and this key has no record. "
+            "Call its tune() with the same arguments before the capture."
         )
 
 

@@ -104,7 +104,7 @@ cache_dir = Knob(
     Path("~/.triton_dist"),
     Path,
     "a folder",
-    "Root of everything that triton_dist keeps on disk; tuning records lie in its autotune/ folder.",
+    "Root of all that triton_dist keeps on disk; tuning records lie in its autotune/ folder.",
 )
 autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -74,8 +75,6 @@ def in_group(x, group, n):
 def tune_in_rank(folders: list[str], monitored: bool) -> tuple[int, int, int]:
     """In a rank with a cache folder of its own: what was chosen, how often it was tuned, files."""
     folder = folders[dist.get_rank()]
-    import os
-
     os.environ["TRITON_DIST_CACHE_DIR"] = folder
     chosen = collective(7, autotune_verbose=monitored)
     assert collective(7) == chosen
@@ -100,6 +99,16 @@ def key_of_one_rank_is_invalid() -> str:
     value = torch.zeros(1) if dist.get_rank() == 1 else 7
     try:
         collective(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def only_rank_0_calls() -> str:
+    if dist.get_rank() != 0:
+        return "elsewhere"
+    try:
+        collective(3)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -9,6 +9,7 @@ from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import Failure, Measurement, Policy
 from triton_dist.errors import (
+    CaptureInProgress,
     NoValidConfig,
     RankDisagreement,
     RankTimeout,
@@ -102,6 +103,8 @@ def test_a_record_on_one_rank_is_used_by_all(size, holder):
     assert together(ranks) == [(1, {"n": 1})] * size
     assert [rank.tuned.tuning_count for rank in ranks] == [0] * size
     assert len({rank.tuned.tune(1).digest for rank in ranks}) == 1
+    memories = [rank.tuned._compose(None, False).memory for rank in ranks]
+    assert [len(list(memory.records())) for memory in memories] == [1] * size
 
 
 def test_of_different_records_the_leaders_is_used():
@@ -395,6 +398,14 @@ def test_during_capture_on_one_rank_all_use_the_default_and_one_warns():
     assert [len(rank.calls) for rank in ranks] == [1, 1]
     ranks[1].device.capturing = False
     assert together(ranks) == [(1, {"n": 1})] * 2
+
+
+def test_tuning_ahead_during_capture_is_an_error():
+    (rank,) = group(1)
+    rank.device.capturing = True
+    with pytest.warns(TuningWarning), pytest.raises(CaptureInProgress, match="before the capture"):
+        rank.tuned.tune(1)
+    assert rank.calls == []
 
 
 def test_during_capture_a_record_on_any_rank_is_used():

@@ -102,7 +102,7 @@ def test_an_object_with_a_repr_of_its_own_is_a_value():
 
 
 def test_an_object_without_one_is_refused():
-    with pytest.raises(InvalidArgument, match="config_space value 'p'.*stable text"):
+    with pytest.raises(InvalidArgument, match=r"config_space value 'p'.*stable text"):
         Config({"p": object()})
 
 

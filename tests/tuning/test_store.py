@@ -122,10 +122,11 @@ def test_a_folder_in_place_of_the_file_is_a_miss(tmp_path):
 def test_a_disk_that_refuses_is_said_once_and_memory_keeps_the_record(tmp_path):
     (tmp_path / "autotune").write_text("a file where the folder should be")
     store = LayeredStore([MemoryStore(), FileStore(tmp_path)])
-    with pytest.warns(CacheWarning, match="cannot be written") as caught:
+    with pytest.warns(CacheWarning, match="cannot be written"):
         store.put(RECORD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         store.put(record_of_another_key())
-    assert len(caught) == 1
     with pytest.warns(CacheWarning, match="cannot be read"):
         assert store.describe(RECORD.key) == "memory"
     assert store.get(RECORD.key) == RECORD

@@ -42,6 +42,9 @@ class Device(Protocol):
         on."""
 
     def timer(self) -> Timer: ...
+    def hold(self) -> None:
+        """Keep the device busy until the host has queued a call behind it."""
+
     def flush_cache(self) -> None:
         """Evict the last-level cache, on the stream, so that each sample starts cold."""
 

@@ -12,6 +12,8 @@ nothing.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import enum
 import functools
 import hashlib
 import importlib
@@ -61,7 +63,8 @@ class _Walk:
         if isinstance(value, types.ModuleType):
             return ""
         if isinstance(value, functools.partial):
-            return f"partial {self.reference([value.func, *value.args, value.keywords])}"
+            keywords = sorted(value.keywords.items())
+            return f"partial {self.reference((value.func, *value.args, *keywords))}"
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
             return self.reference(value.__func__)
         if isinstance(value, types.FunctionType):
@@ -72,6 +75,11 @@ class _Walk:
             return self._wrapped(value)
         if type(value).__name__ == "constexpr":
             return self.reference(value.value)
+        if isinstance(value, enum.Enum):
+            return f"{self._class(type(value))}.{value.name}"
+        if dataclasses.is_dataclass(value):
+            fields = [self.reference(getattr(value, f.name)) for f in dataclasses.fields(value)]
+            return f"{self._class(type(value))} {fields}"
         if isinstance(value, tuple):
             return f"({', '.join(map(self.reference, value))})"
         if isinstance(value, (list, set, dict)):
@@ -161,7 +169,9 @@ class _Walk:
         known = self._names.get(id(item))
         if known is not None:
             return known, True
-        base = item.__qualname__.rpartition("<locals>.")[2]
+        # A wrapper has the name of what it wraps; its code has its own.
+        own = item.__code__.co_name if hasattr(item, "__wrapped__") else item.__qualname__
+        base = own.rpartition("<locals>.")[2]
         count = sum(name.partition("#")[0] == base for name in self.texts)
         name = base if count == 0 else f"{base}#{count + 1}"
         self._names[id(item)] = name

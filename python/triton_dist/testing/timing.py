@@ -13,9 +13,6 @@ import torch.distributed as dist
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-# Long enough for the host to queue a call behind it, so that launch overhead is not measured.
-_HEAD_START_MILLISECONDS = 0.2
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -50,8 +47,7 @@ def interleaved(
         for name, call in candidates.items():
             device.flush_cache()
             ranks.align()
-            if device.name == "cuda":
-                device.sleep_milliseconds(_HEAD_START_MILLISECONDS)
+            device.hold()
             timer = device.timer()
             timer.start()
             call()

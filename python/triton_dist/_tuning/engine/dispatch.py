@@ -17,7 +17,7 @@ from typing import Any
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.values import Config, ConfigSpace, TuningRecord
-from triton_dist.errors import InvalidArgument, NoValidConfig, TuningWarning
+from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig, TuningWarning
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class AutoTuner:
         case.
 
         Raises:
-            RuntimeError: during CUDA-graph capture, without a record.
+            CaptureInProgress: and there is no record.
         """
         record = self._choose(args, kwargs, autotune_pg, autotune_verbose).record
         if record is None:
-            raise RuntimeError(f"{self._subject.name}: cannot be tuned during CUDA-graph capture")
+            raise CaptureInProgress(self._subject.name)
         return record
 
     def best_config(

@@ -36,13 +36,14 @@ class DeviceBenchmarker:
         failure: Exception | None = None
         timers = []
         for _ in range(policy.warmup + policy.repeat):
-            if policy.flush:
-                self._device.flush_cache()
             timer = self._device.timer()
             align()
             if failure is not None:
                 continue
             try:
+                if policy.flush:
+                    self._device.flush_cache()
+                self._device.hold()
                 timer.start()
                 call()
                 timer.stop()

@@ -54,7 +54,7 @@ class FileStore:
             self._set_aside(path, str(error))
             return None
         if record.key != key:
-            self._set_aside(path, f"it is the record of another key, {record.key}")
+            self._set_aside(path, f"it is the record of another key, {record.key.text}")
             return None
         return record
 

@@ -14,8 +14,8 @@ class Difference(NamedTuple):
 
     sentence: str
     patch_level: bool
-    """A version whose ``major.minor`` (of a driver: branch) is the same: tolerated unless versions are checked
-    strictly."""
+    """A version whose ``major.minor`` (of a driver: branch) is the same: tolerated, unless
+    versions are checked strictly."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ def show(tree: Tree) -> str:
     """The tree of :func:`codec.encode` as Python source."""
     if isinstance(tree, list):
         return f"[{_comma(tree)}]"
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict) or not tree:
         return repr(tree)
     tag, body = next(iter(tree.items()))
     if tag == "tuple":

@@ -222,7 +222,7 @@ def kernel_gemm_non_persistent(
     row = m * BLOCK_SIZE_M
     a_ptr = own_ptr
     a_row = row
-    if GATHERED:
+    if GATHERED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
         if shard != rank:
             last_row = min(row + BLOCK_SIZE_M, rows) - 1
             token = wait_for_rows(

@@ -61,6 +61,9 @@ class CpuDevice:
     def sleep_milliseconds(self, milliseconds: float) -> None:
         time.sleep(milliseconds / 1e3)
 
+    def hold(self) -> None:
+        """Nothing: calls are not queued, they run."""
+
     def copy_stream(self) -> CpuCopyStream:
         return CpuCopyStream()
 

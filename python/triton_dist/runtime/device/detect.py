@@ -33,7 +33,8 @@ def current_device() -> CpuDevice | CudaDevice:
             raise DeviceUnavailable(
                 "cuda",
                 "torch.cuda.is_available() is False",
-                "Run on a host with an NVIDIA GPU and a CUDA build of torch, or set TRITON_DIST_DEVICE=cpu.",
+                "Run on a host with an NVIDIA GPU and a CUDA build of torch, or set "
+                "TRITON_DIST_DEVICE=cpu.",
             )
         return _cuda(torch.cuda.current_device())
     if is_interpreting() or not torch.cuda.is_available():

@@ -106,12 +106,12 @@ class ProcessGroupRanks:
     def _client(self) -> dist.Store:
         client: dist.Store | None = getattr(self._clients, "store", None)
         if client is None:
-            client = self._clients.store = self._store.clone()
+            client = self._clients.store = self._store.clone()  # type: ignore[attr-defined]
         return client
 
     def _put(self, step: int, entry: tuple[str, Any]) -> None:
         key = f"{step}/{self.rank}"
-        self._client().set(key, pickle.dumps(entry))
+        self._client().set(key, pickle.dumps(entry))  # type: ignore[arg-type]  # takes bytes
         self._written.append((step, key))
 
     def _take(self, step: int, phase: str, ranks: Sequence[int]) -> list[tuple[str, Any]]:

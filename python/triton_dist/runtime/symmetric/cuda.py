@@ -5,6 +5,8 @@ Multicast is never used: peers are read and written through their mapped address
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -40,7 +42,7 @@ class CudaSymmetricMemory(SymmetricMemory):
                     "Use a smaller context, or free GPU memory.",
                 )
         assert block is not None
-        self._handle = symm_mem.rendezvous(block, group)
+        self._handle: Any = symm_mem.rendezvous(block, group)
         blocks = [
             block
             if peer == ranks.rank

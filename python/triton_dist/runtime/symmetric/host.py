@@ -40,8 +40,8 @@ class HostSymmetricMemory(SymmetricMemory):
                         f"{layout.name}, rank {rank}, {SHARED_MEMORY}",
                         layout.nbytes,
                         available,
-                        "Make it larger (mount -o remount,size=…, docker run --shm-size=…) or use a "
-                        "smaller context.",
+                        "Make it larger (mount -o remount,size=…, docker run --shm-size=…) or use "
+                        "a smaller context.",
                     )
             blocks = [_map(f"/proc/{pid}/fd/{fd}", layout.nbytes) for _, pid, fd, _ in asked]
             self._ranks.barrier("symmetric memory is mapped")

@@ -8,6 +8,8 @@ rank odd.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
 from triton_dist.testing.reference import all_gather_matmul, all_gather_rows
-from triton_dist.testing.timing import Samples, interleaved
+from triton_dist.testing.timing import Samples, captured, interleaved
 from triton_dist.utils import (
     dist_print,
     finalize_distributed,
@@ -89,10 +91,11 @@ def run_ag_gemm(
     )
     if straggler is not None:
         options["straggler_option"] = (straggler, 2_000_000)
-    return ag_gemm(
+    C: torch.Tensor = ag_gemm(
         A, B, ctx, autotune=args.autotune, autotune_verbose=args.debug, local_copy=args.local_copy,
-        **options
+        **options,
     )  # fmt: skip
+    return C
 
 
 def check(args: argparse.Namespace) -> None:
@@ -125,32 +128,38 @@ def perf(args: argparse.Namespace) -> None:
     M, N, K = args.M // scale, shape["N"] // scale, shape["K"] // scale
     M, N = M // num_ranks * num_ranks, N // num_ranks * num_ranks
     A, B = make_data(M, N, K, dtype, args.trans_b)
-    gathered = torch.empty(M, K, dtype=dtype, device=A.device)
+    gathered = all_gather_rows(A)  # real data: on zeros a product is faster
     with create_ag_gemm_context(M, N, K, dtype, dist.get_rank(), num_ranks) as ctx:
         if not args.local_copy:
             ctx.own_rows(A.shape[0]).copy_(A)
-        assert_allclose(
-            run_ag_gemm(args, A, B, ctx),
-            all_gather_matmul(A, B),
-            rtol=_TOLERANCE[dtype],
-            atol=_TOLERANCE[dtype],
-        )
+
+        def ours() -> torch.Tensor:
+            return run_ag_gemm(args, A, B, ctx)
+
+        def serial() -> torch.Tensor:
+            return all_gather_matmul(A, B)
+
+        tolerance = _TOLERANCE[dtype]
+        assert_allclose(ours(), serial(), rtol=tolerance, atol=tolerance)
         report_tuning(args, A, B, ctx)
-        candidates = {
-            "ag_gemm (tuned)" if args.autotune else "ag_gemm (default)": lambda: run_ag_gemm(
-                args, A, B, ctx
-            ),
-            "all-gather + matmul": lambda: all_gather_matmul(A, B),
+        candidates: dict[str, Callable[[], Any]] = {
+            "ag_gemm": ours,
+            "all-gather + matmul": serial,
             "GEMM alone": lambda: torch.matmul(gathered, B),
             "all-gather alone": lambda: all_gather_rows(A, out=gathered),
             "copy-engine all-gather alone": lambda: gather_alone(ctx.buffer, A),
         }
+        if is_cuda():
+            graphs = {
+                name: captured(candidates[name]) for name in ("ag_gemm", "all-gather + matmul")
+            }
+            candidates |= {f"{name}, CUDA graph": replay for name, replay in graphs.items()}
         samples = interleaved(candidates, rounds=15 if is_cuda() else 3)
-        _, own_ms = perf_func(lambda: run_ag_gemm(args, A, B, ctx), iters=10, warmup_iters=5)
-        report_perf(own_ms, samples, M, N, K, dtype)
+        report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], M, N, K, dtype)
+        report_table(f"{M}x{N}x{K} {dtype} on {num_ranks} ranks", samples)
         with group_profile("ag_gemm_perf", args.profile):
             for _ in range(20 if args.profile else 0):
-                run_ag_gemm(args, A, B, ctx)
+                ours()
 
 
 def gather_alone(buffer: AllGatherBuffer, A: torch.Tensor) -> None:
@@ -175,10 +184,8 @@ def report_tuning(
         )
 
 
-def report_perf(
-    own_ms: float, samples: dict[str, Samples], M: int, N: int, K: int, dtype: torch.dtype
-) -> None:
-    """Per-rank rates of the op in steady state, then a table of it and its peers."""
+def report_rates(own_ms: float, M: int, N: int, K: int, dtype: torch.dtype) -> None:
+    """Each rank's rates in steady state: back-to-back calls, caches warm."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     local_N = N // num_ranks
     tflops = 2 * M * local_N * K / own_ms / 1e9
@@ -191,21 +198,24 @@ def report_perf(
         need_sync=True,
         allowed_ranks="all",
     )
+    dist_print(
+        f"peaks: {get_tensorcore_tflops(dtype):.0f} TFLOP/s, "
+        f"{get_intranode_max_speed_gbps():.0f} GB/s a link"
+    )
+
+
+def report_table(title: str, samples: dict[str, Samples]) -> None:
+    """Medians of the slowest rank beside the serial op and the limit max(GEMM, all-gather)."""
     gathers = [sample.median for name, sample in samples.items() if "all-gather alone" in name]
     limit = max(samples["GEMM alone"].median, min(gathers))
     serial = samples["all-gather + matmul"].median
-    dist_print(
-        f"peaks: {get_tensorcore_tflops(dtype):.0f} TFLOP/s, {get_intranode_max_speed_gbps():.0f} GB/s a link\n"
-        f"{M}x{N}x{K} {dtype} on {num_ranks} ranks ({current_device().name}), slowest rank, median of "
-        f"{len(samples['GEMM alone'].milliseconds)} interleaved rounds:"
-    )
+    rounds = len(samples["GEMM alone"].milliseconds)
+    dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
     dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")
     for name, sample in samples.items():
-        first, third = sample.spread
-        quartiles = f"{first:.3f}-{third:.3f}"
-        dist_print(
-            f"{name:32}{sample.median:10.3f}{quartiles:>20}{serial / sample.median:10.2f}{sample.median / limit:9.2f}"
-        )
+        quartiles = "{:.3f}-{:.3f}".format(*sample.spread)
+        ratios = f"{serial / sample.median:10.2f}{sample.median / limit:9.2f}"
+        dist_print(f"{name:32}{sample.median:10.3f}{quartiles:>20}{ratios}")
     dist_print(f"{'limit max(GEMM, all-gather)':32}{limit:10.3f}")
 
 

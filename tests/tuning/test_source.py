@@ -1,0 +1,293 @@
+"""What must tune again, and what must not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from triton_dist._tuning.source import source_digests
+
+SOURCE = '''
+import enum
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist.tune import autotune
+
+SCALE = 2
+TABLE = [1, 2]
+_cache = {}
+_calls = 0
+
+
+class Method(enum.Enum):
+    PUSH = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    chunks: int = 3
+
+    def size(self):
+        return round_up(self.chunks)
+
+
+def round_up(n):
+    return n + 7
+
+
+def helper(x):
+    """Doc."""
+    return x * SCALE + TABLE[0]
+
+
+def guard(fn):
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def make_epilogue(bias):
+    def epilogue(x):
+        return x + bias
+
+    return epilogue
+
+
+epilogue = make_epilogue(5)
+partial = functools.partial(helper, 11)
+
+
+@triton.jit
+def device_function(x):
+    return x + 1
+
+
+@triton.jit
+def kernel(pointer, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(pointer + offsets, device_function(offsets))
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": 64})], key=[])
+@triton.jit
+def tuned_kernel(pointer, BLOCK: tl.constexpr):
+    tl.store(pointer, BLOCK)
+
+
+@triton.heuristics({"BLOCK": lambda arguments: 32})
+@triton.jit
+def guessed_kernel(pointer, BLOCK: tl.constexpr):
+    tl.store(pointer, BLOCK)
+
+
+class Inner:
+    @autotune([{"n": 1}], key_fn=lambda self: 1)
+    def method(self, n):
+        return n - 1
+
+
+@autotune(config_space=[{"block": 1}, {"block": 2}], key_fn=lambda x: 1, max_trials=9)
+@guard
+def op(x, block, method=Method.PUSH):
+    # comment
+    global _calls
+    _calls += 1
+    _cache[x] = 1
+    kernel[(1,)](x, BLOCK=16)
+    tuned_kernel[(1,)](x)
+    guessed_kernel[(1,)](x)
+    plan = Plan()
+    inner = [helper(y) for y in (1, 2)]
+    return epilogue(torch.add(x, 1)), partial(), plan.size(), Inner, inner, method
+
+
+def unrelated():
+    return 1
+'''
+
+
+@pytest.fixture
+def digests(tmp_path):
+    """A function: the digests of ``op`` in a module with this source, under a name of its own."""
+    count = 0
+
+    def of(source, prepare=lambda module: None):
+        nonlocal count
+        count += 1
+        name = f"ops_under_test_{count}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+            prepare(module)
+            found = source_digests([module.op.fn])
+        finally:
+            del sys.modules[name]
+        return found
+
+    return of
+
+
+def test_it_reaches_helpers_closures_kernels_and_classes(digests):
+    assert set(digests(SOURCE)) == {
+        "wrapper",
+        "op",
+        "Method",
+        "Plan",
+        "round_up",
+        "helper",
+        "epilogue",
+        "device_function",
+        "kernel",
+        "tuned_kernel",
+        "guessed_kernel",
+        "<lambda>",
+        "Inner",
+    }
+
+
+MUTATIONS = {
+    "the function": ("tuned_kernel[(1,)](x)", "tuned_kernel[(2,)](x)", {"op"}),
+    "a default": ("block, method=Method.PUSH)", "block, method=None)", {"op", "Method"}),
+    "a constant in it": ("BLOCK=16", "BLOCK=32", {"op"}),
+    "another operator": ("_calls += 1", "_calls -= 1", {"op"}),
+    "a helper": ("x * SCALE + TABLE", "x * SCALE - TABLE", {"helper"}),
+    "a helper of a helper": ("n + 7", "n + 8", {"round_up"}),
+    "a global constant": ("SCALE = 2", "SCALE = 3", {"helper"}),
+    "the type of a constant": ("SCALE = 2", "SCALE = 2.0", {"helper"}),
+    "a global table": ("TABLE = [1, 2]", "TABLE = [1, 3]", {"helper"}),
+    "a closure": ("make_epilogue(5)", "make_epilogue(6)", {"epilogue"}),
+    "a closure's code": ("return x + bias", "return x - bias", {"epilogue"}),
+    "an argument of a partial": ("partial(helper, 11)", "partial(helper, 12)", {"op"}),
+    "a wrapper": ("return fn(*args, **kwargs)", "return fn(*args)", {"wrapper"}),
+    "a kernel": ("tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) * 1", {"kernel"}),
+    "a kernel's callee": ("return x + 1\n", "return x + 2\n", {"device_function"}),
+    "a kernel's options": (
+        "@triton.jit\ndef kernel",
+        "@triton.jit(do_not_specialize=[0])\ndef kernel",
+        {"kernel"},
+    ),
+    "a kernel's annotation": (
+        "def kernel(pointer, BLOCK: tl.constexpr)",
+        "def kernel(pointer, BLOCK)",
+        {"kernel"},
+    ),
+    "configs of triton.autotune": ('{"BLOCK": 64}', '{"BLOCK": 128}', {"tuned_kernel", "op"}),
+    "a heuristic": ("arguments: 32", "arguments: 16", {"<lambda>", "guessed_kernel"}),
+    "a method": ("round_up(self.chunks)", "round_up(2 * self.chunks)", {"Plan"}),
+    "a class attribute": ("chunks: int = 3", "chunks: int = 4", {"Plan"}),
+    "an enum's member": ("PUSH = 1", "PUSH = 2", {"Method"}),
+    "a tuned method": ("return n - 1", "return n - 2", {"Inner"}),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_change_of_meaning_is_seen_and_named(digests, mutation):
+    old, new, names = MUTATIONS[mutation]
+    assert old in SOURCE
+    before, after = digests(SOURCE), digests(SOURCE.replace(old, new))
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed == names
+
+
+NEUTRAL = {
+    "a comment": ("# comment", "# another comment\n    # and one more"),
+    "a docstring": ('"""Doc."""', '"""Better documentation,\n    of two lines.\n    """'),
+    "formatting": ("x * SCALE + TABLE[0]", "(\n        x*SCALE\n        + TABLE[0]\n    )"),
+    "quotes": ('{"BLOCK": 64}', "{'BLOCK': 64}"),
+    "moved down": ("SCALE = 2", "\n\n\n\nSCALE = 2"),
+    "another order": ("def unrelated", "def elsewhere():\n    return 2\n\n\ndef unrelated"),
+    "something unrelated": ("def unrelated():\n    return 1", "def unrelated():\n    return 9"),
+    "an import": ("import enum", "import enum\nimport json"),
+    "the tuner's own arguments": ("max_trials=9", "max_trials=8"),
+    "a comment in a kernel": ("offsets = tl", "# lanes\n    offsets = tl"),
+    "a comment in a class": ("chunks: int = 3", "chunks: int = 3  # of a rank"),
+    "a blank line in a body": ("plan = Plan()", "\n    plan = Plan()\n"),
+}
+
+
+@pytest.mark.parametrize("edit", NEUTRAL)
+def test_an_edit_without_meaning_changes_nothing(digests, edit):
+    old, new = NEUTRAL[edit]
+    assert old in SOURCE
+    assert digests(SOURCE) == digests(SOURCE.replace(old, new))
+
+
+def test_what_a_program_does_while_it_runs_changes_nothing(digests):
+    def use(module):
+        module._cache["x"] = object()
+        module._calls = 41
+
+    assert digests(SOURCE) == digests(SOURCE, use)
+
+
+def test_a_constant_that_another_module_sets_is_seen(digests):
+    def patch(module):
+        module.SCALE = 5
+
+    assert digests(SOURCE)["helper"] != digests(SOURCE, patch)["helper"]
+
+
+def test_an_import_inside_the_function_is_followed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_helpers.py").write_text("def late(x):\n    return x\n")
+
+    def op(x):
+        from late_helpers import late
+
+        return late(x)
+
+    first = source_digests([op])
+    assert set(first) == {"op", "late"}
+    del sys.modules["late_helpers"]
+    (tmp_path / "late_helpers.py").write_text("def late(x):\n    return x + 100\n")
+    importlib.invalidate_caches()
+    assert source_digests([op])["late"] != first["late"]
+    del sys.modules["late_helpers"]
+
+
+def test_a_function_without_source_is_known_by_its_bytecode():
+    def compiled(body):
+        namespace = {}
+        exec(f"def op(x):\n    return {body}", namespace)
+        return source_digests([namespace["op"]])
+
+    assert compiled("x + 1") == compiled("x  +  1") != compiled("x + 2")
+
+
+def test_lambdas_are_told_apart_by_what_they_do():
+    assert source_digests([lambda x: x + 1]) != source_digests([lambda x: x + 2])
+    assert source_digests([lambda x: x + 1]) == source_digests([lambda x: x + 1])
+
+
+def test_library_code_is_not_followed():
+    import json
+
+    def op(x):
+        return json.dumps(x), pytest.approx(x)
+
+    assert set(source_digests([op])) == {"op"}
+
+
+def even(n):
+    return n == 0 or odd(n - 1)
+
+
+def odd(n):
+    return n != 0 and even(n - 1)
+
+
+def test_functions_that_call_one_another_end():
+    assert set(source_digests([even])) == {"even", "odd"}
