@@ -121,8 +121,8 @@ class TuningAborted(TritonDistError, RuntimeError):
         lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in self.causes.items())
         super().__init__(
             f"{function}: tuning ends at config {config}, which failed; then recovering failed "
-            f"too:\n{lines}\nStart the processes again, without that config, or with a recover_fn that "
-            "resets the state."
+            f"too:\n{lines}\nStart the processes again, without that config, or with a recover_fn "
+            "that resets the state."
         )
 
 
