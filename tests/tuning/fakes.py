@@ -44,6 +44,9 @@ class FakeDevice:
     def timer(self) -> FakeTimer:
         return FakeTimer(self)
 
+    def hold(self) -> None:
+        self.advance(0.25)  # outside of what is timed, or the sample shows it
+
     def flush_cache(self) -> None:
         self.flushes += 1
 
