@@ -1,5 +1,5 @@
-"""What a wait does between two looks at a flag: nothing on a GPU; in the interpreter it lets others
-run."""
+"""What a wait does between two looks at a flag: on a GPU it counts, in the interpreter it lets
+others run. Either gives up when a limit is set and reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from triton_dist import knobs
 from triton_dist._jit import jit
 from triton_dist.errors import WaitTimeout
-from triton_dist.runtime import interpreter
+from triton_dist.runtime import interpreter, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.triton_compat import is_interpreting
 
@@ -19,10 +19,12 @@ INTERPRETED = tl.constexpr(is_interpreting())
 
 
 def _deadline_interpreted() -> float:
-    return time.monotonic() + knobs.wait_timeout.get()
+    return time.monotonic() + waits.interpreted_limit_seconds()
 
 
-def _spin_interpreted(ptr: Any, seen: Any, value: Any, deadline: float) -> None:
+def _spin_interpreted(
+    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any
+) -> int:
     """Give other programs, threads and processes a turn; raise once the flag is overdue."""
     if time.monotonic() > deadline:
         raise WaitTimeout(
@@ -31,9 +33,10 @@ def _spin_interpreted(ptr: Any, seen: Any, value: Any, deadline: float) -> None:
             flag=describe_address(int(ptr.handle.data.item())),
             expected=int(value),
             seen=int(seen),
-            seconds=knobs.wait_timeout.get(),
+            seconds=waits.interpreted_limit_seconds(),
         )
     interpreter.pause()
+    return polls
 
 
 @jit
@@ -42,8 +45,21 @@ def _deadline_compiled():
 
 
 @jit
-def _spin_compiled(ptr, seen, value, deadline):
-    pass
+def _spin_compiled(ptr, seen, value, deadline, polls, guard):
+    """Count a look at the flag; -1 when this program gives up.
+
+    Every thread of the program must come to the same decision, so it is made from a count and from
+    an atomic's result, which are the same for all, and not from a clock.
+    """
+    if guard is None:
+        return polls
+    most = tl.load(guard)
+    polls += 1
+    if most > 0:  # noqa: SIM102  # Triton evaluates both sides of `and`
+        if (polls >= most) | (tl.atomic_add(guard + 1, 0, sem="relaxed", scope="gpu") != 0):
+            tl.atomic_xchg(guard + 1, 1, sem="relaxed", scope="gpu")
+            polls = -1
+    return polls
 
 
 wait_deadline = _deadline_interpreted if INTERPRETED.value else _deadline_compiled

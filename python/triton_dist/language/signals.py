@@ -37,20 +37,25 @@ def notify(ptr, value, op: tl.constexpr = SET):
 
 
 @jit
-def wait(ptr, count, value):
+def wait(ptr, count, value, guard=None):
     """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
 
     An acquire at system scope. Flags count up and may wrap: they are compared by signed difference.
     Adding zero atomically lowers to ``ld.acquire.sys``, which stock Triton 3.6 has no other word
-    for. Interpreted, a wait has a wall-clock limit and raises ``WaitTimeout``. Returns a token
-    (int32 0) for ``consume_token``.
+    for. Returns a token (int32 0) for ``consume_token``.
+
+    Interpreted, a wait has a wall-clock limit and raises ``WaitTimeout``. Compiled, it waits for as
+    long as it takes, unless ``guard`` points to int32 [2]: ``guard[0]`` > 0 is how often to look
+    before giving up; then ``guard[1]`` becomes 1, all waits with this guard end at their next look,
+    and what the kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
     """
     index = 0
     while index < count:
         deadline = wait_deadline()
+        polls = 0
         seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
-        while seen - value < 0:
-            spin(ptr + index, seen, value, deadline)
+        while (seen - value < 0) & (polls >= 0):
+            polls = spin(ptr + index, seen, value, deadline, polls, guard)
             seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
         index += 1
     token = 0

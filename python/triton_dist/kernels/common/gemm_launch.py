@@ -80,6 +80,7 @@ def sharded_gemm(
     return Launch(
         kernel_gemm_non_persistent,
         (tiles,),
-        (*operands, *own.stride(), *B.stride(), *sharding),
+        # Not the strides of ``own``: of a single row, any stride counts as contiguous.
+        (*operands, *source.rows.stride(), *B.stride(), *sharding),
         options,
     )

@@ -30,7 +30,8 @@ def wait_for_rows(
     """Wait until rows ``first_row`` to ``last_row`` of ``shard`` are gathered; gives a token."""
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
-    return dl.wait(arrivals_ptr + shard * FLAGS_PER_RANK + first, count, tl.load(epoch_ptr))
+    flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
+    return dl.wait(flags_ptr, count, tl.load(epoch_ptr), epoch_ptr + 1)
 
 
 @jit

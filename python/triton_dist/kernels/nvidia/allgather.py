@@ -10,8 +10,7 @@ Protocol, per slot (a buffer is double: calls alternate between two slots):
   captured CUDA graph counts on at each replay. A chunk has arrived when its flag has reached the
   epoch, so flags are never reset.
 * ``begin`` waits until every peer has *consumed* the slot's last epoch, which was two calls ago;
-only
-  then may new shards be written to peers. It runs on the main stream before the consumer: a
+  only then may new shards be written to peers. It runs on the main stream before the consumer: a
   one-block kernel on a side stream may never get an SM beside a full grid that waits for it.
 * ``finish`` tells every peer that this rank has consumed its shards.
 
@@ -30,16 +29,19 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.gemm_launch import GatheredShards
-from triton_dist.runtime import symmetric
+from triton_dist.runtime import symmetric, waits
+from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 MAX_CHUNKS = 8
 _SLOTS = 2
-_LINE = (
-    32  # int32 in a cache line; slots start on their own, so a slot's pointers are always aligned
-)
+# int32 in a cache line. Slots start on a line of their own, so their pointers are always aligned.
+_LINE = 32
+# Words of a slot's "epoch" line. The last two are the guard of its waits (language.wait).
+_EPOCH, _MOST_POLLS, _GAVE_UP = 0, 1, 2
 
 
 class AllGatherMethod(enum.Enum):
@@ -63,7 +65,7 @@ def kernel_begin_epoch(epoch_ptr, consumed_ptr, rank, num_ranks):
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.wait(consumed_ptr + peer, 1, last)
+            dl.wait(consumed_ptr + peer, 1, last, epoch_ptr + 1)
         peer += 1
     tl.store(epoch_ptr, last + 1)
 
@@ -84,7 +86,7 @@ def kernel_notify_peers(
         peer = 0
         while peer < num_ranks:
             if peer != rank:
-                dl.wait(flags_ptr + offset + peer, 1, epoch)
+                dl.wait(flags_ptr + offset + peer, 1, epoch, epoch_ptr + 1)
             peer += 1
 
 
@@ -125,7 +127,8 @@ class AllGatherBuffer:
         self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams = [self._device.copy_stream()]
         self._slot = 0
-        self._streams_in_use = 0
+        self._streams_in_use = self._chunks_in_use = 0
+        self._most_polls = 0
 
     def start(
         self, own: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
@@ -133,8 +136,10 @@ class AllGatherBuffer:
         """Queue the all-gather of ``own`` [rows, K], contiguous; the caller queues the consumer
         next."""
         self._slot = (self._slot + 1) % _SLOTS
+        own = own.detach()  # else copies of it would give the buffer a history for autograd
         rows = own.shape[0]
         gathered = self.describe(rows, num_chunks)
+        self._bound_waits(waits.limit_polls())
         consumed = self._memory["consumed"].local[self._slot]
         kernel_begin_epoch[(1,)](gathered.epoch, consumed, self.rank, self.num_ranks, num_warps=1)
         chunk_rows = gathered.chunk_rows
@@ -152,7 +157,7 @@ class AllGatherBuffer:
             AllGatherMethod.RING_PUSH_1D: self._push_ring,
         }[method]
         queue_copies(own, chunks, num_streams)
-        self._streams_in_use = num_streams
+        self._streams_in_use, self._chunks_in_use = num_streams, len(chunks)
         return gathered
 
     def describe(self, rows: int, num_chunks: int) -> GatheredShards:
@@ -160,7 +165,7 @@ class AllGatherBuffer:
         return GatheredShards(
             self._shards(self.rank, rows),
             self._memory["arrivals"].local[self._slot],
-            self._memory["epoch"].local[self._slot, :1],
+            self._memory["epoch"].local[self._slot],
             max(1, -(-rows // num_chunks)),
             MAX_CHUNKS,
         )
@@ -171,21 +176,64 @@ class AllGatherBuffer:
         for stream in self._streams[: self._streams_in_use]:
             stream.join_current()
         self._notify_peers("consumed", wait=False)
+        if self._most_polls and not self._device.is_capturing():
+            self._raise_if_gave_up()
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
-        self._device.synchronize()
+        self._device.synchronize(waits.limit_seconds())
         self._ranks.barrier("no rank uses the all-gather buffer")
         for flags in ("arrivals", "consumed", "staged", "forward", "epoch"):
             self._memory[flags].local.zero_()
-        self._slot = 0
+        self._slot = self._most_polls = 0
         self._device.synchronize()
         self._ranks.barrier("all-gather flags are reset")
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
         self._memory.free()
+
+    def _bound_waits(self, most_polls: int) -> None:
+        if most_polls != self._most_polls:
+            self._memory["epoch"].local[:, _MOST_POLLS] = most_polls
+            self._most_polls = most_polls
+
+    def _raise_if_gave_up(self) -> None:
+        """While candidates are tried: has a wait of this call given up?"""
+        limit = waits.limit_seconds() or 0.0
+        # The begin kernel, the consumer and the exchange may each wait for the limit once.
+        self._device.synchronize(3 * limit)
+        line = self._memory["epoch"].local[self._slot].tolist()
+        if not line[_GAVE_UP]:
+            return
+        self._memory["epoch"].local[:, _GAVE_UP] = 0
+        flag, seen = self._overdue(line[_EPOCH])
+        raise WaitTimeout(
+            rank=self.rank,
+            program="a kernel of the all-gather or its consumer",
+            flag=flag,
+            expected=line[_EPOCH],
+            seen=seen,
+            seconds=limit,
+        )
+
+    def _overdue(self, epoch: int) -> tuple[str, int]:
+        """The first flag of the slot that has not reached ``epoch``, and its value."""
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        waited_for = {
+            "arrivals": [
+                peer * MAX_CHUNKS + chunk for peer in peers for chunk in range(self._chunks_in_use)
+            ],
+            "staged": peers,
+            "consumed": peers,
+        }
+        for region, indices in waited_for.items():
+            flags = self._memory[region].local[self._slot]
+            for index in indices:
+                if int(flags[index]) < epoch:
+                    return describe_address(flags[index].data_ptr()), int(flags[index])
+        return "which has arrived since", epoch
 
     def _shards(self, rank: int, rows: int) -> torch.Tensor:
         flat = self._memory["shards"].peers[rank][self._slot]
@@ -194,7 +242,7 @@ class AllGatherBuffer:
     def _notify_peers(self, flags: str, wait: bool) -> None:
         region = self._memory[flags]
         kernel_notify_peers[(1,)](
-            self._memory["epoch"].local[self._slot, :1],
+            self._memory["epoch"].local[self._slot],
             region.local,
             region.pointers,
             self._slot * region.local.shape[1],

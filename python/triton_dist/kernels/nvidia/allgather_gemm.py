@@ -430,5 +430,5 @@ def ag_gemm_persistent(
 
 def local_copy_and_barrier_all(A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext) -> None:
     """Copy A [M_per_rank, K] to the own rows of ``ctx.symm_workspace``, then line up all ranks."""
-    ctx.own_rows(A.shape[0]).copy_(A)
+    ctx.own_rows(A.shape[0]).copy_(A.detach())
     ctx.barrier_all()

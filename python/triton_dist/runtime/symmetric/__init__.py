@@ -36,8 +36,10 @@ def allocate(
     device = current_device()
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        return SoloSymmetricMemory(layout, device.torch_device)
-    if device.name == "cuda":
-        return CudaSymmetricMemory(layout, device.torch_device, group)
-    return HostSymmetricMemory(layout, group)
+    # Inference tensors could not be written to outside of inference mode, nor by copy threads.
+    with torch.inference_mode(False):
+        if group is None or dist.get_world_size(group) == 1:
+            return SoloSymmetricMemory(layout, device.torch_device)
+        if device.name == "cuda":
+            return CudaSymmetricMemory(layout, device.torch_device, group)
+        return HostSymmetricMemory(layout, group)

@@ -1,0 +1,42 @@
+"""How long a wait for a flag may take: no limit in production, one while candidates are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from triton_dist import knobs
+
+# One look at a flag takes about 0.7 us on H200 when the flag is in the own memory.
+_POLLS_PER_SECOND = 1_000_000
+
+_limit: float | None = None
+
+
+@contextmanager
+def bounded_waits(seconds: float) -> Iterator[None]:
+    """Within: a wait in a kernel gives up after ``seconds``, and ops that wait check whether one
+    did and raise ``WaitTimeout``. So a candidate that dead-locks fails, and the GPU stays usable.
+    """
+    global _limit
+    before, _limit = _limit, seconds
+    try:
+        yield
+    finally:
+        _limit = before
+
+
+def limit_seconds() -> float | None:
+    """The limit in force for kernels on GPUs; ``None``: they wait as long as it takes."""
+    return _limit
+
+
+def limit_polls() -> int:
+    """The same, in looks at a flag, as kernels count it; 0: no limit."""
+    return 0 if _limit is None else min(int(_limit * _POLLS_PER_SECOND), 2**31 - 1)
+
+
+def interpreted_limit_seconds() -> float:
+    """The limit of a wait in an interpreted kernel, which always has one."""
+    limit = knobs.wait_timeout.get()
+    return limit if _limit is None else min(limit, _limit)
