@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from triton_dist import knobs
 
-# One look at a flag takes about 0.7 us on H200 when the flag is in the own memory.
-_POLLS_PER_SECOND = 1_000_000
+# One look at a flag takes about 0.5 us on H200, where the flag lies in the own memory (measured).
+_POLLS_PER_SECOND = 2_000_000
 
 _limit: float | None = None
 

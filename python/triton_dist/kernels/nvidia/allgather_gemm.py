@@ -391,10 +391,12 @@ def ag_gemm(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     _check(A, B, ctx)
-    if not 1 <= num_chunks <= MAX_CHUNKS or num_streams < 1:
-        raise InvalidArgument(
-            "ag_gemm", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}, and num_streams >= 1"
-        )
+    if not 1 <= num_chunks <= MAX_CHUNKS:
+        raise InvalidArgument("ag_gemm", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
+    if num_streams < 1:
+        raise InvalidArgument("ag_gemm", "num_streams", num_streams, "at least 1")
+    if method is not None and not isinstance(method, AllGatherMethod):
+        raise InvalidArgument("ag_gemm", "method", method, "an AllGatherMethod, or None")
     own = A if local_copy else ctx.own_rows(A.shape[0])
     gathered = ctx.buffer.start(own, method or ctx.all_gather_method, num_streams, num_chunks)
     if straggler_option is not None and straggler_option[0] == ctx.rank:
