@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test dist docs bench gpu
+.PHONY: check format lint types test stress dist docs bench gpu
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -20,6 +20,10 @@ types:
 
 test:
 	bash scripts/test.sh
+
+# Thousands of kills of writers of tuning records, with the counts; about two minutes.
+stress:
+	bash scripts/test.sh tests/stress -m stress -rP
 
 # The examples in the documentation; pytest's status 5 is: there are none yet.
 docs:

@@ -84,14 +84,65 @@ class WaitTimeout(TritonDistError, TimeoutError):
 class RankTimeout(TritonDistError, TimeoutError):
     """Some rank did not arrive at a step that all ranks of the group take together."""
 
-    def __init__(self, *, rank: int, phase: str, missing: Iterable[int], seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        phase: str,
+        missing: Iterable[int],
+        seconds: float,
+        because: Mapping[int, str] | None = None,
+    ) -> None:
         self.rank, self.phase, self.missing = rank, phase, tuple(missing)
-        late = ", ".join(map(str, self.missing)) or "unknown"
+        self.seconds, self.because = seconds, dict(because or {})
         super().__init__(
-            f"rank {rank}: {phase}: rank(s) {late} did not arrive within {seconds:.1f} s. They "
-            "failed, or are still in other code; their own log says why. "
+            f"rank {rank}: {phase}: {_absence(self.missing, seconds, self.because)}. "
             "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit."
         )
+
+
+def _absence(missing: Iterable[int], seconds: float, because: Mapping[int, str]) -> str:
+    """Who did not come, and what is known of them."""
+    late = ", ".join(map(str, missing)) or "unknown"
+    known = "; ".join(f"rank {rank} {reason}" for rank, reason in because.items())
+    return f"rank(s) {late} did not arrive within {seconds:.1f} s: " + (
+        known or "they failed, or are still in other code; their own log says why"
+    )
+
+
+class TuningTimeout(RankTimeout):
+    """A tuning that ended because some rank did not take part in a step: stuck, ended, or gone.
+
+    Raised on every rank that is in the tuner's code; a rank that is stuck in the tuned function is
+    ended by its watchdog with the same sentence and exit status :data:`WATCHDOG_EXIT_STATUS`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        function: str,
+        phase: str,
+        config: object,
+        missing: Iterable[int],
+        seconds: float,
+        because: Mapping[int, str] | None = None,
+        remark: str = "",
+    ) -> None:
+        self.rank, self.function, self.phase, self.config = rank, function, phase, config
+        self.missing, self.seconds, self.because = tuple(missing), seconds, dict(because or {})
+        what = f"{phase} of config {config}" if config is not None else phase
+        super(RankTimeout, self).__init__(
+            f"rank {rank}: tuning of {function}, {what}: "
+            f"{_absence(self.missing, seconds, self.because)}. {remark}{' ' if remark else ''}"
+            "What was measured is kept: start again and the tuning goes on. "
+            "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit, TRITON_DIST_COMPILE_TIMEOUT that of "
+            "prepare_fn."
+        )
+
+
+WATCHDOG_EXIT_STATUS = 86
+"""Of a process that was stuck in a candidate, which nothing but its end could interrupt."""
 
 
 class RankDisagreement(TritonDistError, RuntimeError):
@@ -121,8 +172,8 @@ class TuningAborted(TritonDistError, RuntimeError):
         lines = "\n".join(f"  rank {rank}: {cause}" for rank, cause in self.causes.items())
         super().__init__(
             f"{function}: tuning ends at config {config}, which failed; then recovering failed "
-            f"too:\n{lines}\nStart the processes again, without that config, or with a recover_fn "
-            "that resets the state."
+            f"too:\n{lines}\nStart the processes again: the tuning goes on without that config. A "
+            "recover_fn that resets the state would have let it go on here."
         )
 
 
@@ -136,8 +187,35 @@ class CaptureInProgress(TritonDistError, RuntimeError):
         )
 
 
+class NewerSchema(TritonDistError, ValueError):
+    """A tuning record that a later version of triton_dist wrote."""
+
+    def __init__(self, schema: int, known: int) -> None:
+        super().__init__(
+            f"its schema is {schema}, this version of triton_dist reads up to {known}; a later "
+            "one wrote it"
+        )
+
+
+class NoSuchFunction(TritonDistError, LookupError):
+    """A command was asked about a tuned function that is not there."""
+
+    def __init__(self, asked: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{asked}: {reason}. {remedy}")
+
+
 class CandidateFailed(TritonDistError, RuntimeError):
     """One config could not be prepared or run; the tuner records it and goes on."""
+
+
+class CompileTimeout(TritonDistError, TimeoutError):
+    """A kernel that the compiler did not finish in time."""
+
+    def __init__(self, kernel: str, seconds: float) -> None:
+        super().__init__(
+            f"compiling {kernel} took more than {seconds:.0f} s and was ended; "
+            "TRITON_DIST_COMPILE_TIMEOUT sets the limit"
+        )
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,10 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _folders(raw: str) -> tuple[Path, ...]:
+    return tuple(Path(folder) for folder in raw.split(os.pathsep) if folder.strip())
+
+
 def flag(variable: str, doc: str, default: bool = False) -> Knob[bool]:
     return Knob(variable, default, _flag, "0 or 1", doc)
 
@@ -114,6 +118,14 @@ autotune_version_check = flag(
     "TRITON_DIST_AUTOTUNE_VERSION_CHECK",
     "Strict: any difference of a recorded version, patch level included, invalidates a record.",
 )
+autotune_readonly_dirs: Knob[tuple[Path, ...]] = Knob(
+    "TRITON_DIST_AUTOTUNE_READONLY_DIRS",
+    (),
+    _folders,
+    f"folders separated by {os.pathsep!r}",
+    "Folders laid out as TRITON_DIST_CACHE_DIR whose tuning records are looked up after the "
+    "user's own, in this order, and never written.",
+)
 autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",
     "Report what is tuned, each timing and the winner, as autotune_verbose=True does.",
@@ -121,7 +133,18 @@ autotune_print = flag(
 autotune_timeout = seconds(
     "TRITON_DIST_AUTOTUNE_TIMEOUT",
     60.0,
-    "Longest time that a rank waits for the others at one step of a tuning.",
+    "Longest time that one step of a candidate may take, and that a rank waits for the others at "
+    "it.",
+)
+compile_timeout = seconds(
+    "TRITON_DIST_COMPILE_TIMEOUT",
+    300.0,
+    "The same for a step that compiles and launches nothing (prepare_fn).",
+)
+autotune_grace = seconds(
+    "TRITON_DIST_AUTOTUNE_GRACE",
+    5.0,
+    "Time from the report that a rank is stuck in a candidate to the end of its process.",
 )
 wait_timeout = seconds(
     "TRITON_DIST_WAIT_TIMEOUT",

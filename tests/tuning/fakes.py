@@ -8,17 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, Parts
 from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.search import Exhaustive
-from triton_dist._tuning.store import LayeredStore, MemoryStore
+from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy
 from triton_dist.errors import RankTimeout
 
 SECONDS = 5.0
+NOWHERE = Path("/dev/null/nowhere")
+"""A folder that cannot be made."""
 
 
 class FakeDevice:
@@ -30,6 +33,7 @@ class FakeDevice:
         self.now = 0.0
         self.capturing = False
         self.flushes = 0
+        self.captures = 0
         self.synchronize_error: Exception | None = None
 
     def advance(self, milliseconds: float) -> None:
@@ -43,6 +47,12 @@ class FakeDevice:
 
     def timer(self) -> FakeTimer:
         return FakeTimer(self)
+
+    def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
+        call()
+        call()
+        self.captures += 1
+        return call
 
     def hold(self) -> None:
         self.advance(0.25)  # outside of what is timed, or the sample shows it
@@ -80,6 +90,7 @@ class Board:
     def __init__(self, size: int) -> None:
         self.size = size
         self.words: dict[int, dict[int, bytes]] = {}
+        self.left: dict[int, str] = {}
         self.changed = threading.Condition()
 
 
@@ -95,7 +106,15 @@ class ThreadRank:
     def facts(self) -> Mapping[str, str]:
         return {"world_size": str(self.size)}
 
-    def gather(self, phase: str, value: Any) -> list[Any]:
+    def converse(self) -> ThreadRank:
+        return self
+
+    def leave(self, reason: str) -> None:
+        with self._board.changed:
+            self._board.left[self.rank] = f"left: {reason}"
+            self._board.changed.notify_all()
+
+    def gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
         step = len(self.phases)
         self.phases.append(phase)
         board = self._board
@@ -103,12 +122,15 @@ class ThreadRank:
             words = board.words.setdefault(step, {})
             words[self.rank] = pickle.dumps(value)
             board.changed.notify_all()
-            if not board.changed.wait_for(lambda: len(words) == self.size, self.seconds):
-                missing = set(range(self.size)) - words.keys()
-                raise RankTimeout(rank=self.rank, phase=phase, missing=missing, seconds=0.0)
+            board.changed.wait_for(lambda: len(words) == self.size or board.left, self.seconds)
+            missing = sorted(set(range(self.size)) - words.keys())
+            if missing:
+                raise RankTimeout(
+                    rank=self.rank, phase=phase, missing=missing, seconds=0.0, because=board.left
+                )
         return [pickle.loads(words[rank]) for rank in range(self.size)]
 
-    def decide(self, phase: str, value: Any) -> Any:
+    def decide(self, phase: str, value: Any, seconds: float | None = None) -> Any:
         return self.gather(phase, value)[0]
 
     def all_agree(self, phase: str, flag: bool) -> bool:
@@ -117,11 +139,11 @@ class ThreadRank:
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self.gather(phase, list(values)), strict=True)]
 
-    def barrier(self, phase: str) -> None:
+    def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.gather(phase, None)
 
-    def align(self) -> None:
-        self.gather("align", None)
+    def align(self, phase: str = "align", seconds: float | None = None) -> None:
+        self.gather(phase, None)
 
 
 def thread_ranks(size: int, seconds: float = SECONDS) -> list[ThreadRank]:
@@ -170,6 +192,10 @@ class Rank:
     verbose: bool = False
     name: str = "run"
     device: FakeDevice = field(default_factory=FakeDevice)
+    folder: Path = NOWHERE
+    """Of the journals and logs."""
+    compiler: Any = None
+    search: Any = Exhaustive
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -197,7 +223,7 @@ class Rank:
             store=LayeredStore([memory, self.disk]),
             memory=memory,
             benchmarker=DeviceBenchmarker(self.device, SECONDS),
-            search=Exhaustive,
+            search=self.search,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             policy=self.policy,
             hardware="fake",
@@ -207,6 +233,11 @@ class Rank:
             strict=self.strict,
             verbose=self.verbose,
             seconds=SECONDS,
+            compile_seconds=SECONDS,
+            grace=SECONDS,
+            journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),
+            log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),
+            compiler=None if self.compiler is None else lambda: self.compiler,
         )
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from triton_dist._tuning.values import (
@@ -20,6 +21,10 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.outcome import FAILURE_KINDS
 
+# A loaded machine is slow now and then: no test is about how long an example takes.
+settings.register_profile("triton_dist", deadline=None)
+settings.load_profile("triton_dist")
+
 
 class Method(enum.Enum):
     PUSH = "push"
@@ -29,6 +34,16 @@ class Method(enum.Enum):
 class Level(enum.IntEnum):
     LOW = 1
     HIGH = 2
+
+
+class Unit(str, enum.Enum):
+    MS = "ms"
+    US = "us"
+
+
+class Access(enum.IntFlag):
+    READ = 1
+    WRITE = 2
 
 
 class Mode(enum.Flag):
@@ -47,6 +62,20 @@ class Problem:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A frozen dataclass whose field holds anything, and whose other one is computed."""
+
+    inner: Any
+    computed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "computed", 7)
+
+    class Nested(enum.Enum):
+        ONE = 1
+
+
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
 )
@@ -59,7 +88,8 @@ scalars = st.one_of(
     st.complex_numbers(allow_nan=False),
     st.text(max_size=8),
     st.binary(max_size=4),
-    st.sampled_from([*Method, *Level, *Mode, Mode.FAST | Mode.SAFE, Mode(0)]),
+    st.sampled_from([*Method, *Level, *Unit, *Access, *Mode, *Plan.Nested]),
+    st.sampled_from([Mode.FAST | Mode.SAFE, Mode(0), Access.READ | Access.WRITE, Access(0)]),
     st.sampled_from(DTYPES),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 1), Method, int, Problem]),
     st.builds(Shape, st.integers(0, 9), st.integers(0, 9)),
@@ -71,7 +101,10 @@ keys = st.recursive(
         st.lists(inner, max_size=3).map(tuple)
         | st.lists(inner, max_size=3)
         | st.frozensets(scalars, max_size=3)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.sets(scalars, max_size=3)
+        | st.dictionaries(scalars, inner, max_size=3)
+        | st.builds(Plan, inner)
+        | st.builds(Shape, inner, inner)
     ),
     max_leaves=8,
 )

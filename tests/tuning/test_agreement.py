@@ -12,8 +12,8 @@ from triton_dist.errors import (
     CaptureInProgress,
     NoValidConfig,
     RankDisagreement,
-    RankTimeout,
     TuningAborted,
+    TuningTimeout,
     TuningWarning,
 )
 
@@ -376,7 +376,7 @@ def test_a_wrong_result_on_one_rank_rejects_the_config_on_all(how):
 def test_a_rank_that_does_not_come_is_named():
     ranks = thread_ranks(2, seconds=0.2)
     alone = Rank(ranks[0], SPACE, cost_is_n)
-    with pytest.raises(RankTimeout, match=r"first call of a key of ops.run: rank\(s\) 1"):
+    with pytest.raises(TuningTimeout, match=r"ops.run, first call of a key: rank\(s\) 1"):
         alone.tuned(1)
 
 
@@ -447,7 +447,7 @@ def test_a_record_whose_winner_left_the_space_is_not_used():
 def test_only_the_leader_reports(capsys):
     together(group(2, verbose=True))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5
+    assert len([line for line in lines if line.startswith("autotune")]) == 2
     assert "no cached result; tuning 3 configs (0 pruned) on 2 ranks" in lines[0]
-    assert lines[2] == "  [2/3] 1.0000 ms {'n': 1}"
+    assert lines[2].startswith("  [2/3] 1.0000 ms {'n': 1}  (best 1.0000 ms, ")
     assert "best of 3 measured" in lines[-1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import math
@@ -15,7 +16,18 @@ import triton
 from hypothesis import given
 
 import triton_dist
-from tests.tuning.strategies import Level, Method, Problem, Shape, keys
+from tests.tuning.strategies import (
+    DTYPES,
+    Access,
+    Level,
+    Method,
+    Mode,
+    Plan,
+    Problem,
+    Shape,
+    Unit,
+    keys,
+)
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
 
@@ -26,8 +38,13 @@ def same(a: object, b: object) -> bool:
         return False
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a) and not isinstance(a, type):
+        return same(vars(a), vars(b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+        names = {repr(name): type(name) for name in a}
+        return names == {repr(name): type(name) for name in b} and all(
+            same(a[name], b[name]) for name in a
+        )
     if isinstance(a, (set, frozenset)):
         return sorted(map(repr, a)) == sorted(map(repr, b))
     if isinstance(a, float):
@@ -66,6 +83,48 @@ def test_values_that_equal_python_values_are_written_as_those():
     assert codec.encode(torch.zeros(2, 3).shape) == codec.encode((2, 3))
     assert codec.encode(np.int64(3)) == 3
     assert codec.encode(np.float32(0.5)) == 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_back_as_itself(dtype):
+    assert codec.decode(codec.encode((dtype, [dtype]))) == (dtype, [dtype])
+
+
+@pytest.mark.parametrize(
+    "member", [*Method, *Level, *Unit, *Access, *Mode, *Plan.Nested, Access(3), Mode(0)], ids=repr
+)
+def test_every_kind_of_enum_is_read_back_as_itself(member):
+    read = codec.decode(json.loads(codec.text(codec.encode({"k": [member, (member,)]}))))
+    assert read == {"k": [member, (member,)]}
+    assert type(read["k"][0]) is type(member)
+
+
+def test_a_computed_field_is_read_back_too():
+    read = codec.decode(codec.encode(Plan((None, b"\x00", {1: [Method.PUSH]}))))
+    assert (read.inner, read.computed) == ((None, b"\x00", {1: [Method.PUSH]}), 7)
+
+
+def test_a_digest_does_not_depend_on_the_module_of_a_class_or_function():
+    def tree(module):
+        return {
+            "tuple": [
+                {"enum": f"{module}:Method", "name": "PUSH"},
+                {"dataclass": f"{module}:Plan", "fields": {"n": {"class": f"{module}:C"}}},
+                {"function": f"{module}:hook", "code": "1234"},
+                {"namedtuple": f"{module}:Shape", "items": [1]},
+            ]
+        }
+
+    assert codec.digest(tree("ops")) == codec.digest(tree("renamed.ops"))
+    assert codec.digest(tree("ops")) != codec.digest(
+        json.loads(json.dumps(tree("ops")).replace("PUSH", "PULL"))
+    )
+
+
+def test_a_string_with_a_colon_is_not_a_name():
+    assert codec.digest("a:x") != codec.digest("b:x")
+    assert codec.digest({"function": "12"}) != codec.digest({"function": "34"})
+    assert codec.digest({"dict": [["enum", "a:x"]]}) != codec.digest({"dict": [["enum", "b:x"]]})
 
 
 def test_nan_has_a_text():

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tuning.fakes import FakeDevice
+from tests.tuning.fakes import FakeDevice, Rank, thread_ranks, together
 from triton_dist._tuning.measure import DeviceBenchmarker
-from triton_dist._tuning.search import Exhaustive
-from triton_dist._tuning.values import Config, Measurement, Policy
+from triton_dist._tuning.values import Failure, Measurement, Policy
+from triton_dist.runtime.device.cpu import CpuDevice
 
 
 def test_warm_up_runs_are_not_samples():
     device, durations = FakeDevice(), iter([50.0, 40.0, 1.0, 2.0, 3.0])
     measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: device.advance(next(durations)), Policy(warmup=2, repeat=3), lambda: None
+        lambda: device.advance(next(durations)), Policy(warmup=2), lambda: None, 3
     )
     assert measured == Measurement((1.0, 2.0, 3.0), 2)
     assert measured.median == 2.0
@@ -21,7 +21,7 @@ def test_warm_up_runs_are_not_samples():
 def test_the_default_is_three_and_ten():
     device, runs = FakeDevice(), []
     measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: runs.append(1), Policy(), lambda: None
+        lambda: runs.append(1), Policy(), lambda: None, Policy().repeat
     )
     assert len(runs) == 13
     assert len(measured.samples) == 10
@@ -30,7 +30,7 @@ def test_the_default_is_three_and_ten():
 def test_what_happens_while_aligning_is_not_timed():
     device = FakeDevice()
     measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: device.advance(1.0), Policy(0, 2), lambda: device.advance(100.0)
+        lambda: device.advance(1.0), Policy(0), lambda: device.advance(100.0), 2
     )
     assert measured.samples == (1.0, 1.0)
 
@@ -38,7 +38,7 @@ def test_what_happens_while_aligning_is_not_timed():
 def test_no_flush_when_the_policy_says_so():
     device = FakeDevice()
     DeviceBenchmarker(device, 1.0).measure(
-        lambda: None, Policy(warmup=1, repeat=1, flush=False), lambda: None
+        lambda: None, Policy(warmup=1, flush=False), lambda: None, 1
     )
     assert device.flushes == 0
 
@@ -53,7 +53,7 @@ def test_a_call_that_fails_is_not_repeated_but_aligning_is():
 
     with pytest.raises(ValueError, match="second run"):
         DeviceBenchmarker(FakeDevice(), 1.0).measure(
-            call, Policy(warmup=1, repeat=4), lambda: aligned.append(1)
+            call, Policy(warmup=1), lambda: aligned.append(1), 4
         )
     assert (len(runs), len(aligned)) == (2, 5)
 
@@ -62,15 +62,64 @@ def test_a_device_that_does_not_finish_is_a_timeout():
     device = FakeDevice()
     device.synchronize_error = TimeoutError("not finished")
     with pytest.raises(TimeoutError):
-        DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(), lambda: None)
+        DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(), lambda: None, 1)
 
 
-def test_exhaustive_asks_for_each_once_in_order():
-    configs = [Config({"n": n}) for n in (3, 1, 2)]
-    search = Exhaustive(configs)
-    asked = []
-    while (config := search.ask()) is not None:
-        search.tell(config, Measurement((1.0,), 0))
-        asked.append(config)
-    assert asked == configs
-    assert search.ask() is None
+def test_a_graph_is_captured_after_the_first_run_and_its_replay_is_measured():
+    policy = Policy(warmup=1, repeat=3, timing="graph")
+    ranks = [Rank(r, [{"n": 1}, {"n": 2}], lambda _, c: c["n"], policy=policy) for r in two()]
+    assert together(ranks) == [(1, {"n": 1})] * 2
+    for rank in ranks:
+        assert rank.device.captures == 2
+        # first run, two in capture, one of warm-up, three samples; and the call itself
+        assert [call["n"] for call in rank.calls] == [1] * 7 + [2] * 7 + [1]
+
+
+def test_what_one_rank_cannot_capture_no_rank_replays():
+    policy = Policy(warmup=1, repeat=3, timing="graph")
+    ranks = [Rank(r, [{"n": 1}, {"n": 2}], lambda _, c: c["n"], policy=policy) for r in two()]
+
+    class Refusing(FakeDevice):
+        def capture(self, call, seconds):
+            replay = super().capture(call, seconds)
+            if self.captures == 1:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return replay
+
+    ranks[1].device = Refusing()
+    assert together(ranks) == [(1, {"n": 2})] * 2
+    outcome = ranks[0].tuned.tune(1).trials[0].outcome
+    assert isinstance(outcome, Failure)
+    assert (outcome.kind, outcome.rank) == ("launch", 1)
+    assert "not permitted" in outcome.message
+    assert [[call["n"] for call in rank.calls].count(1) for rank in ranks] == [3, 3]
+
+
+def two():
+    return thread_ranks(2)
+
+
+def test_numbers_by_device_and_search():
+    def runs(device, search, timing="events"):
+        policy = Policy.on(device, timing=timing, search=search)
+        return policy.warmup, policy.repeat
+
+    assert Policy.on("cuda", timing="events", search="racing").rounds == (1, 2, 5)
+    assert Policy.on("cpu", timing="events", search="racing").rounds == (2,)
+    assert runs("cuda", "exhaustive") == (3, 10)
+    assert runs("cuda", "racing") == (0, 10)
+    assert runs("cuda", "racing", "graph") == (1, 10)
+    assert runs("cpu", "exhaustive") == (1, 4)
+    assert runs("cpu", "racing") == runs("cpu", "racing", "graph") == (0, 4)
+
+
+def test_another_timing_is_another_policy():
+    eager, graph = (Policy.on("cuda", timing=t, search="racing") for t in ("events", "graph"))
+    assert eager.facts() != graph.facts()
+
+
+def test_nothing_is_captured_on_cpu_ranks():
+    def call():
+        raise AssertionError("it is not run")
+
+    assert CpuDevice().capture(call, 1.0) is call

@@ -38,7 +38,7 @@ def test_a_record_survives_json(written):
 
 
 def test_the_best_has_the_lowest_median_and_of_equals_is_the_first():
-    samples = [(9.0, 1.0, 2.0), (1.5,), (0.1, 1.5, 7.0)]
+    samples = [(9.0, 1.0, 2.0), (1.5, 1.5, 1.5), (0.1, 1.5, 7.0)]
     assert record(*[Measurement(each, 0) for each in samples]).best.digest == (
         Config({"n": 1}).digest
     )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
+import torch
+import triton
 
+from tests.architecture.source import ROOT
 from triton_dist._tuning.source import source_digests
 
 SOURCE = '''
@@ -36,6 +43,14 @@ class Plan:
 
     def size(self):
         return round_up(self.chunks)
+
+
+@dataclass
+class State:
+    count: int = 0
+
+
+STATE = State(count=3)
 
 
 def round_up(n):
@@ -105,6 +120,7 @@ def op(x, block, method=Method.PUSH):
     kernel[(1,)](x, BLOCK=16)
     tuned_kernel[(1,)](x)
     guessed_kernel[(1,)](x)
+    STATE.count += 1
     plan = Plan()
     inner = [helper(y) for y in (1, 2)]
     return epilogue(torch.add(x, 1)), partial(), plan.size(), Inner, inner, method
@@ -142,10 +158,12 @@ def digests(tmp_path):
 
 def test_it_reaches_helpers_closures_kernels_and_classes(digests):
     assert set(digests(SOURCE)) == {
+        "guard",
         "wrapper",
         "op",
         "Method",
         "Plan",
+        "State",
         "round_up",
         "helper",
         "epilogue",
@@ -162,6 +180,7 @@ MUTATIONS = {
     "the function": ("tuned_kernel[(1,)](x)", "tuned_kernel[(2,)](x)", {"op"}),
     "a default": ("block, method=Method.PUSH)", "block, method=None)", {"op", "Method"}),
     "a constant in it": ("BLOCK=16", "BLOCK=32", {"op"}),
+    "how a state begins": ("State(count=3)", "State(count=4)", {"op"}),
     "another operator": ("_calls += 1", "_calls -= 1", {"op"}),
     "a helper": ("x * SCALE + TABLE", "x * SCALE - TABLE", {"helper"}),
     "a helper of a helper": ("n + 7", "n + 8", {"round_up"}),
@@ -171,7 +190,7 @@ MUTATIONS = {
     "a closure": ("make_epilogue(5)", "make_epilogue(6)", {"epilogue"}),
     "a closure's code": ("return x + bias", "return x - bias", {"epilogue"}),
     "an argument of a partial": ("partial(helper, 11)", "partial(helper, 12)", {"op"}),
-    "a wrapper": ("return fn(*args, **kwargs)", "return fn(*args)", {"wrapper"}),
+    "a wrapper": ("return fn(*args, **kwargs)", "return fn(*args)", {"guard", "wrapper"}),
     "a kernel": ("tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) * 1", {"kernel"}),
     "a kernel's callee": ("return x + 1\n", "return x + 2\n", {"device_function"}),
     "a kernel's options": (
@@ -229,6 +248,7 @@ def test_what_a_program_does_while_it_runs_changes_nothing(digests):
     def use(module):
         module._cache["x"] = object()
         module._calls = 41
+        module.STATE.count = 41
 
     assert digests(SOURCE) == digests(SOURCE, use)
 
@@ -291,3 +311,140 @@ def odd(n):
 
 def test_functions_that_call_one_another_end():
     assert set(source_digests([even])) == {"even", "odd"}
+
+
+REPORT = """
+import json, sys
+from triton_dist._tuning.source import source_digests
+from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
+choose = lambda x: x in {"push", "pull", "both"}
+json.dump(source_digests([ag_gemm.fn, choose]), sys.stdout, sort_keys=True)
+"""
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_every_process_finds_the_same_whatever_its_hash_seed(interpret):
+    """The real op, with kernels compiled and interpreted."""
+    found = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "TRITON_INTERPRET": interpret,
+            "PYTHONPATH": str(ROOT / "python"),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", REPORT], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    (digests,) = found
+    for name in ("kernel_gemm_persistent", "multiply_tile", "wait", "sharded_gemm"):
+        assert name in digests
+
+
+INSTALLED = """
+def helper(x):
+    return x + 1
+
+def op(x):
+    return helper(x)
+"""
+
+
+def test_an_installed_package_is_followed_if_the_function_is_of_it(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_ops.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(folder))
+    module = importlib.import_module("installed_ops")
+
+    def op(x):
+        return module.helper(x)
+
+    try:
+        assert set(source_digests([module.op])) == {"op", "helper"}
+        assert set(source_digests([op])) == {"op"}
+    finally:
+        del sys.modules["installed_ops"]
+
+
+def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "edited_ops.py"
+
+    def digests(text_now):
+        sys.modules.pop("edited_ops", None)
+        importlib.invalidate_caches()
+        path.write_text("def op(x):\n    return x + 1\n")
+        module = importlib.import_module("edited_ops")
+        path.write_text(text_now)
+        return source_digests([module.op])
+
+    as_imported = digests("def op(x):\n    return x + 1\n")
+    edited = digests("def op(x):\n    return x + 2\n")
+    again = digests("def op(x):\n    return x + 3\n")
+    del sys.modules["edited_ops"]
+    assert edited == again  # what runs is the same: its bytecode tells
+    assert edited != as_imported  # but a later process does not take it for either file
+    path.write_text("def op(x):\n    return x + 2\n")
+    assert source_digests([importlib.import_module("edited_ops").op]) != edited
+    del sys.modules["edited_ops"]
+
+
+def hook_a(arguments):
+    arguments["x"].zero_()
+
+
+def hook_b(arguments):
+    arguments["x"].fill_(1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (triton.Config({}, pre_hook=hook_a), triton.Config({}, pre_hook=hook_b)),
+        (functools.cache(hook_a), functools.cache(hook_b)),
+        (staticmethod(hook_a), staticmethod(hook_b)),
+        (property(hook_a), property(hook_b)),
+        ([hook_a], [hook_b]),
+        ({"a": hook_a}, {"a": hook_b}),
+        ((1, (hook_a,)), (1, (hook_b,))),
+        (torch.device("cuda"), torch.device("cpu")),
+        (torch.float16, torch.float32),
+        (b"1", b"2"),
+        (float("nan"), float("inf")),
+    ],
+)
+def test_what_a_closure_holds_is_seen(one, other):
+    def make(held):
+        def op(x):
+            return held, x
+
+        return op
+
+    assert source_digests([make(one)]) == source_digests([make(one)])
+    assert source_digests([make(one)]) != source_digests([make(other)])
+
+
+def test_which_device_it_is_does_not_count_since_ranks_differ_in_it():
+    def make(held):
+        return lambda: held
+
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert source_digests([make(one)]) == source_digests([make(other)])
+
+
+@dataclasses.dataclass
+class State:
+    count: int = 0
+    parent: object = None
+
+
+def test_values_that_lead_back_to_themselves_end():
+    def make(count):
+        state = State(count)
+        state.parent = state
+        return lambda: state
+
+    assert source_digests([make(1)]) == source_digests([make(1)]) != source_digests([make(2)])

@@ -1,20 +1,38 @@
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
+import subprocess
+import sys
 import threading
+import time
 import warnings
+from pathlib import Path
 
+import filelock
 import pytest
+import triton
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.tuning.strategies import records
+from tests.tuning.strategies import Method, records
 from tests.tuning.test_record import record
-from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore
+from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore, ReadOnlyStore
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.values import Failure, Key, Measurement, TuningRecord
+from triton_dist._tuning.values import (
+    SCHEMA,
+    Config,
+    Failure,
+    Key,
+    Measurement,
+    Origin,
+    TuningRecord,
+)
 from triton_dist.errors import CacheWarning
 
+HERE = Path(__file__).parent
 RECORD = record(Measurement(tuple(n / 7 for n in range(1, 11)), 3), Failure("launch", "no", 1))
 
 
@@ -27,34 +45,43 @@ def store(request, tmp_path):
     }[request.param]()
 
 
+def found(store, key=RECORD.key) -> list[TuningRecord]:
+    return [stored.record for stored in store.find(key)]
+
+
 def test_a_store_gives_what_it_got(store):
-    assert store.get(RECORD.key) is None
-    store.put(RECORD)
-    assert store.get(RECORD.key) == RECORD
-    assert list(store.records()) == [RECORD]
-    assert store.get(Key.of("ops.run", (2,), "fake")) is None
+    assert found(store) == []
+    where = store.put(RECORD)
+    assert where
+    layers = 2 if isinstance(store, LayeredStore) else 1
+    assert found(store) == [RECORD] * layers
+    assert [stored.record for stored in store.records()] == [RECORD] * layers
+    assert where in [stored.where for stored in store.find(RECORD.key)]
+    assert found(store, Key.of("ops.run", (2,), "fake")) == []
 
 
 def test_a_store_replaces_the_record_of_a_key(store):
     store.put(RECORD)
     newer = record(Measurement((0.5,), 3))
     store.put(newer)
-    assert store.get(RECORD.key) == newer
-    assert list(store.records()) == [newer]
+    assert newer in found(store)
+    assert RECORD not in found(store)
+    assert [stored.record for stored in store.records()] == found(store)
 
 
 @given(records())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_every_record_survives_a_file(tmp_path, written):
     FileStore(tmp_path).put(written)
-    assert FileStore(tmp_path).get(written.key) == written
+    assert found(FileStore(tmp_path), written.key) == [written]
 
 
 def test_the_file_lies_where_the_contract_says_and_can_be_read(tmp_path):
     store = FileStore(tmp_path)
-    store.put(RECORD)
-    path = tmp_path / "autotune" / "run" / f"{RECORD.key.digest}.json"
-    assert store.describe(RECORD.key) == str(path)
+    assert store.put(RECORD) == str(store.path(RECORD.key))
+    (path,) = (tmp_path / "autotune" / "run").glob("*.json")
+    assert path.name.startswith(RECORD.key.digest)
+    assert store.path(RECORD.key) == path
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tree = json.loads(path.read_text())
@@ -73,7 +100,8 @@ def damaged_texts():
         "not JSON": "the cat sat",
         "not an object": "[]",
         "an empty object": "{}",
-        "newer": json.dumps(tree | {"schema": 99}),
+        "of something else": '{"name": "left-pad", "version": "1.3.0", "schema": "2"}',
+        "of a schema before the previous": json.dumps(tree | {"schema": SCHEMA - 2}),
         "nested deeply": "[" * 100_000,
         "binary": "\x00\x01",
         "of another key": json.dumps(record_of_another_key().to_tree()),
@@ -93,14 +121,14 @@ def test_a_damaged_file_is_a_miss_with_one_warning_and_set_aside(tmp_path, damag
     path.parent.mkdir(parents=True)
     path.write_text(damaged_texts()[damage])
     with pytest.warns(CacheWarning) as caught:
-        assert store.get(RECORD.key) is None
+        assert found(store) == []
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.get(RECORD.key) is None
+        assert found(store) == []
         store.put(RECORD)
-        assert store.get(RECORD.key) == RECORD
+        assert found(store) == [RECORD]
     assert path.with_name(path.name + ".damaged").read_text() == damaged_texts()[damage]
 
 
@@ -108,15 +136,15 @@ def test_a_file_that_was_mended_meanwhile_is_not_set_aside(tmp_path):
     store = FileStore(tmp_path)
     store.put(RECORD)
     with pytest.warns(CacheWarning):
-        store._set_aside(store.path(RECORD.key), "it was damaged a moment ago")
-    assert store.get(RECORD.key) == RECORD
+        store._damaged(store.path(RECORD.key), "it was damaged a moment ago")
+    assert found(store) == [RECORD]
 
 
 def test_a_folder_in_place_of_the_file_is_a_miss(tmp_path):
     store = FileStore(tmp_path)
     store.path(RECORD.key).mkdir(parents=True)
     with pytest.warns(CacheWarning, match="cannot be read"):
-        assert store.get(RECORD.key) is None
+        assert found(store) == []
 
 
 def test_a_disk_that_refuses_is_said_once_and_memory_keeps_the_record(tmp_path):
@@ -128,8 +156,7 @@ def test_a_disk_that_refuses_is_said_once_and_memory_keeps_the_record(tmp_path):
         warnings.simplefilter("error")
         store.put(record_of_another_key())
     with pytest.warns(CacheWarning, match="cannot be read"):
-        assert store.describe(RECORD.key) == "memory"
-    assert store.get(RECORD.key) == RECORD
+        assert found(store) == [RECORD]
 
 
 def test_a_write_that_fails_leaves_the_old_record_and_no_litter(tmp_path, monkeypatch):
@@ -142,7 +169,7 @@ def test_a_write_that_fails_leaves_the_old_record_and_no_litter(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(CacheWarning, match="No space left"):
         store.put(record(Measurement((0.5,), 3)))
-    assert store.get(RECORD.key) == RECORD
+    assert found(store) == [RECORD]
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -150,7 +177,7 @@ def test_readers_never_see_half_a_record_while_others_write(tmp_path):
     variants = [record(Measurement((float(n),) * 50, 3)) for n in range(1, 5)]
     FileStore(tmp_path).put(variants[0])
     done = threading.Event()
-    seen: list[TuningRecord | None] = []
+    seen: list[TuningRecord] = []
 
     def write(variant):
         for _ in range(15):
@@ -158,7 +185,7 @@ def test_readers_never_see_half_a_record_while_others_write(tmp_path):
 
     def read():
         while not done.is_set():
-            seen.append(FileStore(tmp_path).get(RECORD.key))
+            seen.extend(found(FileStore(tmp_path)))
 
     reader = threading.Thread(target=read)
     writers = [threading.Thread(target=write, args=(variant,)) for variant in variants]
@@ -177,9 +204,11 @@ def test_readers_never_see_half_a_record_while_others_write(tmp_path):
 def test_records_leaves_out_what_cannot_be_read(tmp_path):
     store = FileStore(tmp_path)
     store.put(RECORD)
-    (store.path(RECORD.key).parent / "zz.json").write_text("{")
-    with pytest.warns(CacheWarning, match="left out"):
-        assert list(store.records()) == [RECORD]
+    damaged = store.path(RECORD.key).parent / "zz.json"
+    damaged.write_text("{")
+    with pytest.warns(CacheWarning, match="zz.json"):
+        assert [stored.record for stored in store.records()] == [RECORD]
+    assert not damaged.exists()
 
 
 def test_a_name_with_odd_characters_names_a_folder(tmp_path):
@@ -187,11 +216,210 @@ def test_a_name_with_odd_characters_names_a_folder(tmp_path):
     assert FileStore(tmp_path).path(key).parent.name == "_lambda_"
 
 
-def test_the_nearest_layer_answers():
+def test_the_nearest_layer_answers_first_and_hides_none():
     near, far = MemoryStore(), MemoryStore()
     far.put(RECORD)
     newer = record(Measurement((0.5,), 3))
     near.put(newer)
-    layered = LayeredStore([near, far])
-    assert layered.get(RECORD.key) == newer
-    assert list(layered.records()) == [newer]
+    assert found(LayeredStore([near, far])) == [newer, RECORD]
+
+
+def test_a_read_only_folder_comes_last_and_is_never_written(tmp_path):
+    shipped = tmp_path / "shipped"
+    FileStore(shipped).put(RECORD)
+    damaged = shipped / "autotune" / "run" / f"{RECORD.key.digest}-0.json"
+    damaged.write_text("{")
+    before = {path: path.stat().st_mtime_ns for path in shipped.rglob("*")}
+    store = LayeredStore([FileStore(tmp_path / "own"), ReadOnlyStore(shipped)])
+    with pytest.warns(CacheWarning) as caught:
+        assert found(store) == [RECORD]
+    assert len(caught) == 1
+    newer = record(Measurement((0.5,), 3))
+    assert store.put(newer).startswith(str(tmp_path / "own"))
+    assert found(store) == [newer, RECORD]
+    assert {path: path.stat().st_mtime_ns for path in shipped.rglob("*")} == before
+    assert ReadOnlyStore(tmp_path / "absent").put(RECORD) == ""
+    assert not (tmp_path / "absent").exists()
+
+
+def origin(**changes):
+    return Origin("run", "ops", "(x, n) tunes n")._replace(**changes)
+
+
+def of(key, like=RECORD) -> TuningRecord:
+    return dataclasses.replace(like, key=key)
+
+
+@pytest.mark.parametrize("change", [{"module": "other"}, {"signature": "(x, m) tunes m"}])
+def test_two_functions_of_one_name_keep_their_records(tmp_path, change):
+    store = FileStore(tmp_path)
+    mine, other = Key.of(origin(), 1, "fake"), Key.of(origin(**change), 1, "fake")
+    store.put(of(mine))
+    store.put(of(other, record(Measurement((0.5,), 3))))
+    store.put(of(mine))
+    assert [each.key.module for each in found(store, mine)] == [mine.module, other.module]
+    assert found(store, mine)[0] == of(mine)
+    assert found(store, other)[0] == of(other, record(Measurement((0.5,), 3)))
+
+
+def test_what_was_tuned_under_another_file_name_is_found(tmp_path):
+    store = FileStore(tmp_path)
+    store.put(of(Key.of(origin(module="old"), 1, "fake")))
+    (renamed,) = found(store, Key.of(origin(module="new"), 1, "fake"))
+    assert renamed.key.module == "old"
+
+
+@pytest.mark.parametrize("kind", [FileStore, ReadOnlyStore])
+def test_a_newer_schema_is_a_miss_with_one_warning_and_stays(tmp_path, kind):
+    FileStore(tmp_path).put(RECORD)
+    path = FileStore(tmp_path).path(RECORD.key)
+    text = json.dumps(RECORD.to_tree() | {"schema": SCHEMA + 1, "best": "something new"})
+    path.write_text(text)
+    store = kind(tmp_path)
+    with pytest.warns(CacheWarning, match=f"schema is {SCHEMA + 1}.*later"):
+        assert found(store) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found(store) == []
+        assert list(store.records()) == []
+    assert path.read_text() == text
+
+
+def test_a_record_of_the_previous_schema_is_found_and_loads(tmp_path):
+    """A file as version 0.1.0 wrote it."""
+    store = FileStore(tmp_path)
+    key = Key.of(
+        Origin("matmul", "tests.tuning.ops", "(A, B, config, method) tunes config, method"),
+        ((8, 4), "n"),
+        "cuda, NVIDIA H200, local_world_size 4, world_size 4",
+    )
+    folder = tmp_path / "autotune" / "matmul"
+    folder.mkdir(parents=True)
+    old = (HERE / "data" / "record_schema_1.json").read_text()
+    (folder / f"{json.loads(old)['name of its file']}.json").write_text(old)
+    (read,) = found(store, key)
+    assert read.key == key
+    assert read.key.module == key.module
+    assert read.best.outcome.samples == (0.25, 0.5, 0.75)
+    live = Config({"config": triton.Config({"BLOCK": 64}, num_warps=4), "method": Method.PULL})
+    assert read.best.digest == live.digest
+    assert [str(trial.outcome)[:6] for trial in read.trials[2:]] == ["launch"]
+    assert read.fingerprint.topology["world_size"] == "4"
+    store.put(read)
+    assert found(store, key)[0] == read
+
+
+def test_a_stale_file_of_a_killed_writer_is_removed_by_a_later_one(tmp_path):
+    store = FileStore(tmp_path)
+    store.put(RECORD)
+    folder = store.path(RECORD.key).parent
+    stale, fresh = folder / ".old.1.ab.tmp", folder / ".new.1.ab.tmp"
+    for path in (stale, fresh):
+        path.write_text("{")
+    os.utime(stale, (time.time() - 4000,) * 2)
+    store.put(RECORD)
+    assert not stale.exists()
+    assert fresh.exists()
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOLCK, "no locks"), NotImplementedError()])
+def test_where_locks_do_not_work_records_are_written_and_damaged_files_stay(
+    tmp_path, monkeypatch, failure
+):
+    def refuse(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    store = FileStore(tmp_path)
+    store.put(RECORD)
+    assert found(store) == [RECORD]
+    store.path(RECORD.key).write_text("{")
+    with pytest.warns(CacheWarning, match="cannot be locked"):
+        assert found(store) == []
+    assert store.path(RECORD.key).read_text() == "{"
+
+
+def test_a_writer_that_is_stopped_with_the_lock_held_stops_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr("triton_dist._tuning.store.file._LOCK_SECONDS", 0.1)
+    store = FileStore(tmp_path)
+    store.put(RECORD)
+    with filelock.FileLock(store.path(RECORD.key).parent / ".lock"):
+        thread = threading.Thread(target=store.put, args=(record(Measurement((0.5,), 3)),))
+        thread.start()
+        thread.join(60)
+    assert found(store) == [record(Measurement((0.5,), 3))]
+
+
+def test_a_file_that_is_replaced_on_nfs_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    store = FileStore(tmp_path)
+    store.put(RECORD)
+    read_bytes, calls = Path.read_bytes, []
+
+    def stale_once(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale_once)
+    assert found(store) == [RECORD]
+    assert len(calls) == 2
+
+
+def test_a_full_disk_is_said_once_and_leaves_no_litter(tmp_path):
+    """A real one: the process may write no file longer than a few bytes."""
+    program = (
+        "import resource, signal, sys, warnings\n"
+        "from pathlib import Path\n"
+        "from tests.tuning.test_store import RECORD, found\n"
+        "from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+        "store = LayeredStore([MemoryStore(), FileStore(Path(sys.argv[1]))])\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    places = [store.put(RECORD) for _ in range(3)]\n"
+        "assert places == ['memory'] * 3, places\n"
+        "assert found(store) == [RECORD]\n"
+        "assert len(caught) == 1, caught\n"
+        "print(caught[0].message)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "File too large" in done.stdout
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in ([], [".lock"])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@st.composite
+def mangled(draw):
+    """A record's tree in which one value, anywhere, is something else."""
+    tree = json.loads(json.dumps(RECORD.to_tree()))
+    place, at = tree, None
+    while at is None or (isinstance(place[at], (dict, list)) and place[at] and draw(st.booleans())):
+        place = tree if at is None else place[at]
+        at = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+    place[at] = draw(json_values)
+    return tree
+
+
+@given(mangled())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_whatever_is_in_a_file_is_a_record_or_a_miss(tmp_path, tree):
+    path = FileStore(tmp_path).path(RECORD.key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        assert all(each.key == RECORD.key for each in found(FileStore(tmp_path)))
+        path.unlink(missing_ok=True)

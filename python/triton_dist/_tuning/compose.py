@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,30 @@ from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, Parts
 from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.protocols import Device, RankGroup, Search
-from triton_dist._tuning.search import Exhaustive
+from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.source import source_digests
-from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore
+from triton_dist._tuning.store import (
+    FileJournal,
+    FileLog,
+    FileStore,
+    LayeredStore,
+    MemoryStore,
+    ReadOnlyStore,
+)
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
 from triton_dist.errors import InvalidArgument
+from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import software_versions
+from triton_dist.runtime.waits import bounded_waits
 
 _SCOPES = ("world", "rank")
-_TIMINGS = ("events",)
-_SEARCHES: dict[str, Callable[[Sequence[Config]], Search]] = {"exhaustive": Exhaustive}
+_TIMINGS = ("events", "graph")
+_SEARCHES: dict[str, Callable[[Sequence[Config], Policy, Config | None], Search]] = {
+    "racing": Racing,
+    "exhaustive": Exhaustive,
+}
 
 _gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
 
@@ -47,12 +59,13 @@ def autotune(
     timing: str = "events",
     max_seconds: float | None = None,
     max_trials: int | None = None,
-    search: str = "exhaustive",
+    search: str = "racing",
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
     At the first call of a key all ranks of the group measure the candidates together; the config
-    whose slowest rank is fastest (median) is used from then on, and written to
+    whose slowest rank is fastest (median; of those within 1 % the earliest in the space) is used
+    from then on, and written to
     ``~/.triton_dist/autotune/<function>/``. Later calls, and later processes, look it up.
 
     Args:
@@ -66,20 +79,27 @@ def autotune(
         alone.
         prepare_fn: ``prepare_fn(*args, **kwargs, **config)`` compiles a config and checks its
             resources, launching nothing; an exception on any rank drops the config before any rank
-            launches it.
+            launches it. On GPUs it is also run once for each config at the start, with Triton's
+            compiling left out (``warmup`` returns ``None``, exceptions are ignored), to learn what
+            other processes can compile ahead, while candidates are measured.
         recover_fn: ``recover_fn(*args, **kwargs)``, on all ranks, after a config failed that may
             have launched on some of them.
         reset_fn: ``reset_fn(*args, **kwargs)``, before each run while tuning, outside of the timed
         part.
         check_fn: ``check_fn(output, reference)``, returns ``False`` or raises to reject a config;
             the reference is the output of the first config that ran.
-        timing: ``"events"``, the device's timer around each run.
+        timing: ``"events"``, the device's timer around each run; ``"graph"``, around replays of the
+            run, captured in a CUDA graph, for functions that will be used so. On CPU ranks, where
+            nothing is queued and there is nothing to capture, both are the same.
         max_seconds: begin no new config after so many seconds; the first is always measured.
         max_trials: try at most so many configs.
-        search: ``"exhaustive"``, every config in turn.
+        search: ``"racing"``, samples in rounds, clear losers leave early; ``"exhaustive"``, all
+            samples of every config in turn.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
-    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``.
+    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the latter ``True``, a keyword
+    that is also a tunable name holds, while tuning too: the other names are tuned for it, and each
+    value of it is a key of its own.
 
     Raises:
         InvalidArgument: an argument above that is not one of its choices.
@@ -102,7 +122,9 @@ def autotune(
             raise InvalidArgument("autotune", name, function, "a function")
     if not callable(config_space):
         config_space = list(config_space)  # an iterator would be empty at the second look
-    policy = Policy(timing=timing, search=search, max_seconds=max_seconds, max_trials=max_trials)
+    policy = functools.partial(
+        Policy.on, timing=timing, search=search, max_seconds=max_seconds, max_trials=max_trials
+    )
 
     def decorate(fn: Callable[..., Any]) -> AutoTuner:
         composer = _Composer(scope, policy, prune_fn, check_fn, MemoryStore())
@@ -114,6 +136,7 @@ def autotune(
             Hooks(prepare_fn, recover_fn, reset_fn, check_fn),
             composer.compose,
             composer.memory.clear,
+            torch.compiler.disable,
         )
 
     return decorate
@@ -129,7 +152,8 @@ class _Composer:
     """Puts the parts together for one tuned function."""
 
     scope: str
-    policy: Policy
+    policy: Callable[[str], Policy]
+    """Of a device, by its name."""
     prune_fn: Callable[..., object] | None
     check_fn: Callable[..., object] | None
     memory: MemoryStore
@@ -138,23 +162,36 @@ class _Composer:
         """The parts for a first call over ``process_group``, as the environment is now."""
         device: Device = current_device()
         ranks: RankGroup = group_for(process_group, self.scope)
+        policy = self.policy(device.name)
         seconds = knobs.autotune_timeout.get()
+        files = _file_store(knobs.cache_dir.get())
         return Parts(
             device=device,
             ranks=ranks,
-            store=LayeredStore([self.memory, _file_store(knobs.cache_dir.get())]),
+            store=LayeredStore(
+                [
+                    self.memory,
+                    files,
+                    *map(_read_only_store, knobs.autotune_readonly_dirs.get()),
+                ]
+            ),
             memory=self.memory,
             benchmarker=DeviceBenchmarker(device, seconds),
-            search=_SEARCHES[self.policy.search],
+            search=_SEARCHES[policy.search],
             fingerprint=functools.partial(self._fingerprint, device, ranks),
-            policy=self.policy,
+            policy=policy,
             hardware=_hardware(device, ranks),
-            quiet=torch.no_grad,
+            quiet=functools.partial(_quiet, seconds),
             gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
             always_tune=knobs.autotune_always_tune.get(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
             seconds=seconds,
+            compile_seconds=knobs.compile_timeout.get(),
+            grace=knobs.autotune_grace.get(),
+            log=lambda key: FileLog(files.path(key), ranks.rank),
+            compiler=CompilePool if device.name == "cuda" else None,
+            journal=lambda key: FileJournal(files.path(key).with_suffix(".journal")),
         )
 
     def _fingerprint(
@@ -168,7 +205,7 @@ class _Composer:
             hardware=device.facts(),
             software=software_versions(),
             topology=ranks.facts(),
-            policy=self.policy.facts(),
+            policy=self.policy(device.name).facts(),
             source=source_digests([function, *hooks]),
             space=codec.digest(space.digest, judges),
         )
@@ -180,6 +217,19 @@ def _hardware(device: Device, ranks: RankGroup) -> str:
     return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
 
 
+@contextmanager
+def _quiet(seconds: float) -> Iterator[None]:
+    """No gradients, and no wait in a kernel that outlasts the patience of the other ranks: a
+    candidate that dead-locks there fails and is voted out, and nobody has to be ended."""
+    with torch.no_grad(), bounded_waits(seconds / 2):
+        yield
+
+
 @functools.cache
 def _file_store(root: Path) -> FileStore:
     return FileStore(root)
+
+
+@functools.cache
+def _read_only_store(root: Path) -> ReadOnlyStore:
+    return ReadOnlyStore(root)

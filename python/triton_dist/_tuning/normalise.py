@@ -3,54 +3,70 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dis
-import inspect
-import textwrap
+import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def definition(item: types.CodeType | type) -> Definition | None:
-    """The statement that defined ``item``; ``None`` for a lambda, or when the source is not at
-    hand."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    first = tree.body[0] if tree.body else None
-    return first if isinstance(first, Definition) else None
+from triton_dist._tuning.definitions import Definition, with_inner
 
 
-def normalised(node: Definition, drop: Callable[[ast.expr], bool]) -> str:
-    """The text of ``node`` in one formatting: no comments, no docstrings, no decorators that
-    ``drop`` names. Line numbers and file names are not in it."""
-    for inner in ast.walk(node):
+class Import(NamedTuple):
+    """An import inside a function."""
+
+    name: str
+    """What it is called there."""
+    module: str
+    level: int
+    """Dots of a relative import."""
+    attribute: str | None
+    """What is taken from the module; ``None``: the module itself."""
+
+
+@functools.lru_cache(maxsize=4096)
+def decorators(node: Definition) -> tuple[ast.expr, ...]:
+    """Those of ``node`` and of every definition inside it."""
+    inner = (each for each in ast.walk(node) if isinstance(each, Definition))
+    return tuple(decorator for each in inner for decorator in each.decorator_list)
+
+
+@functools.lru_cache(maxsize=4096)
+def normalised(node: Definition, dropped: frozenset[ast.expr]) -> str:
+    """The text of ``node`` in one formatting: no comments, no docstrings, no ``dropped``
+    decorators. Line numbers and file names are not in it."""
+    # A dropped decorator is its own copy, so that it is the same object in the copied tree.
+    own = copy.deepcopy(node, {id(each): each for each in dropped})
+    for inner in ast.walk(own):
         if isinstance(inner, Definition):
-            inner.decorator_list = [d for d in inner.decorator_list if not drop(d)]
+            inner.decorator_list = [each for each in inner.decorator_list if each not in dropped]
             if ast.get_docstring(inner, clean=False) is not None:
                 inner.body = inner.body[1:] or [ast.Pass()]
-    return ast.unparse(node)
+    return ast.unparse(own)
 
 
-def bytecode(code: types.CodeType) -> str:
-    """What stands for the source when there is none: the instructions, constants and names."""
-    constants = [
-        bytecode(constant) if isinstance(constant, types.CodeType) else repr(constant)
-        for constant in code.co_consts
-    ]
-    return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames))
-
-
-def chains(node: ast.AST) -> set[str]:
-    """Dotted names that are read, such as ``tl.dot``, with all their beginnings."""
+@functools.lru_cache(maxsize=4096)
+def chains(node: ast.AST, dropped: frozenset[ast.expr] = frozenset()) -> frozenset[str]:
+    """Dotted names that are read, such as ``tl.dot``, with all their beginnings; not in
+    ``dropped``."""
     found = set()
-    for inner in ast.walk(node):
+    for inner in _walk(node, dropped):
         name = dotted(inner)
         if name is not None and isinstance(getattr(inner, "ctx", None), ast.Load):
             found.add(name)
-    return found
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def header_names(node: Definition, dropped: frozenset[ast.expr]) -> frozenset[str]:
+    """Names that are read where ``node`` is defined, not when it runs: in its decorators and
+    defaults."""
+    header: list[ast.AST | None] = [each for each in node.decorator_list if each not in dropped]
+    if not isinstance(node, ast.ClassDef):
+        header += [*node.args.defaults, *node.args.kw_defaults]
+    names = [inner for each in header if each is not None for inner in ast.walk(each)]
+    return frozenset(name.id for name in names if isinstance(name, ast.Name))
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -63,11 +79,38 @@ def dotted(node: ast.AST) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
+def imports(node: ast.AST) -> tuple[Import, ...]:
+    """Every import inside ``node``."""
+    found = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Import):
+            found += [Import(each.asname or each.name, each.name, 0, None) for each in inner.names]
+        elif isinstance(inner, ast.ImportFrom):
+            module, level = inner.module or "", inner.level
+            found += [
+                Import(each.asname or each.name, module, level, each.name) for each in inner.names
+            ]
+    return tuple(found)
+
+
+def bytecode(code: types.CodeType) -> str:
+    """What stands for the source when there is none: the instructions, constants and names."""
+    return repr((code.co_code.hex(), constants(code), code.co_names, code.co_varnames))
+
+
+def constants(code: types.CodeType) -> list[str]:
+    return [
+        bytecode(constant) if isinstance(constant, types.CodeType) else _stable(constant)
+        for constant in code.co_consts
+    ]
+
+
 def global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Global names that ``code`` or a function inside it reads, and those that it binds anew."""
     read: set[str] = set()
     bound: set[str] = set()
-    for inner in _with_inner(code):
+    for inner in with_inner(code):
         for instruction in dis.get_instructions(inner):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 read.add(instruction.argval)
@@ -76,36 +119,17 @@ def global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
     return read, bound
 
 
-def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _with_inner(constant)
+def _walk(node: ast.AST, dropped: frozenset[ast.expr]) -> Iterator[ast.AST]:
+    if node not in dropped:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, dropped)
 
 
-def imports(node: ast.AST) -> Iterator[tuple[str, int, str | None]]:
-    """Imports inside a function: module, level of a relative import, and the name taken from it."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Import):
-            yield from ((alias.name, 0, None) for alias in inner.names)
-        elif isinstance(inner, ast.ImportFrom):
-            yield from ((inner.module or "", inner.level, alias.name) for alias in inner.names)
-
-
-def assignment(module: types.ModuleType, name: str) -> str | None:
-    """The expression that the module's last top-level assignment gives ``name``."""
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    found = None
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            targets, value = statement.targets, statement.value
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets, value = [statement.target], statement.value
-        else:
-            continue
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            found = ast.unparse(value)
-    return found
+def _stable(constant: object) -> str:
+    """Its ``repr``; that of a set is in another order in each process."""
+    if isinstance(constant, frozenset):
+        return f"frozenset({sorted(map(_stable, constant))})"
+    if isinstance(constant, tuple):
+        return f"({', '.join(map(_stable, constant))})"
+    return repr(constant)

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from triton_dist._tuning.values import (
         Config,
+        Entry,
+        Failure,
         Fingerprint,
         Key,
         Measurement,
         Outcome,
         Policy,
+        Request,
+        StoredRecord,
         TuningRecord,
     )
+    from triton_dist._tuning.values.codec import Tree
 
 T = TypeVar("T")
 
@@ -45,6 +50,15 @@ class Device(Protocol):
     def hold(self) -> None:
         """Keep the device busy until the host has queued a call behind it."""
 
+    def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
+        """Run ``call`` once, then capture it in a graph; returns the replay. Where work is not
+        queued there is nothing to capture, and ``call`` itself is returned.
+
+        Raises:
+            TimeoutError: the run did not finish within ``seconds``.
+            Exception: what ``call`` raised, or why it cannot be captured.
+        """
+
     def flush_cache(self) -> None:
         """Evict the last-level cache, on the stream, so that each sample starts cold."""
 
@@ -56,9 +70,11 @@ class Device(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks that tune together. Every word but the properties is collective over the group.
+    """The ranks that tune together. ``decide`` to ``align`` are words: collective over the group.
 
-    ``phase`` names the step in the error that a rank gets when another does not arrive in time.
+    ``phase`` names the step in the error, ``RankTimeout``, that a rank gets when another does not
+    arrive within ``seconds``, or is known not to come. Ranks in different phases at one step get
+    ``RankDisagreement``.
     """
 
     @property
@@ -68,12 +84,18 @@ class RankGroup(Protocol):
     @property
     def is_leader(self) -> bool: ...
     def facts(self) -> Mapping[str, str]:
-        """Size and placement of the group, as text; part of the fingerprint. Not collective."""
+        """Size and placement of the group, as text; part of the fingerprint."""
 
-    def decide(self, phase: str, value: T | None) -> T:
+    def converse(self) -> RankGroup:
+        """The same ranks for one tuning: words of different conversations never meet."""
+
+    def leave(self, reason: str) -> None:
+        """Tell the others, without waiting for them, that this rank says no more words here."""
+
+    def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""
 
-    def gather(self, phase: str, value: T) -> list[T]:
+    def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Every rank's value, ordered by rank, on every rank."""
 
     def all_agree(self, phase: str, flag: bool) -> bool:
@@ -82,41 +104,117 @@ class RankGroup(Protocol):
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over the ranks: the slowest rank decides."""
 
-    def barrier(self, phase: str) -> None: ...
-    def align(self) -> None:
+    def barrier(self, phase: str, seconds: float | None = None) -> None: ...
+    def align(self, phase: str = "align", seconds: float | None = None) -> None:
         """Line up the ranks' devices, so that a timed region starts together. Does not block the
         host for longer than it takes the slowest rank to arrive."""
 
 
 class Search(Protocol):
-    """Chooses what to measure next. Deterministic; runs on the leader alone."""
+    """Chooses what to measure next; runs on the leader alone.
 
-    def ask(self) -> Config | None:
-        """The next candidate, or ``None`` when the search is over."""
+    Deterministic: with the same outcomes it asks for the same, so that an interrupted tuning is
+    resumed by telling a new search what is known already.
+    """
 
-    def tell(self, config: Config, outcome: Outcome) -> None: ...
+    def ask(self) -> Request | None:
+        """The next measurement, or ``None`` when the search is over. The same config may be asked
+        for again."""
+
+    def tell(self, request: Request, outcome: Outcome) -> None:
+        """What came of ``request``: its own samples, not those of earlier requests."""
 
 
 class Store(Protocol):
     """Keeps tuning records. A damaged entry is a miss with a warning, never an exception."""
 
-    def get(self, key: Key) -> TuningRecord | None: ...
-    def put(self, record: TuningRecord) -> None: ...
-    def records(self) -> Iterator[TuningRecord]: ...
-    def describe(self, key: Key) -> str:
-        """Where the record of ``key`` is kept, in words for a report."""
+    def find(self, key: Key) -> Iterator[StoredRecord]:
+        """Every record of ``key``, the likeliest to be usable first; lazily, since the first most
+        often is."""
+
+    def put(self, record: TuningRecord) -> str:
+        """Keep ``record`` in place of what the same function has for the key; says where, in words
+        for a report, and nothing if it could not."""
+
+    def records(self) -> Iterator[StoredRecord]: ...
+
+
+class Journal(Protocol):
+    """What a tuning of one key knows so far; outlives the process.
+
+    No operation raises: what cannot be written is not kept.
+    """
+
+    def quarantined(self, head: Tree) -> Mapping[str, Failure]:
+        """By their digests, the configs that must not be tried again under this ``head``: some
+        rank got stuck in them, or was left broken."""
+
+    def quarantine(self, head: Tree, config: str, failure: Failure) -> bool:
+        """Add one; by any rank, from any thread. Whether it was written."""
+
+    def begin(self, head: Tree, record: str | None) -> Sequence[Entry]:
+        """On the leader: the outcomes of an interrupted tuning with the same ``head``, in order.
+
+        Everything else in the journal is removed: of another head, or of the finished tuning that
+        left ``record``, a digest.
+        """
+
+    def append(self, entry: Entry) -> None:
+        """On the leader: keep ``entry``, on the disk when this returns."""
+
+    def finish(self, record: str) -> None:
+        """On the leader: all is known; its result will be ``record``."""
+
+    def remove(self) -> None:
+        """The result is in safety: forget all."""
+
+    def close(self) -> None:
+        """Let another process go on with it."""
+
+
+class Log(Protocol):
+    """What happened in tunings of one key. No operation raises."""
+
+    def event(self, name: str, **facts: Any) -> None:
+        """On the leader, for programs."""
+
+    def line(self, text: str) -> None:
+        """Of this rank, for people."""
+
+    def close(self) -> None: ...
 
 
 class Benchmarker(Protocol):
     """Turns a call into samples on this rank."""
 
     def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None]
+        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None], samples: int
     ) -> Measurement:
-        """Run ``call`` as ``policy`` says; ``align`` lines up the ranks before each timed run."""
+        """Run ``call`` as ``policy`` says, ``samples`` times timed; ``align`` lines up the ranks
+        before each run."""
 
 
 class Fingerprinter(Protocol):
     """Says what this rank's result depends on besides the key."""
 
     def __call__(self, function: Callable[..., Any], space: Sequence[Config]) -> Fingerprint: ...
+
+
+class Compiler(Protocol):
+    """Compiles kernels in other processes, into a cache where this one then finds them."""
+
+    @property
+    def cache(self) -> str:
+        """Names the cache: ranks with the same text find one another's kernels."""
+
+    def missing(self, prepare: Callable[[], object]) -> list[str]:
+        """Names of the kernels that ``prepare`` would compile now; compiles none."""
+
+    def begin(self, kernels: Sequence[str], sharers: int) -> None:
+        """Start compiling these, in this order, with one of ``sharers`` parts of the host."""
+
+    def wait(self, kernel: str) -> None:
+        """Until ``kernel``, if begun here, is in the cache; raises why it cannot be."""
+
+    def close(self) -> None:
+        """End whatever is still being compiled."""

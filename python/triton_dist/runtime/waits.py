@@ -10,7 +10,9 @@ from triton_dist import knobs
 # One look at a flag takes about 0.5 us on H200, where the flag lies in the own memory (measured).
 _POLLS_PER_SECOND = 2_000_000
 
-_limit: float | None = None
+# Of the process, not of a thread: kernels and copy streams wait on threads of their own. A list,
+# because several groups may tune at once, each on its thread.
+_limits: list[float] = []
 
 
 @contextmanager
@@ -18,25 +20,24 @@ def bounded_waits(seconds: float) -> Iterator[None]:
     """Within: a wait in a kernel gives up after ``seconds``, and ops that wait check whether one
     did and raise ``WaitTimeout``. So a candidate that dead-locks fails, and the GPU stays usable.
     """
-    global _limit
-    before, _limit = _limit, seconds
+    _limits.append(seconds)
     try:
         yield
     finally:
-        _limit = before
+        _limits.remove(seconds)
 
 
 def limit_seconds() -> float | None:
     """The limit in force for kernels on GPUs; ``None``: they wait as long as it takes."""
-    return _limit
+    return min(_limits, default=None)
 
 
 def limit_polls() -> int:
     """The same, in looks at a flag, as kernels count it; 0: no limit."""
-    return 0 if _limit is None else min(int(_limit * _POLLS_PER_SECOND), 2**31 - 1)
+    limit = limit_seconds()
+    return 0 if limit is None else min(int(limit * _POLLS_PER_SECOND), 2**31 - 1)
 
 
 def interpreted_limit_seconds() -> float:
     """The limit of a wait in an interpreted kernel, which always has one."""
-    limit = knobs.wait_timeout.get()
-    return limit if _limit is None else min(limit, _limit)
+    return min([knobs.wait_timeout.get(), *_limits])

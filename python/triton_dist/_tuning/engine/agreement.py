@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from triton_dist._tuning.protocols import RankGroup
+from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.values import Fingerprint, Key
-from triton_dist.errors import RankDisagreement, RankTimeout
+from triton_dist.errors import RankDisagreement, TuningTimeout
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,18 @@ class Arrival:
     capturing: bool = False
 
 
-def meet(ranks: RankGroup, own: Arrival, failure: Exception | None) -> Meeting:
+def meet(ranks: Conversation, own: Arrival, failure: Exception | None) -> Meeting:
     """Exchange arrivals, and go on only if all ranks came with the same.
 
     Raises:
         Exception: ``failure``, on the rank that has one.
+        TuningTimeout: a rank did not come.
         RankDisagreement: on every other rank then, and on every rank if functions, keys, config
             spaces or fingerprints differ; says which rank has what.
     """
     try:
-        arrivals = ranks.gather(f"first call of a key of {own.function}", own)
-    except RankTimeout as timeout:
+        arrivals = ranks.gather("first call of a key", own)
+    except TuningTimeout as timeout:
         if failure is not None:  # the others may be content, and wait for nobody
             raise failure from timeout
         raise

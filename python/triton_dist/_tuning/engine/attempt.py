@@ -7,15 +7,16 @@ a :class:`Failure` on every rank. So no rank waits inside a later step for one t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from triton_dist._tuning.engine.compile_ahead import CompileAhead
+from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
-from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome
-from triton_dist.errors import RankDisagreement, RankTimeout, TuningAborted
-
-_LOST_RANKS = (RankTimeout, RankDisagreement)
-"""The ranks are out of step: no vote can be held, so these end the tuning."""
+from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
+from triton_dist.errors import TuningAborted, TuningTimeout
 
 _KINDS: dict[str, FailureKind] = {
     "TimeoutError": "timeout",
@@ -34,124 +35,239 @@ class _WrongResult(Exception):
     pass
 
 
+@dataclass(frozen=True)
+class _Vote:
+    """How a step went on one rank."""
+
+    failure: Failure | None
+    samples: tuple[float, ...] = ()
+
+
 class Attempts:
     """Tries configs of one call."""
 
-    def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
-        self._subject, self._parts, self._call = subject, parts, call
+    def __init__(
+        self, subject: Subject, parts: Parts, call: Call, ranks: Conversation, ahead: CompileAhead
+    ) -> None:
+        self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
+        self._ahead = ahead
+        self._ready: set[str] = set()
         self._reference: tuple[Any] | None = None
+        self._first_measured: Config | None = None
 
-    def attempt(self, config: Config, label: str) -> Outcome:
-        """Prepare, run once, check, measure; the slowest rank of each sample counts.
+    def measured_before(self, config: Config) -> None:
+        """An earlier start measured ``config``; its output is the reference if it was the first."""
+        self._first_measured = self._first_measured or config
+
+    def attempt(self, request: Request, label: str) -> Outcome:
+        """Prepare, run once and check, at the first request of a config; then measure.
 
         Args:
-            label: names the config in the error of a rank that waited in vain for another.
+            label: the place of the config among the candidates, in words.
 
         Raises:
-            RankTimeout: a rank did not come to a vote in time.
+            TuningTimeout: a rank did not come to a vote.
             TuningAborted: after a failure, some rank could not be brought back into order.
         """
-        hooks, parts = self._subject.hooks, self._parts
-        args, kwargs = self._call.args, self._call.kwargs
-        arguments = config.arguments()
-        if hooks.prepare is not None:
-            prepare = hooks.prepare
-            failure = self._vote(
-                f"prepare {label}", "compile", lambda: prepare(*args, **kwargs, **arguments)
-            )
+        self._ranks.config = request.config
+        clock = self._ranks.clock
+        try:
+            with clock.phase("compile"):
+                failure = self._prepare(request, label)
             if failure is not None:
                 return failure
+            with clock.phase("measure"):
+                return self._first_run_of(request, label) or self._measure(request, label)
+        finally:
+            self._ranks.config = None
 
+    def _prepare(self, request: Request, label: str) -> Failure | None:
+        """Compile, and launch nothing; done once with a config."""
+        if request.config.digest in self._ready:
+            return None
+        prepare, limit = self._subject.hooks.prepare, self._parts.compile_seconds
+        args, kwargs, arguments = self._call.args, self._call.kwargs, request.config.arguments()
+        if self._ahead.is_needed(request.config):
+            waiting = f"compile {label}"
+
+            def compiled() -> None:
+                self._user(waiting, lambda: self._ahead.wait(request.config), limit)
+
+            failure = self._vote(waiting, "compile", compiled, limit)[0]
+            if failure is not None:
+                return failure
+        if prepare is not None:
+            phase = f"prepare {label}"
+
+            def compile_only() -> None:
+                self._user(phase, lambda: prepare(*args, **kwargs, **arguments), limit)
+
+            return self._vote(phase, "compile", compile_only, limit)[0]
+        return None
+
+    def _first_run_of(self, request: Request, label: str) -> Failure | None:
+        """Done once with a config; ``None`` when it can be measured."""
+        if request.config.digest in self._ready:
+            return None
+        phase, arguments = f"run {label}", request.config.arguments()
+        failure = self._vote(phase, "launch", lambda: self._first_run(phase, arguments))[0]
+        if failure is not None:
+            self._recover(request.config, failure, label)
+            return failure
+        self._ready.add(request.config.digest)
+        return None
+
+    def _measure(self, request: Request, label: str) -> Outcome:
+        """The slowest rank of each sample counts."""
+        function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
+        calls: list[Callable[[], Any]] = [
+            functools.partial(function, *args, **kwargs, **request.config.arguments())
+        ]
         measured: list[Measurement] = []
-        failure = self._vote(f"run {label}", "launch", lambda: self._first_run(arguments))
+        failure: Failure | None = None
+        if self._parts.policy.timing == "graph":
+            # Voted on its own: no rank replays what another could not capture.
+            phase = f"capture {label}"
+            failure, _ = self._vote(
+                phase, "launch", lambda: calls.append(self._captured(phase, calls[0]))
+            )
         if failure is None:
-            failure = self._vote(
-                f"measure {label}", "launch", lambda: measured.append(self._measure(arguments))
+            phase = f"measure {label}"
+            failure, samples = self._vote(
+                phase,
+                "launch",
+                lambda: measured.append(self._own_samples(phase, calls[-1], request.samples)),
+                of=measured,
             )
         if failure is not None:
-            self._recover(config, label)
+            self._recover(request.config, failure, label)
             return failure
-        (own,) = measured
-        slowest = parts.ranks.maximum(f"slowest rank of {label}", own.samples)
-        return Measurement(tuple(slowest), own.warmup, "maximum")
+        return Measurement(samples, measured[0].warmup, "maximum")
 
-    def _vote(self, phase: str, kind: FailureKind, step: Callable[[], object]) -> Failure | None:
-        """Take ``step``; the failure of the lowest rank on which it failed, on every rank."""
+    def _vote(
+        self,
+        phase: str,
+        kind: FailureKind,
+        step: Callable[[], object],
+        after: float | None = None,
+        of: Sequence[Measurement] = (),
+    ) -> tuple[Failure | None, tuple[float, ...]]:
+        """Take ``step``, which other ranks may need ``after`` seconds for.
+
+        Returns, on every rank: the failure of the lowest rank on which it failed; or of each sample
+        that the step has put into ``of`` the slowest rank's.
+        """
         own: Failure | None = None
+        limit = self._parts.seconds if after is None else after
         try:
             step()
-        except _LOST_RANKS:
+        except TuningTimeout:
             raise
         except Exception as error:
-            own = _failure(error, kind, self._parts.ranks.rank)
-        votes = self._parts.ranks.gather(phase, own)
-        return next((vote for vote in votes if vote is not None), None)
+            if self._ranks.lost is not None:
+                raise
+            own = _failure(error, kind, self._ranks.rank)
+            self._ranks.remark = f"On this rank it failed: {own.message}."
+        votes = self._ranks.gather(phase, _Vote(own, *(each.samples for each in of)), limit)
+        self._ranks.remark = ""
+        failure = next((vote.failure for vote in votes if vote.failure is not None), None)
+        if failure is not None:
+            return failure, ()
+        columns = zip(*(vote.samples for vote in votes), strict=True)
+        return None, tuple(max(column) for column in columns)
 
-    def _first_run(self, arguments: dict[str, Any]) -> None:
+    def _user(self, phase: str, call: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Call the user's code under the watchdog's eyes."""
+        with self._ranks.user_code(phase, seconds) as watch:
+            watch.begin()
+            return call()
+
+    def _first_run(self, phase: str, arguments: dict[str, Any]) -> None:
         """One run to the end: compiles what is not compiled, and gives the output to check.
 
         The first config that runs is the reference of all others. Its output is copied, because a
         function may return the same buffer each time.
         """
-        hooks = self._subject.hooks
-        self._reset()
-        output = self._subject.function(*self._call.args, **self._call.kwargs, **arguments)
-        self._parts.device.synchronize(self._parts.seconds)
-        if hooks.check is None:
+        check = self._subject.hooks.check
+        if check is not None and self._reference is None and self._first_measured is not None:
+            output = self._run_once(phase, self._first_measured.arguments())
+            self._reference = (copy.deepcopy(output),)
+        output = self._run_once(phase, arguments)
+        if check is None:
             return
         if self._reference is None:
             self._reference = (copy.deepcopy(output),)
+        reference = self._reference[0]
         try:
-            verdict = hooks.check(output, self._reference[0])
-        except _LOST_RANKS:
-            raise
+            verdict = self._user(phase, lambda: check(output, reference))
         except Exception as error:
             raise _WrongResult(_text(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
 
-    def _measure(self, arguments: dict[str, Any]) -> Measurement:
+    def _run_once(self, phase: str, arguments: dict[str, Any]) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
+        self._user(phase, self._reset)
+        output = self._user(phase, lambda: function(*args, **kwargs, **arguments))
+        self._parts.device.synchronize(self._parts.seconds)
+        return output
+
+    def _captured(self, phase: str, call: Callable[[], Any]) -> Callable[[], Any]:
+        parts = self._parts
+        self._user(phase, self._reset)
+        replay: Callable[[], Any] = self._user(
+            phase, lambda: parts.device.capture(call, parts.seconds)
+        )
+        return replay
+
+    def _own_samples(self, phase: str, call: Callable[[], Any], samples: int) -> Measurement:
         reset_failure: Exception | None = None
 
-        def align() -> None:
-            nonlocal reset_failure
-            try:
-                self._reset()
-            except _LOST_RANKS:
-                raise
-            except (
-                Exception
-            ) as error:  # the other ranks align now: so does this one, and fails then
-                reset_failure = error
-            self._parts.ranks.align()
+        # One watch for all runs, because setting one up takes longer than some functions.
+        with self._ranks.user_code(phase) as watch:
 
-        def run() -> None:
-            if reset_failure is not None:
-                raise reset_failure
-            function(*args, **kwargs, **arguments)
+            def align() -> None:
+                nonlocal reset_failure
+                watch.begin()
+                try:
+                    self._reset()
+                except Exception as error:  # the others align now: so does this rank, and fails
+                    reset_failure = error
+                watch.end()
+                self._ranks.align(phase)
 
-        return self._parts.benchmarker.measure(run, self._parts.policy, align)
+            def run() -> None:
+                if reset_failure is not None:
+                    raise reset_failure
+                watch.begin()
+                try:
+                    call()
+                finally:
+                    watch.end()
+
+            return self._parts.benchmarker.measure(run, self._parts.policy, align, samples)
 
     def _reset(self) -> None:
         if self._subject.hooks.reset is not None:
             self._subject.hooks.reset(*self._call.args, **self._call.kwargs)
 
-    def _recover(self, config: Config, label: str) -> None:
+    def _recover(self, config: Config, failure: Failure, label: str) -> None:
         """Bring all ranks back into order after a failure that may have launched on some of
         them."""
-        own: str | None = None
+        phase, recover, own = f"recover after {label}", self._subject.hooks.recover, None
         try:
-            if self._subject.hooks.recover is not None:
-                self._subject.hooks.recover(*self._call.args, **self._call.kwargs)
+            if recover is not None:
+                self._user(phase, lambda: recover(*self._call.args, **self._call.kwargs))
             self._parts.device.synchronize(self._parts.seconds)
-        except _LOST_RANKS:
+        except TuningTimeout:
             raise
         except Exception as error:
             own = _text(error)
-        votes = self._parts.ranks.gather(f"recover after {label}", own)
+        votes = self._ranks.gather(phase, own, self._parts.seconds)
         causes = {rank: cause for rank, cause in enumerate(votes) if cause is not None}
         if causes:
+            if self._ranks.is_leader:
+                self._ranks.quarantine(config, failure)
             raise TuningAborted(self._subject.name, config, causes)
 
 

@@ -6,18 +6,19 @@ context manager or word to other ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from triton_dist._tuning.engine.call_site import OnceWarnings
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject
 from triton_dist._tuning.engine.tuner import resolve
-from triton_dist._tuning.values import Config, ConfigSpace, TuningRecord
-from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig, TuningWarning
+from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, FixedSpace, TuningRecord
+from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,23 @@ class AutoTuner:
         hooks: Hooks,
         compose: Callable[[Any, bool], Parts],
         forget: Callable[[], None],
+        untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
+        """``untraced`` wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
         self.fn, self.config_space = fn, config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
         functools.update_wrapper(self, fn)
         self._subject = Subject(fn, function_name(fn), config_space, prune_fn, hooks)
         self._compose, self._forget = compose, forget
-        self._chosen: dict[tuple[Any, Any], Choice] = {}
+        self._first_call = untraced(self._call_first)
+        self._chosen: dict[Any, Choice] = {}
+        # Views of it for the hot path: arguments by key, of calls without and with a group.
+        self._hits: dict[Any, dict[str, Any]] = {}
+        self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
         self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
+        kind = type(self)
+        self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
 
     def __call__(
         self,
@@ -72,64 +81,121 @@ class AutoTuner:
         **kwargs: Any,
     ) -> Any:
         """Call the function with the config of this key; tunes at the first call of a key."""
-        if autotune and self._names.isdisjoint(kwargs):
+        if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
+            hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
             try:
-                choice = self._chosen.get((autotune_pg, self.key_fn(*args, **kwargs)))
+                arguments = hits.get(self.key_fn(*args, **kwargs))
             except Exception:  # comes again, and to all ranks, in the first call
-                choice = None
-            if choice is not None:
-                return self.fn(*args, **kwargs, **choice.arguments)
-        overwritten = self._overwritten(kwargs, autotune_allow_arg_overwrite)
-        kept = {name: value for name, value in kwargs.items() if name not in overwritten}
-        if not autotune or (overwritten and overwritten.keys() == self._names):
-            arguments = self._default().arguments()  # nothing is left to be chosen
-        else:
-            arguments = self._choose(args, kept, autotune_pg, autotune_verbose).arguments
-        return self.fn(*args, **{**arguments, **kwargs})
+                arguments = None
+            if arguments is not None:
+                return self.fn(*args, **kwargs, **arguments)
+        options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
+        return self._first_call(args, kwargs, *options)
 
     def tune(
-        self, *args: Any, autotune_verbose: bool = False, autotune_pg: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        autotune_verbose: bool = False,
+        autotune_pg: Any = None,
+        autotune_allow_arg_overwrite: bool = False,
+        **kwargs: Any,
     ) -> TuningRecord:
-        """Tune ahead for these arguments, or find the cached result. Calls nothing in the latter
-        case.
+        """Tune ahead for these arguments, or find the cached result; in the latter case the
+        function is not called.
+
+        For a method, ``Layer.forward.tune(layer, x)``.
 
         Raises:
             CaptureInProgress: and there is no record.
         """
-        record = self._choose(args, kwargs, autotune_pg, autotune_verbose).record
+        fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
+        record = self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).record
         if record is None:
             raise CaptureInProgress(self._subject.name)
         return record
 
     def best_config(
-        self, *args: Any, autotune_verbose: bool = False, autotune_pg: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        autotune_verbose: bool = False,
+        autotune_pg: Any = None,
+        autotune_allow_arg_overwrite: bool = False,
+        **kwargs: Any,
     ) -> Config:
-        """The config that a call with these arguments uses; tunes if such a call would."""
-        return self._choose(args, kwargs, autotune_pg, autotune_verbose).config
+        """The config that a call with these arguments uses; tunes if such a call would.
+
+        Without the names whose values the caller gives."""
+        fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
+        return self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).config
+
+    def fingerprint(self) -> Fingerprint:
+        """What a result that is found now would depend on: hardware, versions, ranks, source."""
+        return self._compose(None, False).fingerprint(self.fn, self.config_space)
 
     def clear(self) -> None:
         """Forget what this process chose. Records on disk stay, and are looked up again."""
         self._chosen.clear()
+        self._hits.clear()
+        self._group_hits.clear()
         self._forget()
 
+    def _call_first(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autotune: bool,
+        verbose: bool,
+        process_group: Any,
+        allow_overwrite: bool,
+    ) -> Any:
+        """A call that is no hit."""
+        fixed = self._fixed(kwargs, allow_overwrite)
+        if autotune:
+            arguments = self._choose(args, kwargs, fixed, process_group, verbose).arguments
+        else:
+            arguments = self._default().arguments()
+        return self.fn(*args, **{**arguments, **kwargs})
+
     def _choose(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any, verbose: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: Config,
+        process_group: Any,
+        verbose: bool,
     ) -> Choice:
         """The choice for these arguments, made now if there is none. One thread at a time; the
         others find it made."""
-        self._check_arguments(args, kwargs)
+        space: ConfigSpace = (
+            self.config_space if not fixed else FixedSpace(self.config_space, fixed)
+        )
+        if fixed and not space.names:  # nothing is left to be chosen
+            return Choice(space[0], {}, None)
+        self._check_arguments(args, kwargs, self._default())
         key = self._key(args, kwargs)
+        if fixed and not isinstance(key, Exception):
+            key = (key, f"with {fixed}", fixed.digest)
+        known = None if isinstance(key, Exception) else self._chosen.get((process_group, key))
+        if known is not None:
+            return known
         parts = self._compose(process_group, verbose)
         with parts.gate:
             known = None if isinstance(key, Exception) else self._chosen.get((process_group, key))
             if known is not None:
                 return known
-            resolution = resolve(self._subject, parts, Call(args, kwargs, key))
+            subject = dataclasses.replace(self._subject, space=space)
+            resolution = resolve(subject, parts, Call(args, kwargs, key))
             config, record = resolution.config, resolution.record
             choice = Choice(config, config.arguments(), record)
-            if record is not None:
-                self._chosen[process_group, key] = choice
             self.tuning_count += resolution.tuned
+            if record is None:
+                self._warn_of_default(key, parts)
+                return choice
+            self._chosen[process_group, key] = choice
+            if not fixed:
+                group = self._group_hits.setdefault(process_group, {})
+                hits = self._hits if process_group is None else group
+                hits[key] = choice.arguments
             return choice
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,30 +212,30 @@ class AutoTuner:
             )
         return key
 
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
+    ) -> None:
         """Raises ``TypeError``, as the call would, before any other rank is spoken to."""
-        default = self._default()
         try:
             signature = inspect.signature(self.fn)
         except (TypeError, ValueError):  # a builtin does not tell
             return
         try:
-            signature.bind(*args, **kwargs, **default)
+            signature.bind(*args, **{**config, **kwargs})
         except TypeError as error:
             raise TypeError(f"{self._subject.name}(): {error}") from None
 
     def _default(self) -> Config:
-        self._names = self.config_space.names
         if not self.config_space:
             raise NoValidConfig(self._subject.name, "(any)", {})
         config: Config = self.config_space[0]
         return config
 
-    def _overwritten(self, kwargs: dict[str, Any], allowed: bool) -> dict[str, Any]:
-        """The keywords that are also tunable names."""
+    def _fixed(self, kwargs: dict[str, Any], allowed: bool) -> Config:
+        """The keywords that are also tunable names: not to be chosen, if that is allowed."""
         self._names = self.config_space.names
-        overwritten = {name: value for name, value in kwargs.items() if name in self._names}
-        for name, value in overwritten.items():
+        fixed = {name: value for name, value in kwargs.items() if name in self._names}
+        for name, value in fixed.items():
             if not allowed:
                 raise InvalidArgument(
                     self._subject.name,
@@ -177,12 +243,21 @@ class AutoTuner:
                     value,
                     "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True",
                 )
-            warnings.warn(
-                f"{self._subject.name}: {name}={value!r} overwrites what the tuner chose",
-                TuningWarning,
-                stacklevel=3,
+        if fixed:
+            given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
+            self._warnings.warn(
+                f"{self._subject.name}: {given} overwrites what the tuner would choose; the rest "
+                "is tuned for it",
             )
-        return overwritten
+        return Config(fixed)
+
+    def _warn_of_default(self, key: Any, parts: Parts) -> None:
+        if parts.ranks.is_leader:
+            self._warnings.warn(
+                f"{self._subject.name}, key {key}: not tuned yet, and cannot be during CUDA-graph "
+                "capture; the first config is used. Call it, or its tune(), once before.",
+                key,
+            )
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

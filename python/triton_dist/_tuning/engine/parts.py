@@ -9,13 +9,16 @@ from typing import Any
 
 from triton_dist._tuning.protocols import (
     Benchmarker,
+    Compiler,
     Device,
     Fingerprinter,
+    Journal,
+    Log,
     RankGroup,
     Search,
     Store,
 )
-from triton_dist._tuning.values import Config, ConfigSpace, Policy
+from triton_dist._tuning.values import Config, ConfigSpace, Key, Policy
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Parts:
     memory: Store
     """Written by the other ranks."""
     benchmarker: Benchmarker
-    search: Callable[[Sequence[Config]], Search]
+    search: Callable[[Sequence[Config], Policy, Config | None], Search]
+    """Of the candidates, and the winner of an earlier tuning if there was one."""
     fingerprint: Fingerprinter
     policy: Policy
     hardware: str
@@ -69,7 +73,15 @@ class Parts:
     strict: bool
     verbose: bool
     seconds: float
-    """Longest time to wait for the device."""
+    """Longest time that a step of a candidate may take, on the host and on the device."""
+    compile_seconds: float
+    """The same for ``prepare``."""
+    grace: float
+    """Time from the report that this rank is stuck to the end of its process."""
+    journal: Callable[[Key], Journal]
+    log: Callable[[Key], Log]
+    compiler: Callable[[], Compiler] | None = None
+    """``None`` where nothing is compiled."""
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,43 @@
-"""What the leader says while it tunes: a progress bar on a terminal, plain lines elsewhere."""
+"""What is said while a tuning goes on: to the leader's terminal, and into the logs of all ranks."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import Any
 
-from triton_dist._tuning.values import Config, Failure, Key, Outcome, TuningRecord
+from triton_dist._tuning.engine.clock import Clock
+from triton_dist._tuning.engine.parts import Parts
+from triton_dist._tuning.engine.summary import one_line, summary
+from triton_dist._tuning.values import (
+    Config,
+    Failure,
+    Key,
+    Measurement,
+    Outcome,
+    Request,
+    TuningRecord,
+)
+from triton_dist._tuning.values.outcome import outcome_tree
 
 
 class Report:
-    """Says nothing unless ``enabled``.
+    """Says nothing on ranks that are not the leader, and nothing unless asked to; logs anyway.
 
     Used as a context manager around the candidates, so that the bar is taken down whatever happens.
     """
 
-    def __init__(self, enabled: bool, key: Key) -> None:
-        self._enabled = enabled
-        self._title = f"autotune {key.function}, key {key}"
-        self._best = float("inf")
+    def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
+        self._parts, self._key, self._clock = parts, key, clock
+        self._aloud = parts.verbose and parts.ranks.is_leader
+        self._title = f"autotune {key.full_name}, key {key}"
+        self._log = parts.log(key)
+        self._total = 0
+        self._medians: dict[str, float] = {}
+        self._failed: set[str] = set()
+        self._begin = 0.0
+        self._default = ""
         self._bar: Any = None
         self._task: Any = None
 
@@ -26,31 +45,32 @@ class Report:
         """A record is used and nothing is tuned."""
         note = f" (although {tolerated})" if tolerated else ""
         best = record.best
-        self._line(
+        self._say(
             f"{self._title}: using the cached result from {where}{note}: {_ms(best.outcome)} {best}"
         )
 
-    def begin(self, candidates: int, pruned: int, ranks: int, reason: str) -> Report:
-        self._line(
+    def begin(self, candidates: int, pruned: int, reason: str, default: Config) -> Report:
+        ranks, self._total, self._default = self._parts.ranks, candidates, default.digest
+        self._begin = time.monotonic()
+        line = (
             f"{self._title}: {reason}; tuning {candidates} configs ({pruned} pruned) "
-            f"on {ranks} rank{'' if ranks == 1 else 's'}"
+            f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
         )
-        if self._enabled and sys.stdout.isatty():
-            # Imported only where a bar is drawn: it takes longer than all else here.
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-
-            self._bar = Progress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
+        self._say(line)
+        self._log.line(f"rank {ranks.rank}: {line}")
+        self._event(
+            "begin",
+            function=self._key.full_name,
+            key=str(self._key),
+            hardware=self._key.hardware,
+            ranks=ranks.size,
+            candidates=candidates,
+            pruned=pruned,
+            reason=reason,
+            policy=dict(self._parts.policy.facts()),
+        )
+        if self._aloud and sys.stdout.isatty():
+            self._bar = _bar()
             self._task = self._bar.add_task("", total=candidates)
         return self
 
@@ -67,31 +87,101 @@ class Report:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+        if error is not None:
+            text = f"{type(error).__name__}: {error}"
+            self._event("ended", error=text, **self._spent())
+            self._log.line(f"ended by {text}")
+            self._log.close()
 
-    def tried(self, label: str, config: Config, outcome: Outcome) -> None:
-        """One candidate is done."""
-        if not isinstance(outcome, Failure):
-            self._best = min(self._best, outcome.median)
-        self._line(f"  [{label}] {_ms(outcome)} {config}")
+    def trying(self, label: str, request: Request) -> None:
+        """The last line of a rank's log says what the rank is at."""
+        self._log.line(f"[{label}] {request.samples} samples of {request.config}")
+
+    def tried(self, label: str, request: Request, outcome: Outcome, together: Outcome) -> None:
+        """One request is answered; ``together`` is what is known of its config now."""
+        config = request.config
+        self._log.line(f"[{label}] {_ms(outcome)}")
+        self._event(
+            "outcome",
+            label=label,
+            config=config.digest,
+            shown=str(config),
+            asked=request.samples,
+            **outcome_tree(outcome),
+        )
+        new = config.digest not in self._medians and config.digest not in self._failed
+        if isinstance(together, Measurement):
+            self._medians[config.digest] = together.median
+        else:
+            self._medians.pop(config.digest, None)
+            self._failed.add(config.digest)
+        if new or isinstance(outcome, Failure):
+            self._say(f"  [{label}] {_ms(together)} {config}  ({self._so_far()})")
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=f"best {self._best:.4f} ms")
+            self._bar.update(self._task, advance=int(new), description=f"{label}: {self._so_far()}")
 
     def tuned(self, record: TuningRecord, where: str) -> None:
-        failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
         best = record.best
-        self._line(
+        failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
+        line = (
             f"{self._title}: best of {len(record.trials) - failed} measured ({failed} failed or "
-            f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}; kept in {where}"
+            f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
+            + (f"; kept in {where}" if where else "")
         )
+        for text in [*summary(record, self._default, self._clock.seconds), line]:
+            self._say(text)
+            self._log.line(text)
+        self._event(
+            "winner",
+            config=best.digest,
+            shown=str(best),
+            record=where,
+            **outcome_tree(best.outcome),
+            **self._spent(),
+        )
+        self._log.close()
 
-    def _line(self, text: str) -> None:
-        if not self._enabled:
+    def _so_far(self) -> str:
+        best = f"best {min(self._medians.values()):.4f} ms" if self._medians else "none measured"
+        failed = f", {len(self._failed)} failed" if self._failed else ""
+        done = len(self._medians) + len(self._failed)
+        left = (time.monotonic() - self._begin) / max(done, 1) * (self._total - done)
+        return f"{best}{failed}, {left:.0f} s left" if done < self._total else f"{best}{failed}"
+
+    def _spent(self) -> dict[str, Any]:
+        phases = {name: round(seconds, 3) for name, seconds in self._clock.seconds.items()}
+        return {"seconds": round(time.monotonic() - self._begin, 3), "phases": phases}
+
+    def _event(self, name: str, **facts: Any) -> None:
+        if self._parts.ranks.is_leader:
+            self._log.event(name, **facts)
+
+    def _say(self, text: str) -> None:
+        if not self._aloud:
             return
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, flush=True)
 
 
+def _bar() -> Any:
+    # Imported only where a bar is drawn: it takes longer than all else here.
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    )
+
+
 def _ms(outcome: Outcome) -> str:
-    return f"failed, {outcome}:" if isinstance(outcome, Failure) else f"{outcome.median:.4f} ms"
+    if isinstance(outcome, Failure):
+        return f"failed, {one_line(str(outcome))}:"
+    return f"{outcome.median:.4f} ms"

@@ -7,25 +7,35 @@ at the same place, whatever happened on one of them before.
 from __future__ import annotations
 
 import datetime
-import time
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.engine.agreement import Arrival, Meeting, Verdict, meet
 from triton_dist._tuning.engine.attempt import Attempts
+from triton_dist._tuning.engine.compile_ahead import CompileAhead
+from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.progress import Progress
 from triton_dist._tuning.engine.report import Report
+from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
     Config,
     Failure,
     Fingerprint,
     Key,
+    Measurement,
+    Origin,
+    Outcome,
     Pruned,
+    Request,
+    StoredRecord,
     Trial,
     TuningRecord,
+    codec,
+    validity,
 )
-from triton_dist.errors import NoValidConfig, RankDisagreement, TuningWarning
+from triton_dist.errors import NoValidConfig, RankDisagreement
 
 
 @dataclass(frozen=True)
@@ -51,55 +61,53 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
     """The config for ``call``, in this order:
 
     1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's.
-    2. During CUDA-graph capture, the default: the first config, with a warning.
+    2. During CUDA-graph capture, the default: the first config.
     3. The winner of a tuning by all ranks, which the leader writes down.
 
     Raises:
         RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
-        RankTimeout: a rank did not come at all.
+        TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    return _FirstCall(subject, parts, call).resolve()
+    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace)
+    try:
+        with watchdog.paused():
+            return _FirstCall(subject, parts, call, ranks).resolve()
+    except BaseException as error:  # an interrupt too: the others must not wait for this rank
+        ranks.leave(error)
+        raise
 
 
 class _FirstCall:
-    def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
+    def __init__(self, subject: Subject, parts: Parts, call: Call, ranks: Conversation) -> None:
         self._subject, self._parts, self._call = subject, parts, call
+        self._ranks = ranks
         self._tolerated = ""
+        self._incumbent: Config | None = None
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
         error, key = self._key()
         if key is None:
-            meet(
-                parts.ranks,
-                Arrival(subject.name, failure=f"{type(error).__name__}: {error}"),
-                error,
-            )
+            refusal = Arrival(subject.name, failure=f"{type(error).__name__}: {error}")
+            meet(self._ranks, refusal, error)
             raise AssertionError("unreachable: a meeting with a failure raises it")
         fingerprint = parts.fingerprint(subject.function, subject.space)
         own, reason = self._own_record(key, fingerprint)
-        meeting = meet(parts.ranks, self._arrival(key, fingerprint, own), None)
-        report = Report(parts.verbose and parts.ranks.is_leader, key)
+        meeting = meet(self._ranks, self._arrival(key, fingerprint, own), None)
+        report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:
             record = self._shared_record(meeting, own)
-            report.cached(record, parts.store.describe(key), self._tolerated)
+            where = reason if record is own else f"the cache of rank {meeting.holder}"
+            report.cached(record, where, self._tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
 
         if meeting.capturing:
-            if parts.ranks.is_leader:
-                warnings.warn(
-                    f"{subject.name}, key {key}: not tuned yet, and cannot be during CUDA-graph "
-                    "capture; the first config is used. Call it, or its tune(), once before.",
-                    TuningWarning,
-                    stacklevel=2,
-                )
             return Resolution(subject.space[0], None, tuned=False)
 
-        record = self._tune(key, fingerprint, report, reason)
-        (parts.store if parts.ranks.is_leader else parts.memory).put(record)
-        report.tuned(record, parts.store.describe(key))
+        record, where = self._tune(key, fingerprint, own, report, reason)
+        report.tuned(record, where)
         return Resolution(self._config(record.best.digest), record, tuned=True)
 
     def _key(self) -> tuple[Exception | None, Key | None]:
@@ -107,24 +115,26 @@ class _FirstCall:
         if isinstance(value, Exception):
             return value, None
         try:
-            return None, Key.of(self._subject.name, value, self._parts.hardware)
+            origin = Origin.of(self._subject.function, self._subject.space.names)
+            return None, Key.of(origin, value, self._parts.hardware)
         except Exception as error:
             return error, None
 
     def _own_record(self, key: Key, fingerprint: Fingerprint) -> tuple[TuningRecord | None, str]:
         """This rank's valid record and where it is, or none and why."""
-        record = self._parts.store.get(key)
-        if record is None:
-            return None, "no cached result"
-        where = self._parts.store.describe(key)
-        differences = list(record.fingerprint.compare(fingerprint))
-        reasons = [d.sentence for d in differences if self._parts.strict or not d.patch_level]
-        if not reasons and self._subject.space.find(record.best.digest) is None:
-            reasons = ["its winner is not in the config space"]
-        if reasons:
-            return None, f"the cached result in {where} is not valid: {'; '.join(reasons)}"
-        self._tolerated = "; ".join(difference.sentence for difference in differences)
-        return record, where
+        reason = ""
+        for record, where in self._parts.store.find(key):
+            # It won once, if under other circumstances: worth a place in the race.
+            self._incumbent = self._incumbent or self._subject.space.find(record.best.digest)
+            found = validity(record, fingerprint, self._subject.space, self._parts.strict)
+            if not found.reasons:
+                self._tolerated = "; ".join(found.tolerated)
+                return record, where
+            # The nearest one's reason is said: it is this function's own.
+            reason = reason or (
+                f"the cached result in {where} is not valid: {'; '.join(found.reasons)}"
+            )
+        return None, reason or "no cached result"
 
     def _arrival(self, key: Key, fingerprint: Fingerprint, own: TuningRecord | None) -> Arrival:
         space, parts = self._subject.space, self._parts
@@ -145,56 +155,105 @@ class _FirstCall:
         """The holder's record. It is sent only if some rank has none or another one."""
         if meeting.all_hold_it and own is not None:
             return own
-        ranks = self._parts.ranks
-        offer = own if ranks.rank == meeting.holder else None
-        offers = ranks.gather(f"share the record of {self._subject.name}", offer)
+        offer = own if self._ranks.rank == meeting.holder else None
+        offers = self._ranks.gather("share the record", offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory.put(record)
         return record
 
     def _tune(
-        self, key: Key, fingerprint: Fingerprint, report: Report, reason: str
-    ) -> TuningRecord:
-        parts, ranks = self._parts, self._parts.ranks
+        self,
+        key: Key,
+        fingerprint: Fingerprint,
+        own: TuningRecord | None,
+        report: Report,
+        reason: str,
+    ) -> StoredRecord:
+        """Measure, and keep what was found: on disk by the leader, in memory by the others."""
+        parts, ranks = self._parts, self._ranks
         candidates, pruned = self._candidates(key)
-        if self._parts.always_tune:
+        if parts.always_tune:
             reason = "told to tune always"
-        search = parts.search(candidates) if ranks.is_leader else None
-        attempts = Attempts(self._subject, parts, self._call)
-        trials: list[Trial] = []
-        begin = time.monotonic()
-        with parts.quiet(), report.begin(len(candidates), len(pruned), ranks.size, reason):
-            while (config := self._next(search, len(trials), begin)) is not None:
-                label = f"{len(trials) + 1}/{len(candidates)}"
-                outcome = attempts.attempt(config, f"{self._subject.name} {label} {config}")
-                trials.append(Trial.of(config, outcome))
-                report.tried(label, config, outcome)
+        journal = parts.journal(key)
+        try:
+            progress = Progress(journal, self._head(key, fingerprint, candidates), own, ranks)
+            default = self._subject.space[0]
+            with report.begin(len(candidates), len(pruned), reason, default):
+                with parts.quiet():
+                    self._try(candidates, progress, report)
+                trials = progress.trials(candidates)
+                trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
+                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+                timestamp, seconds = ranks.decide("end", (now, progress.seconds))
+                record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds)
+                try:
+                    _ = record.best
+                except NoValidConfig:  # on every rank; what failed is tried again by the next start
+                    journal.remove()
+                    raise
+                if ranks.is_leader:
+                    journal.finish(record.digest)
+                where = (parts.store if ranks.is_leader else parts.memory).put(record)
+                journal.remove()
+        finally:
+            journal.close()
+        return StoredRecord(record, where)
+
+    def _try(self, candidates: Sequence[Config], progress: Progress, report: Report) -> None:
+        """Do what the search asks for, until it asks for nothing more."""
+        parts, ranks = self._parts, self._ranks
+        search = (
+            parts.search(candidates, parts.policy, self._incumbent) if ranks.is_leader else None
+        )
+        labels = {
+            config.digest: f"{place}/{len(candidates)}"
+            for place, config in enumerate(candidates, start=1)
+        }
+        with CompileAhead(self._subject, parts, self._call, ranks) as ahead:
+            ahead.begin(candidates)
+            attempts = Attempts(self._subject, parts, self._call, ranks, ahead)
+            while (decided := self._next(search, progress)) is not None:
+                request, outcome = decided
+                label = labels[request.config.digest]
+                report.trying(label, request)
+                if outcome is None:
+                    outcome = attempts.attempt(request, label)
+                elif isinstance(outcome, Measurement):
+                    attempts.measured_before(request.config)
+                together = progress.learn(request, outcome)
+                report.tried(label, request, outcome, together)
                 if search is not None:
-                    search.tell(config, outcome)
-        trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        timestamp, seconds = ranks.decide("end of the tuning", (now, time.monotonic() - begin))
-        record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds)
-        _ = record.best  # raises NoValidConfig, on every rank, before anything is kept
-        return record
+                    search.tell(request, outcome)
+
+    def _head(self, key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
+        """What an interrupted tuning must have in common with this one to be gone on with."""
+        return {
+            "function": key.function,
+            "key": key.text,
+            "hardware_group": key.hardware,
+            "fingerprint": codec.digest(vars(fingerprint)),
+            "candidates": [config.digest for config in candidates],
+        }
 
     def _candidates(self, key: Key) -> tuple[list[Config], list[Pruned]]:
         """What the leader's ``prune_fn`` leaves; the others' is not asked."""
-        subject, ranks = self._subject, self._parts.ranks
+        subject, ranks = self._subject, self._ranks
         failure: Exception | None = None
         plan = _Plan()
         if ranks.is_leader:
             try:
-                kept, pruned = subject.space.prune(
-                    subject.prune_fn, self._call.args, self._call.kwargs
-                )
+                with ranks.user_code("prune_fn") as watch:
+                    watch.begin()
+                    kept, pruned = subject.space.prune(
+                        subject.prune_fn, self._call.args, self._call.kwargs
+                    )
                 plan = _Plan(
                     tuple(config.digest for config in kept),
                     tuple((each.config.digest, each.reason) for each in pruned),
                 )
             except Exception as error:
                 failure, plan = error, _Plan(failure=f"{type(error).__name__}: {error}")
-        decided = ranks.decide(f"candidates of {subject.name}", plan)
+        decided = ranks.decide("prune_fn", plan, self._parts.seconds)
         if failure is not None:
             raise failure
         if decided.failure is not None:
@@ -206,19 +265,24 @@ class _FirstCall:
             raise NoValidConfig(subject.name, key, causes)
         return candidates, pruned
 
-    def _next(self, search: Search | None, tried: int, begin: float) -> Config | None:
-        """What the leader wants to try next; ``None`` when it is done, or the budget is."""
+    def _next(
+        self, search: Search | None, progress: Progress
+    ) -> tuple[Request, Outcome | None] | None:
+        """What the leader wants to know next, with the answer if it is known already; ``None``
+        when it is done, or the budget is."""
+        asked = None if search is None else search.ask()
+        if asked is None or self._spent(asked, progress):
+            wanted: tuple[str, int, Outcome | None] = ("", 0, None)
+        else:
+            wanted = (asked.config.digest, asked.samples, progress.known(asked))
+        digest, samples, outcome = self._ranks.decide(f"request {progress.requests + 1}", wanted)
+        return (Request(self._config(digest), samples), outcome) if digest else None
+
+    def _spent(self, asked: Request, progress: Progress) -> bool:
         policy = self._parts.policy
-        spent = (policy.max_trials is not None and tried >= policy.max_trials) or (
-            policy.max_seconds is not None
-            and tried > 0
-            and time.monotonic() - begin >= policy.max_seconds
-        )
-        asked = None if search is None or spent else search.ask()
-        digest: str = self._parts.ranks.decide(
-            f"candidate {tried + 1} of {self._subject.name}", asked.digest if asked else ""
-        )
-        return self._config(digest) if digest else None
+        too_many = policy.max_trials is not None and progress.tried >= policy.max_trials
+        too_long = policy.max_seconds is not None and progress.seconds >= policy.max_seconds
+        return (too_many and not progress.has(asked.config)) or (too_long and progress.tried > 0)
 
     def _config(self, digest: str) -> Config:
         """The live config; every rank has it, because all have the same space."""

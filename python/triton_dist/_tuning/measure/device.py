@@ -22,9 +22,9 @@ class DeviceBenchmarker:
         self._seconds = seconds
 
     def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None]
+        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None], samples: int
     ) -> Measurement:
-        """``policy.warmup`` untimed, then ``policy.repeat`` timed runs; ``align`` before each.
+        """``policy.warmup`` untimed, then ``samples`` timed runs; ``align`` before each.
 
         A rank whose ``call`` raises goes on to align, so that the others, which expect it at each
         of their runs, are not left waiting; the exception comes after the last run.
@@ -35,7 +35,7 @@ class DeviceBenchmarker:
         """
         failure: Exception | None = None
         timers = []
-        for _ in range(policy.warmup + policy.repeat):
+        for _ in range(policy.warmup + samples):
             timer = self._device.timer()
             align()
             if failure is not None:
@@ -54,5 +54,5 @@ class DeviceBenchmarker:
             raise failure
         self._device.synchronize(self._seconds)
         # To the nanosecond: what no timer resolves would only make the record hard to read.
-        samples = tuple(round(timer.milliseconds(), 6) for timer in timers[policy.warmup :])
-        return Measurement(samples, policy.warmup)
+        times = tuple(round(timer.milliseconds(), 6) for timer in timers[policy.warmup :])
+        return Measurement(times, policy.warmup)

@@ -1,5 +1,6 @@
 """Ways to choose what to measure next."""
 
 from triton_dist._tuning.search.exhaustive import Exhaustive
+from triton_dist._tuning.search.racing import Racing
 
-__all__ = ["Exhaustive"]
+__all__ = ["Exhaustive", "Racing"]

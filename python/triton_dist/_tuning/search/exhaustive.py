@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triton_dist._tuning.values import Config, Outcome
+from triton_dist._tuning.values import Config, Outcome, Policy, Request
 
 
 class Exhaustive:
     """The search that cannot miss the best config and needs no outcome to go on."""
 
-    def __init__(self, candidates: Sequence[Config]) -> None:
-        self._remaining = iter(candidates)
+    def __init__(
+        self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
+    ) -> None:
+        """``incumbent``, if a candidate, is tried like any other."""
+        self._remaining = iter(
+            [Request(config, policy.repeat) for config in candidates[: policy.max_trials]]
+        )
 
-    def ask(self) -> Config | None:
+    def ask(self) -> Request | None:
         return next(self._remaining, None)
 
-    def tell(self, config: Config, outcome: Outcome) -> None:
+    def tell(self, request: Request, outcome: Outcome) -> None:
         """Nothing to learn."""

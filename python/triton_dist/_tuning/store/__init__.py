@@ -1,7 +1,17 @@
 """Where tuning records are kept."""
 
 from triton_dist._tuning.store.file import FileStore
+from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore
+from triton_dist._tuning.store.log import FileLog
 from triton_dist._tuning.store.memory import MemoryStore
+from triton_dist._tuning.store.readonly import ReadOnlyStore
 
-__all__ = ["FileStore", "LayeredStore", "MemoryStore"]
+__all__ = [
+    "FileJournal",
+    "FileLog",
+    "FileStore",
+    "LayeredStore",
+    "MemoryStore",
+    "ReadOnlyStore",
+]

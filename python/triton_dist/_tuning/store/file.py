@@ -1,128 +1,124 @@
-"""One readable JSON file a record, in a folder that any number of jobs and hosts may share.
+"""The user's own records, in a folder that any number of jobs and hosts may share.
 
-``<root>/autotune/<function name>/<digest of the key>.json``. A reader needs no lock: a file is
-replaced in one step and never changed, so it is read whole or not at all. Writers take a lock a
-folder, so that none sets aside as damaged what another has just replaced.
+What holds on a local disk and on NFS, and why:
+
+- A record is written to a temporary file in the same folder, flushed to the disk, and renamed over
+  the old one. A rename is one step, on an NFS server too: a reader needs no lock, and sees a record
+  whole or not at all. What :meth:`FileStore.put` returned from survives a crash.
+- The lock (``flock``, which Linux's NFS carries to the server) is not what makes a write whole. It
+  keeps a reader that sets a damaged file aside from taking away what a writer put there a moment
+  ago. So where locks do not work, or their holder is stopped, records are still written; only
+  damaged files stay where they are.
+- A temporary file is its writer's alone (made anew, with a random name). That of a writer that was
+  killed is removed by a later one when it is an hour old: hosts' clocks differ by less.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.values import Key, TuningRecord
-from triton_dist.errors import CacheWarning
+from triton_dist._tuning.store.readonly import ReadOnlyStore, read
+from triton_dist._tuning.values import StoredRecord, TuningRecord
+from triton_dist.errors import CacheWarning, NewerSchema
 
 _LOCK_SECONDS = 10.0
+_STALE_SECONDS = 3600.0
 
 
-class FileStore:
-    """Records under ``root``. No operation raises: what the disk refuses is a miss and a
-    warning."""
+class FileStore(ReadOnlyStore):
+    """Records under ``root``, which is made when something is written. No operation raises: what
+    the disk refuses is a miss or stays in memory, and a warning."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.expanduser() / "autotune"
+        super().__init__(root)
         self._write_failed = False
 
-    def path(self, key: Key) -> Path:
-        """The file of ``key``'s record, whether or not it is there."""
-        folder = re.sub(r"[^A-Za-z0-9_.-]", "_", key.function_name)
-        return self.root / folder / f"{key.digest}.json"
-
-    def describe(self, key: Key) -> str:
-        return str(self.path(key))
-
-    def get(self, key: Key) -> TuningRecord | None:
-        path = self.path(key)
-        try:
-            record = _read(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            _warn(f"tuning record {path} cannot be read ({error}); tuning again")
-            return None
-        except ValueError as error:
-            self._set_aside(path, str(error))
-            return None
-        if record.key != key:
-            self._set_aside(path, f"it is the record of another key, {record.key.text}")
-            return None
-        return record
-
-    def put(self, record: TuningRecord) -> None:
+    def put(self, record: TuningRecord) -> str:
         path = self.path(record.key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(path.parent):
-                _write(path, readable_json(record.to_tree()))
-        except (OSError, Timeout) as error:
+            _replace(path, readable_json(record.to_tree()))
+        except OSError as error:
             if not self._write_failed:  # a full disk is full for every record: said once
-                _warn(f"tuning record {path} cannot be written ({error}); it stays in memory")
+                warnings.warn(
+                    f"tuning record {path} cannot be written ({error}); it stays in memory",
+                    CacheWarning,
+                    stacklevel=2,
+                )
             self._write_failed = True
+            return ""
+        return str(path)
 
-    def records(self) -> Iterator[TuningRecord]:
-        """Every record that can be read, by folder and name."""
-        for path in sorted(self.root.glob("*/*.json")):
-            try:
-                yield _read(path)
-            except (OSError, ValueError) as error:
-                _warn(f"tuning record {path} is left out: {error}")
+    def remove(self, stored: StoredRecord) -> None:
+        """Remove the file of a record that this store gave.
 
-    def _set_aside(self, path: Path, reason: str) -> None:
-        """Rename a damaged file, so that it is looked at once and can still be examined."""
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        Path(stored.where).unlink(missing_ok=True)
+
+    def _damaged(self, path: Path, reason: str) -> None:
+        """Rename the file, so that it is met once and can still be examined."""
         aside = path.with_name(path.name + ".damaged")
+        kept = "It stays, because the folder cannot be locked"
         try:
-            with _lock(path.parent):
-                if _is_damaged(path):
+            with _locked(path.parent) as locked:
+                if locked and _is_damaged(path):
                     os.replace(path, aside)
-            _warn(
-                f"tuning record {path} is not used: {reason}. It is now {aside.name}; tuning again"
-            )
-        except (OSError, Timeout) as error:
-            _warn(f"tuning record {path} is not used: {reason}. It stays ({error}); tuning again")
-
-
-def _read(path: Path) -> TuningRecord:
-    """Raises ``ValueError`` for anything that is not a record."""
-    try:
-        return TuningRecord.from_tree(json.loads(path.read_bytes()))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+                if locked:
+                    kept = f"It is now {aside.name}"
+        except OSError as error:
+            kept = f"It stays ({error})"
+        self._warn(path, f"is not used: {reason}. {kept}; tuning again")
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether it still is, now that the lock is held; a whole record of another key's digest is
+    """Whether it still is, now that the lock is held. A whole record under another's name is
     too."""
     try:
-        return _read(path).key.digest != path.stem
-    except FileNotFoundError:
+        key = read(path).key
+    except (FileNotFoundError, NewerSchema):
         return False
     except ValueError:
         return True
+    return path.stem.partition("-")[0] not in (key.digest, key.schema_1_digest)
 
 
-def _lock(folder: Path) -> FileLock:
-    return FileLock(folder / ".lock", timeout=_LOCK_SECONDS)
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock; ``False`` where that cannot be had."""
+    lock = FileLock(folder / ".lock", timeout=_LOCK_SECONDS)
+    try:
+        lock.acquire(poll_interval=0.01)
+    except (OSError, NotImplementedError):  # a time-out is an OSError
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
-def _write(path: Path, text: str) -> None:
+def _replace(path: Path, text: str) -> None:
     """Replace ``path`` in one step, and only by what has reached the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "x", encoding="ascii") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _locked(path.parent):
+            os.replace(temporary, path)
+            _remove_stale(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -133,5 +129,9 @@ def _write(path: Path, text: str) -> None:
         os.close(folder)
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, CacheWarning, stacklevel=3)
+def _remove_stale(folder: Path) -> None:
+    """Temporary files that killed writers left."""
+    for temporary in folder.glob(".*.tmp"):
+        with suppress(OSError):  # another writer was faster
+            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
+                temporary.unlink()

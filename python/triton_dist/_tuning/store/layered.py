@@ -1,37 +1,31 @@
-"""Several stores as one: the first that has a record answers."""
+"""Several stores as one, from near to far: memory, the user's files, read-only folders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from triton_dist._tuning.protocols import Store
-from triton_dist._tuning.values import Key, TuningRecord
+from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 
 
 class LayeredStore:
-    """Stores from near to far, such as memory over files. What is put goes into all of them."""
+    """What is put goes into all layers; what is found comes from the nearest first.
+
+    A record that cannot be used hides none that can: a stale one of the user's does not stand
+    before a valid one that was shipped.
+    """
 
     def __init__(self, layers: Sequence[Store]) -> None:
         self._layers = tuple(layers)
 
-    def get(self, key: Key) -> TuningRecord | None:
-        found = (layer.get(key) for layer in self._layers)
-        return next((record for record in found if record is not None), None)
-
-    def put(self, record: TuningRecord) -> None:
+    def find(self, key: Key) -> Iterator[StoredRecord]:
         for layer in self._layers:
-            layer.put(record)
+            yield from layer.find(key)
 
-    def records(self) -> Iterator[TuningRecord]:
-        """Each key once, from the nearest store that has it."""
-        seen: set[Key] = set()
+    def put(self, record: TuningRecord) -> str:
+        places = [layer.put(record) for layer in self._layers]
+        return next(filter(None, reversed(places)), "")
+
+    def records(self) -> Iterator[StoredRecord]:
         for layer in self._layers:
-            for record in layer.records():
-                if record.key not in seen:
-                    seen.add(record.key)
-                    yield record
-
-    def describe(self, key: Key) -> str:
-        """The farthest store that has ``key``: where the record lasts longest."""
-        holders = (layer for layer in reversed(self._layers) if layer.get(key) is not None)
-        return next(holders, self._layers[-1]).describe(key)
+            yield from layer.records()

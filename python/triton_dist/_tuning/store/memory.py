@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from triton_dist._tuning.values import Key, TuningRecord
+from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
+
+_WHERE = "memory"
 
 
 class MemoryStore:
@@ -13,17 +15,17 @@ class MemoryStore:
     def __init__(self) -> None:
         self._records: dict[Key, TuningRecord] = {}
 
-    def get(self, key: Key) -> TuningRecord | None:
-        return self._records.get(key)
+    def find(self, key: Key) -> Iterator[StoredRecord]:
+        record = self._records.get(key)
+        if record is not None:
+            yield StoredRecord(record, _WHERE)
 
-    def put(self, record: TuningRecord) -> None:
+    def put(self, record: TuningRecord) -> str:
         self._records[record.key] = record
+        return _WHERE
 
-    def records(self) -> Iterator[TuningRecord]:
-        return iter(list(self._records.values()))
-
-    def describe(self, key: Key) -> str:
-        return "memory"
+    def records(self) -> Iterator[StoredRecord]:
+        return iter([StoredRecord(record, _WHERE) for record in list(self._records.values())])
 
     def clear(self) -> None:
         self._records.clear()

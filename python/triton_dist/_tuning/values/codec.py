@@ -103,8 +103,14 @@ def text(tree: Tree) -> str:
 
 
 def digest(*trees: Tree) -> str:
-    """Hash of trees, 32 hexadecimal characters; the order of an object's names does not count."""
-    canonical = json.dumps(trees, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    """Hash of trees, 32 hexadecimal characters.
+
+    The order of an object's names does not count, nor the module of a class or function: renaming a
+    file changes no digest.
+    """
+    canonical = json.dumps(
+        _without_modules(trees), separators=(",", ":"), sort_keys=True, allow_nan=False
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
@@ -146,13 +152,40 @@ def _encode_function(value: Any) -> Tree:
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
         cells = [encode(cell.cell_contents) for cell in value.__closure__ or ()]
-        constants = [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
-        tree["code"] = digest(code.co_code.hex(), constants, list(code.co_names), cells)
+        tree["code"] = digest(code.co_code.hex(), _constants(code), list(code.co_names), cells)
     return tree
+
+
+def _constants(code: types.CodeType) -> Tree:
+    """Of a code object and those inside it; a set's ``repr`` has another order in each process."""
+    return [
+        [each.co_code.hex(), _constants(each), list(each.co_names)]
+        if isinstance(each, types.CodeType)
+        else sorted(map(repr, each))
+        if isinstance(each, frozenset)
+        else repr(each)
+        for each in code.co_consts
+    ]
 
 
 def _name_of(item: Any) -> str:
     return f"{item.__module__}:{item.__qualname__}"
+
+
+_NAMED = frozenset({"enum", "namedtuple", "class", "dataclass", "function"})
+
+
+def _without_modules(tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return [_without_modules(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: item.rpartition(":")[2]
+        if name in _NAMED and isinstance(item, str)
+        else _without_modules(item)
+        for name, item in tree.items()
+    }
 
 
 def _find(name: str) -> Any:

@@ -173,3 +173,32 @@ class ConfigSpace(Sequence[Config]):
             else:
                 pruned.append(Pruned(config, f"{name} dropped it"))
         return kept, pruned
+
+
+class FixedSpace(ConfigSpace):
+    """What remains of ``space`` when the caller gives some values: its configs without these names.
+
+    ``prune_fn`` still sees whole configs.
+    """
+
+    def __init__(self, space: ConfigSpace, fixed: Config) -> None:
+        self._fixed = fixed
+        super().__init__(
+            [{name: value for name, value in c.items() if name not in fixed} for c in space]
+        )
+
+    def prune(
+        self,
+        prune_fn: Callable[..., object] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[list[Config], list[Pruned]]:
+        if prune_fn is None:
+            return super().prune(None, args, kwargs)
+        whole = prune_fn
+
+        @functools.wraps(whole)
+        def prune(config: Config, *args: Any, **kwargs: Any) -> object:
+            return whole(Config({**config, **self._fixed}), *args, **kwargs)
+
+        return super().prune(prune, args, kwargs)

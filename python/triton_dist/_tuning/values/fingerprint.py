@@ -44,7 +44,11 @@ class Fingerprint:
                     )
                     yield Difference(_sentence(field.name, name, old, new), patch_level)
         if self.space != now.space:
-            yield Difference("the config space or its prune_fn changed", False)
+            yield Difference(
+                f"config space: its digest was {self.space}, is {now.space}; the configs, their "
+                "order, prune_fn or check_fn changed",
+                False,
+            )
 
     def diff(self, now: Fingerprint) -> list[str]:
         """A sentence for each difference, naming the field and both values."""
@@ -57,7 +61,7 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
             return f"source: {name} is reached now and was not"
         if new is None:
             return f"source: {name} was reached and is not now"
-        return f"source: {name} changed"
+        return f"source: {name} changed, its digest was {old}, is {new}"
     return f"{group}: {name} was {old or 'not recorded'}, is {new or 'not known'}"
 
 

@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
 from triton_dist.errors import InvalidArgument
 
 
-@dataclass(frozen=True)
+class Origin(NamedTuple):
+    """Which function a key is of."""
+
+    function: str
+    """Its qualified name, without the module: renaming a file changes no key."""
+    module: str = ""
+    """Where it is defined: a module's importable name, a script's path."""
+    signature: str = ""
+    """Its parameters and what is tuned: tells functions of one name in one module apart."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
+        """The origin of ``function``, some of whose arguments, ``tunables``, are chosen."""
+        named = inspect.unwrap(function)
+        try:
+            parameters = list(inspect.signature(function).parameters)
+        except (TypeError, ValueError):  # a builtin does not tell
+            parameters = []
+        signature = f"({', '.join(parameters)}) tunes {', '.join(sorted(tunables))}"
+        qualname = getattr(named, "__qualname__", type(named).__qualname__)
+        return cls(qualname, _module_name(named.__module__), signature)
+
+
+@dataclass(frozen=True, eq=False)
 class Key:
     """Function, what its ``key_fn`` returned, and the hardware that tuned together.
 
     What else a result depends on (source, versions, config space) is in the
     :class:`~triton_dist._tuning.values.fingerprint.Fingerprint` inside the record, so that a
-    mismatch can be explained.
+    mismatch can be explained. So is the function's code: a record that was made when its file had
+    another name answers the key as well. ``module`` and ``signature``, and the modules of classes
+    in ``text``, are therefore not compared. The former only say which record a new one replaces, so
+    that two functions of one name keep theirs.
     """
 
     function: str
-    """``module.qualname``"""
+    """Qualified name, without the module."""
     text: str
     """The result of ``key_fn``, as :func:`codec.text` writes it."""
     hardware: str
+    module: str = ""
+    signature: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @classmethod
-    def of(cls, function: str, value: object, hardware: str) -> Key:
+    def of(cls, origin: Origin | str, value: object, hardware: str) -> Key:
         """The key of a ``key_fn`` result.
 
         Raises:
             InvalidArgument: a value that has no exact text, such as a tensor.
         """
+        function, module, signature = Origin(origin) if isinstance(origin, str) else origin
         try:
-            return cls(function, codec.text(codec.encode(value)), hardware)
+            return cls(function, codec.text(codec.encode(value)), hardware, module, signature)
         except TypeError as error:
             raise InvalidArgument(
                 function,
@@ -52,8 +91,23 @@ class Key:
 
     @cached_property
     def digest(self) -> str:
-        """Name of the record's file."""
-        return codec.digest(self.function, self.text, self.hardware)
+        """The same for equal keys; begins the name of the record's file."""
+        return codec.digest(self.function, json.loads(self.text), self.hardware)
+
+    @property
+    def full_name(self) -> str:
+        """Module and function, for people."""
+        return f"{self.module}.{self.function}" if self.module else self.function
+
+    @property
+    def in_schema_1(self) -> Key:
+        """The key that records of schema 1 have, whose function was ``module.qualname``."""
+        return Key(self.full_name, self.text, self.hardware)
+
+    @property
+    def schema_1_digest(self) -> str:
+        """The name of such a record's file."""
+        return codec.digest(self.full_name, self.text, self.hardware)
 
     @property
     def function_name(self) -> str:
@@ -62,6 +116,15 @@ class Key:
 
     def __str__(self) -> str:
         return show(json.loads(self.text))
+
+
+def _module_name(name: str) -> str:
+    """``name``, but of a program that runs as ``__main__`` the name or path that it has on disk."""
+    if name != "__main__":
+        return name
+    program = sys.modules["__main__"]
+    spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
+    return spec.name if spec is not None else os.path.abspath(file) if file else name
 
 
 def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 FailureKind = Literal[
     "pruned", "compile", "resources", "launch", "wrong_result", "timeout", "crashed"
@@ -26,6 +28,8 @@ class Measurement:
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError("a measurement needs at least one sample")
+        if not all(math.isfinite(sample) for sample in self.samples):
+            raise ValueError(f"a measurement's samples are times, got {self.samples}")
 
     @property
     def median(self) -> float:
@@ -48,3 +52,30 @@ class Failure:
 
 
 Outcome = Measurement | Failure
+
+
+def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
+    """What is known of a config that was measured again: all samples, or a failure at any time."""
+    if earlier is None or isinstance(later, Failure):
+        return later
+    if isinstance(earlier, Failure):
+        return earlier
+    return Measurement(earlier.samples + later.samples, earlier.warmup, earlier.reduction)
+
+
+def outcome_tree(outcome: Outcome) -> dict[str, Any]:
+    """For JSON; the median is for the eye."""
+    if isinstance(outcome, Failure):
+        return {"failure": dict(vars(outcome))}
+    return {"ms": outcome.median, **vars(outcome), "samples": list(outcome.samples)}
+
+
+def read_outcome(tree: Mapping[str, Any]) -> Outcome:
+    """What :func:`outcome_tree` wrote. Raises ``ValueError``, ``TypeError`` or ``LookupError``."""
+    if "failure" in tree:
+        failure = Failure(**tree["failure"])
+        if failure.kind not in FAILURE_KINDS:
+            raise ValueError(f"no failure is of kind {failure.kind!r}")
+        return failure
+    samples = tuple(float(sample) for sample in tree["samples"])
+    return Measurement(samples, int(tree["warmup"]), tree["reduction"])

@@ -15,18 +15,55 @@ class Policy:
     """
 
     warmup: int = 3
-    """Untimed runs of each candidate."""
+    """Untimed runs before the samples of each request, besides the one run to the end that every
+    candidate begins with."""
     repeat: int = 10
-    """Timed runs of each candidate."""
+    """Timed runs of each candidate; when they race, of each finalist in the final."""
+    rounds: tuple[int, ...] = (1, 2, 5)
+    """When they race: samples that a candidate has after each round before the final."""
     timing: str = "events"
-    """``events``: the device's own timer around each run."""
+    """``events``: the device's own timer around each run. ``graph``: the same around replays of
+    each candidate, captured."""
     flush: bool = True
     """Whether the last-level cache is evicted before each run."""
     search: str = "exhaustive"
+    indifference: float = 0.01
+    """Relative difference in time that nobody minds: within it the earliest config is preferred."""
     max_seconds: float | None = None
     """No new candidate is begun after that; the first always is."""
     max_trials: int | None = None
-    """At most so many candidates are tried."""
+    """At most so many candidates are tried, however often each."""
+
+    @classmethod
+    def on(
+        cls,
+        device: str,
+        *,
+        timing: str,
+        search: str,
+        max_seconds: float | None = None,
+        max_trials: int | None = None,
+    ) -> Policy:
+        """The numbers for a device: the one place that says how often a candidate runs.
+
+        A racing candidate has no warm-up but its run to the end, which comes right before its first
+        sample: compiled and loaded it is by then, and caches are evicted before each sample anyway.
+        A captured graph is replayed once untimed, since its first launch uploads it.
+
+        On CPU ranks a run takes 10 to 100 ms in the interpreter and no user minds which config
+        wins: few runs. Nor does one sample show a clear loser there: processes share the cores.
+        """
+        racing, cpu = search == "racing", device == "cpu"
+        warmup = 0 if racing else 1 if cpu else 3
+        return cls(
+            warmup=max(warmup, 1) if timing == "graph" and not cpu else warmup,
+            repeat=4 if cpu else 10,
+            rounds=(2,) if cpu else (1, 2, 5),
+            timing=timing,
+            search=search,
+            max_seconds=max_seconds,
+            max_trials=max_trials,
+        )
 
     def facts(self) -> Mapping[str, str]:
         """All fields that are set, as text; part of the fingerprint."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import Config, show_config
 from triton_dist._tuning.values.fingerprint import Fingerprint
 from triton_dist._tuning.values.key import Key
-from triton_dist._tuning.values.outcome import FAILURE_KINDS, Failure, Measurement, Outcome
-from triton_dist.errors import NoValidConfig
+from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
+from triton_dist._tuning.values.winner import winner
+from triton_dist.errors import NewerSchema, NoValidConfig
 
-SCHEMA = 1
-"""Raised whenever a reader of the previous one would misread a record."""
+SCHEMA = 2
+"""Raised whenever a reader of the previous one would misread a record; records of the previous one
+are read too. 2: the function's module is no part of its name."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,18 @@ class TuningRecord:
 
     @property
     def best(self) -> Trial:
-        """The trial with the lowest median; of equals the earliest in the space.
+        """The trial that wins, by the rule of :func:`~triton_dist._tuning.values.winner.winner`
+        with the indifference of the policy that it was found under.
 
         Raises:
             NoValidConfig: every config failed; holds each cause.
         """
-        measured = [trial for trial in self.trials if isinstance(trial.outcome, Measurement)]
-        if not measured:
+        indifference = float(self.fingerprint.policy.get("indifference", 0.0))
+        index = winner([trial.outcome for trial in self.trials], indifference)
+        if index is None:
             causes = {str(trial): str(trial.outcome) for trial in self.trials}
-            raise NoValidConfig(self.key.function, self.key, causes)
-        return min(measured, key=lambda trial: trial.outcome.median)  # type: ignore[union-attr]
+            raise NoValidConfig(self.key.full_name, self.key, causes)
+        return self.trials[index]
 
     @property
     def digest(self) -> str:
@@ -70,6 +74,8 @@ class TuningRecord:
         return {
             "schema": SCHEMA,
             "function": self.key.function,
+            "module": self.key.module,
+            "signature": self.key.signature,
             "key": json.loads(self.key.text),
             "best": {
                 "config": str(best),
@@ -88,15 +94,19 @@ class TuningRecord:
         """The record that :meth:`to_tree` wrote.
 
         Raises:
+            NewerSchema: it is of a later version of triton_dist, and may be whole.
             ValueError: anything else; says what is wrong with it.
         """
-        if not isinstance(tree, dict):
-            raise ValueError("it is not a JSON object")
-        if tree.get("schema") != SCHEMA:
-            raise ValueError(f"its schema is {tree.get('schema')!r}, this version reads {SCHEMA}")
+        tree = _upgraded(tree)
         try:
             record = cls(
-                key=Key(tree["function"], codec.text(tree["key"]), tree["hardware_group"]),
+                key=Key(
+                    function=tree["function"],
+                    text=codec.text(tree["key"]),
+                    hardware=tree["hardware_group"],
+                    module=str(tree["module"]),
+                    signature=str(tree["signature"]),
+                ),
                 fingerprint=_read_fingerprint(tree["fingerprint"]),
                 trials=tuple(_read_trial(trial) for trial in tree["trials"]),
                 timestamp=str(tree["timestamp"]),
@@ -104,9 +114,45 @@ class TuningRecord:
             )
             if record.best.digest != tree["best"]["digest"]:
                 raise ValueError("its best config is not the fastest of its trials")
-        except (KeyError, TypeError, AttributeError, NoValidConfig) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError, NoValidConfig) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return record
+
+
+class StoredRecord(NamedTuple):
+    """A record as a store gives it."""
+
+    record: TuningRecord
+    where: str
+    """Its file, or ``"memory"``."""
+
+
+def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
+    """``tree`` as the current schema has it."""
+    if not isinstance(tree, dict):
+        raise ValueError("it is not a JSON object")
+    schema = tree.get("schema")
+    if type(schema) is not int or schema < SCHEMA - 1:
+        raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA - 1} and {SCHEMA}")
+    if schema > SCHEMA:
+        raise NewerSchema(schema, SCHEMA)
+    if schema == SCHEMA:
+        return tree
+    return _from_schema_1(tree)
+
+
+def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
+    """Its function was ``module.qualname``, which cannot be taken apart here (see
+    :attr:`Key.in_schema_1`), and its digests of configs had the modules of classes in them."""
+    try:
+        trials = [trial | {"digest": codec.digest(trial["values"])} for trial in tree["trials"]]
+        now = {
+            old["digest"]: new["digest"] for old, new in zip(tree["trials"], trials, strict=True)
+        }
+        best = tree["best"] | {"digest": now[tree["best"]["digest"]]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return {**tree, "module": "", "signature": "", "trials": trials, "best": best}
 
 
 def _plain(facts: Mapping[str, str] | str) -> codec.Tree:
@@ -115,29 +161,14 @@ def _plain(facts: Mapping[str, str] | str) -> codec.Tree:
 
 def _trial_tree(trial: Trial) -> codec.Tree:
     tree: dict[str, codec.Tree] = {"config": str(trial), "digest": trial.digest}
-    if isinstance(trial.outcome, Failure):
-        tree["failure"] = dict(vars(trial.outcome))
-    else:
-        tree["ms"] = trial.outcome.median
-        tree |= vars(trial.outcome) | {"samples": list(trial.outcome.samples)}
-    return tree | {"values": trial.config}
+    return {**tree, **outcome_tree(trial.outcome), "values": trial.config}
 
 
 def _read_trial(tree: Mapping[str, Any]) -> Trial:
     config = tree["values"]
     if codec.digest(config) != tree["digest"]:
         raise ValueError(f"the digest of config {show_config(config)} does not fit")
-    return Trial(tree["digest"], config, _read_outcome(tree))
-
-
-def _read_outcome(tree: Mapping[str, Any]) -> Outcome:
-    if "failure" in tree:
-        failure = Failure(**tree["failure"])
-        if failure.kind not in FAILURE_KINDS:
-            raise ValueError(f"no failure is of kind {failure.kind!r}")
-        return failure
-    samples: Sequence[float] = [float(sample) for sample in tree["samples"]]
-    return Measurement(tuple(samples), int(tree["warmup"]), tree["reduction"])
+    return Trial(tree["digest"], config, read_outcome(tree))
 
 
 def _read_fingerprint(tree: Mapping[str, Any]) -> Fingerprint:

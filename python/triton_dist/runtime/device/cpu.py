@@ -13,6 +13,7 @@ import torch
 
 from triton_dist import knobs
 from triton_dist.errors import WaitTimeout
+from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 
 _HOPPER_SHARED_MEMORY = 232_448
@@ -60,6 +61,10 @@ class CpuDevice:
 
     def sleep_milliseconds(self, milliseconds: float) -> None:
         time.sleep(milliseconds / 1e3)
+
+    def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
+        """``call`` itself: there is no launch that a graph would spare."""
+        return call
 
     def hold(self) -> None:
         """Nothing: calls are not queued, they run."""
@@ -128,7 +133,7 @@ class CpuCopyStream:
 
 
 def _spin_until_equal(flags: torch.Tensor, index: int, value: int) -> None:
-    limit = knobs.wait_timeout.get()
+    limit = waits.interpreted_limit_seconds()
     deadline = time.monotonic() + limit
     while int(flags[index]) != value:
         if time.monotonic() > deadline:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import itertools
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
@@ -13,6 +18,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 _WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
 _POLL_SECONDS = 50e-6
 _HOLD_MILLISECONDS = 0.5
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 class CudaDevice:
@@ -66,6 +72,7 @@ class CudaDevice:
             "capability": capability,
             "sms": str(self.num_sms),
             "driver": _driver_version(),
+            "peer_access": _peer_access(),
         }
 
     def shared_memory_bytes(self) -> int:
@@ -83,6 +90,35 @@ class CudaDevice:
     def sleep_milliseconds(self, milliseconds: float) -> None:
         """The same for a time, at the SMs' top clock."""
         self.sleep(int(milliseconds * self._properties.clock_rate))  # kHz
+
+    def capture(self, call: Callable[[], object], seconds: float) -> Callable[[], object]:
+        """Run ``call`` once, on a side stream, since what happens only once (loading, allocating)
+        cannot be captured; then capture it in a CUDA graph, and return its replay.
+
+        Raises:
+            TimeoutError: the run did not finish within ``seconds``.
+            Exception: what ``call`` raised, in the run or in the capture.
+        """
+        side = torch.cuda.Stream(self.torch_device)
+        side.wait_stream(torch.cuda.current_stream(self.index))
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream(self.index).wait_stream(side)
+        self.synchronize(seconds)
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`: it waits without a limit, and leaves its stream current when the
+        # capture breaks.
+        with torch.cuda.stream(side):
+            # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                call()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # says less than what broke the capture
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
 
     def hold(self) -> None:
         """Keep the current stream busy until the host has queued a call behind it, so that launch
@@ -162,7 +198,27 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _driver_version() -> str:
-    """Version of CUDA that the installed driver supports, as ``major.minor``."""
+    """Version of the installed driver, such as ``550.54.15``; where the kernel does not show it,
+    that of CUDA that it supports, as ``major.minor``."""
+    with suppress(OSError):
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+\d)\s", _DRIVER_FILE.read_text())
+        if found is not None:
+            return found.group(1)
     version = ctypes.c_int()
     status = _driver().cuDriverGetVersion(ctypes.byref(version))
     return f"{version.value // 1000}.{version.value % 1000 // 10}" if status == 0 else "unknown"
+
+
+@functools.cache
+def _peer_access() -> str:
+    """How the host's GPUs reach one another's memory: ``full mesh of 4``, ``6 of 12 pairs``, or
+    ``none``.
+
+    NVLink is not told from PCIe here, but a host whose GPUs are joined differently is.
+    """
+    count = torch.cuda.device_count()
+    pairs = list(itertools.permutations(range(count), 2))
+    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    if reached == 0:
+        return "none"
+    return f"full mesh of {count}" if reached == len(pairs) else f"{reached} of {len(pairs)} pairs"

@@ -19,10 +19,16 @@ class SoloRank:
     def facts(self) -> Mapping[str, str]:
         return {"world_size": "1", "local_world_size": "1"}
 
-    def decide(self, phase: str, value: T | None) -> T:
+    def converse(self) -> SoloRank:
+        return self
+
+    def leave(self, reason: str) -> None:
+        pass
+
+    def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         return value  # type: ignore[return-value]  # the leader always brings a value
 
-    def gather(self, phase: str, value: T) -> list[T]:
+    def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
     def all_agree(self, phase: str, flag: bool) -> bool:
@@ -31,8 +37,8 @@ class SoloRank:
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return list(values)
 
-    def barrier(self, phase: str) -> None:
+    def barrier(self, phase: str, seconds: float | None = None) -> None:
         pass
 
-    def align(self) -> None:
+    def align(self, phase: str = "align", seconds: float | None = None) -> None:
         pass

@@ -1,0 +1,119 @@
+"""How fast candidates are compiled, and what that does to the thread that measures; needs no GPU.
+
+    python benchmarks/bench_compile.py --json compile.json
+
+The persistent GEMM's tiles are compiled for an H200 by threads of this process, as many as asked
+for, and by the processes that the tuner uses. Meanwhile another thread sleeps for half a
+millisecond, again and again, as a tuner does while it waits for its samples: how late it wakes is
+by how much the compilation disturbs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.kernels.common.gemm_launch import sharded_gemm
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
+from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES
+from triton_dist.runtime.compiling import CompilePool
+from triton_dist.testing.compile_only import install
+
+_NAP = 0.5e-3
+
+
+def launch(config: triton.Config) -> Launch:
+    """Of an [8192, 8192] x [8192, 7168] product in fp16."""
+    a, b, c = (
+        torch.empty(shape, dtype=torch.float16, device="meta")
+        for shape in ((8192, 8192), (8192, 7168), (8192, 7168))
+    )
+    return sharded_gemm(a, b, c, config, num_sms=132, persistent=True)
+
+
+def by_threads(launches: Sequence[Launch], workers: int) -> None:
+    def warm(each: Launch) -> None:
+        each.kernel.warmup(*each.args, grid=each.grid, **each.options)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(warm, launches))
+
+
+def by_processes(launches: Sequence[Launch], workers: int) -> None:
+    """With as many as there are processors."""
+    pool = CompilePool()
+    kernels = [kernel for each in launches for kernel in pool.missing(each.compile)]
+    pool.begin(kernels, max(1, len(os.sched_getaffinity(0)) // workers))
+    for kernel in kernels:
+        pool.wait(kernel)
+    pool.close()
+
+
+def measure(way: Callable[[Sequence[Launch], int], None], workers: int) -> dict[str, float]:
+    """From an empty cache."""
+    kernel_gemm_persistent.device_caches.clear()
+    launches = [launch(config) for config in PERSISTENT_TILES]
+    late: list[float] = []
+    done = threading.Event()
+
+    def nap() -> None:
+        while not done.is_set():
+            begin = time.perf_counter()
+            time.sleep(_NAP)
+            late.append(time.perf_counter() - begin - _NAP)
+
+    napper = threading.Thread(target=nap)
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        os.environ["TRITON_CACHE_DIR"] = folder
+        napper.start()
+        begin = time.perf_counter()
+        way(launches, workers)
+        seconds = time.perf_counter() - begin
+        done.set()
+        napper.join()
+    late.sort()
+    return {
+        "configs_per_second": len(launches) / seconds,
+        "late_ms_p99": late[len(late) * 99 // 100] * 1e3,
+        "late_ms_max": late[-1] * 1e3,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description="How fast candidates are compiled.")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args(arguments)
+    install(90)
+    results = {}
+    for way in (by_threads, by_processes):
+        for workers in options.workers:
+            name = f"{workers} {way.__name__.removeprefix('by_')}"
+            found = results[name] = measure(way, workers)
+            print(
+                f"{name:14}{found['configs_per_second']:7.2f} configs/s, a nap is late by "
+                f"{found['late_ms_p99']:.1f} ms (p99), {found['late_ms_max']:.1f} ms (most)"
+            )
+    hardware = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    report = {"hardware": hardware, "triton": triton.__version__, "results": results}
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main()

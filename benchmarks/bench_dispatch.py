@@ -1,0 +1,117 @@
+"""What a tuned function costs when nothing is left to be tuned.
+
+    python benchmarks/bench_dispatch.py --json dispatch.json
+
+Each number is the best of many repeats: what other processes take only ever adds. The overhead of a
+hit is what it takes beyond the plain call and one call of ``key_fn``; a guarded look-up, the least
+that a tuner could do, is measured next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import timeit
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from triton_dist.tune import autotune
+
+
+def key_fn(a: int, b: int = 0) -> int:
+    return a
+
+
+def function(a: int, b: int = 0, *, n: int = 1) -> int:
+    return a
+
+
+class Layer:
+    @autotune([{"n": 3}], lambda self, a, b=0: a, scope="rank")
+    def tuned(self, a: int, b: int = 0, *, n: int = 1) -> int:
+        return a
+
+
+class Guarded:
+    """The least: a call that looks its config up."""
+
+    def __init__(self) -> None:
+        self.chosen = {1: {"n": 3}}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> int:
+        config = self.chosen.get(key_fn(*args, **kwargs))
+        if config is None:
+            raise LookupError(args)
+        return function(*args, **kwargs, **config)
+
+
+WAYS = {
+    "plain call": "function(1, 2, n=3)",
+    "key_fn": "key_fn(1, 2)",
+    "guarded look-up": "guarded(1, 2)",
+    "hit": "tuned(1, 2)",
+    "hit of a method": "layer.tuned(1, 2)",
+    "hit with keywords": "tuned(1, b=2)",
+}
+
+
+def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
+    """Microseconds of one call, the best of ``repeats`` averages over ``number``."""
+    names: dict[str, Any] = {
+        "function": function,
+        "key_fn": key_fn,
+        "guarded": Guarded(),
+        "tuned": autotune([{"n": 3}], key_fn, scope="rank")(function),
+        "layer": Layer(),
+    }
+    names["tuned"](1, 2)
+    names["layer"].tuned(1, 2)
+    timers = {way: timeit.Timer(statement, globals=names) for way, statement in WAYS.items()}
+    best = dict.fromkeys(WAYS, float("inf"))
+    for _ in range(repeats):  # in turn, so that a slow moment of the machine is one of all
+        for way, timer in timers.items():
+            best[way] = min(best[way], timer.timeit(number) / number * 1e6)
+    return best
+
+
+def overhead(times: dict[str, float], way: str) -> float:
+    """Microseconds that ``way`` takes beyond the plain call and ``key_fn``."""
+    return times[way] - times["plain call"] - times["key_fn"]
+
+
+def hardware() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description="What a hit of a tuned function costs.")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--number", type=int, default=5000)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args(arguments)
+    times = measure(options.repeats, options.number)
+    for way, microseconds in times.items():
+        beyond = f"{overhead(times, way):8.3f}" if way.startswith(("hit", "guarded")) else " " * 8
+        print(f"{way:20}{microseconds:8.3f} us{beyond}")
+    print("second column: beyond the plain call and key_fn")
+    report = {"hardware": hardware(), "microseconds": times}
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_DIST_CACHE_DIR"] = folder
+        main(sys.argv[1:])

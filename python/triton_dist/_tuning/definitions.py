@@ -1,0 +1,155 @@
+"""Finds the source of running code: what defined a function or a class, and what made a global.
+
+A file is read, parsed and compiled once. The compiled code is compared with the code that runs, so
+that a file that was edited after it was imported is not mistaken for what was timed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass
+class Listing:
+    """What one file defines."""
+
+    functions: dict[tuple[int, str], Definition] = field(default_factory=dict)
+    """By the line of the first decorator, or of ``def``, and name: as code objects have them."""
+    classes: dict[str, Definition] = field(default_factory=dict)
+    """By qualified name."""
+    codes: dict[tuple[int, str], list[types.CodeType]] = field(default_factory=dict)
+    """By the same. Several lambdas may be on one line."""
+    makers: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    """The statements of the module that bind or change a name, by that name."""
+
+    def has(self, code: types.CodeType) -> bool:
+        """Whether ``code`` is what the file compiles to."""
+        return code in self.codes.get(_place(code), [])
+
+
+def definition(item: types.CodeType | type) -> Definition | None:
+    """The statement that defined ``item``.
+
+    ``None`` for a lambda, and when the source is not at hand or is another's.
+    """
+    if isinstance(item, types.CodeType):
+        listing = _listing_of(item.co_filename, [item], item)
+        return None if listing is None else listing.functions.get(_place(item))
+    file = _file(sys.modules.get(item.__module__))
+    listing = _listing_of(file, _codes(item, file), item)
+    return None if listing is None else listing.classes.get(item.__qualname__)
+
+
+def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
+    """The top-level statements of ``module`` that bind ``name`` or change what it holds."""
+    file = _file(module)
+    listing = _listing_of(file, _codes(module, file), module.__spec__)  # a reload makes a new spec
+    return [] if listing is None else listing.makers.get(name, [])
+
+
+_known: dict[tuple[int, str], tuple[object, Listing | None]] = {}
+"""By the identity of what was asked for, which is kept alive, and its file."""
+
+
+def _listing_of(file: str, codes: list[types.CodeType], item: object) -> Listing | None:
+    """What ``file`` defined when ``item`` was first asked for; ``None`` if that is not ``codes``.
+
+    A module that is imported again has new code objects: then its file is read again.
+    """
+    if not file:
+        return None
+    if (id(item), file) not in _known:
+        linecache.checkcache(file)
+        listing = _listing("".join(linecache.getlines(file)))
+        if listing is not None and not all(map(listing.has, codes)):
+            listing = None
+        _known[id(item), file] = item, listing
+    return _known[id(item), file][1]
+
+
+def _file(module: types.ModuleType | None) -> str:
+    return getattr(module, "__file__", None) or ""
+
+
+def _codes(holder: type | types.ModuleType, file: str) -> list[types.CodeType]:
+    """Code from ``file`` that ``holder`` has."""
+    codes = [getattr(value, "__code__", None) for value in list(vars(holder).values())]
+    found = [code for code in codes if isinstance(code, types.CodeType)]
+    return [code for code in found if code.co_filename == file]
+
+
+@functools.lru_cache(maxsize=256)
+def _listing(text: str) -> Listing | None:
+    try:
+        tree = ast.parse(text)
+        module = compile(tree, "listing", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+    listing = Listing()
+    for code in with_inner(module):
+        listing.codes.setdefault(_place(code), []).append(code)
+    _collect(tree, "", listing)
+    for statement in tree.body:
+        for name in _made_by(statement):
+            listing.makers.setdefault(name, []).append(statement)
+    return listing
+
+
+def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """``code`` and that of everything defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from with_inner(constant)
+
+
+def _place(code: types.CodeType) -> tuple[int, str]:
+    return code.co_firstlineno, code.co_name
+
+
+def _collect(node: ast.AST, prefix: str, listing: Listing) -> None:
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.ClassDef):
+            listing.classes[prefix + child.name] = child
+            inner = f"{prefix}{child.name}."
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
+            listing.functions[first, child.name] = child
+            inner = f"{prefix}{child.name}.<locals>."
+        _collect(child, inner, listing)
+
+
+def _made_by(statement: ast.stmt) -> set[str]:
+    """Names that ``statement`` binds, and those whose value it changes in place: ``A[0] = 1``,
+    ``A.append(1)``."""
+    if isinstance(statement, (Definition, ast.Import, ast.ImportFrom)) or _is_main(statement):
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            found.add(_root(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            found.add(_root(node.func))
+    return found
+
+
+def _is_main(statement: ast.stmt) -> bool:
+    """``if __name__ == "__main__":`` runs in scripts alone."""
+    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,34 @@
+"""Where the time of a tuning goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Phase = Literal["compile", "measure", "agree"]
+
+
+class Clock:
+    """Seconds by phase; within another phase a phase does not count.
+
+    ``compile``: until a candidate is ready to run, on whichever rank. ``measure``: runs and
+    samples, with lining up for them. ``agree``: all other waits for other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Phase, float] = {"compile": 0.0, "measure": 0.0, "agree": 0.0}
+        self._running = False
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        if self._running:
+            yield
+            return
+        self._running, begin = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = False
+            self.seconds[name] += time.monotonic() - begin

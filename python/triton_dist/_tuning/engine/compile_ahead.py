@@ -1,0 +1,107 @@
+"""Compiling the candidates while others are measured, each kernel once on a host.
+
+The ranks tell one another which kernels each would compile for which candidate, and which cache
+they share. So all know, with no further word, which rank compiles what, and for which candidates
+there is something to wait for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.values import Config
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one rank misses."""
+
+    cache: str
+    kernels: Mapping[str, Sequence[str]]
+    """For each candidate, by digest: the kernels that are not in the cache, in order."""
+
+
+class CompileAhead:
+    """A context manager around the candidates: what is not compiled at its end never will be.
+
+    Without a ``prepare`` hook, or where nothing is compiled, it does nothing.
+    """
+
+    def __init__(self, subject: Subject, parts: Parts, call: Call, ranks: Conversation) -> None:
+        self._prepare, self._call, self._ranks = subject.hooks.prepare, call, ranks
+        self._seconds = parts.compile_seconds
+        self._compiler = None if parts.compiler is None else parts.compiler()
+        self._all: Sequence[Needs] = ()
+
+    def begin(self, candidates: Sequence[Config]) -> None:
+        """Collective. Run ``prepare`` for each candidate, with compiling left out; then start
+        compiling this rank's share of what is missing."""
+        prepare, compiler = self._prepare, self._compiler
+        if compiler is None or prepare is None:
+            return
+        args, kwargs, phase = self._call.args, self._call.kwargs, "list the kernels"
+        kernels: dict[str, list[str]] = {}
+        with self._ranks.user_code(phase, self._seconds) as watch:
+            watch.begin()
+            for config in candidates:
+                run = functools.partial(prepare, *args, **kwargs, **config.arguments())
+                kernels[config.digest] = compiler.missing(run)
+            watch.end()
+        own = Needs(compiler.cache, kernels)
+        self._all = self._ranks.gather(phase, own, self._seconds)
+        sharers = sum(needs.cache == own.cache for needs in self._all)
+        compiler.begin(share(self._all, self._ranks.rank), sharers)
+
+    def is_needed(self, config: Config) -> bool:
+        """Whether some rank misses a kernel for ``config``; the same answer on every rank."""
+        return any(needs.kernels.get(config.digest) for needs in self._all)
+
+    def wait(self, config: Config) -> None:
+        """Until this rank has done its share for ``config``, for whichever rank needs it.
+
+        Raises:
+            CandidateFailed: a kernel does not compile.
+            CompileTimeout: a kernel takes too long.
+        """
+        needed = (needs.kernels.get(config.digest, ()) for needs in self._all)
+        for kernel in dict.fromkeys(itertools.chain.from_iterable(needed)):
+            if self._compiler is not None:
+                self._compiler.wait(kernel)
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+
+def share(everyone: Sequence[Needs], rank: int) -> list[str]:
+    """What ``rank`` compiles, in order of need.
+
+    Of the ranks that share a cache and miss a kernel, the one with the least to do takes it.
+    """
+    sharers = [other for other, needs in enumerate(everyone) if needs.cache == everyone[rank].cache]
+    shares: dict[int, list[str]] = {other: [] for other in sharers}
+    taken: set[str] = set()
+    for config in everyone[rank].kernels:
+        missed_by: dict[str, list[int]] = {}
+        for other in sharers:
+            for kernel in everyone[other].kernels.get(config, ()):
+                missed_by.setdefault(kernel, []).append(other)
+        for kernel, ranks in missed_by.items():
+            if kernel not in taken:
+                taken.add(kernel)
+                shares[min(ranks, key=lambda other: (len(shares[other]), other))].append(kernel)
+    return shares[rank]

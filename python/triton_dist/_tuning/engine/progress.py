@@ -1,0 +1,94 @@
+"""What a tuning knows of its candidates, in this start and in those before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.protocols import Journal
+from triton_dist._tuning.values import (
+    Config,
+    Entry,
+    Failure,
+    Outcome,
+    Request,
+    Trial,
+    TuningRecord,
+    codec,
+)
+from triton_dist._tuning.values.outcome import joined
+
+
+class Progress:
+    """Outcomes by config, and the journal that keeps them for a next start.
+
+    To resume is to tell again: the search, which is deterministic, asks as it did, and as long as
+    the journal has what it asks for, that is told instead of measured.
+
+    Args:
+        head: what the tuning depends on; a journal with another one is of no use.
+        own: a record that this rank has already and that is to be replaced.
+    """
+
+    def __init__(
+        self, journal: Journal, head: codec.Tree, own: TuningRecord | None, ranks: Conversation
+    ) -> None:
+        self._journal, self._ranks = journal, ranks
+        ranks.quarantine = lambda config, failure: journal.quarantine(head, config.digest, failure)
+        # Ranks on other hosts may have cache folders of their own.
+        self._stuck: dict[str, Failure] = {}
+        for stuck in ranks.gather("quarantine", dict(journal.quarantined(head))):
+            self._stuck = {**stuck, **self._stuck}
+        self._entries: list[Entry] = []
+        if ranks.is_leader:
+            self._entries = list(journal.begin(head, own.digest if own is not None else None))
+        self._n = 0
+        self._outcomes: dict[str, Outcome] = {}
+        self._seconds, self._begin = 0.0, time.monotonic()
+
+    @property
+    def tried(self) -> int:
+        """How many configs there is an outcome of."""
+        return len(self._outcomes)
+
+    @property
+    def requests(self) -> int:
+        """How many were answered."""
+        return self._n
+
+    def has(self, config: Config) -> bool:
+        return config.digest in self._outcomes
+
+    @property
+    def seconds(self) -> float:
+        """What the tuning took, earlier starts included."""
+        return self._seconds + time.monotonic() - self._begin
+
+    def known(self, request: Request) -> Outcome | None:
+        """On the leader: what needs no measuring."""
+        digest = request.config.digest
+        if self._n < len(self._entries):
+            entry = self._entries[self._n]
+            if (entry.config, entry.samples) == (digest, request.samples):
+                self._seconds, self._begin = entry.seconds, time.monotonic()
+                return entry.outcome
+            del self._entries[self._n :]  # another search: what it asked for is not what we ask
+        return self._stuck.get(digest)
+
+    def learn(self, request: Request, outcome: Outcome) -> Outcome:
+        """What is known of the config now. On the disk before any rank hears of the next."""
+        digest = request.config.digest
+        if self._ranks.is_leader and self._n >= len(self._entries):
+            self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))
+        self._n += 1
+        together = self._outcomes[digest] = joined(self._outcomes.get(digest), outcome)
+        return together
+
+    def trials(self, candidates: Sequence[Config]) -> list[Trial]:
+        """In the order of the space, whatever the search asked for first."""
+        return [
+            Trial.of(config, self._outcomes[config.digest])
+            for config in candidates
+            if config.digest in self._outcomes
+        ]

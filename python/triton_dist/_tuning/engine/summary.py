@@ -1,0 +1,70 @@
+"""The table at the end of a tuning."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from triton_dist._tuning.engine.clock import Phase
+from triton_dist._tuning.values import Failure, Measurement, Trial, TuningRecord
+
+_TOP = 5
+
+
+def summary(record: TuningRecord, default: str, phases: Mapping[Phase, float]) -> list[str]:
+    """Lines: the fastest configs, the winner and the default, then failures by kind.
+
+    Args:
+        default: digest of the first config of the space.
+        phases: seconds by name.
+    """
+    measured = sorted(
+        ((t, t.outcome) for t in record.trials if isinstance(t.outcome, Measurement)),
+        key=lambda pair: pair[1].median,
+    )
+    medians = {trial.digest: outcome.median for trial, outcome in measured}
+    fastest, best = measured[0][1].median, record.best.digest
+    lines = [f"  {'ms':>10} {'spread':>7} {'to best':>8} {'to default':>10} {'samples':>7}  config"]
+    for place, (trial, outcome) in enumerate(measured):
+        marks = [name for name, d in (("winner", best), ("default", default)) if d == trial.digest]
+        if place >= _TOP and not marks:
+            continue
+        to_default = _ratio(outcome.median, medians.get(default))
+        note = f"  <- {', '.join(marks)}" if marks else ""
+        lines.append(
+            f"  {outcome.median:10.4f} {_spread(outcome):>7} {_ratio(outcome.median, fastest):>8} "
+            f"{to_default:>10} {len(outcome.samples):>7}  {trial}{note}"
+        )
+    if len(measured) > len(lines) - 1:
+        lines.append(f"  and {len(measured) - len(lines) + 1} more")
+    lines += _failures(record.trials)
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
+    return [*lines, f"  of {record.seconds:.1f} s: {spent}"]
+
+
+def _spread(outcome: Measurement) -> str:
+    """Distance of the quartiles, relative to the median."""
+    if len(outcome.samples) < 2:
+        return "-"
+    first, _, third = statistics.quantiles(outcome.samples, n=4, method="inclusive")
+    return f"{(third - first) / outcome.median:.1%}" if outcome.median else "-"
+
+
+def _ratio(time: float, other: float | None) -> str:
+    return f"{time / other:.3f}x" if other else "-"
+
+
+def _failures(trials: tuple[Trial, ...]) -> Iterator[str]:
+    """One line a kind, with the first message of it."""
+    kinds: dict[str, list[Failure]] = {}
+    for trial in trials:
+        if isinstance(trial.outcome, Failure):
+            kinds.setdefault(trial.outcome.kind, []).append(trial.outcome)
+    for kind, failures in kinds.items():
+        yield f"  {len(failures)} x {kind}, the first: {one_line(failures[0].message)}"
+
+
+def one_line(text: str) -> str:
+    """The beginning of a message."""
+    text = " ".join(text.split())
+    return text if len(text) <= 160 else f"{text[:160]} ..."

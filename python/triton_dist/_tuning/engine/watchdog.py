@@ -1,0 +1,139 @@
+"""Ends a process that is stuck inside the user's code.
+
+A rank that waits there for a peer that is gone (a collective, a spinning kernel launch) cannot be
+interrupted from Python; its end is the only way to let the launcher, and the other ranks, go on. So
+it is made a loud end: the config is quarantined, the stacks of all threads are shown, and the exit
+status tells it from other deaths. The next start goes on with the tuning and skips the config.
+
+Code that holds the interpreter's lock for ever stops the watchdog too; the other ranks then name
+this one when their own time is up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from triton_dist.errors import WATCHDOG_EXIT_STATUS
+
+_LOOK_SECONDS = 0.5
+_end: Callable[[int], object] = os._exit
+
+
+@dataclass(eq=False)
+class Watch:
+    """One stay in the user's code."""
+
+    seconds: float
+    grace: float
+    report: Callable[[], str]
+    """Called once it is overdue, on a thread of its own; gives the sentence for stderr."""
+    due: float = math.inf
+    overdue: bool = False
+
+    def begin(self) -> None:
+        """Time runs from now. No lock: these two are called in the middle of what is timed."""
+        self.due = time.monotonic() + self.seconds
+
+    def end(self) -> None:
+        """The user's code came back."""
+        self.due = math.inf
+
+
+class Watchdog:
+    """Watches all threads of a process from one daemon thread, which the first watch starts."""
+
+    def __init__(self) -> None:
+        self._watches: set[Watch] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._of_thread = threading.local()
+
+    @contextmanager
+    def watching(self, seconds: float, grace: float, report: Callable[[], str]) -> Iterator[Watch]:
+        """Within, between ``begin`` and ``end`` of what this gives, the user's code runs: past
+        ``seconds`` call ``report``, and ``grace`` later end the process.
+
+        ``overdue`` says afterwards whether it was reported.
+        """
+        watch = Watch(seconds, grace, report)
+        stack = self._stack()
+        stack.append(watch)
+        self._add(watch)
+        try:
+            yield watch
+        finally:
+            with self._changed:
+                self._watches.discard(watch)
+            stack.pop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, this thread is in the tuner's own code, which bounds its waits itself: a tuned
+        function that is tried calls one that is not tuned yet. Afterwards time starts anew."""
+        running = [watch for watch in self._stack() if watch.due != math.inf]
+        for watch in running:
+            watch.end()
+        try:
+            yield
+        finally:
+            for watch in running:
+                watch.begin()
+
+    def _stack(self) -> list[Watch]:
+        stack: list[Watch] = self._of_thread.__dict__.setdefault("stack", [])
+        return stack
+
+    def _add(self, watch: Watch) -> None:
+        with self._changed:
+            self._watches.add(watch)
+            if self._thread is None or not self._thread.is_alive():  # none yet, or in a fork
+                self._thread = threading.Thread(
+                    target=self._run, name="triton_dist-watchdog", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                first = min(self._watches, key=lambda watch: watch.due, default=None)
+                now = time.monotonic()
+                if first is None or first.due > now:
+                    # A watch that begins meanwhile does not say so: it is looked at now and then.
+                    self._changed.wait(
+                        None if first is None else min(first.due - now, _LOOK_SECONDS)
+                    )
+                    continue
+                ends, first.overdue, first.due = first.overdue, True, now + first.grace
+            if ends:
+                _say(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
+                _end(WATCHDOG_EXIT_STATUS)
+                return
+            # Not here: what a report does may block, and the end must come nevertheless.
+            threading.Thread(target=_report, args=(first,), daemon=True).start()
+
+
+def _report(watch: Watch) -> None:
+    _say(
+        f"triton_dist: {watch.report()}\nThis process ends in {watch.grace:g} s if it does not "
+        "come back. What it is doing:"
+    )
+    if sys.__stderr__ is not None:
+        with suppress(Exception):  # it may be closed
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+
+def _say(text: str) -> None:
+    with suppress(Exception):
+        print(text, file=sys.__stderr__, flush=True)
+
+
+watchdog = Watchdog()

@@ -1,0 +1,150 @@
+"""A tuning's progress, as lines of JSON beside the place of its record.
+
+    {"head": {...}}                                    what is tuned: see the tuner
+    {"n": 0, "config": "91c2...", "asked": 10, ...}    what came of each request, in order
+    {"stuck": "04d1...", "head": "...", "failure": {}} a config that must not be tried again
+    {"finished": "77ab..."}                            the record that was about to be written
+
+Lines are only ever added, each by one write to a file opened for appending. The leader, which holds
+a lock on the file while it tunes, adds what it learnt; any rank may add that it is stuck, from its
+watchdog, which must not wait for a lock. A line that was cut off by the end of its writer is no
+JSON, and is passed over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from triton_dist._tuning.values import Entry, Failure, codec
+from triton_dist._tuning.values.outcome import outcome_tree, read_outcome
+
+
+class FileJournal:
+    """The journal of one key, at ``path``. What the disk refuses is not kept: nothing raises."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+        """Open and locked while this process leads the tuning."""
+
+    def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
+        digest, stuck = codec.digest(head), {}
+        for line in self._lines():
+            if line.get("head") == digest and "stuck" in line:
+                with suppress(ValueError, TypeError, LookupError):
+                    outcome = read_outcome(line)
+                    if isinstance(outcome, Failure):
+                        stuck[str(line["stuck"])] = outcome
+        return stuck
+
+    def quarantine(self, head: codec.Tree, config: str, failure: Failure) -> bool:
+        line = _stuck(head, config, failure)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                _write(file, line)
+            finally:
+                os.close(file)
+        except OSError:
+            return False
+        return True
+
+    def begin(self, head: codec.Tree, record: str | None) -> Sequence[Entry]:
+        """Two jobs may tune the same key at once; the second one does so without a journal."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError:
+            return []
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            entries = self._resumed(head, record)
+            if entries is None:
+                stuck = self.quarantined(head)
+                os.ftruncate(file, 0)
+                _write(file, {"head": head})
+                for config, failure in stuck.items():
+                    _write(file, _stuck(head, config, failure))
+        except OSError:
+            os.close(file)
+            return []
+        self._file = file
+        return entries or []
+
+    def append(self, entry: Entry) -> None:
+        self._add(entry.to_tree())
+
+    def finish(self, record: str) -> None:
+        self._add({"finished": record})
+
+    def remove(self) -> None:
+        """By the leader; by another rank only if the file is of no leader's, that is, the rank has
+        a cache folder of its own. In a shared one the leader's record may not be there yet."""
+        first = next(self._lines(), {})
+        if self._file is not None or not isinstance(first.get("head"), dict):
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let another process lead."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _add(self, line: codec.Tree) -> None:
+        if self._file is None:
+            return
+        try:
+            _write(self._file, line)
+        except OSError:  # a gap would be read as the end: nothing more is added
+            self.close()
+
+    def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:
+        """What is to be told again; ``None`` if the journal is not about ``head``."""
+        lines = self._lines()
+        if next(lines, {}).get("head") != head:
+            return None
+        entries: list[Entry] = []
+        for line in lines:
+            if record is not None and line.get("finished") == record:
+                return None
+            with suppress(ValueError, TypeError, LookupError):
+                entry = Entry.from_tree(line)
+                if entry.n <= len(entries):
+                    # A line that comes again replaces itself and what followed it.
+                    entries[entry.n :] = [entry]
+        return entries
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        for line in text.splitlines():
+            with suppress(ValueError, RecursionError):
+                tree = json.loads(line)
+                if isinstance(tree, dict):
+                    yield tree
+
+
+def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
+    return {"stuck": config, "head": codec.digest(head), **outcome_tree(failure)}
+
+
+def _write(file: int, line: codec.Tree) -> None:
+    """Add one line, on the disk when this returns.
+
+    It begins with a line feed: what comes before may have been cut off.
+    """
+    data = b"\n" + json.dumps(line, allow_nan=False).encode() + b"\n"
+    if os.write(file, data) != len(data):
+        raise OSError(f"only a part of {len(data)} bytes was written")
+    os.fsync(file)

@@ -1,0 +1,39 @@
+"""One line of a tuning's journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What came of the n-th request of a tuning."""
+
+    n: int
+    """From 0."""
+    config: str
+    """Its digest."""
+    samples: int
+    """How many were asked for."""
+    outcome: Outcome
+    seconds: float
+    """Since the tuning began, without the time between an interruption and the next start."""
+
+    def to_tree(self) -> dict[str, Any]:
+        asked = {"n": self.n, "config": self.config, "asked": self.samples}
+        return {**asked, "seconds": round(self.seconds, 3), **outcome_tree(self.outcome)}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
+        """What :meth:`to_tree` wrote. Raises ``ValueError``, ``TypeError`` or ``LookupError``."""
+        return cls(
+            int(tree["n"]),
+            str(tree["config"]),
+            int(tree["asked"]),
+            read_outcome(tree),
+            float(tree["seconds"]),
+        )

@@ -1,0 +1,1 @@
+"""The command line, ``python -m triton_dist``: one module a verb."""

@@ -1,0 +1,37 @@
+"""What is in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from triton_dist import knobs
+from triton_dist._tuning.protocols import Store
+from triton_dist._tuning.store import FileStore, LayeredStore, ReadOnlyStore
+from triton_dist._tuning.values import Key, StoredRecord
+
+
+def user_store() -> FileStore:
+    """The user's own records, ``TRITON_DIST_CACHE_DIR``."""
+    return FileStore(knobs.cache_dir.get())
+
+
+def all_stores() -> LayeredStore:
+    """The folders in which a tuner looks, in its order."""
+    return LayeredStore([user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())])
+
+
+def records_of(store: Store, function: str) -> Iterator[StoredRecord]:
+    """Records of every function of that name: its last part, its qualified name, or with its
+    module."""
+    for stored in store.records():
+        if names(stored.record.key, function):
+            yield stored
+
+
+def names(key: Key, function: str) -> bool:
+    return function in (key.function_name, key.function, key.full_name)
+
+
+def folders() -> str:
+    """Where is looked, for a message that nothing was found."""
+    return ", ".join(map(str, [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]))

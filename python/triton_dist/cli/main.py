@@ -1,0 +1,42 @@
+"""Finds the verb and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+from triton_dist.cli import clear, explain, listing
+from triton_dist.errors import CacheWarning, TritonDistError
+
+_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``arguments``, default those of this process; returns the exit status.
+
+    0: done; 1: nothing of what was asked for was found; 2: a mistake in what was asked, or what it
+    needs cannot be loaded or written; standard error says what.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m triton_dist", description="Looks into the cache of tuning results."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in (explain, listing, clear):
+        verb.add_to(verbs)
+    parsed = parser.parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CacheWarning)
+        warnings.showwarning = _show_warning
+        try:
+            status: int = parsed.run(parsed)
+        except (TritonDistError, OSError) as error:
+            print(f"triton_dist: {error}", file=sys.stderr)
+            return _USAGE_ERROR
+    return status
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Without the line of code, which says nothing to who asked."""
+    print(f"triton_dist: {message}", file=sys.stderr)

@@ -1,0 +1,6 @@
+"""Compiling kernels in other processes, into Triton's disk cache, where this one then finds
+them."""
+
+from triton_dist.runtime.compiling.pool import CompilePool
+
+__all__ = ["CompilePool"]

@@ -1,0 +1,186 @@
+"""What a rank of a chaos scenario has at hand: a tuned function with scripted times, and ways to
+go wrong at a chosen moment."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from triton_dist._tuning.engine.attempt import Attempts
+from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.store import FileJournal, journal
+from triton_dist.runtime.device.cpu import CpuDevice
+from triton_dist.tune import AutoTuner, autotune
+
+SPACE = [{"n": 3}, {"n": 1}, {"n": 2}]
+FOREVER = 3600.0
+
+
+@dataclass(frozen=True)
+class Me:
+    """This rank."""
+
+    rank: int
+    size: int
+    folder: Path
+    """Shared by the ranks of a scenario, and by its starts."""
+
+
+class ScriptedTimer:
+    """Shows what the run before said that it took: results do not depend on this machine."""
+
+    milliseconds_of_run = 0.0
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self._milliseconds = ScriptedTimer.milliseconds_of_run
+
+    def milliseconds(self) -> float:
+        return self._milliseconds
+
+
+def tuner(
+    run: Callable[[int], object] = lambda n: None,
+    space: Any = SPACE,
+    name: str = "op",
+    key_fn: Callable[..., Any] = lambda x: x,
+    **options: Any,
+) -> AutoTuner:
+    """A tuned ``op``, which calls ``run(n)`` in each run of the config ``{"n": n}``.
+
+    ``run`` must be the same code on all ranks, or they disagree: it asks :func:`is_victim`.
+    """
+
+    def op(x: Any, n: int) -> int:
+        ScriptedTimer.milliseconds_of_run = float(n)
+        run(n)
+        return n
+
+    op.__qualname__ = name
+    return autotune(space, key_fn, **options)(op)
+
+
+def chosen(run: Callable[[int], object] = lambda n: None, key: Any = 7, **options: Any) -> int:
+    """Tune ``op`` on this rank and call it; the n that was chosen."""
+    result: int = tuner(run, **options)(key)
+    return result
+
+
+def is_victim() -> bool:
+    """Something happens to this rank, and it happens in this start."""
+    return is_armed() and dist.get_rank() == int(os.environ["CHAOS_VICTIM"])
+
+
+def is_armed() -> bool:
+    return os.environ["CHAOS_ARMED"] == "1"
+
+
+def hang() -> None:
+    time.sleep(FOREVER)
+
+
+def fail(message: str = "bad PTX") -> None:
+    raise RuntimeError(message)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(phase: str, act: Callable[[], None]) -> None:
+    """The victim does ``act`` when it comes to a word whose phase begins with ``phase``."""
+    say = Conversation._say
+
+    def watched(self: Conversation, said: str, word: Callable[[], Any]) -> Any:
+        if said.startswith(phase):
+            act()
+        return say(self, said, word)
+
+    if is_victim():
+        Conversation._say = watched  # type: ignore[method-assign]
+
+
+def note_attempts(notes: Path) -> None:
+    """A line in ``notes`` for each request that is not answered from the journal."""
+    attempt = Attempts.attempt
+
+    def noted(self: Attempts, request: Any, label: str) -> Any:
+        with open(notes, "a") as file:
+            file.write(f"{request}\n")
+        return attempt(self, request, label)
+
+    Attempts.attempt = noted  # type: ignore[method-assign]
+
+
+class Moments:
+    """Counts the moments at which a process may be killed, and kills it at one of them."""
+
+    def __init__(self, fatal: int | None) -> None:
+        self.count, self._fatal = 0, fatal
+        self._around(Conversation, "_say")
+        self._around(Attempts, "attempt")
+        self._around(FileJournal, "append", "finish", "remove")
+        self._around(os, "replace")
+        self._torn_lines()
+
+    def pass_by(self) -> None:
+        if self.count == self._fatal:
+            die()
+        self.count += 1
+
+    def _around(self, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, self._guarded(getattr(owner, name)))
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.pass_by()
+            result = function(*args, **kwargs)
+            self.pass_by()
+            return result
+
+        return guarded
+
+    def _torn_lines(self) -> None:
+        """Killed in the middle of a line of the journal."""
+        write = journal._write
+
+        def torn(file: int, line: Any) -> None:
+            if self.count == self._fatal:
+                os.write(file, b"\n" + json.dumps(line).encode()[:25])
+            self.pass_by()
+            write(file, line)
+
+        journal._write = torn
+
+
+def in_rank(scenario: Callable[[Me], Any], folder: str) -> None:
+    """Run ``scenario`` and write down how it ended on this rank; what it raised goes on."""
+    warnings.simplefilter("default")  # a warning is part of what is expected
+    CpuDevice.timer = lambda self: ScriptedTimer()  # type: ignore[method-assign,assignment]
+    me = Me(dist.get_rank(), dist.get_world_size(), Path(folder))
+    note_attempts(me.folder / f"{me.rank}.attempts")
+    ending: dict[str, Any] = {}
+    dist.barrier()
+    begin = time.time()
+    try:
+        ending["chosen"] = scenario(me)
+    except BaseException as error:
+        ending["error"], ending["message"] = type(error).__name__, str(error)
+        raise
+    finally:
+        ending["seconds"] = time.time() - begin
+        (me.folder / f"{me.rank}.json").write_text(json.dumps(ending))

@@ -1,0 +1,51 @@
+"""Capturing a call in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from triton_dist.runtime.device import current_device
+
+
+@pytest.mark.gpu
+def test_a_captured_call_is_run_once_and_then_replayed():
+    device = current_device()
+    counter = torch.zeros(4, device=device.torch_device)
+    replay = device.capture(lambda: counter.add_(1), 30.0)
+    device.synchronize(30.0)
+    assert counter.tolist() == [1.0] * 4
+    replay()
+    replay()
+    device.synchronize(30.0)
+    assert counter.tolist() == [3.0] * 4
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_says_why_and_breaks_nothing():
+    device = current_device()
+    counter = torch.zeros(4, device=device.torch_device)
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        device.capture(lambda: counter.add_(1).sum().item(), 30.0)
+    assert torch.cuda.current_stream() == stream
+    counter.add_(1)
+    device.synchronize(30.0)
+    assert counter.tolist() == [2.0] * 4
+    device.capture(lambda: counter.add_(1), 30.0)()
+    device.synchronize(30.0)
+    assert counter.tolist() == [4.0] * 4
+
+
+@pytest.mark.gpu
+def test_the_exception_of_the_call_itself_is_raised():
+    device, runs = current_device(), []
+
+    def call():
+        runs.append(1)
+        if len(runs) == 2:
+            raise KeyError("in the capture")
+
+    with pytest.raises(KeyError, match="in the capture"):
+        device.capture(call, 30.0)
+    assert not device.is_capturing()

@@ -1,0 +1,195 @@
+"""Calls of a tuned function: what a hit costs, what callers may do with it, values they give."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import warnings
+
+import pytest
+
+from benchmarks import bench_dispatch
+from triton_dist import errors
+from triton_dist.tune import autotune
+
+
+def test_a_hit_costs_less_than_two_microseconds():
+    """Above ``key_fn`` and the plain call, measured in this process; the best of many, since other
+    processes can only add."""
+    times = bench_dispatch.measure(repeats=50, number=2000)
+    assert 0 < times["plain call"] < times["hit"]
+    for way in ("hit", "hit of a method", "hit with keywords"):
+        assert bench_dispatch.overhead(times, way) < 2.0, times
+
+
+def test_the_benchmark_reports_all_that_it_says(tmp_path, capsys):
+    path = tmp_path / "dispatch.json"
+    report = bench_dispatch.main(["--repeats", "3", "--number", "10", "--json", str(path)])
+    assert path.read_text().startswith("{")
+    assert set(report["microseconds"]) == {
+        "plain call", "key_fn", "guarded look-up", "hit", "hit of a method", "hit with keywords"
+    }  # fmt: skip
+    assert report["hardware"]["processor"]
+    assert "guarded look-up" in capsys.readouterr().out
+
+
+class Layer:
+    factor = 3
+
+    @autotune([{"n": 2}, {"n": 1}], key_fn=lambda self, x: x)
+    def method(self, x, n):
+        return self.factor * x, n
+
+    @classmethod
+    @autotune([{"n": 2}, {"n": 1}], key_fn=lambda cls, x: x)
+    def of_class(cls, x, n):
+        return cls.factor * x
+
+    @staticmethod
+    @autotune([{"n": 2}, {"n": 1}], key_fn=lambda x: x)
+    def static(x, n):
+        return 2 * x
+
+
+@autotune([{"n": 2}, {"n": 1}], key_fn=lambda x, y=0: (x, y))
+def function(x, y=0, *, n):
+    """Doc."""
+    return x, y
+
+
+def test_methods_classmethods_and_staticmethods():
+    layer = Layer()
+    for _ in range(2):
+        assert layer.method(5)[0] == 15
+        assert Layer.method(layer, 5)[0] == 15
+        assert Layer.of_class(5) == layer.of_class(5) == 15
+        assert Layer.static(5) == layer.static(5) == 10
+    assert Layer.method.tune(layer, 5).best.config in ({"n": 1}, {"n": 2})
+    assert Layer.method.tuning_count == 1
+
+
+def test_a_method_of_a_subclass_is_the_same_tuner():
+    class Narrow(Layer):
+        factor = 1
+
+    assert Narrow().method(6)[0] == 6
+    assert Narrow.method is Layer.method
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickled_by_reference(protocol):
+    for tuned in (function, Layer.method, Layer.static):
+        assert pickle.loads(pickle.dumps(tuned, protocol)) is tuned
+    bound = pickle.loads(pickle.dumps(Layer.of_class, protocol))
+    assert bound(2) == 6
+
+
+def test_copies_are_the_function():
+    assert copy.copy(function) is function
+    assert copy.deepcopy({"f": function})["f"] is function
+
+
+def test_partial_and_signature():
+    assert functools.partial(function, 1, y=2)() == (1, 2)
+    assert str(inspect.signature(function)) == "(x, y=0, *, n)"
+    assert inspect.unwrap(function) is function.fn
+    assert inspect.getdoc(function) == "Doc."
+    assert functools.wraps(function)(lambda: None).__name__ == "function"
+    assert callable(function)
+
+
+def test_tune_best_config_and_clear():
+    function.clear()
+    before = function.tuning_count
+    record = function.tune(8)
+    assert function.best_config(8).digest == record.best.digest
+    assert function.tune(8) is record
+    assert function.tuning_count == before + 1
+    function.clear()
+    assert function.tune(8).digest == record.digest  # from the disk
+    assert function.tuning_count == before + 1
+    for word in (function.tune, function.best_config, function.clear):
+        assert word.__doc__
+
+
+def overwritable(**options):
+    """Two tunable names; lists what prune_fn, prepare_fn and the function are called with."""
+    seen = {"prune": [], "prepare": [], "run": []}
+
+    def prune(config, x, **kwargs):
+        seen["prune"].append((config["n"], config["m"], kwargs))
+        return config["m"] != 9
+
+    def prepare(x, n, m):
+        seen["prepare"].append((n, m))
+
+    def run(x, n, m):
+        seen["run"].append((n, m))
+        return n, m
+
+    space = [{"n": n, "m": m} for n in (1, 2, 3) for m in (1, 2, 9)]
+    tuned = autotune(space, lambda x, **_: x, prune, prepare_fn=prepare, **options)(run)
+    tuned.seen = seen
+    return tuned
+
+
+@pytest.mark.filterwarnings("ignore::triton_dist.errors.TuningWarning")
+def test_a_given_value_holds_while_tuning():
+    tuned = overwritable()
+    n, m = tuned(1, n=7, autotune_allow_arg_overwrite=True)
+    assert n == 7
+    assert {n for n, _ in tuned.seen["run"]} == {7}
+    assert {m for _, m in tuned.seen["run"]} == {1, 2}
+    assert tuned.seen["prepare"] == [(7, 1), (7, 2)]
+    # The space without n: each m once. prune_fn sees whole configs.
+    assert tuned.seen["prune"] == [(7, m, {"n": 7}) for m in (1, 2, 9)]
+    record = tuned.tune(1, n=7, autotune_allow_arg_overwrite=True)
+    assert sorted(trial.config["m"] for trial in record.trials) == [1, 2, 9]
+    assert all("n" not in trial.config for trial in record.trials)
+    assert dict(tuned.best_config(1, n=7, autotune_allow_arg_overwrite=True)) == {"m": m}
+
+
+@pytest.mark.filterwarnings("ignore::triton_dist.errors.TuningWarning")
+def test_each_given_value_is_a_key_of_its_own():
+    tuned = overwritable()
+    tuned(1)
+    tuned(1, n=7, autotune_allow_arg_overwrite=True)
+    tuned(1, n=8, autotune_allow_arg_overwrite=True)
+    tuned(1, m=7, autotune_allow_arg_overwrite=True)
+    assert tuned.tuning_count == 4
+    runs = len(tuned.seen["run"])
+    tuned(1, n=7, autotune_allow_arg_overwrite=True)
+    tuned(1)
+    assert (tuned.tuning_count, len(tuned.seen["run"])) == (4, runs + 2)
+    tuned.clear()
+    tuned(1, n=7, autotune_allow_arg_overwrite=True)
+    assert tuned.tuning_count == 4  # from the disk
+
+
+def test_without_tuning_a_given_value_replaces_that_of_the_default():
+    tuned = overwritable()
+    with pytest.warns(errors.TuningWarning, match="n=7 overwrites"):
+        assert tuned(1, n=7, autotune=False, autotune_allow_arg_overwrite=True) == (7, 1)
+    assert tuned.tuning_count == 0
+
+
+def test_a_warning_for_each_line_that_overwrites():
+    tuned = overwritable()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            tuned(1, n=7, autotune_allow_arg_overwrite=True)
+        tuned(1, n=7, autotune_allow_arg_overwrite=True)
+    lines = [warning.lineno for warning in caught]
+    assert len(lines) == 2
+    assert lines[1] == lines[0] + 1
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.filterwarnings("ignore::triton_dist.errors.TuningWarning")
+def test_a_given_value_that_cannot_be_told_from_others_is_refused():
+    tuned = overwritable()
+    with pytest.raises(errors.InvalidArgument, match="value 'n'"):
+        tuned(1, n=object(), autotune_allow_arg_overwrite=True)

@@ -1,0 +1,468 @@
+"""What must tune again, with the field that ``explain`` names, and what must not: real files are
+edited."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from triton_dist._tuning import compose
+from triton_dist.cli.main import main
+from triton_dist.runtime.device.cpu import CpuDevice
+from triton_dist.runtime.ranks.solo import SoloRank
+
+OPS = '''
+import enum
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+import triton_dist
+from triton_dist.tune import autotune
+
+from . import constants
+from .kernels import kernel
+
+SCALE = 2
+WIDTHS = [constants.WIDTH, 2]
+TABLE = {}
+for number in range(3):
+    TABLE[number] = number + 1
+
+
+class Method(enum.Enum):
+    PUSH = 1
+    PULL = 2
+
+
+class Base:
+    def offset(self):
+        return 5
+
+
+class Layer(Base):
+    """A layer."""
+
+    bias = 3
+
+    @property
+    def doubled(self):
+        return self.bias * 2
+
+    def project(self, x):
+        return x + self.doubled
+
+    def unused(self):
+        return 0
+
+    @autotune([{"n": 1}], key_fn=lambda self, x: 1)
+    def forward(self, x, n):
+        return self.project(x) + self.bias
+
+
+def helper(x):
+    """Doc."""
+    return x * SCALE + WIDTHS[0] + TABLE[0]
+
+
+@functools.lru_cache
+def cached(n):
+    return n + 7
+
+
+def guard(fn):
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def make_epilogue(bias):
+    def epilogue(x):
+        return x + bias
+
+    return epilogue
+
+
+epilogue = make_epilogue(5)
+double = lambda x: x in {"a", "b", "c"}
+shifted = functools.partial(helper, 11)
+
+
+def early(configs, named_args, **kwargs):
+    return configs[:1]
+
+
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": 64})], key=[], prune_configs_by={"early_config_prune": early}
+)
+@triton.heuristics({"EVEN": lambda arguments: True})
+@triton_dist.jit
+def guessed(pointer, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    tl.store(pointer, BLOCK)
+
+
+def keep(config, x, **kwargs):
+    return config["block"] > 0
+
+
+def close(output, reference):
+    return output.shape == reference.shape
+
+
+@autotune(
+    config_space=[{"block": 4, "method": Method.PUSH}, {"block": 8, "method": Method.PUSH}],
+    key_fn=lambda x, **kwargs: (tuple(x.shape), Method.PULL),
+    prune_fn=keep,
+    check_fn=close,
+    max_trials=9,
+)
+@guard
+def run(x, block, method=Method.PULL, rounds=1):
+    # comment
+    from . import late
+
+    def inner(y):
+        return late.shift(y) - 1
+
+    kernel[(1,)](x, BLOCK=4)
+    cached(1), double("a"), guessed
+    layer = Layer()
+    return inner(epilogue(x)) + constants.WIDTH + shifted() + layer.project(x)
+
+
+def unrelated():
+    return 1
+'''
+KERNELS = '''
+import triton.language as tl
+
+import triton_dist
+
+LANES = tl.constexpr(1)
+
+
+@triton_dist.jit
+def callee(x):
+    return x + LANES
+
+
+@triton_dist.jit
+def kernel(pointer, BLOCK: tl.constexpr):
+    """Doc."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(pointer + offsets, callee(tl.load(pointer + offsets)))
+'''
+FILES = {
+    "__init__.py": "",
+    "ops.py": OPS,
+    "kernels.py": KERNELS,
+    "constants.py": "WIDTH = 4\n",
+    "late.py": "def shift(x):\n    return x - 1\n",
+}
+
+
+class Package:
+    """A package on disk, its tuned function, and what ``explain`` says about that."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self.capsys, self.name, self.module = root, capsys, "edited", "ops"
+        for name, text in FILES.items():
+            self.write(name, text)
+
+    def write(self, file: str, text: str) -> None:
+        (self.root / self.name).mkdir(exist_ok=True)
+        (self.root / self.name / file).write_text(text)
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        path = self.root / self.name / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
+        path.write_text(text.replace(old, new))
+
+    def fresh(self) -> ModuleType:
+        """The module as a new process would have it."""
+        for name in [name for name in sys.modules if name.partition(".")[0] == self.name]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{self.name}.{self.module}")
+
+    def call(self, function: str = "run") -> int:
+        """How often a call in a new process tunes."""
+        value = self.fresh()
+        for part in function.split("."):
+            owner, value = value, getattr(value, part)
+        if function == "run":
+            value(torch.zeros(4))
+        else:
+            value(owner(), torch.zeros(4))
+        count: int = value.tuning_count
+        return count
+
+    def explain(self, *options: str, function: str = "run") -> tuple[int, str]:
+        self.fresh()
+        self.capsys.readouterr()
+        status = main(["explain", f"{self.name}.{self.module}:{function}", *options])
+        return status, self.capsys.readouterr().out
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch, capsys) -> Package:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits come within a file's time stamp
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Package(tmp_path, capsys)
+    assert made.call() == 1
+    assert made.call() == 0
+    yield made
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("edited", "moved")]:
+        del sys.modules[name]
+
+
+MUTATIONS: dict[str, tuple[str, str, str, str]] = {
+    "the function": ("ops.py", "constants.WIDTH + shifted", "constants.WIDTH - shifted", "run"),
+    "a default argument": ("ops.py", "rounds=1", "rounds=2", "run"),
+    "a default enum": ("ops.py", "method=Method.PULL, r", "method=Method.PUSH, r", "run"),
+    "a nested function": ("ops.py", "late.shift(y) - 1", "late.shift(y) - 2", "run"),
+    "a helper": ("ops.py", "x * SCALE", "x / SCALE", "helper"),
+    "a constant": ("ops.py", "SCALE = 2", "SCALE = 3", "helper"),
+    "the type of a constant": ("ops.py", "SCALE = 2", "SCALE = 2.0", "helper"),
+    "a constant of another module": ("constants.py", "WIDTH = 4", "WIDTH = 5", "run"),
+    "what a table is computed from": ("constants.py", "WIDTH = 4", "WIDTH = 5", "helper"),
+    "a table that is filled": ("ops.py", "= number + 1", "= number + 2", "helper"),
+    "a cached helper": ("ops.py", "n + 7", "n + 8", "cached"),
+    "a closure's value": ("ops.py", "make_epilogue(5)", "make_epilogue(6)", "epilogue"),
+    "a closure's code": ("ops.py", "x + bias", "x - bias", "epilogue"),
+    "a lambda": ("ops.py", '"b", "c"', '"b", "d"', "<lambda>"),
+    "an argument of a partial": ("ops.py", "helper, 11", "helper, 12", "run"),
+    "a decorator": ("ops.py", "fn(*args, **kwargs)", "fn(*args, **{**kwargs})", "wrapper"),
+    "a kernel": ("kernels.py", "tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) * 1", "kernel"),
+    "a kernel's callee": ("kernels.py", "x + LANES", "x - LANES", "callee"),
+    "a constant of a kernel": ("kernels.py", "constexpr(1)", "constexpr(2)", "callee"),
+    "a kernel's option": (
+        "kernels.py",
+        "@triton_dist.jit\ndef kernel",
+        "@triton_dist.jit(do_not_specialize=[0])\ndef kernel",
+        "kernel",
+    ),
+    "configs of triton.autotune": ("ops.py", '"BLOCK": 64', '"BLOCK": 32', "run"),
+    "a pruner of triton.autotune": ("ops.py", "configs[:1]", "configs[:2]", "early"),
+    "a heuristic": ("ops.py", "arguments: True", "arguments: False", "guessed"),
+    "a class attribute": ("ops.py", "bias = 3", "bias = 4", "Layer"),
+    "a method": ("ops.py", "return x + self.doubled", "return x - self.doubled", "Layer"),
+    "a base class": ("ops.py", "return 5", "return 6", "Base"),
+    "an import inside": ("late.py", "x - 1", "x - 2", "shift"),
+}
+SPACE = {
+    "another config": ('{"block": 8, ', '{"block": 2, "method": Method.PULL}, {"block": 8, '),
+    "a value in a config": ('{"block": 8, ', '{"block": 16, '),
+    "another order": ('{"block": 4, "method": Method.PUSH}, {"block": 8', '{"block": 8, "method": '
+                      'Method.PUSH}, {"block": 4'),
+    "prune_fn": ('config["block"] > 0', 'config["block"] > 1'),
+    "check_fn": ("output.shape == reference.shape", "output.dtype == reference.dtype"),
+}  # fmt: skip
+
+
+def must_tune_again(package: Package, field: str) -> None:
+    status, said = package.explain()
+    assert status == 1
+    assert f"  not used: {field}" in said
+    assert "1 record(s) of run, 0 used." in said
+    assert package.call() == 1
+    assert package.explain()[0] == 0
+    assert package.call() == 0
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_change_of_the_code_tunes_again(package, mutation):
+    file, old, new, name = MUTATIONS[mutation]
+    package.edit(file, old, new)
+    must_tune_again(package, f"source: {name} changed, its digest was ")
+
+
+@pytest.mark.parametrize("mutation", SPACE)
+def test_a_change_of_the_space_tunes_again(package, mutation):
+    package.edit("ops.py", *SPACE[mutation])
+    must_tune_again(package, "config space: its digest was ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("max_trials=9", "max_trials=8", "policy: max_trials was 9, is 8"),
+        ("max_trials=9", "max_seconds=9.0", "policy: max_seconds was not recorded, is 9.0"),
+    ],
+)
+def test_another_policy_tunes_again(package, old, new, field):
+    package.edit("ops.py", old, new)
+    must_tune_again(package, field)
+
+
+def versions(**changes: str) -> Callable[[], dict[str, str]]:
+    known = compose.software_versions() | {"torch": "2.9.1+cu128", "triton": "3.6.0"}
+    return lambda: known | {"cuda": "12.8"} | changes
+
+
+def facts(**changes: str) -> Callable[[CpuDevice], dict[str, str]]:
+    known = {"gpu": "NVIDIA H200", "gpus_on_host": "8", "capability": "9.0", "sms": "132"}
+    return lambda _: known | {"driver": "550.54.15", "peer_access": "full mesh of 8"} | changes
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"triton": "3.7.0"}, "software: triton was 3.6.0, is 3.7.0"),
+        ({"torch": "2.10.0+cu128"}, "software: torch was 2.9.1+cu128, is 2.10.0+cu128"),
+        ({"cuda": "13.0"}, "software: cuda was 12.8, is 13.0"),
+        ({"gpu": "NVIDIA A100"}, "hardware: gpu was NVIDIA H200, is NVIDIA A100"),
+        ({"gpus_on_host": "4"}, "hardware: gpus_on_host was 8, is 4"),
+        ({"capability": "10.0"}, "hardware: capability was 9.0, is 10.0"),
+        ({"sms": "114"}, "hardware: sms was 132, is 114"),
+        ({"driver": "570.1"}, "hardware: driver was 550.54.15, is 570.1"),
+        ({"peer_access": "none"}, "hardware: peer_access was full mesh of 8, is none"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_software_or_hardware_tunes_again(package, monkeypatch, change, field):
+    software = {"torch", "triton", "cuda"} & change.keys()
+    monkeypatch.setattr(compose, "software_versions", versions())
+    monkeypatch.setattr(CpuDevice, "facts", facts())
+    package.call()
+    if software:
+        monkeypatch.setattr(compose, "software_versions", versions(**change))
+    else:
+        monkeypatch.setattr(CpuDevice, "facts", facts(**change))
+    assert f"  not used: {field}\n" in package.explain()[1]
+    assert package.call() == 1
+    assert package.call() == 0
+
+
+@pytest.mark.parametrize("name", ["world_size", "local_world_size"])
+def test_another_group_tunes_again(package, monkeypatch, name):
+    status, said = package.explain(f"--{name.replace('_', '-')}", "8")
+    assert status == 1
+    assert f"  not used: topology: {name} was 1, is 8\n" in said
+    group = SoloRank().facts() | {name: "8"}
+    monkeypatch.setattr(SoloRank, "facts", lambda _: group)
+    assert package.call() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"torch": "2.9.2"}, "software: torch was 2.9.1+cu128, is 2.9.2"),
+        ({"triton": "3.6.1"}, "software: triton was 3.6.0, is 3.6.1"),
+        ({"driver": "550.90.07"}, "hardware: driver was 550.54.15, is 550.90.07"),
+    ],
+)
+def test_a_patch_level_is_accepted_and_said_unless_versions_are_strict(
+    package, monkeypatch, change, field
+):
+    monkeypatch.setattr(compose, "software_versions", versions())
+    monkeypatch.setattr(CpuDevice, "facts", facts())
+    package.call()
+    if "driver" in change:
+        monkeypatch.setattr(CpuDevice, "facts", facts(**change))
+    else:
+        monkeypatch.setattr(compose, "software_versions", versions(**change))
+    assert f"  used\n  accepted: {field}\n" in package.explain()[1]
+    assert package.call() == 0
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_VERSION_CHECK", "1")
+    assert f"  not used: {field}\n" in package.explain()[1]
+    assert package.call() == 1
+
+
+NEUTRAL = {
+    "a comment": ("ops.py", "# comment", "# another\n    # and one more"),
+    "a comment at the top": ("ops.py", "import enum\n", "# Copyright\nimport enum\n"),
+    "a docstring": ("ops.py", '"""Doc."""', '"""Better documentation,\n    of two lines."""'),
+    "a class's docstring": ("ops.py", '    """A layer."""\n', ""),
+    "a kernel's docstring": ("kernels.py", '    """Doc."""\n', ""),
+    "a comment in a kernel": ("kernels.py", "    offsets = tl", "    # lanes\n    offsets = tl"),
+    "formatting": ("ops.py", "x * SCALE + WIDTHS[0]", "(\n        x*SCALE\n        + WIDTHS[0])"),
+    "quotes": ("ops.py", '{"early_config_prune": early}', "{'early_config_prune': early}"),
+    "moved down": ("ops.py", "SCALE = 2\n", "\n\n\n\nSCALE = 2\n"),
+    "a kernel moved down": ("kernels.py", "LANES = ", "\n\n\nLANES = "),
+    "another order": ("ops.py", "def keep", "def another():\n    return 2\n\n\ndef keep"),
+    "something unrelated": ("ops.py", "def unrelated():\n    return 1", "def other(): return 9"),
+    "an import": ("ops.py", "import enum\n", "import enum\nimport json\n"),
+    "blank lines in a body": ("ops.py", "    layer = Layer()", "\n    layer = Layer()\n"),
+    "the layout of the space": ("ops.py", '=[{"block": 4, ', '=[\n {"block": 4,\n'),
+    "a constant that is not reached": ("constants.py", "WIDTH = 4", "WIDTH = 4\nDEPTH = 3"),
+}
+
+
+def must_not_tune_again(package: Package) -> None:
+    status, said = package.explain()
+    assert (status, "not used" in said) == (0, False), said
+    assert "  used\n" in said
+    assert package.call() == 0
+
+
+@pytest.mark.parametrize("edit", NEUTRAL)
+def test_an_edit_without_meaning_does_not_tune_again(package, edit):
+    package.edit(*NEUTRAL[edit])
+    must_not_tune_again(package)
+
+
+def test_renaming_the_file_does_not_tune_again(package):
+    (package.root / "edited" / "ops.py").rename(package.root / "edited" / "renamed.py")
+    package.module = "renamed"
+    must_not_tune_again(package)
+
+
+def test_renaming_the_package_does_not_tune_again(package):
+    (package.root / "edited").rename(package.root / "moved")
+    package.name = "moved"
+    must_not_tune_again(package)
+
+
+def test_functions_of_one_name_in_two_modules_do_not_replace_each_others_records(package):
+    package.write("twin.py", OPS.replace("x * SCALE", "x / SCALE"))
+    for _ in range(2):
+        for module in ("ops", "twin"):
+            package.module = module
+            package.call()
+    for package.module in ("ops", "twin"):
+        assert package.call() == 0
+        status, said = package.explain()
+        assert status == 0
+        assert "2 record(s) of run, 1 used" in said
+
+
+METHOD = {
+    "a method that it calls": ("return x + self.doubled", "return x - self.doubled", "project"),
+    "a property": ("self.bias * 2", "self.bias * 3", "doubled"),
+    "an attribute of the class": ("bias = 3", "bias = 4", "forward"),
+}
+
+
+@pytest.mark.parametrize("mutation", METHOD)
+def test_a_tuned_method_depends_on_what_it_uses_of_its_class(package, mutation):
+    old, new, name = METHOD[mutation]
+    package.call("Layer.forward")
+    package.edit("ops.py", old, new)
+    status, said = package.explain(function="Layer.forward")
+    assert status == 1
+    assert f"  not used: source: Layer.{name} changed" in said
+    assert package.call("Layer.forward") == 1
+
+
+def test_a_tuned_method_does_not_depend_on_the_rest_of_its_class(package):
+    package.call("Layer.forward")
+    package.edit("ops.py", "return 0", "return 1")
+    assert package.explain(function="Layer.forward")[0] == 0
+    assert package.call("Layer.forward") == 0
+
+
+def test_the_tables_are_as_large_as_they_are_said_to_be():
+    assert len(MUTATIONS) + len(SPACE) >= 20
+    assert len(NEUTRAL) >= 10

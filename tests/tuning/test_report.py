@@ -1,0 +1,244 @@
+"""What a tuning says: lines, a bar, a table, and logs beside the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.fakes import Rank, thread_ranks, together
+from triton_dist._tuning.engine.clock import Clock
+from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.summary import summary
+from triton_dist._tuning.store import FileLog
+from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
+from triton_dist.errors import CacheWarning, NoValidConfig
+from triton_dist.tune import autotune
+
+from .fakes import fingerprint
+
+SPACE = [{"n": n} for n in (4, 2, 3, 1)]
+
+
+def cost(rank, config):
+    if config["n"] == 3:
+        raise RuntimeError("no such kernel\nimage")
+    return config["n"]
+
+
+def tuned_ranks(folder, size=1, **options):
+    ranks = [Rank(each, SPACE, cost, folder=folder, **options) for each in thread_ranks(size)]
+    return ranks, together(ranks)
+
+
+def events(folder: Path) -> list[dict]:
+    (path,) = folder.glob("*.log.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_and_table(tmp_path, capsys):
+    tuned_ranks(tmp_path, size=2, verbose=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "autotune ops.run, key 1: no cached result; tuning 4 configs (0 pruned) on 2 ranks"
+    )
+    assert lines[1].startswith("  [1/4] 4.0000 ms {'n': 4}  (best 4.0000 ms, ")
+    assert lines[1].endswith(" s left)")
+    assert (
+        "[3/4] failed, launch on rank 0: RuntimeError: no such kernel image: {'n': 3}" in lines[3]
+    )
+    assert "(best 2.0000 ms, 1 failed, " in lines[3]
+    assert lines[4] == "  [4/4] 1.0000 ms {'n': 1}  (best 1.0000 ms, 1 failed)"
+    assert lines[5].split() == ["ms", "spread", "to", "best", "to", "default", "samples", "config"]
+    assert lines[6].endswith("{'n': 1}  <- winner")
+    assert lines[6].split()[:5] == ["1.0000", "0.0%", "1.000x", "0.250x", "3"]
+    assert lines[8].endswith("{'n': 4}  <- default")
+    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[9]
+    assert "compile 0.0 s, measure " in lines[10]
+    assert "best of 3 measured (1 failed or pruned)" in lines[11]
+    assert len(lines) == 12
+
+
+def record(*outcomes):
+    trials = tuple(Trial.of(Config({"n": n}), each) for n, each in enumerate(outcomes))
+    return TuningRecord(Key("f", "1", "fake"), fingerprint(), trials, "now", 2.0)
+
+
+def test_the_table_has_the_top_and_the_default():
+    slow_first = [Measurement((10.0 - n, 10.0 - n, 11.0 - n), 0) for n in range(9)]
+    default = Config({"n": 0}).digest
+    lines = summary(record(*slow_first), default, {"measure": 1.0})
+    shown = [line.partition("{")[2] for line in lines if "{" in line]
+    assert shown[0] == "'n': 8}  <- winner"
+    assert [text[:6] for text in shown[1:]] == ["'n': 7", "'n': 6", "'n': 5", "'n': 4", "'n': 0"]
+    assert "and 3 more" in lines[-2]
+    assert "0.200x" in lines[1]
+
+
+def test_the_table_without_a_default_or_a_spread():
+    failed = Failure("compile", "word " * 100, 0)
+    lines = summary(
+        record(failed, Measurement((1.0,), 0), failed, Failure("timeout", "late", 1)),
+        Config({"n": 0}).digest,
+        {},
+    )
+    assert lines[1].split()[:5] == ["1.0000", "-", "1.000x", "-", "1"]
+    assert lines[2].startswith("  2 x compile, the first: word word")
+    assert len(lines[2]) < 250
+    assert lines[3] == "  1 x timeout, the first: late"
+
+
+def test_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    tuned_ranks(tmp_path, verbose=True)
+    out = capsys.readouterr().out
+    assert "4/4" in out
+    assert "4/4: best 1.0000 ms, 1 failed" in out
+    assert "best of 3 measured" in out
+
+
+def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypatch):
+    import rich.progress
+
+    stopped = []
+    stop = rich.progress.Progress.stop
+    monkeypatch.setattr(
+        rich.progress.Progress, "stop", lambda bar: (stopped.append(bar), stop(bar))
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    (rank,) = (
+        Rank(each, SPACE, lambda *_: 1 / 0, folder=tmp_path, verbose=True)
+        for each in thread_ranks(1)
+    )
+    with pytest.raises(NoValidConfig):
+        rank.tuned(1)
+    assert stopped
+
+
+def test_nothing_is_said_unless_asked_for(tmp_path, capsys):
+    tuned_ranks(tmp_path, size=2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_events_of_a_tuning(tmp_path):
+    prepare = Hooks(prepare=lambda x, n: time.sleep(0.02))
+    tuned_ranks(tmp_path, size=2, hooks=prepare)
+    begin, *outcomes, winner = events(tmp_path)
+    assert begin["event"] == "begin"
+    assert (begin["function"], begin["key"], begin["ranks"]) == ("ops.run", "1", 2)
+    assert (begin["candidates"], begin["pruned"]) == (4, 0)
+    assert [event["shown"] for event in outcomes] == [f"{{'n': {n}}}" for n in (4, 2, 3, 1)]
+    assert {event["event"] for event in outcomes} == {"outcome"}
+    assert outcomes[0]["samples"] == [4.0, 4.0, 4.0]
+    assert outcomes[2]["failure"]["kind"] == "launch"
+    assert (winner["event"], winner["shown"], winner["ms"]) == ("winner", "{'n': 1}", 1.0)
+    assert set(winner["phases"]) == {"compile", "measure", "agree"}
+    assert winner["phases"]["compile"] >= 0.08
+    assert winner["seconds"] >= sum(winner["phases"].values()) - 0.01
+    assert all("time" in event for event in events(tmp_path))
+
+
+def test_each_rank_has_a_log_that_says_what_it_is_at(tmp_path):
+    tuned_ranks(tmp_path, size=2)
+    for rank in range(2):
+        (path,) = tmp_path.glob(f"*.rank-{rank}.log")
+        text = path.read_text()
+        assert f"rank {rank}: autotune ops.run, key 1" in text
+        assert text.index("[2/4] 3 samples of {'n': 2}") < text.index("[2/4] 2.0000 ms")
+        assert "best of 3 measured" in text
+
+
+def test_what_ended_a_tuning_is_logged(tmp_path):
+    (rank,) = (Rank(each, SPACE, lambda *_: 1 / 0, folder=tmp_path) for each in thread_ranks(1))
+    with pytest.raises(NoValidConfig):
+        rank.tuned(1)
+    assert events(tmp_path)[-1]["event"] == "ended"
+    assert events(tmp_path)[-1]["error"].startswith("NoValidConfig: ")
+    (path,) = tmp_path.glob("*.rank-0.log")
+    assert "ended by NoValidConfig" in path.read_text()
+
+
+def test_logs_lie_beside_the_record_and_a_cached_result_adds_nothing():
+    tuned = autotune([{"n": 1}, {"n": 2}], lambda x: x, scope="rank")(lambda x, n: n)
+    tuned(1)
+    folder = Path(os.environ["TRITON_DIST_CACHE_DIR"])
+    (jsonl,) = folder.rglob("*.log.jsonl")
+    (record,) = folder.rglob("*.json")
+    assert jsonl.parent == record.parent
+    assert jsonl.name == f"{record.stem}.log.jsonl"
+    before = jsonl.read_text()
+    tuned.clear()
+    tuned(1)
+    assert (tuned.tuning_count, jsonl.read_text()) == (1, before)
+
+
+def test_on_a_disk_that_refuses_there_is_one_warning(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", "/proc/nowhere")
+    tuned = autotune([{"n": 1}, {"n": 2}], lambda x: x, scope="rank")(lambda x, n: x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [tuned(1), tuned(2)] == [1, 2]
+    assert [warning.category for warning in caught] == [CacheWarning]
+
+
+def test_a_disk_that_becomes_full_is_no_error(tmp_path):
+    log = FileLog(tmp_path / "a.json", 0)
+    log.event("begin", n=1)
+
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise OSError(28, "No space left on device")
+
+    log.close()
+    log._files = {tmp_path / "a.log.jsonl": Full()}
+    log.event("outcome", n=2)
+    log.event("outcome", n=3)
+    log.close()
+    assert [event["n"] for event in events(tmp_path)] == [1]
+
+
+def test_lines_of_several_writers_stay_whole(tmp_path):
+    logs = [FileLog(tmp_path / "a.json", 0) for _ in range(4)]
+    for n in range(50):
+        for log in logs:
+            log.event("outcome", n=n, text="x" * 500)
+    for log in logs:
+        log.close()
+    lines = (tmp_path / "a.log.jsonl").read_text().splitlines()
+    assert len([json.loads(line) for line in lines]) == 200
+
+
+def test_a_log_line_costs_little(tmp_path):
+    """A candidate takes tens of milliseconds at least."""
+    log = FileLog(tmp_path / "a.json", 0)
+    log.line("the file is open")
+    best = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(20):
+            log.line("x" * 200)
+        best = min(best, (time.perf_counter() - begin) / 20)
+    log.close()
+    assert best < 300e-6
+
+
+def test_a_phase_within_a_phase_does_not_count():
+    clock = Clock()
+    with clock.phase("compile"), clock.phase("agree"):
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="measured"), clock.phase("measure"):
+        raise ValueError("measured")
+    with clock.phase("agree"):
+        pass
+    assert clock.seconds["compile"] >= 0.01
+    assert clock.seconds["agree"] < clock.seconds["compile"]

@@ -1,0 +1,75 @@
+"""Tuned functions called from several threads, and from one another."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.tuning.fakes import in_threads
+from triton_dist.tune import autotune
+
+
+def make(run, key_fn=lambda x: x, space=({"n": 2}, {"n": 1}), **options):
+    return autotune(list(space), key_fn, scope="rank", **options)(run)
+
+
+def test_sixteen_threads_on_a_cold_key_tune_once():
+    start = threading.Barrier(16)
+    tuned = make(lambda x, n: (x, threading.Event().wait(n * 1e-4))[0])
+
+    def body():
+        start.wait()
+        return tuned(1), tuned(1)
+
+    assert in_threads([body] * 16) == [(1, 1)] * 16
+    assert tuned.tuning_count == 1
+
+
+def test_sixteen_threads_on_sixteen_keys():
+    tuned = make(lambda x, n: x)
+    assert in_threads([lambda x=x: tuned(x) for x in range(16)]) == list(range(16))
+    assert tuned.tuning_count == 16
+
+
+def test_a_thread_that_fails_leaves_the_key_to_the_others():
+    failed = threading.Event()
+
+    def run(x, n):
+        if not failed.is_set():
+            failed.set()
+            raise KeyboardInterrupt
+        return x
+
+    tuned = make(run)
+
+    def body():
+        try:
+            return tuned(1)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    results = in_threads([body] * 8)
+    assert sorted(results, key=str) == [1] * 7 + ["interrupted"]
+
+
+def test_a_tuned_function_calls_a_tuned_function_both_cold():
+    inner = make(lambda x, n: x + 1)
+    outer = make(lambda x, n: inner(x) + inner(x + 1))
+    assert outer(1) == 5
+    assert (outer.tuning_count, inner.tuning_count) == (1, 2)
+    assert outer(1) == 5
+
+
+def test_both_cold_in_many_threads():
+    inner = make(lambda x, n: x + 1)
+    outer = make(lambda x, n: inner(x))
+    assert in_threads([lambda: outer(1), lambda: inner(1)] * 8) == [2] * 16
+    assert (outer.tuning_count, inner.tuning_count) == (1, 1)
+
+
+def test_a_function_that_calls_itself():
+    def run(x, n):
+        return 1 if x == 0 else x * tuned(x - 1)
+
+    tuned = make(run)
+    assert tuned(4) == 24
+    assert tuned.tuning_count == 5
