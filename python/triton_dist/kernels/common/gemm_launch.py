@@ -51,9 +51,9 @@ def sharded_gemm(
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE.
         num_sms: programs of the persistent kernel.
-        persistent: use the persistent kernel on descriptors. Tensors whose strides are not
-        multiples of
-            16 bytes go to the kernel on pointers all the same.
+        persistent: use the persistent kernel on descriptors. An ``own`` that is not contiguous, and
+            tensors whose strides are not multiples of 16 bytes, go to the kernel on pointers all
+            the same.
     """
     M, N = C.shape
     K = own.shape[1]
@@ -68,7 +68,7 @@ def sharded_gemm(
         "FLAGS_PER_RANK": source.flags_per_rank,
         "INPUT_PRECISION": dot_precision(own.dtype),
     }
-    if persistent and own.stride(1) == 1 and fits_descriptor(own, source.rows, B, C):
+    if persistent and own.is_contiguous() and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
         options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
         grid = (min(num_sms, tiles),)
