@@ -192,6 +192,9 @@ class AllGatherBuffer:
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
         self._memory.free()
 
     def _bound_waits(self, most_polls: int) -> None:
