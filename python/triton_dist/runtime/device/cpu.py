@@ -13,6 +13,7 @@ import torch
 
 from triton_dist import knobs
 from triton_dist.errors import WaitTimeout
+from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 
 _HOPPER_SHARED_MEMORY = 232_448
@@ -132,7 +133,7 @@ class CpuCopyStream:
 
 
 def _spin_until_equal(flags: torch.Tensor, index: int, value: int) -> None:
-    limit = knobs.wait_timeout.get()
+    limit = waits.interpreted_limit_seconds()
     deadline = time.monotonic() + limit
     while int(flags[index]) != value:
         if time.monotonic() > deadline:
