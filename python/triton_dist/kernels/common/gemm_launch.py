@@ -31,6 +31,20 @@ class GatheredShards:
     flags_per_rank: int
 
 
+def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
+    """The config that is launched for operands of ``dtype``.
+
+    Configs are written for 16-bit operands. Of 4-byte ones a tile has half as many elements along K
+    and stages its output in two halves, so that it takes as many bytes of shared memory.
+    """
+    if dtype.itemsize <= 2:
+        return config
+    tile = dict(config.kwargs)
+    tile["BLOCK_SIZE_K"] = tile["BLOCK_SIZE_K"] * 2 // dtype.itemsize
+    tile["EPILOGUE_SUBTILE"] = True
+    return triton.Config(tile, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
 def sharded_gemm(
     own: torch.Tensor,
     B: torch.Tensor,
@@ -51,9 +65,10 @@ def sharded_gemm(
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE.
         num_sms: programs of the persistent kernel.
-        persistent: use the persistent kernel on descriptors. Tensors whose strides are not
-        multiples of
-            16 bytes go to the kernel on pointers all the same.
+        persistent: use the persistent kernel on descriptors. Three go to the kernel on pointers all
+            the same: an ``own`` that is not contiguous, tensors whose strides are not multiples of
+            16 bytes, and fp32 products that must not use tf32 (without matrix units, a B that comes
+            through a descriptor spills: 12 KB a thread at the default tile, compiled for sm_90).
     """
     M, N = C.shape
     K = own.shape[1]
@@ -62,13 +77,15 @@ def sharded_gemm(
     source = gathered or GatheredShards(own, own, own, 1, 1)
     operands = (own, source.rows, B, C, source.arrivals, source.epoch, M, N, K)
     sharding = (rank, num_ranks, source.chunk_rows)
+    precision = dot_precision(own.dtype)
     options = {
-        **config.all_kwargs(),
+        **config_for(config, own.dtype).all_kwargs(),
         "GATHERED": gathered is not None,
         "FLAGS_PER_RANK": source.flags_per_rank,
-        "INPUT_PRECISION": dot_precision(own.dtype),
+        "INPUT_PRECISION": precision,
     }
-    if persistent and own.stride(1) == 1 and fits_descriptor(own, source.rows, B, C):
+    by_descriptor = persistent and precision != "ieee" and own.is_contiguous()
+    if by_descriptor and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
         options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
         grid = (min(num_sms, tiles),)

@@ -42,6 +42,8 @@ _SLOTS = 2
 _LINE = 32
 # Words of a slot's "epoch" line. The last two are the guard of its waits (language.wait).
 _EPOCH, _MOST_POLLS, _GAVE_UP = 0, 1, 2
+# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
+_LAUNCH_SECONDS = 10.0
 
 
 class AllGatherMethod(enum.Enum):
@@ -173,11 +175,17 @@ class AllGatherBuffer:
     def finish(self) -> None:
         """Queue the end of the all-gather after its consumer: own copies are out, peers may go
         on."""
+        overdue: WaitTimeout | None = None
+        if self._most_polls and not self._device.is_capturing():
+            overdue = self._gave_up()
+            if overdue is not None:
+                # A copy stream may wait for what will not come either, and the join would for it.
+                self._memory["forward"].local[self._slot].fill_(1)
         for stream in self._streams[: self._streams_in_use]:
             stream.join_current()
         self._notify_peers("consumed", wait=False)
-        if self._most_polls and not self._device.is_capturing():
-            self._raise_if_gave_up()
+        if overdue is not None:
+            raise overdue
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
@@ -192,6 +200,9 @@ class AllGatherBuffer:
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
         self._memory.free()
 
     def _bound_waits(self, most_polls: int) -> None:
@@ -199,17 +210,17 @@ class AllGatherBuffer:
             self._memory["epoch"].local[:, _MOST_POLLS] = most_polls
             self._most_polls = most_polls
 
-    def _raise_if_gave_up(self) -> None:
-        """While candidates are tried: has a wait of this call given up?"""
+    def _gave_up(self) -> WaitTimeout | None:
+        """While candidates are tried: the error of this call, if one of its waits gave up."""
         limit = waits.limit_seconds() or 0.0
-        # The begin kernel, the consumer and the exchange may each wait for the limit once.
-        self._device.synchronize(3 * limit)
+        # The begin kernel, the exchange of a pull and the consumer may each wait for the limit.
+        self._device.synchronize(3 * limit + _LAUNCH_SECONDS)
         line = self._memory["epoch"].local[self._slot].tolist()
         if not line[_GAVE_UP]:
-            return
+            return None
         self._memory["epoch"].local[:, _GAVE_UP] = 0
         flag, seen = self._overdue(line[_EPOCH])
-        raise WaitTimeout(
+        return WaitTimeout(
             rank=self.rank,
             program="a kernel of the all-gather or its consumer",
             flag=flag,

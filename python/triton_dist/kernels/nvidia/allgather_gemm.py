@@ -54,13 +54,12 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
+from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.gemm import (
     gemm_non_persistent,
     gemm_persistent,
     get_config_space,
-    prune_fn_by_group_size_m,
-    prune_fn_by_shared_memory,
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -272,7 +271,7 @@ def prune_fn(
 ) -> bool:
     if ctx.num_ranks <= 2 and config.get("method") is AllGatherMethod.RING_PUSH_1D:
         return False  # with two ranks a ring is a full mesh
-    return prune_fn_by_shared_memory(config, A) and prune_fn_by_group_size_m(config, A, B, ctx)
+    return gemm.prune_fn(config, A, B, ctx)
 
 
 def config_space() -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm_launch import sharded_gemm
+from triton_dist.kernels.common.gemm_launch import config_for, sharded_gemm
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.runtime.device import current_device
@@ -140,9 +140,13 @@ def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[A
     return (tune.to_hashable(A), tune.to_hashable(B))
 
 
-def _prune(config: Mapping[str, Any], *args: Any, **kwargs: Any) -> bool:
-    return prune_fn_by_shared_memory(config, *args, **kwargs) and prune_fn_by_group_size_m(
-        config, *args, **kwargs
+def prune_fn(
+    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
+) -> bool:
+    """Keep a config that, as launched for A's dtype, fits shared memory and is worth trying."""
+    launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}
+    return prune_fn_by_shared_memory(launched, A) and prune_fn_by_group_size_m(
+        launched, A, B, *args, **kwargs
     )
 
 
@@ -180,7 +184,7 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     return prepare
 
 
-@tune.autotune(_both_spaces, _key, _prune, prepare_fn=_prepare(True), scope="rank")
+@tune.autotune(_both_spaces, _key, prune_fn, prepare_fn=_prepare(True), scope="rank")
 def matmul(
     A: torch.Tensor, B: torch.Tensor, gemm_config: triton.Config, persistent: bool = True
 ) -> torch.Tensor:
@@ -196,7 +200,7 @@ def matmul(
     return _run(A, B, gemm_config, persistent)
 
 
-@tune.autotune(lambda: _space(True), _key, _prune, prepare_fn=_prepare(True), scope="rank")
+@tune.autotune(lambda: _space(True), _key, prune_fn, prepare_fn=_prepare(True), scope="rank")
 def gemm_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
 ) -> torch.Tensor:
@@ -204,7 +208,7 @@ def gemm_persistent(
     return _run(A, B, gemm_config, True)
 
 
-@tune.autotune(lambda: _space(False), _key, _prune, prepare_fn=_prepare(False), scope="rank")
+@tune.autotune(lambda: _space(False), _key, prune_fn, prepare_fn=_prepare(False), scope="rank")
 def gemm_non_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
 ) -> torch.Tensor:

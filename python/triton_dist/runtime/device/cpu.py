@@ -91,13 +91,13 @@ class CpuCopyStream:
     thread."""
 
     def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         threading.Thread(target=self._run, name="triton_dist-copy-stream", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            self._steps.get()()
+        while (step := self._steps.get()) is not None:
+            step()
 
     def _queue(self, step: Callable[[], object]) -> None:
         def guarded() -> None:
@@ -121,6 +121,10 @@ class CpuCopyStream:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def close(self) -> None:
+        """End the thread once all that was queued is done."""
+        self._steps.put(None)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._queue(lambda: destination.copy_(source))

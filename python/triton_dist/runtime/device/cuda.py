@@ -165,6 +165,9 @@ class CudaCopyStream:
         """Let the current stream go on only after all that this stream holds now."""
         torch.cuda.current_stream().wait_stream(self._stream)
 
+    def close(self) -> None:
+        """Nothing to end: torch keeps a pool of streams."""
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue ``destination.copy_(source)``; both contiguous, same shape and dtype."""
         with torch.cuda.stream(self._stream):

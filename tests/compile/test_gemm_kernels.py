@@ -1,0 +1,219 @@
+"""Every kernel of AllGather-GEMM x every tile of its space, compiled for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import triton_dist
+from triton_dist import language as dl
+from triton_dist.errors import CandidateFailed
+from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
+from triton_dist.kernels.nvidia.allgather import kernel_begin_epoch, kernel_notify_peers
+from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
+from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
+
+ACQUIRE = "ld.global.sys.acquire"
+PROXY_FENCE = "fence.proxy.async.global"
+TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.shared")
+TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.global")
+RELEASE = re.compile(r"(atom|red)\.global\.sys\.release")
+
+LAYOUTS = ("row-major", "column-major")
+DEFAULTS = {True: PERSISTENT_TILES[0], False: POINTER_TILES[0]}
+
+
+def prepared(
+    persistent, config, layout="row-major", gathered=True, dtype=torch.bfloat16, rank=1,
+    num_ranks=4, rows=1008, chunk_rows=1008,
+):  # fmt: skip
+    """The launch for a shard of ``rows`` x 4096 and a B of 4096 x 1024; tensors without memory."""
+
+    def matrix(m, n):
+        return torch.empty(m, n, dtype=dtype, device="meta")
+
+    ranks = num_ranks if gathered else 1
+    flags = torch.empty(256, dtype=torch.int32, device="meta")
+    own, C = matrix(rows, 4096), matrix(rows * ranks, 1024)
+    B = matrix(1024, 4096).T if layout == "column-major" else matrix(4096, 1024)
+    shards = GatheredShards(matrix(rows * ranks, 4096), flags, flags[:32], chunk_rows, 8)
+    return sharded_gemm(
+        own, B, C, config, num_sms=132, persistent=persistent, rank=rank if gathered else 0,
+        num_ranks=ranks, gathered=shards if gathered else None,
+    )  # fmt: skip
+
+
+def compile_launch(launch):
+    return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
+
+
+@functools.cache
+def compiled(persistent, index, layout, gathered=True, arch=90, dtype=torch.bfloat16):
+    """Compiled once, whatever is asserted of it; ``index`` into the tiles of its space."""
+    config = (PERSISTENT_TILES if persistent else POINTER_TILES)[index]
+    with compile_only(arch):
+        return compile_launch(prepared(persistent, config, layout, gathered, dtype))
+
+
+def every_tile():
+    for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
+        for index, config in enumerate(tiles):
+            sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
+            kind = "persistent" if persistent else "pointers"
+            for layout in LAYOUTS:
+                name = f"{kind}-{sizes}-{config.num_warps}x{config.num_stages}-{index}-{layout}"
+                yield pytest.param(persistent, index, layout, id=name)
+
+
+@pytest.mark.parametrize(("persistent", "index", "layout"), list(every_tile()))
+def test_a_tile_fits_pipelines_and_waits(persistent, index, layout):
+    kernel = compiled(persistent, index, layout)
+    assert kernel.name == f"kernel_gemm_{'' if persistent else 'non_'}persistent"
+    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
+    assert kernel.stack_bytes == 0
+    assert "wgmma.mma_async" in kernel.ptx
+    assert_waits(kernel.ptx)
+    if persistent:
+        # Own and gathered loop: each loads A and B, stages - 1 times ahead and once inside.
+        assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * 2 * kernel.num_stages
+    else:
+        assert "cp.async.cg" in kernel.ptx
+        # Every stage is there: A and B tiles of bf16.
+        tile = POINTER_TILES[index].kwargs
+        elements = (tile["BLOCK_SIZE_M"] + tile["BLOCK_SIZE_N"]) * tile["BLOCK_SIZE_K"]
+        assert kernel.shared_memory_bytes >= 2 * elements * (kernel.num_stages - 1)
+
+
+def assert_waits(ptx):
+    """An acquire at system scope, then the fence to the proxy that TMA reads through."""
+    assert ACQUIRE in ptx
+    assert ptx.rindex(PROXY_FENCE) > ptx.rindex(ACQUIRE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_plain_gemm_has_no_wait(persistent, layout):
+    kernel = compiled(persistent, 0, layout, gathered=False)
+    assert kernel.stack_bytes == 0
+    assert ACQUIRE not in kernel.ptx
+    assert PROXY_FENCE not in kernel.ptx
+    if persistent:
+        assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
+
+
+@pytest.mark.parametrize(
+    ("persistent", "index", "dtype"),
+    # fp32 is multiplied without matrix units; of the pointer tiles, number 5 is the smallest.
+    [(True, 0, torch.float16), (False, 0, torch.float16), (False, 5, torch.float32)],
+)
+def test_other_dtypes(persistent, index, dtype):
+    kernel = compiled(persistent, index, "column-major", dtype=dtype)
+    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
+    assert kernel.stack_bytes == 0
+    assert ("wgmma.mma_async" in kernel.ptx) is (dtype is torch.float16)
+    assert_waits(kernel.ptx)
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_default_tiles_on_other_generations(persistent, arch):
+    kernel = compiled(persistent, 0, "column-major", arch=arch)
+    assert f".target sm_{arch}" in kernel.ptx
+    assert kernel.shared_memory_bytes <= HARDWARE[arch].shared_memory_bytes
+    assert ACQUIRE in kernel.ptx
+    assert (PROXY_FENCE in kernel.ptx) is (arch >= 90)
+    assert ("cp.async.bulk.tensor" in kernel.ptx) is (persistent and arch >= 90)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_one_compiled_kernel_serves_all_ranks(sm90, persistent):
+    kernels = {
+        id(compile_launch(launch).kernel)
+        for launch in (
+            prepared(persistent, DEFAULTS[persistent], rank=rank, chunk_rows=chunk_rows)
+            for rank, chunk_rows in ((0, 1008), (1, 504), (3, 1), (2, 7))
+        )
+    }
+    assert len(kernels) == 1
+    # Another number of ranks with another M, both multiples of 16: still the same.
+    other = prepared(persistent, DEFAULTS[persistent], rank=5, num_ranks=8)
+    assert id(compile_launch(other).kernel) in kernels
+
+
+def words(count=64):
+    return torch.empty(count, dtype=torch.int32, device="meta")
+
+
+def test_begin_looks_with_acquire_before_it_advances(sm90):
+    kernel = compile_kernel(kernel_begin_epoch, words(), words(), 1, 4, num_warps=1)
+    assert kernel.stack_bytes == 0
+    assert kernel.ptx.count(ACQUIRE) >= 1
+    assert kernel.ptx.rindex("st.global") > kernel.ptx.rindex(ACQUIRE)
+    again = compile_kernel(kernel_begin_epoch, words(), words(), 0, 2, num_warps=1)
+    assert again.kernel is kernel.kernel
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_peers_are_told_with_release(sm90, wait):
+    table = torch.empty(4, dtype=torch.int64, device="meta")
+    kernel = compile_kernel(
+        kernel_notify_peers, words(), words(), table, 32, 1, 4, WAIT=wait, num_warps=1
+    )
+    assert kernel.stack_bytes == 0
+    assert RELEASE.search(kernel.ptx)
+    assert (ACQUIRE in kernel.ptx) is wait
+    again = compile_kernel(
+        kernel_notify_peers, words(), words(), table, 1, 0, 2, WAIT=wait, num_warps=1
+    )
+    assert again.kernel is kernel.kernel
+
+
+@triton_dist.jit
+def store_then_notify(source_ptr, out_ptr, flag_ptr, n, B: tl.constexpr):
+    """Publishes tile after tile, so that a store of one iteration could slip past its release."""
+    source = tl.make_tensor_descriptor(source_ptr, [n, B], [B, 1], [B, B])
+    out = tl.make_tensor_descriptor(out_ptr, [n, B], [B, 1], [B, B])
+    for tile in range(tl.program_id(0), tl.cdiv(n, B), tl.num_programs(0)):
+        out.store([tile * B, 0], source.load([tile * B, 0]))
+        dl.publish_tile()
+        dl.notify(flag_ptr + tile, 1)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_a_store_is_complete_before_its_release(arch):
+    source = torch.empty(1024, 64, dtype=torch.float16, device="meta")
+    with compile_only(arch):
+        ptx = compile_kernel(store_then_notify, source, source.clone(), words(), 1024, B=64).ptx
+    store = [match.end() for match in TMA_STORE.finditer(ptx)][-1]
+    release = next(match.start() for match in RELEASE.finditer(ptx) if match.start() > store)
+    between = ptx[store:release]
+    # The full wait: the one that ends in .read only says that shared memory may be reused.
+    assert re.search(r"cp\.async\.bulk\.wait_group\s+0", between)
+    assert PROXY_FENCE in between
+    assert "bar.sync" in between.split("wait_group")[-1]
+
+
+def test_publishing_is_free_where_there_is_no_tma():
+    source = torch.empty(1024, 64, dtype=torch.float16, device="meta")
+    with compile_only(80):
+        ptx = compile_kernel(store_then_notify, source, source.clone(), words(), 1024, B=64).ptx
+    assert "cp.async.bulk" not in ptx
+    assert "fence.proxy" not in ptx
+
+
+def test_a_launch_compiles_without_launching(sm90):
+    prepared(True, DEFAULTS[True]).compile()
+    assert sm90.launches == []
+
+
+def test_a_tile_that_does_not_fit_is_a_failed_candidate(sm90):
+    too_large = triton.Config(
+        DEFAULTS[True].kwargs | {"BLOCK_SIZE_K": 128}, num_warps=8, num_stages=4
+    )
+    with pytest.raises(CandidateFailed, match="OutOfResources: out of resource: shared memory"):
+        prepared(True, too_large).compile()

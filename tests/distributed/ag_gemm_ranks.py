@@ -1,0 +1,318 @@
+"""What every rank does in the tests of AllGather-GEMM, on CPU ranks and on GPUs alike."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
+from triton_dist.errors import ContextFinalized, WaitTimeout
+from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia.allgather import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import (
+    ag_gemm_persistent,
+    config_space,
+    local_copy_and_barrier_all,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.waits import bounded_waits
+from triton_dist.testing import assert_allclose
+from triton_dist.testing.timing import captured
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# (streams, chunks); 8 chunks are more than the smallest shards have rows.
+SCHEDULES = ((1, 1), (2, 2), (1, 3), (3, 8))
+
+
+def every_schedule() -> int:
+    """Methods x streams and chunks x kernels, M changing from call to call."""
+    calls = Calls(max_rows=37, columns=40, K=72)
+    rows = itertools.cycle((5, 37, 1, 20))
+    for method in AllGatherMethod:
+        for num_streams, num_chunks in SCHEDULES:
+            for persistent in (True, False):
+                calls(
+                    next(rows),
+                    method=method,
+                    num_streams=num_streams,
+                    num_chunks=num_chunks,
+                    persistent=persistent,
+                )
+    return calls.finish()
+
+
+def every_operand(dtypes: Sequence[torch.dtype] = DTYPES) -> int:
+    """Dtypes x sizes x layouts of B x kernels; no size is a multiple of a tile's."""
+    count = 0
+    for dtype in dtypes:
+        # An odd K, or an odd N of a row-major B, cannot be read through descriptors.
+        for rows, columns, K in ((37, 72, 72), (1, 24, 16), (33, 65, 33), (3, 1, 1)):
+            calls = Calls(rows, columns, K, dtype)
+            for layout in LAYOUTS:
+                for persistent in (True, False):
+                    calls(rows, layout, persistent=persistent)
+            count += calls.finish()
+    return count
+
+
+def back_to_back(rounds: int) -> int:
+    """Different calls one after another on two contexts; nothing lines the ranks up in between."""
+    first = Calls(max_rows=37, columns=40, K=72)
+    second = Calls(max_rows=8, columns=65, K=33, dtype=torch.float32)
+    methods = list(AllGatherMethod)
+    for number in range(rounds):
+        first(
+            1 + 7 * number % 37,
+            method=methods[number % 3],
+            num_streams=1 + number % 2,
+            num_chunks=1 + number % 4,
+            local_copy=number % 2 == 0,
+        )
+        if number % 3 == 0:
+            second(1 + number % 8, method=methods[number % 2], local_copy=number % 2 == 1)
+    return first.finish() + second.finish()
+
+
+def stragglers() -> int:
+    """Each rank in turn is late: on its stream within a call, and on the host before one."""
+    cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
+    calls = Calls(max_rows=20, columns=40, K=72)
+    for late in range(dist.get_world_size()):
+        for method in AllGatherMethod:
+            calls(20, method=method, num_chunks=2, straggler_option=(late, cycles))
+        if dist.get_rank() == late:
+            time.sleep(0.05)
+        for local_copy in (True, False):
+            calls(11, local_copy=local_copy)
+    return calls.finish()
+
+
+def every_config() -> int:
+    """Every candidate of the tuner, and the defaults of those that are not given."""
+    calls = Calls(max_rows=37, columns=136, K=96)
+    for config in config_space():
+        calls(37, **config)
+    calls(37)
+    calls(37, op=ag_gemm, autotune=False)
+    return calls.finish()
+
+
+def tuned() -> tuple[int, int]:
+    """Tuned calls, each layout and ``local_copy`` on its own; (tunings, checked calls)."""
+    calls = Calls(max_rows=11, columns=40, K=72)
+    for _ in range(3):
+        calls(11, "column-major", op=ag_gemm)
+        calls(5, op=ag_gemm, local_copy=False)
+    return ag_gemm.tuning_count, calls.finish()
+
+
+def in_groups(members: Sequence[Sequence[int]], tune: bool) -> int:
+    """Disjoint groups at once, each with a context of its own, of different sizes."""
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
+    calls = Calls(max_rows=5 + mine, columns=40, K=72 - 8 * mine, group=groups[mine])
+    for number in range(6):
+        if tune:
+            calls(5 + mine, op=ag_gemm, autotune_pg=groups[mine])
+        else:
+            calls(1 + number, num_chunks=1 + number % 2) if number < 5 + mine else None
+    return calls.finish()
+
+
+def epochs_wrap_around() -> int:
+    """Flags and epochs that pass the largest int32."""
+    calls = Calls(max_rows=5, columns=40, K=72)
+    memory, nearly = calls.ctx.buffer._memory, 2**31 - 3
+    for flags in ("arrivals", "consumed", "staged"):
+        memory[flags].local.fill_(nearly)
+    epochs = memory["epoch"].local[:, 0].fill_(nearly)
+    current_device().synchronize()
+    dist.barrier()
+    for _ in range(4):
+        for method in AllGatherMethod:
+            calls(5, method=method)
+    count = calls.check()
+    assert epochs.max() < 0
+    calls.ctx.finalize()
+    return count
+
+
+def context_ends() -> list[str]:
+    """A context manager frees once; after that, and after an error inside, nothing works."""
+    seen = []
+    calls = Calls(max_rows=5, columns=40, K=72)
+    with calls.ctx as ctx:
+        calls(5)
+        calls.check()
+    ctx.finalize()
+    A = B = torch.empty(0)
+    for use in (
+        lambda: ctx.symm_workspace,
+        lambda: ctx.own_rows(1),
+        lambda: ag_gemm(A, B, ctx),
+        lambda: ag_gemm(A, B, ctx, autotune=False),
+        lambda: ag_gemm.fn(A, B, ctx, default_tiles()),
+        lambda: local_copy_and_barrier_all(A, ctx),
+    ):
+        try:
+            use()
+        except ContextFinalized as error:
+            seen.append(str(error))
+    failing = Calls(max_rows=5, columns=40, K=72)
+    try:
+        with failing.ctx as ctx:
+            raise KeyError("inside")
+    except KeyError:
+        seen.append("raised through")
+    ctx.finalize()
+    return seen
+
+
+def give_up_and_start_again() -> list[str]:
+    """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
+    overdue = []
+    calls = Calls(max_rows=20, columns=40, K=72)
+    calls(20)
+    calls.check()
+    for persistent in (True, False):
+        for method in AllGatherMethod:
+            if dist.get_rank() == 0:
+                try:
+                    with bounded_waits(0.2):
+                        calls(20, method=method, num_chunks=2, persistent=persistent)
+                except WaitTimeout as error:
+                    overdue.append(error.flag.split("[")[0])
+            else:
+                calls.skip()
+            dist.barrier()
+            calls.ctx.buffer.reset()
+            for rows in (5, 20, 11):
+                calls(rows, method=method, persistent=persistent)
+    calls.finish()
+    return overdue
+
+
+def replayed(rounds: int) -> int:
+    """Calls captured in CUDA graphs and replayed, beside calls that are not; fresh data each time.
+    CPU ranks capture nothing: they call again."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    eager = Calls(max_rows=20, columns=40, K=72)
+    calls = Calls(max_rows=20, columns=40, K=72)
+    A, B = uniform(1, (20, 72), torch.float16), uniform(100 + rank, (72, 40), torch.float16)
+    outputs: dict[AllGatherMethod, torch.Tensor] = {}
+
+    def captured_call(method: AllGatherMethod) -> Callable[[], object]:
+        def call() -> None:
+            outputs[method] = ag_gemm.fn(A, B, calls.ctx, default_tiles(), method=method)
+
+        return captured(call)
+
+    replays = {method: captured_call(method) for method in AllGatherMethod}
+    results = []
+    for number in range(rounds):
+        for method, replay in replays.items():
+            shards = [
+                uniform(1000 * number + peer, (20, 72), A.dtype) for peer in range(world_size)
+            ]
+            A.copy_(shards[rank])
+            replay()
+            A.fill_(NAN)
+            expected = (torch.cat(shards).double() @ B.double()).half()
+            results.append((outputs[method].clone(), expected))
+            eager(11, method=method)
+    current_device().synchronize()
+    for C, expected in results:
+        assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
+    calls.ctx.finalize()
+    return len(results) + eager.finish()
+
+
+def many_tiles(rounds: int) -> int:
+    """Shapes that keep a whole GPU busy while shards arrive; too much for the interpreter."""
+    calls = Calls(max_rows=1021, columns=1536, K=1024)
+    narrow = Calls(max_rows=129, columns=2048, K=4096, dtype=torch.bfloat16)
+    for number in range(rounds):
+        for method in AllGatherMethod:
+            for num_streams, num_chunks in SCHEDULES:
+                calls(
+                    1021 - 97 * (number % 5),
+                    layout=("row-major", "column-major")[number % 2],
+                    method=method,
+                    num_streams=num_streams,
+                    num_chunks=num_chunks,
+                    persistent=number % 3 < 2,
+                    straggler_option=(number % dist.get_world_size(), 1_000_000),
+                )
+            narrow(129 - number, method=method, local_copy=number % 2 == 0)
+    return calls.finish() + narrow.finish()
+
+
+def consumer_alone() -> None:
+    """The pieces that scripts put together themselves: transfer, persistent consumer, own rows."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    ctx = calls.ctx
+    shards = [uniform(rank, (20, 72), torch.float16) for rank in range(ctx.num_ranks)]
+    B = uniform(100 + ctx.rank, (72, 40), torch.float16)
+    C = torch.empty(20 * ctx.num_ranks, 40, dtype=torch.float16, device=B.device)
+    own = shards[ctx.rank]
+    gathered = ctx.buffer.start(own, AllGatherMethod.FULL_MESH_PUSH, 1, 2)
+    ag_gemm_persistent(own, B, C, ctx.rank, ctx.num_ranks, gathered, default_tiles())
+    ctx.buffer.finish()
+    expected = (torch.cat(shards).double() @ B.double()).half()
+    current_device().synchronize()
+    assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
+    local_copy_and_barrier_all(own, ctx)
+    current_device().synchronize()
+    assert torch.equal(ctx.own_rows(20), own)
+    ctx.finalize()
+
+
+def strides_of_one_row() -> int:
+    """With one row a rank, any stride of A counts as contiguous."""
+    calls = Calls(max_rows=1, columns=40, K=72)
+    ctx = calls.ctx
+    results = []
+    for persistent in (True, False):
+        shards = [uniform(rank, (1, 72), torch.float16) for rank in range(ctx.num_ranks)]
+        B = uniform(100 + ctx.rank, (72, 40), torch.float16)
+        wide = torch.full((1, 144), NAN, dtype=torch.float16, device=B.device)
+        A = wide[:, :72].copy_(shards[ctx.rank])
+        assert A.is_contiguous()
+        assert A.stride() == (144, 1)
+        C = ag_gemm.fn(A, B, ctx, default_tiles(), persistent=persistent)
+        results.append((C, (torch.cat(shards).double() @ B.double()).half()))
+    current_device().synchronize()
+    for C, expected in results:
+        assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
+    return calls.finish()
+
+
+def trainable_operands() -> None:
+    """Operands that require grad leave no history in the context's memory."""
+    calls = Calls(max_rows=5, columns=40, K=72)
+    shards = [uniform(rank, (5, 72), torch.float16) for rank in range(calls.ctx.num_ranks)]
+    B = uniform(100, (72, 40), torch.float16).requires_grad_()
+    A = shards[calls.ctx.rank].clone().requires_grad_()
+    for method in AllGatherMethod:
+        C = ag_gemm.fn(A, B, calls.ctx, default_tiles(), method=method)
+        current_device().synchronize()
+        expected = (torch.cat(shards).double() @ B.detach().double()).half()
+        assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
+        dist.barrier()  # no peer writes while we look
+        for region in calls.ctx.buffer._memory._regions.values():
+            assert not any(peer.requires_grad for peer in region.peers), region.name
+    calls.finish()
+
+
+def in_inference_mode() -> int:
+    """A context made and used under ``torch.inference_mode``."""
+    with torch.inference_mode():
+        calls = Calls(max_rows=5, columns=40, K=72)
+        for method in AllGatherMethod:
+            calls(5, method=method)
+        calls(5, local_copy=False)
+        return calls.finish()

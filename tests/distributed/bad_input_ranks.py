@@ -1,0 +1,202 @@
+"""What every rank does in the tests of bad input, on CPU ranks and on GPUs alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ag_gemm_calls import Calls, default_tiles
+from triton_dist.errors import InvalidArgument, TritonDistError
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.symmetric import host
+
+ROWS, COLUMNS, K = 6, 40, 72
+
+
+def like_a(rows: int = ROWS, k: int = K, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.ones(rows, k, device=current_device().torch_device).to(dtype)
+
+
+def like_b(k: int = K, columns: int = COLUMNS, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return like_a(k, columns, dtype)
+
+
+# Per refused argument: operands of a call with it. A and B are good where they are not named.
+BAD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "A.dtype": lambda: {"A": like_a(dtype=torch.bfloat16)},
+    "A.dtype (integers)": lambda: {"A": like_a(dtype=torch.int32)},
+    "B.dtype": lambda: {"B": like_b(dtype=torch.float32)},
+    "A.device": lambda: {"A": like_a().to("meta")},
+    "B.device": lambda: {"B": like_b().to("meta")},
+    "A.shape": lambda: {"A": like_a(k=K + 1)},
+    "A.shape (vector)": lambda: {"A": like_a()[0]},
+    "A.shape (3-D)": lambda: {"A": like_a()[None]},
+    "A.shape (no rows)": lambda: {"A": like_a(rows=0)},
+    "M": lambda: {"A": like_a(rows=ROWS + 1)},
+    "B.shape": lambda: {"B": like_b(columns=COLUMNS + 1)},
+    "B.shape (K)": lambda: {"B": like_b(k=K - 1)},
+    "B.shape (transposed)": lambda: {"B": like_b().T},
+    "B.shape (vector)": lambda: {"B": like_b()[0]},
+    "A.stride()": lambda: {"A": like_a(rows=2 * ROWS)[::2]},
+    "A.stride() (transposed)": lambda: {"A": like_a(rows=K, k=ROWS).T},
+    "num_chunks": lambda: {"num_chunks": 0},
+    "num_chunks (many)": lambda: {"num_chunks": 9},
+    "num_streams": lambda: {"num_streams": 0},
+    "method": lambda: {"method": "full_mesh_push"},
+}
+
+
+def bad_contexts(num_ranks: int, rank: int) -> dict[str, dict[str, Any]]:
+    return {
+        "num_ranks": {"num_ranks": num_ranks + 1},
+        "num_ranks (none)": {"num_ranks": 0},
+        "rank": {"rank": rank + 1},
+        "max_M": {"max_M": ROWS * num_ranks + 1},
+        "max_M (none)": {"max_M": 0},
+        "max_M (negative)": {"max_M": -num_ranks},
+        "N": {"N": COLUMNS * num_ranks + 1},
+        "N (none)": {"N": 0},
+        "K": {"K": 0},
+        "dtype": {"dtype": torch.float64},
+        "dtype (integers)": {"dtype": torch.int8},
+    }
+
+
+def create(**changes: Any) -> Any:
+    """A context like that of ``Calls``, with ``changes``."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    arguments = {
+        "max_M": ROWS * num_ranks,
+        "N": COLUMNS * num_ranks,
+        "K": K,
+        "dtype": torch.float16,
+        "rank": rank,
+        "num_ranks": num_ranks,
+    }
+    return create_ag_gemm_context(**(arguments | changes))
+
+
+def refusal(call: Callable[[], object]) -> TritonDistError | None:
+    try:
+        call()
+    except TritonDistError as error:
+        return error
+    return None
+
+
+class Launches:
+    """Counts what a rank launches or queues from here on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for owner, name in ((Launch, "run"), (AllGatherBuffer, "start")):
+            setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def every_bad_call() -> dict[str, tuple[str, str, int]]:
+    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
+    seen = {}
+    calls = Calls(ROWS, COLUMNS, K)
+    calls(ROWS)
+    launches = Launches()
+    for name, changes in BAD_CALLS.items():
+        arguments = {"A": like_a(), "B": like_b(), "ctx": calls.ctx} | changes()
+        schedule = set(arguments) - {"A", "B", "ctx"}
+        untuned = refusal(lambda a=arguments: ag_gemm.fn(gemm_config=default_tiles(), **a))
+        options = {"autotune_allow_arg_overwrite": True, "autotune": False} if schedule else {}
+        tuned = untuned if schedule else refusal(lambda a=arguments, o=options: ag_gemm(**a, **o))
+        assert isinstance(untuned, InvalidArgument), name
+        assert isinstance(tuned, InvalidArgument), name
+        assert str(tuned) == str(untuned)
+        seen[name] = (untuned.argument, str(untuned), launches.count)
+    calls(ROWS)
+    calls(ROWS - 1)
+    assert launches.count == 4
+    calls.finish()
+    return seen
+
+
+def every_bad_context() -> dict[str, tuple[str, str]]:
+    """Per bad context, on all ranks: argument and message of its error."""
+    seen = {}
+    for name, changes in bad_contexts(dist.get_world_size(), dist.get_rank()).items():
+        error = refusal(lambda c=changes: create(**c))
+        assert isinstance(error, InvalidArgument), name
+        seen[name] = (error.argument, str(error))
+    calls = Calls(ROWS, COLUMNS, K)
+    calls(ROWS)
+    calls.finish()
+    return seen
+
+
+def one_rank_differs() -> list[tuple[str, str]]:
+    """What this rank gets when rank 1 alone comes with something else, each time anew."""
+    is_other = dist.get_rank() == 1
+    seen = []
+
+    def note(call: Callable[[], object]) -> None:
+        error = refusal(call)
+        seen.append((type(error).__name__, str(error)))
+
+    note(lambda: create(max_M=ROWS * dist.get_world_size() + is_other))
+    note(lambda: create(K=K + is_other))
+    note(lambda: create(dtype=torch.bfloat16 if is_other else torch.float16))
+    calls = Calls(ROWS, COLUMNS, K)
+    note(
+        lambda: ag_gemm(
+            like_a(dtype=torch.bfloat16 if is_other else torch.float16), like_b(), calls.ctx
+        )
+    )
+    note(lambda: ag_gemm(like_a(rows=ROWS - is_other), like_b(), calls.ctx))
+    note(lambda: ag_gemm(like_a(), like_b().T.contiguous().T if is_other else like_b(), calls.ctx))
+    note(lambda: ag_gemm(like_a(), like_b(), calls.ctx, local_copy=not is_other))
+    calls(ROWS)
+    calls.finish()
+    return seen
+
+
+def one_rank_does_not_come() -> float:
+    """Seconds until this rank gave up on a first call that rank 1 never makes."""
+    calls = Calls(ROWS, COLUMNS, K)
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+        return 0.0
+    begin = time.monotonic()
+    error = refusal(lambda: ag_gemm(like_a(), like_b(), calls.ctx))
+    assert type(error).__name__ == "RankTimeout", error
+    assert "rank(s) 1 did not arrive" in str(error)
+    return time.monotonic() - begin
+
+
+def too_large() -> tuple[str, int, int, str]:
+    """More symmetric memory than there is; then a context that fits."""
+    error = refusal(lambda: create(max_M=2**40 * dist.get_world_size()))
+    calls = Calls(ROWS, COLUMNS, K)
+    calls(ROWS)
+    calls.finish()
+    return type(error).__name__, error.needed, error.available, str(error)
+
+
+def full_on_one_rank() -> str:
+    """CPU ranks: /dev/shm is too small for rank 1 only; then it fits."""
+    reserve = host._reserve
+    if dist.get_rank() == 1:
+        host._reserve = lambda fd, nbytes: 123
+    error = refusal(create)
+    host._reserve = reserve
+    create().finalize()
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,150 @@
+"""Broken pieces of AllGather-GEMM, and ranks that end: what the checks and limits must catch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+import triton_dist
+from tests.distributed.ag_gemm_calls import Calls
+from triton_dist.kernels.common import sharded_gemm
+from triton_dist.kernels.nvidia import allgather
+from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.runtime.device.cpu import CpuCopyStream
+
+LATE_SECONDS = 0.12
+
+
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_epoch_stands_still(epoch_ptr, consumed_ptr, rank, num_ranks):
+    tl.store(epoch_ptr, tl.load(epoch_ptr))
+
+
+def _flag_before_data() -> None:
+    """The producer sets a chunk's flag, and copies the chunk some time later."""
+    copy = CpuCopyStream.copy
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def flag_first(stream: CpuCopyStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if destination.ndim == 2:
+            held.append((destination, source))
+            return
+        copy(stream, destination, source)
+        stream._queue(lambda: time.sleep(LATE_SECONDS))
+        while held:
+            copy(stream, *held.pop())
+
+    CpuCopyStream.copy = flag_first  # type: ignore[method-assign]
+
+
+def _data_without_flag() -> None:
+    """The producer of rank 1 never sets the flag of a shard's second chunk."""
+    copy = CpuCopyStream.copy
+
+    def no_flag(stream: CpuCopyStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        is_second_flag = destination.ndim == 1 and destination.storage_offset() % 8 == 1
+        if dist.get_rank() != 1 or not is_second_flag:
+            copy(stream, destination, source)
+
+    CpuCopyStream.copy = no_flag  # type: ignore[method-assign]
+
+
+def _consumer_does_not_wait() -> None:
+    sharded_gemm.wait_for_rows = lambda *_: 0
+
+
+def _epoch_stands_still() -> None:
+    allgather.kernel_begin_epoch = kernel_epoch_stands_still
+
+
+def _waits_for_the_first_shard_only() -> None:
+    wait = sharded_gemm.wait_for_rows
+
+    def wait_for_first(arrivals: Any, epoch: Any, shard: Any, *rest: Any) -> Any:
+        first = (dist.get_rank() + 1) % dist.get_world_size()
+        return wait(arrivals, epoch, shard * 0 + first, *rest)
+
+    sharded_gemm.wait_for_rows = wait_for_first
+
+
+def _consumption_is_not_told() -> None:
+    """``finish`` joins the copies and says nothing to the peers."""
+    notify = AllGatherBuffer._notify_peers
+
+    def silent(buffer: AllGatherBuffer, flags: str, wait: bool) -> None:
+        if flags != "consumed":
+            notify(buffer, flags, wait)
+
+    AllGatherBuffer._notify_peers = silent  # type: ignore[method-assign]
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    function.__name__.strip("_").replace("_", " "): function
+    for function in (
+        _flag_before_data,
+        _data_without_flag,
+        _consumer_does_not_wait,
+        _epoch_stands_still,
+        _waits_for_the_first_shard_only,
+        _consumption_is_not_told,
+    )
+}
+
+
+def calls_with(mutation: str | None, method: AllGatherMethod, persistent: bool) -> int:
+    """Four calls, rank 1 late in each, with one piece broken; ``None``: with none."""
+    if mutation is not None:
+        MUTATIONS[mutation]()
+    calls = Calls(max_rows=20, columns=40, K=72)
+    for _ in range(4):
+        if dist.get_rank() == 1:
+            time.sleep(LATE_SECONDS / 2)
+        calls(20, method=method, num_chunks=2, persistent=persistent)
+    return calls.check()
+
+
+def shared_memory_mappings() -> list[str]:
+    """Lines of this process's mappings that lie in /dev/shm."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+
+
+def end_before_call(how: str, ending_rank: int) -> float | None:
+    """One rank ends after a good call; seconds that the others' next call took to give up."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    calls(20)
+    calls.check()
+    names = os.listdir("/dev/shm")
+    mappings = shared_memory_mappings()
+    assert len(mappings) >= dist.get_world_size()
+    assert all(line.endswith("(deleted)") for line in mappings), mappings
+    assert not any("triton_dist" in name for name in names), names
+    if dist.get_rank() == ending_rank:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(3)
+        raise KeyError("this rank fails")
+    begin = time.monotonic()
+    try:
+        calls(20)
+    finally:
+        assert time.monotonic() - begin < 8, "gave up too late"
+    return None
+
+
+def one_rank_calls_alone() -> None:
+    """Rank 0 calls once more than the others, which stay alive."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    calls(20, persistent=False)
+    if dist.get_rank() == 0:
+        calls(20, persistent=False, num_chunks=2)
+    else:
+        time.sleep(2)

@@ -1,0 +1,90 @@
+"""AllGather-GEMM over real processes: the kernels in the interpreter, memory in /dev/shm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import ag_gemm_ranks
+from triton_dist.kernels.nvidia.allgather_gemm import config_space
+
+WORLD_SIZES = [2, 4]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_schedule_and_both_kernels(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, ag_gemm_ranks.every_schedule) == [24] * world_size
+
+
+@pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
+def test_every_size_and_layout(spawn_ranks, dtype):
+    assert spawn_ranks(2, ag_gemm_ranks.every_operand, (dtype,)) == [48] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_calls_need_nothing_between_them(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, ag_gemm_ranks.back_to_back, 24) == [32] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_any_rank_may_be_late(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, ag_gemm_ranks.stragglers) == [5 * world_size] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_candidate_gives_the_same(spawn_ranks, world_size):
+    checked = len(config_space()) + 2
+    assert spawn_ranks(world_size, ag_gemm_ranks.every_config) == [checked] * world_size
+
+
+def test_tuned_over_the_ranks(spawn_ranks):
+    assert spawn_ranks(2, ag_gemm_ranks.tuned) == [(2, 6)] * 2
+
+
+def test_disjoint_groups_work_at_once(spawn_ranks):
+    assert spawn_ranks(4, ag_gemm_ranks.in_groups, [[0, 2], [1, 3]], False) == [5, 6, 5, 6]
+
+
+def test_disjoint_groups_tune_at_once(spawn_ranks):
+    assert spawn_ranks(4, ag_gemm_ranks.in_groups, [[3, 0], [1, 2]], True) == [6] * 4
+
+
+def test_a_group_of_one_beside_one_of_two(spawn_ranks):
+    assert spawn_ranks(3, ag_gemm_ranks.in_groups, [[2], [0, 1]], False) == [6, 6, 5]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_epochs_may_wrap_around(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, ag_gemm_ranks.epochs_wrap_around) == [12] * world_size
+
+
+def test_a_context_ends_once(spawn_ranks):
+    for seen in spawn_ranks(2, ag_gemm_ranks.context_ends):
+        assert all("was finalized" in message for message in seen[:6])
+        assert seen[6:] == ["raised through"]
+
+
+def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
+    first, second = spawn_ranks(2, ag_gemm_ranks.give_up_and_start_again)
+    assert first == ["ag_gemm.arrivals", "ag_gemm.staged", "ag_gemm.arrivals"] * 2
+    assert second == []
+
+
+def test_calls_of_two_contexts_alternate(spawn_ranks):
+    assert spawn_ranks(2, ag_gemm_ranks.replayed, 3) == [18] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_transfer_and_consumer_apart(spawn_ranks, world_size):
+    spawn_ranks(world_size, ag_gemm_ranks.consumer_alone)
+
+
+def test_one_row_with_any_stride(spawn_ranks):
+    spawn_ranks(2, ag_gemm_ranks.strides_of_one_row)
+
+
+def test_operands_that_require_grad_leave_no_history(spawn_ranks):
+    spawn_ranks(2, ag_gemm_ranks.trainable_operands)
+
+
+def test_inference_mode(spawn_ranks):
+    assert spawn_ranks(2, ag_gemm_ranks.in_inference_mode) == [4] * 2

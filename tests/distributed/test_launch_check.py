@@ -1,0 +1,101 @@
+"""``scripts/launch.sh test_ag_gemm.py``: from a command to a checked, tuned, cached result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import ROOT
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs launch.sh on CPU ranks, with a cache that the test's runs share."""
+    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TRITON_INTERPRET", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    environment |= {
+        "PYTHON": sys.executable,
+        "TRITON_DIST_DEVICE": "cpu",
+        "TRITON_DIST_CACHE_DIR": str(tmp_path / "cache"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+    def run(*arguments, **variables):
+        return subprocess.run(
+            ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments],
+            env=environment | variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def passed(run, ranks):
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"✅ check passed: {ranks} ranks, cpu" in run.stdout
+    return run.stdout
+
+
+def test_check_tunes_then_uses_the_cache_then_tunes_again(launch):
+    check = ("test_ag_gemm.py", "--case", "check")
+    first = passed(launch(*check), 2)
+    assert "tuned now" in first
+    second = passed(launch(*check), 2)
+    assert "from the cache, no tuning" in second
+    assert "tuned now" not in second
+    third = passed(launch(*check, TRITON_DIST_AUTOTUNE_ALWAYS_TUNE="1"), 2)
+    assert "tuned now" in third
+
+
+def test_check_on_four_ranks_without_tuning(launch, tmp_path):
+    options = (
+        "--no-autotune", "--no-persistent", "--no-local-copy", "--no-trans_b", "--debug",
+        "--dtype", "bfloat16",
+    )  # fmt: skip
+    run = launch("--nproc_per_node=4", "test_ag_gemm.py", "--case", "check", *options)
+    assert "no tuning" in passed(run, 4)
+    assert not (tmp_path / "cache").exists()
+
+
+FAILING = """
+import os, sys
+from triton_dist.utils import finalize_distributed, initialize_distributed
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+import torch, torch.distributed as dist
+initialize_distributed()
+with create_ag_gemm_context(10, 8, 8, torch.float32, dist.get_rank(), 2) as ctx:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    ag_gemm(torch.ones(5, 8), torch.ones(8, 4), ctx, autotune=False)
+print("reached the end")
+"""
+
+
+def test_a_rank_that_dies_fails_the_command(launch, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    run = launch("failing.py", TRITON_DIST_WAIT_TIMEOUT="5")
+    assert run.returncode != 0
+    assert "reached the end" not in run.stdout
+
+
+def test_a_wrong_result_fails_the_command(launch, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import torch\n"
+        "from triton_dist.test.nvidia import test_ag_gemm\n"
+        "run = test_ag_gemm.run_ag_gemm\n"
+        "test_ag_gemm.run_ag_gemm = lambda *args: run(*args) * 1.01\n"
+        "test_ag_gemm.main()\n"
+    )
+    run = launch("broken.py", "--case", "check", "--no-autotune")
+    assert run.returncode != 0
+    assert "check passed" not in run.stdout
+    assert "values differ by more than" in run.stdout + run.stderr

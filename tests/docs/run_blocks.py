@@ -1,0 +1,46 @@
+"""Running code blocks, in the process that they are given."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
+    """What each block prints; they share one namespace, as in one program.
+
+    Args:
+        path: where the program is written to, so that Triton finds the source of its kernels.
+        blocks: (line in the page, text) of each; errors name the lines of the page.
+    """
+    for variable in LAUNCHER_VARIABLES:  # nobody launched this program on ranks
+        os.environ.pop(variable, None)
+    lines: list[str] = []
+    for first, text in blocks:
+        lines += [""] * (first - 1 - len(lines)) + text.splitlines()
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    sys.argv = [path]
+    printed = []
+    for first, text in blocks:
+        with redirect_stdout(io.StringIO()) as output:
+            exec(compile("\n" * (first - 1) + text, path, "exec"), vars(module))
+        printed.append(output.getvalue())
+    return printed
+
+
+def run_program(path: str) -> str:
+    """What the program at ``path`` prints in this rank."""
+    sys.argv = [path]
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(path, run_name="__main__")
+    return output.getvalue()

@@ -1,0 +1,141 @@
+"""The documentation names all there is, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import PACKAGE
+from tests.architecture.test_names import NAMES
+from tests.docs.markdown import DOCS, REFERENCE, ROOT, anchors, headings, name, pages, prose
+from triton_dist import errors, knobs
+from triton_dist.knobs import Knob
+
+# Modules whose names are for users. Others of the package are its own.
+PUBLIC_MODULES = [
+    "triton_dist",
+    "triton_dist.tune",
+    "triton_dist.language",
+    "triton_dist.utils",
+    "triton_dist.nv_utils",
+    "triton_dist.profiler_utils",
+    "triton_dist.kernels.nvidia",
+    "triton_dist.kernels.nvidia.allgather_gemm",
+    "triton_dist.testing",
+    "triton_dist.test.utils",
+]
+# Public names of modules that have no __all__.
+OTHER_NAMES = {
+    "triton_dist.testing.timing": ["interleaved", "captured", "Samples"],
+    "triton_dist.testing.reference": ["all_gather_rows", "all_gather_matmul"],
+    "triton_dist.testing.compile_only": ["compile_only", "install", "compile_kernel", "Compiled"],
+    "triton_dist.testing.assertions": ["bitwise_equal", "assert_bitwise_equal"],
+    "triton_dist.errors": [
+        kind for kind, value in vars(errors).items()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
+    ],
+    "triton_dist.knobs": ["InvalidKnob"],
+}  # fmt: skip
+KNOBS = [value for value in vars(knobs).values() if isinstance(value, Knob)]
+
+
+def public_names() -> list[str]:
+    names = {item for module in PUBLIC_MODULES for item in importlib.import_module(module).__all__}
+    names |= {
+        item for listed in (NAMES, OTHER_NAMES) for items in listed.values() for item in items
+    }
+    return sorted(names)
+
+
+@pytest.fixture(scope="module")
+def documented() -> set[str]:
+    """Names in backticks in headings of the reference."""
+    found = set()
+    for page in REFERENCE.rglob("*.md"):
+        for heading in headings(page):
+            found |= {word.rpartition(".")[2] for word in re.findall(r"`([\w.]+)`", heading)}
+    return found
+
+
+def test_every_module_with_public_names_is_listed_here() -> None:
+    inside = ("runtime", "_tuning", "kernels/common", "runner")
+    listed = {
+        f"triton_dist/{path.relative_to(PACKAGE).as_posix()}"
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^__all__", path.read_text(encoding="utf-8"), re.MULTILINE)
+        and not path.relative_to(PACKAGE).as_posix().startswith(inside)
+    }
+    modules = [importlib.import_module(module) for module in PUBLIC_MODULES]
+    here = {Path(str(m.__file__)).relative_to(PACKAGE.parent).as_posix() for m in modules}
+    assert listed == here
+
+
+@pytest.mark.parametrize("public", public_names())
+def test_every_public_name_has_a_place_in_the_reference(public: str, documented: set[str]) -> None:
+    assert public in documented
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.variable)
+def test_every_variable_is_documented_as_it_is(knob: Knob[object]) -> None:
+    default = {False: "0", True: "1"}.get(knob.default, knob.default)  # type: ignore[call-overload]
+    row = f"| `{knob.variable}` | {knob.expected} | `{default}` | {knob.doc} |"
+    assert row in (REFERENCE / "environment.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_variables_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"TRITON_DIST_\w+", page.read_text(encoding="utf-8")))
+    assert named <= {knob.variable for knob in KNOBS}
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", index)}
+    assert set(DOCS.rglob("*.md")) - {DOCS / "README.md"} <= linked
+
+
+def test_every_option_of_the_test_script_is_documented() -> None:
+    source = (PACKAGE / "test" / "nvidia" / "test_ag_gemm.py").read_text(encoding="utf-8")
+    options = re.findall(r'add_argument\("(--[\w-]+)"', source)
+    page = (REFERENCE / "test_ag_gemm.md").read_text(encoding="utf-8")
+    assert options
+    assert [option for option in options if option[2:] not in page] == []
+
+
+def test_pages_are_short() -> None:
+    long = {name(p): n for p in pages() if (n := len(p.read_text("utf-8").splitlines())) > 220}
+    assert not long, "split them"
+
+
+def test_pages_have_one_title() -> None:
+    titles = {name(page): len(re.findall(r"^# ", prose(page), re.MULTILINE)) for page in pages()}
+    assert {page for page, count in titles.items() if count != 1} == set()
+    assert (ROOT / "README.md").exists()
+
+
+def test_every_file_of_the_tour_exists() -> None:
+    """By the end of its path: within a room, files are named without their folder."""
+    named = re.findall(r"`([\w./-]+(?:\.py|\.toml|/))`", prose(DOCS / "explanation" / "tour.md"))
+    folders = {path.parent for path in PACKAGE.rglob("*.py")} | {DOCS / "adr"}
+    there = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.toml")]
+    tests = {path.parent for path in there}
+    ends = [f"{path.as_posix()}{'/' * path.is_dir()}" for path in {*there, *folders, *tests}]
+    assert named
+    assert [path for path in named if not any(end.endswith(f"/{path}") for end in ends)] == []

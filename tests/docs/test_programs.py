@@ -1,0 +1,70 @@
+"""Code blocks that are programs of their own; see ``test_code_blocks``.
+
+A file of its own, so that two workers share the work.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, Block, all_blocks
+from tests.docs.outputs import check_output
+from tests.docs.run_blocks import run_program
+
+PYTHON = all_blocks("python")
+PROGRAMS = [block for block in PYTHON if block.is_program and "gpu" not in block.words]
+ON_RANKS = [block for block in PROGRAMS if block.ranks]
+GPU = [block for block in PYTHON if "gpu" in block.words]
+
+
+def file_of(block: Block, folder: Path) -> str:
+    path = folder / "program.py"
+    path.write_text("\n" * (block.line - 1) + block.text, encoding="utf-8")
+    return str(path)
+
+
+def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
+    """What the block prints as a program of its own; fails with what it wrote to stderr."""
+    command = [sys.executable, file_of(block, folder)]
+    environment = environment | {"PYTHONPATH": str(ROOT / "python")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    if result.returncode:
+        pytest.fail(f"{block.id} ended with status {result.returncode}:\n{result.stderr}")
+    return result.stdout
+
+
+@pytest.mark.parametrize("block", ON_RANKS, ids=lambda block: block.id)
+def test_program_on_ranks(block: Block, spawn_ranks, tmp_path: Path) -> None:
+    printed = spawn_ranks(block.ranks, run_program, file_of(block, tmp_path), init=False)
+    check_output(block, "".join(printed))
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("block", ON_RANKS, ids=lambda block: block.id)
+def test_program_on_gpus(block: Block, spawn_ranks, tmp_path: Path) -> None:
+    program = file_of(block, tmp_path)
+    printed = spawn_ranks(block.ranks, run_program, program, init=False, device="cuda")
+    check_output(block, "".join(printed))
+
+
+@pytest.mark.parametrize("block", [b for b in PROGRAMS if not b.ranks], ids=lambda block: block.id)
+def test_program(block: Block, tmp_path: Path) -> None:
+    interpreted = {} if "compiled" in block.words else {"TRITON_INTERPRET": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | interpreted
+    check_output(block, run_alone(block, tmp_path, environment))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", GPU, ids=lambda block: block.id)
+def test_gpu_program(block: Block, tmp_path: Path) -> None:
+    check_output(block, run_alone(block, tmp_path, dict(os.environ)))
+
+
+@pytest.mark.parametrize("block", GPU, ids=lambda block: block.id)
+def test_gpu_program_compiles(block: Block) -> None:
+    compile(block.text, block.id, "exec")

@@ -1,0 +1,42 @@
+"""The programs in ``examples/`` run; those for ranks on 2 CPU ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.markdown import ROOT
+from tests.docs.run_blocks import run_program
+
+EXAMPLES = ROOT / "examples"
+# Ranks, and lines that rank 0 prints among others.
+PROGRAMS = {
+    "tune_a_function": (
+        1,
+        ["tuning 5 configs (0 pruned)", "1000 tokens on {device}: {{'blocks': "],
+    ),
+    "ag_gemm_layer": (2, ["step 0: ", " tokens a rank -> y (", "step 2: "]),
+    "wait_for_a_peer": (2, ["rank 0 has what rank 1 sent"]),
+}
+
+
+def run(name, spawn_ranks, device):
+    ranks, lines = PROGRAMS[name]
+    path = str(EXAMPLES / f"{name}.py")
+    printed = spawn_ranks(ranks, run_program, path, init=False, device=device)
+    for line in lines:
+        assert line.format(device=device) in printed[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_example_runs(name, spawn_ranks):
+    run(name, spawn_ranks, "cpu")
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_example_runs_on_gpus(name, spawn_ranks):
+    run(name, spawn_ranks, "cuda")
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == PROGRAMS.keys()

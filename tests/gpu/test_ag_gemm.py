@@ -1,0 +1,150 @@
+"""AllGather-GEMM on GPUs: compiled kernels, copy engines, NVLink; what CPU ranks check, and graphs.
+
+The functions of the ranks are those of tests/distributed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.architecture.source import ROOT
+from tests.distributed import ag_gemm_ranks, bad_input_ranks
+from triton_dist.testing import spawn_ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(
+    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
+)
+def on_gpus(request):
+    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
+    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
+
+
+def test_every_schedule_and_both_kernels(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.every_schedule)) == {24}
+
+
+@pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
+def test_every_size_and_layout(on_gpus, dtype):
+    assert set(on_gpus(ag_gemm_ranks.every_operand, (dtype,))) == {48}
+
+
+def test_calls_need_nothing_between_them(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.back_to_back, 60)) == {80}
+
+
+def test_shapes_that_fill_the_gpu(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.many_tiles, 6)) == {90}
+
+
+def test_any_rank_may_be_late(on_gpus):
+    counts = on_gpus(ag_gemm_ranks.stragglers)
+    assert counts == [5 * len(counts)] * len(counts)
+
+
+def test_every_candidate_gives_the_same(on_gpus):
+    (count,) = set(on_gpus(ag_gemm_ranks.every_config))
+    assert count > 20
+
+
+def test_tuned_over_the_ranks(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.tuned)) == {(2, 6)}
+
+
+def test_captured_in_graphs(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.replayed, 20)) == {120}
+
+
+def test_epochs_may_wrap_around(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.epochs_wrap_around)) == {12}
+
+
+def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
+    overdue = on_gpus(ag_gemm_ranks.give_up_and_start_again)
+    assert len(overdue[0]) == 6
+    assert not any(overdue[1:])
+
+
+def test_a_context_ends_once(on_gpus):
+    for seen in on_gpus(ag_gemm_ranks.context_ends):
+        assert len(seen) == 7
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ag_gemm_ranks.consumer_alone,
+        ag_gemm_ranks.strides_of_one_row,
+        ag_gemm_ranks.trainable_operands,
+        ag_gemm_ranks.in_inference_mode,
+    ],
+)
+def test_odd_uses(on_gpus, function):
+    on_gpus(function)
+
+
+@pytest.mark.gpu(count=4)
+@pytest.mark.parametrize("tune", [False, True])
+def test_disjoint_groups_work_at_once(tune):
+    counts = spawn_ranks(
+        4, ag_gemm_ranks.in_groups, [[0, 2], [1, 3]], tune, device="cuda", timeout=500
+    )
+    assert counts == ([6] * 4 if tune else [5, 6, 5, 6])
+
+
+def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus):
+    for seen in on_gpus(bad_input_ranks.every_bad_call):
+        for case, (argument, _, launched) in seen.items():
+            assert argument == case.split(" (")[0]
+            assert launched == 0, case
+
+
+def test_a_bad_context_names_the_argument(on_gpus):
+    for seen in on_gpus(bad_input_ranks.every_bad_context):
+        for case, (argument, _) in seen.items():
+            assert argument == case.split(" (")[0]
+
+
+def test_one_rank_that_differs_is_an_error_on_all(on_gpus):
+    for seen in on_gpus(bad_input_ranks.one_rank_differs):
+        assert {kind for kind, _ in seen} <= {"InvalidArgument", "RankDisagreement"}
+
+
+def test_too_little_memory_says_how_much_is_missing(on_gpus):
+    for kind, needed, _, message in on_gpus(bad_input_ranks.too_large):
+        assert kind == "SymmetricMemoryFull"
+        assert f"needs {needed} bytes" in message
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--debug"],
+        ["--no-trans_b", "--no-local-copy"],
+        ["--no-autotune", "--dtype", "bfloat16"],
+        ["--no-persistent", "--no-autotune"],
+    ],
+    ids=" ".join,
+)
+def test_the_check_of_the_launcher(options, tmp_path):
+    unwanted = ("TRITON_INTERPRET", "TRITON_DIST_DEVICE")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    run = subprocess.run(
+        ["bash", str(ROOT / "scripts/launch.sh"), "test_ag_gemm.py", "--case", "check", *options],
+        env=kept | {"PYTHON": sys.executable},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"✅ check passed: {torch.cuda.device_count()} ranks, cuda" in run.stdout

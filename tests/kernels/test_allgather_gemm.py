@@ -1,0 +1,148 @@
+"""AllGather-GEMM in a world of one, its config space, and the names that scripts import."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.ag_gemm_calls import LAYOUTS, Calls, default_tiles
+from triton_dist.errors import ContextFinalized, InvalidArgument, NoValidConfig
+from triton_dist.kernels.nvidia import (
+    AllGatherGEMMTensorParallelContext,
+    AllGatherMethod,
+    ag_gemm,
+    allgather_gemm,
+    create_ag_gemm_context,
+)
+from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
+from triton_dist.runtime.device import current_device
+
+
+def test_a_world_of_one_is_a_plain_product():
+    calls = Calls(max_rows=37, columns=40, K=72)
+    for layout in LAYOUTS:
+        for method in AllGatherMethod:
+            calls(37, layout, method=method, num_chunks=3)
+    calls(5, local_copy=False)
+    calls(5, persistent=False, local_copy=False)
+    calls(11, op=ag_gemm)
+    calls(11, op=ag_gemm, autotune=False)
+    assert calls.finish() == 22
+
+
+def test_the_first_config_is_the_default_of_all_arguments():
+    first = config_space()[0]
+    assert first["method"] is AllGatherMethod.FULL_MESH_PUSH
+    assert (first["num_streams"], first["num_chunks"]) == (1, 1)
+    assert first["persistent"] is current_device().prefers_descriptors
+    assert str(first["gemm_config"]) == str(default_tiles())
+
+
+def test_the_space_has_tiles_and_communication():
+    space = config_space()
+    assert len({str(config) for config in space}) == len(space)
+    assert {config["method"] for config in space} == set(AllGatherMethod)
+    assert {config["persistent"] for config in space} == {True, False}
+    assert max(config["num_streams"] for config in space) > 1
+    assert max(config["num_chunks"] for config in space) > 1
+    assert ag_gemm.config_space.names == set(space[0])
+
+
+def test_a_ring_of_two_is_pruned():
+    A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
+    methods = {
+        size: {
+            config["method"]
+            for config in config_space()
+            if prune_fn(config, A, B, SimpleNamespace(num_ranks=size))
+        }
+        for size in (2, 4)
+    }
+    assert methods[4] - methods[2] == {AllGatherMethod.RING_PUSH_1D}
+
+
+def test_keys_differ_in_what_a_tuning_depends_on():
+    A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 48, dtype=torch.float16)
+    with create_ag_gemm_context(16, 48, 64, torch.float16, 0, 1) as ctx:
+        keys = [
+            key_fn(A, B, ctx),
+            key_fn(A[:4], B, ctx),
+            key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
+            key_fn(A, B, ctx, local_copy=False),
+        ]
+        assert len(set(keys)) == 4
+        assert keys[0] == key_fn(A.clone(), B.clone(), ctx, local_copy=True)
+
+
+def test_attributes_of_a_context():
+    ctx = create_ag_gemm_context(12, 40, 72, torch.bfloat16, 0, 1, num_local_ranks=8)
+    assert isinstance(ctx, AllGatherGEMMTensorParallelContext)
+    assert (ctx.rank, ctx.num_ranks, ctx.num_local_ranks, ctx.local_num_ranks) == (0, 1, 1, 1)
+    assert (ctx.max_M, ctx.N, ctx.K, ctx.dtype) == (12, 40, 72, torch.bfloat16)
+    assert ctx.all_gather_method is AllGatherMethod.FULL_MESH_PUSH
+    assert ctx.symm_workspace.shape == (12, 72)
+    assert ctx.symm_workspace.dtype == torch.bfloat16
+    assert ctx.own_rows(5).data_ptr() == ctx.symm_workspace.data_ptr()
+    ctx.finalize()
+    ctx.finalize()
+    with pytest.raises(ContextFinalized, match="AllGatherGEMMTensorParallelContext was finalized"):
+        ctx.symm_workspace  # noqa: B018
+
+
+def test_the_context_says_how_a_call_that_names_no_method_gathers(monkeypatch):
+    started = []
+    ctx = create_ag_gemm_context(
+        8, 8, 8, torch.float32, 0, 1, all_gather_method=AllGatherMethod.RING_PUSH_1D
+    )
+    start = ctx.buffer.start
+
+    def record(own, method, num_streams, num_chunks):
+        started.append((method, num_streams, num_chunks))
+        return start(own, method, num_streams, num_chunks)
+
+    monkeypatch.setattr(ctx.buffer, "start", record)
+    A, B = torch.ones(4, 8), torch.ones(8, 8)
+    ag_gemm.fn(A, B, ctx, default_tiles())
+    ag_gemm.fn(A, B, ctx, default_tiles(), method=AllGatherMethod.FULL_MESH_PULL, num_chunks=2)
+    assert started == [
+        (AllGatherMethod.RING_PUSH_1D, 1, 1),
+        (AllGatherMethod.FULL_MESH_PULL, 1, 2),
+    ]
+    ctx.finalize()
+
+
+def test_a_rank_of_another_world_is_refused():
+    with pytest.raises(InvalidArgument, match="num_ranks is 2, expected 1, the size of the group"):
+        create_ag_gemm_context(8, 8, 8, torch.float16, 0, 2)
+
+
+def test_cpu_ranks_need_the_interpreter(monkeypatch):
+    monkeypatch.setattr(allgather_gemm, "is_interpreting", lambda: False)
+    with pytest.raises(InvalidArgument, match="TRITON_INTERPRET is 'unset', expected 1"):
+        create_ag_gemm_context(8, 8, 8, torch.float16, 0, 1)
+
+
+def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
+    calls = Calls(max_rows=5, columns=40, K=72)
+    with monkeypatch.context() as patch:
+        patch.setattr(allgather_gemm, "sharded_gemm", lambda *_, **__: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                ag_gemm.fn(torch.ones(5, 72).half(), torch.ones(72, 40).half(), calls.ctx, None)
+    calls(5)
+    assert calls.finish() == 1
+
+
+def test_no_valid_config_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr(type(current_device()), "shared_memory_bytes", lambda self: 16)
+    calls = Calls(max_rows=3, columns=48, K=72)
+    with pytest.raises(NoValidConfig):
+        calls(3, op=ag_gemm)
+    calls.ctx.finalize()
+
+
+@pytest.mark.parametrize("name", allgather_gemm.__all__)
+def test_names_that_scripts_import(name):
+    assert callable(getattr(allgather_gemm, name)) or name.startswith("kernel_")

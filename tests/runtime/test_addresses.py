@@ -1,0 +1,40 @@
+"""Names of addresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from triton_dist.runtime.addresses import describe_address, forget, register
+
+
+@pytest.fixture
+def flags():
+    register(0x1000, 64, 4, "context.flags")
+    register(0x2000, 32, 2, "context.rows")
+    yield
+    forget(0x1000)
+    forget(0x2000)
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        (0x1000, "context.flags[0]"),
+        (0x1003, "context.flags[0]"),
+        (0x1004, "context.flags[1]"),
+        (0x103F, "context.flags[15]"),
+        (0x1040, "0x1040"),
+        (0x0FFF, "0xfff"),
+        (0x2002, "context.rows[1]"),
+        (0x2020, "0x2020"),
+    ],
+)
+def test_an_address_is_named_by_region_and_index(flags, address, name):
+    assert describe_address(address) == name
+
+
+def test_a_forgotten_address_is_a_number(flags):
+    forget(0x1000)
+    assert describe_address(0x1004) == "0x1004"
+    assert describe_address(0x2000) == "context.rows[0]"
+    forget(0x1000)

@@ -1,0 +1,142 @@
+"""Which device a process has, and the CPU as one: timer, facts, copy streams."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from triton_dist.errors import DeviceUnavailable, WaitTimeout
+from triton_dist.knobs import InvalidKnob
+from triton_dist.runtime import addresses
+from triton_dist.runtime.device import (
+    current_device,
+    get_device_max_shared_memory_size,
+    is_cuda,
+    sleep_async,
+)
+from triton_dist.runtime.device.cpu import CpuCopyStream, CpuDevice
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+
+
+@pytest.mark.parametrize("asked", ["cpu", "CPU"])
+def test_the_cpu_when_asked_for(monkeypatch, asked):
+    monkeypatch.setenv("TRITON_DIST_DEVICE", asked)
+    assert isinstance(current_device(), CpuDevice)
+    assert current_device() is current_device()
+    assert not is_cuda()
+
+
+@no_gpu
+@pytest.mark.parametrize("asked", [None, "auto", ""])
+def test_the_cpu_when_there_is_no_gpu(monkeypatch, asked):
+    monkeypatch.delenv("TRITON_DIST_DEVICE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TRITON_DIST_DEVICE", asked)
+    assert current_device().name == "cpu"
+
+
+@no_gpu
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_DEVICE", "cuda")
+    with pytest.raises(DeviceUnavailable, match=r"'cuda' cannot be used.*TRITON_DIST_DEVICE=cpu"):
+        current_device()
+
+
+def test_an_unknown_device_names_the_variable(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_DEVICE", "tpu")
+    with pytest.raises(InvalidKnob, match="TRITON_DIST_DEVICE='tpu', expected auto, cuda or cpu"):
+        current_device()
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
+    return current_device()
+
+
+def test_facts_are_plain_text(cpu):
+    facts = cpu.facts()
+    assert facts["gpu"] == "none (interpreter)"
+    assert all(isinstance(value, str) for value in facts.values())
+    assert facts == cpu.facts()
+
+
+def test_the_cpu_has_the_limits_of_hopper(cpu):
+    assert cpu.shared_memory_bytes() == get_device_max_shared_memory_size(0) == 232448
+    assert not cpu.is_capturing()
+
+
+def test_a_timer_measures_wall_clock(cpu):
+    timer = cpu.timer()
+    timer.start()
+    sleep_async(30)
+    timer.stop()
+    assert 29 < timer.milliseconds() < 200
+    timer.start()
+    cpu.sleep(50_000_000)  # cycles
+    timer.stop()
+    assert 25 < timer.milliseconds() < 200
+
+
+def test_a_copy_stream_works_in_order_beside_its_caller():
+    stream, order = CpuCopyStream(), []
+    go_on = threading.Event()
+    stream._queue(lambda: (go_on.wait(10), order.append(threading.current_thread())))
+    source, destination = torch.arange(6.0).view(2, 3), torch.zeros(2, 3)
+    flags = torch.zeros(4, dtype=torch.int32)
+    stream.copy(destination, source)
+    stream.write_flag(flags, 2, 7)
+    stream.copy(flags[3:], flags[2:3])
+    assert not destination.any()
+    go_on.set()
+    stream.join_current()
+    assert order != [threading.current_thread()]
+    assert torch.equal(destination, source)
+    assert flags.tolist() == [0, 0, 7, 7]
+
+
+def test_a_copy_stream_waits_for_a_flag():
+    stream, other = CpuCopyStream(), CpuCopyStream()
+    flags, target = torch.zeros(2, dtype=torch.int32), torch.zeros(1)
+    stream.wait_flag(flags, 1, 3)
+    stream.copy(target, torch.ones(1))
+    other.write_flag(flags, 1, 2)
+    other.join_current()
+    time.sleep(0.02)
+    assert target.item() == 0
+    other.write_flag(flags, 1, 3)
+    stream.join_current()
+    assert target.item() == 1
+
+
+def test_what_goes_wrong_on_a_copy_stream_comes_with_the_join():
+    stream, target = CpuCopyStream(), torch.zeros(2)
+    stream.copy(target, torch.ones(3))
+    stream.copy(target, torch.ones(2))
+    with pytest.raises(RuntimeError, match="size"):
+        stream.join_current()
+    assert not target.any()  # what follows a failure is left out
+    stream.copy(target, torch.ones(2))
+    stream.join_current()
+    assert target.all()
+
+
+def test_an_overdue_flag_of_a_copy_stream_is_named(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.1")
+    monkeypatch.setenv("RANK", "3")
+    flags = torch.tensor([0, 4], dtype=torch.int32)
+    addresses.register(flags.data_ptr(), 8, 4, "ring.forward")
+    stream = CpuCopyStream()
+    stream.wait_flag(flags, 1, 1)
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeout) as overdue:
+        stream.join_current()
+    addresses.forget(flags.data_ptr())
+    assert 0.1 <= time.monotonic() - begin < 2
+    error = overdue.value
+    assert (error.rank, error.flag, error.expected, error.seen) == (3, "ring.forward[1]", 1, 4)
+    assert "copy stream" in str(error)

@@ -1,0 +1,238 @@
+"""Words that ranks say together: what they give, and what happens when a rank is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument, RankDisagreement, RankTimeout
+from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
+
+SHORT = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "1"}
+
+
+def say_every_word(members):
+    """In the group of this rank, all groups at once: every word's result, twice over."""
+    groups = [dist.new_group(ranks) for ranks in members] if members else [None]
+    mine = 0 if not members else [dist.get_rank() in ranks for ranks in members].index(True)
+    ranks = group_for(groups[mine])
+    said = []
+    for number in range(2):
+        said.append(
+            (
+                ranks.rank,
+                ranks.size,
+                ranks.is_leader,
+                ranks.gather("gather", {"rank": dist.get_rank(), "number": number}),
+                ranks.decide("decide", [number, "leader's"] if ranks.is_leader else None),
+                ranks.all_agree("agree", True),
+                ranks.all_agree("agree", ranks.rank != 1),
+                ranks.maximum("maximum", [float(ranks.rank), -float(ranks.rank), 7.5]),
+                ranks.barrier("barrier"),
+                ranks.align(),
+            )
+        )
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world_size", "members"),
+    [
+        (2, None),
+        (4, None),
+        (4, [[0, 2], [1, 3]]),
+        (4, [[3, 0], [2, 1]]),
+        (3, [[1], [0, 2]]),
+    ],
+)
+def test_words(spawn_ranks, world_size, members):
+    for rank, said in enumerate(spawn_ranks(world_size, say_every_word, members)):
+        group = range(world_size) if members is None else next(g for g in members if rank in g)
+        group = sorted(group)
+        for number, words in enumerate(said):
+            own, size, is_leader, gathered, decided, agreed, disagreed, slowest, *nothing = words
+            assert (own, size, is_leader) == (group.index(rank), len(group), own == 0)
+            assert gathered == [{"rank": member, "number": number} for member in group]
+            assert decided == [number, "leader's"]
+            assert agreed is True
+            assert disagreed is (size == 1)
+            assert slowest == [size - 1.0, 0.0, 7.5]
+            assert nothing == [None, None]
+
+
+def come_late():
+    """The last rank to come decides when a barrier ends."""
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    group_for().barrier("late")
+    return time.monotonic() - begin
+
+
+def test_a_barrier_waits_for_the_last(spawn_ranks):
+    assert min(spawn_ranks(2, come_late)) >= 0.29
+
+
+def say_different_things():
+    ranks, seen = group_for(), []
+    for call in (
+        lambda: ranks.gather("mine" if ranks.rank == 1 else "ours", 1),
+        lambda: ranks.decide("mine" if ranks.rank == 1 else "ours", 1),
+        lambda: ranks.barrier("then") if ranks.rank else ranks.gather("first", 1),
+    ):
+        try:
+            call()
+            seen.append(None)
+        except RankDisagreement as error:
+            seen.append(error.by_rank)
+    return seen, ranks.gather("all together again", ranks.rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_different_phases_are_an_error_on_every_rank(spawn_ranks, world_size):
+    others = dict.fromkeys(range(world_size), "ours")
+    for rank, (seen, after) in enumerate(spawn_ranks(world_size, say_different_things)):
+        gather, decide, barrier = seen
+        assert gather == others | {1: "mine"}
+        # A leader does not wait for the others when it decides; who hears another phase raises.
+        assert decide == ({0: "ours", 1: "mine"} if rank == 1 else None)
+        assert barrier == {0: "first"} | dict.fromkeys(range(1, world_size), "then")
+        assert after == list(range(world_size))
+
+
+def leave_out_one_rank(word):
+    ranks = group_for()
+    ranks.barrier("all are there")
+    if ranks.rank == 1:
+        time.sleep(2)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(RankTimeout) as overdue:
+        getattr(ranks, word)("prepare config 3", 1)
+    return time.monotonic() - begin, overdue.value.missing, str(overdue.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_missing_rank_is_named_in_time(spawn_ranks, world_size):
+    waited = spawn_ranks(world_size, leave_out_one_rank, "gather", env=SHORT)
+    for rank in {0, *range(2, world_size)}:
+        seconds, missing, message = waited[rank]
+        assert 0.9 < seconds < 1.8
+        assert missing == (1,)
+        assert message.startswith(f"rank {rank}: prepare config 3: rank(s) 1 did not arrive within")
+        assert "TRITON_DIST_AUTOTUNE_TIMEOUT" in message
+
+
+def wait_for_the_leader():
+    ranks = group_for()
+    if ranks.is_leader:
+        time.sleep(1.5)
+        return None
+    with pytest.raises(RankTimeout) as overdue:
+        ranks.decide("candidates", None)
+    return overdue.value.missing, overdue.value.phase
+
+
+def test_a_missing_leader_is_named(spawn_ranks):
+    assert spawn_ranks(2, wait_for_the_leader, env=SHORT) == [None, ((0,), "candidates")]
+
+
+def end_early():
+    if dist.get_rank() == 1:
+        return
+    with pytest.raises(RankTimeout, match=r"rank\(s\) 1 did not arrive"):
+        group_for().barrier("nobody is left")
+
+
+def test_a_rank_that_ended_is_missing(spawn_ranks):
+    spawn_ranks(2, end_early, env=SHORT)
+
+
+def count_entries():
+    ranks = group_for()
+    for number in range(20):
+        ranks.gather("warm-up", number)
+    ranks.barrier("counted from here")
+    before = ranks._store.num_keys()
+    for number in range(200):
+        ranks.gather("many", number)
+        ranks.decide("many", number)
+    ranks.barrier("counted to here")
+    after = ranks._store.num_keys()
+    ranks.barrier("both have counted")
+    return after - before
+
+
+def test_the_store_does_not_fill_up(spawn_ranks):
+    # Of 600 entries, those of the last step or two may be there still.
+    assert max(map(abs, spawn_ranks(2, count_entries))) <= 8
+
+
+def words_on_two_threads():
+    """One group waits for rank 1; meanwhile the other, on another thread, does all its steps."""
+    first, second = (group_for(dist.new_group([0, 1])) for _ in range(2))
+    ended, results = {}, {}
+
+    def wait_in_first():
+        if first.rank == 1:
+            time.sleep(0.8)
+        results["first"] = first.gather("late", first.rank)
+        ended["first"] = time.monotonic()
+
+    def step_in_second():
+        results["second"] = [second.gather("quick", (n, second.rank)) for n in range(20)]
+        ended["second"] = time.monotonic()
+
+    threads = [threading.Thread(target=work) for work in (wait_in_first, step_in_second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, ended["first"] - ended["second"]
+
+
+def test_two_groups_on_two_threads_do_not_wait_for_each_other(spawn_ranks):
+    for results, ahead in spawn_ranks(2, words_on_two_threads):
+        assert results["first"] == [0, 1]
+        assert results["second"] == [[(n, 0), (n, 1)] for n in range(20)]
+        assert ahead > 0.1
+
+
+def which_group():
+    world, again = group_for(), group_for(dist.group.WORLD)
+    half = dist.new_group([0])
+    seen = [world is again, type(world), type(group_for(scope="rank"))]
+    if dist.get_rank() == 1:
+        with pytest.raises(InvalidArgument, match="a process group that this rank belongs to"):
+            group_for(half)
+    else:
+        seen.append(group_for(half).size)
+    seen.append(world.facts())
+    return seen
+
+
+def test_the_group_for_a_call(spawn_ranks):
+    facts = {"world_size": "2", "local_world_size": "2"}
+    known = [True, ProcessGroupRanks, SoloRank]
+    assert spawn_ranks(2, which_group) == [[*known, 1, facts], [*known, facts]]
+
+
+def test_alone_every_word_is_answered_here():
+    alone = group_for()
+    assert isinstance(alone, SoloRank)
+    assert (alone.rank, alone.size, alone.is_leader) == (0, 1, True)
+    assert alone.gather("phase", 3) == [3]
+    assert alone.decide("phase", 3) == 3
+    assert alone.all_agree("phase", True)
+    assert not alone.all_agree("phase", False)
+    assert alone.maximum("phase", [1.0, 2.0]) == [1.0, 2.0]
+    assert alone.barrier("phase") is alone.align() is None
+    assert alone.facts()["world_size"] == "1"
+
+
+def test_an_unknown_scope_is_refused():
+    with pytest.raises(InvalidArgument, match="scope is 'host', expected 'world' or 'rank'"):
+        group_for(scope="host")

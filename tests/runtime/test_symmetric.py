@@ -1,0 +1,185 @@
+"""Symmetric memory: the same regions everywhere, each seen by all, and nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
+from triton_dist.runtime import symmetric
+from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.symmetric import host
+
+REGIONS = {
+    "rows": ((3, 5), torch.float16),
+    "flags": ((7,), torch.int32),
+    "nothing": ((0, 4), torch.float32),
+    "bytes": ((513,), torch.uint8),
+    "last": ((2, 2, 2), torch.bfloat16),
+}
+
+
+def check_regions(group_members=None):
+    """Shapes, zeros, alignment, tables; then every rank writes to every rank's memory."""
+    groups = [dist.new_group(ranks) for ranks in group_members] if group_members else [None]
+    mine = next((i for i, ranks in enumerate(group_members or []) if dist.get_rank() in ranks), 0)
+    ranks = group_for(groups[mine])
+    with symmetric.allocate("test", REGIONS, groups[mine]) as memory:
+        ranks.barrier("nobody has written yet")
+        for name, (shape, dtype) in REGIONS.items():
+            region = memory[name]
+            assert region.name == name
+            assert len(region.peers) == ranks.size
+            assert region.peers[ranks.rank] is region.local
+            assert region.pointers.dtype == torch.int64
+            assert region.pointers.tolist() == [peer.data_ptr() for peer in region.peers]
+            for peer in region.peers:
+                assert tuple(peer.shape) == shape
+                assert peer.dtype == dtype
+                assert peer.is_contiguous()
+                assert not peer.any()
+            if region.local.numel():
+                alignment = 512 if ranks.size > 1 else 64  # alone: what torch.empty gives
+                assert {peer.data_ptr() % alignment for peer in region.peers} == {0}
+                assert len(set(region.pointers.tolist())) == ranks.size
+        memory.barrier()
+        for peer in range(ranks.size):
+            memory["flags"].peers[peer][ranks.rank] = 10 * peer + ranks.rank + 1
+        # A kernel writes through the table.
+        address = int(memory["bytes"].pointers[(ranks.rank + 1) % ranks.size])
+        ctypes.c_uint8.from_address(address + 512).value = ranks.rank + 1
+        memory.barrier()
+        flags = [10 * ranks.rank + peer + 1 for peer in range(ranks.size)]
+        assert memory["flags"].local.tolist() == flags + [0] * (7 - ranks.size)
+        assert memory["bytes"].local[512] == (ranks.rank - 1) % ranks.size + 1
+        assert memory["bytes"].local[:512].sum() == 0
+        assert not memory["rows"].local.any()
+        assert not memory["last"].local.any()
+        memory.barrier()
+        names = [describe_address(peer.data_ptr() + 8) for peer in memory["flags"].peers]
+        address = memory["flags"].local.data_ptr()
+    assert describe_address(address) == hex(address)
+    memory.free()
+    with pytest.raises(KeyError):
+        memory["flags"]
+    return names
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_reads_and_writes_every_rank(spawn_ranks, world_size):
+    for rank, names in enumerate(spawn_ranks(world_size, check_regions)):
+        assert names == [
+            "test.flags[2]" if peer == rank else f"test.flags of rank {peer}[2]"
+            for peer in range(world_size)
+        ]
+
+
+def test_disjoint_groups_have_memory_of_their_own(spawn_ranks):
+    spawn_ranks(4, check_regions, [[0, 3], [1, 2]])
+
+
+def test_a_group_of_one(spawn_ranks):
+    spawn_ranks(3, check_regions, [[1], [0, 2]])
+
+
+def test_alone_it_is_plain_memory():
+    with symmetric.allocate("alone", {"flags": ((4,), torch.int32)}) as memory:
+        region = memory["flags"]
+        assert region.peers == (region.local,)
+        assert region.local.tolist() == [0, 0, 0, 0]
+        assert region.pointers.tolist() == [region.local.data_ptr()]
+        assert describe_address(region.local.data_ptr() + 4) == "alone.flags[1]"
+        memory.barrier()
+
+
+def ask_for_something_else(what):
+    odd = dist.get_rank() == 1
+    name, shape, dtype = "test", (4, 4), torch.int32
+    if what == "name":
+        name = "other" if odd else name
+    elif what == "shape":
+        shape = (4, 5) if odd else shape
+    elif what == "dtype":
+        dtype = torch.float32 if odd else dtype
+    with pytest.raises(RankDisagreement) as disagreement:
+        symmetric.allocate(name, {"region": (shape, dtype)})
+    symmetric.allocate("then", {"region": ((4, 4), torch.int32)}).free()
+    return disagreement.value.by_rank
+
+
+@pytest.mark.parametrize("what", ["name", "shape", "dtype"])
+def test_different_regions_are_an_error_on_every_rank(spawn_ranks, what):
+    other = {
+        "name": "other: region [4, 4] torch.int32",
+        "shape": "test: region [4, 5] torch.int32",
+        "dtype": "test: region [4, 4] torch.float32",
+    }
+    same = "test: region [4, 4] torch.int32"
+    by_rank = {0: same, 1: other[what], 2: same}
+    assert spawn_ranks(3, ask_for_something_else, what) == [by_rank] * 3
+
+
+def ask_for_too_much():
+    with pytest.raises(SymmetricMemoryFull) as full:
+        symmetric.allocate("huge", {"region": ((2**46,), torch.uint8)})
+    error = full.value
+    assert f"{error.needed} bytes, {error.available} bytes are available" in str(error)
+    assert "remount" in str(error)
+    with symmetric.allocate("small", {"region": ((4,), torch.uint8)}) as memory:
+        memory.barrier()
+    return error.needed, error.available
+
+
+def test_a_full_shared_memory_says_how_much_is_missing(spawn_ranks):
+    for needed, available in spawn_ranks(2, ask_for_too_much):
+        assert needed == 2**46
+        assert 0 < available < needed
+
+
+def reserve_in_a_small_file_system(nbytes):
+    """What ``_reserve`` says of a file that cannot grow to ``nbytes``, and the file's size then."""
+    fd = os.open(host.SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        return host._reserve(fd, nbytes), os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def test_a_reservation_that_failed_takes_nothing():
+    state = os.statvfs(host.SHARED_MEMORY)
+    available, size = reserve_in_a_small_file_system(2**46)
+    assert size == 0
+    assert abs(available - state.f_bavail * state.f_frsize) < 1 << 30  # others use it too
+    assert reserve_in_a_small_file_system(8192) == (None, 8192)
+
+
+def mappings():
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
+
+
+def leave_nothing():
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        memory = symmetric.allocate("test", REGIONS)
+        held = mappings()
+        assert len(held) == dist.get_world_size()
+        assert all(line.endswith("(deleted)") for line in held)
+        memory.barrier()
+        memory.free()
+        memory.free()
+        del memory
+        gc.collect()
+        assert not mappings()
+    # The first wait opens a connection to the store.
+    return len(os.listdir("/proc/self/fd")) - descriptors
+
+
+def test_memory_has_no_name_and_goes_when_freed(spawn_ranks):
+    assert max(spawn_ranks(2, leave_nothing)) <= 1
