@@ -97,9 +97,9 @@ def autotune(
             samples of every config in turn.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
-    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the latter ``True``, a keyword
-    that is also a tunable name holds, while tuning too: the other names are tuned for it, and each
-    value of it is a key of its own.
+    ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
+    keyword that is also a tunable name holds, while tuning too: the other names are tuned for it,
+    and each value of it is a key of its own.
 
     Raises:
         InvalidArgument: an argument above that is not one of its choices.
