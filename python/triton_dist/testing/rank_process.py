@@ -76,6 +76,8 @@ def _run(task: RankTask) -> bytes:
     if task.init:
         backend = "gloo" if task.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=task.timeout))
+        # No rank runs, and perhaps ends, while another is still connecting to it.
+        dist.all_reduce(torch.zeros(1))
     with poisoned_empty() if task.poison_empty else nullcontext():
         return pickle.dumps(fn(*args))
 
