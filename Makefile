@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test stress dist docs bench gpu
+.PHONY: check format lint types test stress chaos dist docs bench gpu
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -24,6 +24,10 @@ test:
 # Thousands of kills of writers of tuning records, with the counts; about two minutes.
 stress:
 	bash scripts/test.sh tests/stress -m stress -rP
+
+# Every way in which a distributed tuning can go wrong, on 2 and 4 ranks; some minutes.
+chaos:
+	bash scripts/test.sh tests/distributed -m chaos -rP
 
 # The documentation's code blocks, links and completeness, and the examples; part of `test` too.
 docs:

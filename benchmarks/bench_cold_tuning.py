@@ -2,10 +2,11 @@
 
     bash scripts/launch.sh benchmarks/bench_cold_tuning.py --json cold.json
 
-The space has 96 candidates, 24 kernels with 4 schedules each. First it is tuned serially, as tuners do
-that compile one config after another and give each 5 warm-up and 10 timed runs. Then by
+The space has 96 candidates, 24 kernels with 4 schedules each. First it is tuned serially, as tuners
+do that compile one config after another and give each 5 warm-up and 10 timed runs. Then by
 ``tune.autotune``, several times, each with empty caches (Triton's and the tuner's). In the end all
-winners, and the best of the serial tuning, are timed interleaved: how many are within 1 % of the best?
+winners, and the best of the serial tuning, are timed interleaved: how many are within 1 % of the
+best?
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def empty_caches() -> Iterator[None]:
 
 
 def tuned_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, list[float]]:
-    """Seconds, and the slowest rank's milliseconds of each candidate: compile, 5 + 10 runs, next."""
+    """Seconds, and the slowest rank's ms of each candidate: compile, 5 + 10 runs, next."""
     device = current_device()
     results = []
     with empty_caches():
@@ -186,8 +187,8 @@ def main() -> None:
         times = sum(str(winner) == name for _, winner in tunings)
         dist_print(f"{median:.4f} ms, {median / best:.4f} of the best, won {times} times: {name}")
     dist_print(
-        f"cold tuning: {seconds:.2f} s (median of {args.tunings}), {seconds / serial_seconds:.3f} of "
-        f"serial; {within} of {args.tunings} winners within 1 % of the best"
+        f"cold tuning: {seconds:.2f} s (median of {args.tunings}), "
+        f"{seconds / serial_seconds:.3f} of serial; {within} of {args.tunings} winners within 1 % of the best"
     )
     if args.json and rank == 0:
         with open(args.json, "w") as file:

@@ -1,5 +1,5 @@
 """Whatever happens to a rank, all end soon: with one config, or with an error that says who, in
-which config, at what. ``make chaos`` runs the full table; a quick part of it runs with the tests."""
+which config, at what. ``make chaos`` runs the full table, the other tests a quick part of it."""
 
 from __future__ import annotations
 

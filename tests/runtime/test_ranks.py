@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from triton_dist.errors import InvalidArgument, RankDisagreement, RankTimeout
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
@@ -153,15 +154,16 @@ def test_a_rank_that_ended_is_missing(spawn_ranks):
 
 def count_entries():
     ranks = group_for()
+    entries = distributed_c10d._get_process_group_store(dist.group.WORLD)
     for number in range(20):
         ranks.gather("warm-up", number)
     ranks.barrier("counted from here")
-    before = ranks._store.num_keys()
+    before = entries.num_keys()
     for number in range(200):
         ranks.gather("many", number)
         ranks.decide("many", number)
     ranks.barrier("counted to here")
-    after = ranks._store.num_keys()
+    after = entries.num_keys()
     ranks.barrier("both have counted")
     return after - before
 

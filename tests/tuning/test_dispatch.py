@@ -144,7 +144,7 @@ def test_a_given_value_holds_while_tuning():
     assert {m for _, m in tuned.seen["run"]} == {1, 2}
     assert tuned.seen["prepare"] == [(7, 1), (7, 2)]
     # The space without n: each m once. prune_fn sees whole configs.
-    assert tuned.seen["prune"] == [(7, m, {"n": 7}) for m in (1, 2, 9)]
+    assert tuned.seen["prune"] == [(7, m, {}) for m in (1, 2, 9)]
     record = tuned.tune(1, n=7, autotune_allow_arg_overwrite=True)
     assert sorted(trial.config["m"] for trial in record.trials) == [1, 2, 9]
     assert all("n" not in trial.config for trial in record.trials)

@@ -172,7 +172,8 @@ class AutoTuner:
         if fixed and not space.names:  # nothing is left to be chosen
             return Choice(space[0], {}, None)
         self._check_arguments(args, kwargs, self._default())
-        key = self._key(args, kwargs)
+        # key_fn need not know the tunable names; what is given for them is added to the key.
+        key = self._key(args, {name: kwargs[name] for name in kwargs if name not in fixed})
         if fixed and not isinstance(key, Exception):
             key = (key, f"with {fixed}", fixed.digest)
         known = None if isinstance(key, Exception) else self._chosen.get((process_group, key))

@@ -201,4 +201,5 @@ class FixedSpace(ConfigSpace):
         def prune(config: Config, *args: Any, **kwargs: Any) -> object:
             return whole(Config({**config, **self._fixed}), *args, **kwargs)
 
-        return super().prune(prune, args, kwargs)
+        others = {name: value for name, value in kwargs.items() if name not in self._fixed}
+        return super().prune(prune, args, others)

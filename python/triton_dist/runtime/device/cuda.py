@@ -8,6 +8,7 @@ import functools
 import itertools
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -114,7 +115,9 @@ class CudaDevice:
             try:
                 call()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # says less than what broke the capture
+                # What ending it now raises or warns of says less than what broke it.
+                with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+                    warnings.simplefilter("ignore")
                     graph.capture_end()
                 raise
             graph.capture_end()
