@@ -188,7 +188,8 @@ def main() -> None:
         dist_print(f"{median:.4f} ms, {median / best:.4f} of the best, won {times} times: {name}")
     dist_print(
         f"cold tuning: {seconds:.2f} s (median of {args.tunings}), "
-        f"{seconds / serial_seconds:.3f} of serial; {within} of {args.tunings} winners within 1 % of the best"
+        f"{seconds / serial_seconds:.3f} of serial; {within} of {args.tunings} winners within 1 % "
+        "of the best"
     )
     if args.json and rank == 0:
         with open(args.json, "w") as file:

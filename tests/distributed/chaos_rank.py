@@ -37,15 +37,17 @@ class Me:
 
 
 class ScriptedTimer:
-    """Shows what the run before said that it took: results do not depend on this machine."""
+    """Shows what the run before said that it took: results do not depend on this machine.
 
-    milliseconds_of_run = 0.0
+    It is said through the environment: a value that the tuned function's own classes or globals
+    hold is a part of its source, and changing it makes a record stale.
+    """
 
     def start(self) -> None:
         pass
 
     def stop(self) -> None:
-        self._milliseconds = ScriptedTimer.milliseconds_of_run
+        self._milliseconds = float(os.environ["CHAOS_MILLISECONDS"])
 
     def milliseconds(self) -> float:
         return self._milliseconds
@@ -64,7 +66,7 @@ def tuner(
     """
 
     def op(x: Any, n: int) -> int:
-        ScriptedTimer.milliseconds_of_run = float(n)
+        os.environ["CHAOS_MILLISECONDS"] = str(n)
         run(n)
         return n
 

@@ -90,7 +90,7 @@ def either(others: int | str, victim: int | str, **expected: Any) -> Callable[[A
 # Caches that differ, and files that are not what they were.
 
 
-@scenario(1)
+@scenario(1, quick=True)
 def warm_cache_on_one_rank_only(me: Me) -> int:
     op = tuner()
     op(7)
@@ -99,7 +99,7 @@ def warm_cache_on_one_rank_only(me: Me) -> int:
     if not is_victim():
         os.environ["TRITON_DIST_CACHE_DIR"] = str(me.folder / f"empty-{me.rank}")
     result: int = op(7)
-    assert op.tuning_count == 1, (op.tuning_count, result)
+    assert op.tuning_count == 1
     return result
 
 
