@@ -10,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from triton_dist import autotuner as autotuner
     from triton_dist import language as language
     from triton_dist import tune as tune
     from triton_dist._jit import jit as jit
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "jit", "language", "tune"]
+__all__ = ["__version__", "autotuner", "jit", "language", "tune"]
 
-_MODULES = ("language", "tune")
+_MODULES = ("autotuner", "language", "tune")
 
 
 def __getattr__(name: str) -> Any:

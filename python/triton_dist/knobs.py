@@ -130,6 +130,14 @@ autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",
     "Report what is tuned, each timing and the winner, as autotune_verbose=True does.",
 )
+autotune_log_dir = Knob(
+    "TRITON_DIST_AUTOTUNE_LOG_DIR",
+    Path(".autotune_logs"),
+    Path,
+    "a folder",
+    "Where contextual_autotune writes rank-<i>.log, a line for each step; default: in the folder "
+    "that the program was started in.",
+)
 autotune_timeout = seconds(
     "TRITON_DIST_AUTOTUNE_TIMEOUT",
     60.0,

@@ -7,7 +7,8 @@ import importlib
 import pytest
 
 NAMES = {
-    "triton_dist": ["jit", "tune", "language", "__version__"],
+    "triton_dist": ["jit", "tune", "autotuner", "language", "__version__"],
+    "triton_dist.autotuner": ["contextual_autotune"],
     "triton_dist.tune": ["autotune", "to_hashable"],
     "triton_dist.utils": [
         "initialize_distributed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ class Launch:
     """One kernel launch that is ready to go: ``run`` it, or only ``compile`` what it would run."""
 
     kernel: Any
-    grid: tuple[int, ...]
+    grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
     args: tuple[Any, ...]
     options: dict[str, Any]
 

@@ -1,8 +1,9 @@
 """AllGather-GEMM on all ranks: ``bash scripts/launch.sh test_ag_gemm.py --case check``.
 
 ``check``: five rounds of fresh data and a scrambled workspace against all-gather and matmul.
-``perf``: the tuned op beside its peers and its limit. On CPU ranks both run at small shapes, M per
-rank odd.
+``correctness_tma_autotune``: the same with a consumer that is tuned in its place, by calling the
+op. ``perf``: the tuned op beside its peers and its limit. On CPU ranks all run at small shapes, M
+per rank odd.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.runtime.device import current_device
+from triton_dist.test.nvidia.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
 from triton_dist.testing.reference import all_gather_matmul, all_gather_rows
 from triton_dist.testing.timing import Samples, captured, interleaved
@@ -98,11 +100,16 @@ def run_ag_gemm(
     return C
 
 
+def check_shape(num_ranks: int) -> tuple[int, int, int]:
+    """Global M, N and K of the cases that check."""
+    if is_cuda():
+        return 4091 * num_ranks, 5120, 1024
+    return _CPU_CHECK["M_per_rank"] * num_ranks, _CPU_CHECK["N"], _CPU_CHECK["K"]
+
+
 def check(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
-    M, N, K = 4091 * num_ranks, 5120, 1024
-    if not is_cuda():
-        M, N, K = _CPU_CHECK["M_per_rank"] * num_ranks, _CPU_CHECK["N"], _CPU_CHECK["K"]
+    M, N, K = check_shape(num_ranks)
     with create_ag_gemm_context(M, N, K, dtype, dist.get_rank(), num_ranks) as ctx:
         for round_number in range(5):
             A, B = make_data(M, N, K, dtype, args.trans_b)
@@ -219,7 +226,26 @@ def report_table(title: str, samples: dict[str, Samples]) -> None:
     dist_print(f"{'limit max(GEMM, all-gather)':32}{limit:10.3f}")
 
 
-CASES = {"check": check, "perf": perf}
+def correctness_tma_autotune(args: argparse.Namespace) -> None:
+    dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
+    M, N, K = check_shape(num_ranks)
+    buffer = AllGatherBuffer(M, K, dtype, None, "ag_gemm_tma_autotune")
+    op = TmaAutotunedAgGemm(buffer)
+    for _ in range(5):
+        A, B = make_data(M, N, K, dtype, args.trans_b)
+        tolerance = _TOLERANCE[dtype]
+        assert_allclose(op(A, B), all_gather_matmul(A, B), rtol=tolerance, atol=tolerance)
+    for kernel, config in op.choices().items():
+        dist_print(f"{kernel}: {config}", need_sync=True, allowed_ranks="all", prefix=True)
+    dist_print(f"calls to tune: {op.tuning_calls}")
+    dist.barrier()
+    buffer.free()
+    dist_print(
+        f"✅ check passed: {num_ranks} ranks, {current_device().name}, {args.dtype}, {M}x{N}x{K}"
+    )
+
+
+CASES = {"check": check, "correctness_tma_autotune": correctness_tma_autotune, "perf": perf}
 
 
 def main() -> None:

@@ -1,0 +1,196 @@
+"""Picks and wires the parts of a contextual tuning, as ``compose`` does for ``tune.autotune``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_dist import knobs
+from triton_dist._tuning.compose import _file_store, _gates, _hardware
+from triton_dist._tuning.engine.contextual import ContextualAutoTuner
+from triton_dist._tuning.engine.contextual_interception import Interception
+from triton_dist._tuning.engine.contextual_log import StepLog
+from triton_dist._tuning.engine.contextual_parts import ContextualParts
+from triton_dist._tuning.protocols import Device, RankGroup
+from triton_dist._tuning.search.steps import InTurn, Race
+from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.store import FileStore
+from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
+    Fingerprint,
+    Key,
+    Policy,
+    TuningRecord,
+    codec,
+)
+from triton_dist.errors import InvalidArgument
+from triton_dist.runtime import interpreter
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.inherited import InheritedValue, in_backward
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.triton_compat import is_interpreting, software_versions
+from triton_dist.runtime.waits import bounded_waits
+
+_interception = Interception(InheritedValue("triton_dist.contextual_autotune"), in_backward)
+
+
+def contextual_autotune(
+    is_dist: bool = False,
+    n_repeat: int = 5,
+    n_warmup: int = 3,
+    *,
+    race: bool = False,
+    group: Any = None,
+) -> Callable[[Callable[..., Any]], ContextualAutoTuner]:
+    """Decorator: tune the ``triton.autotune`` kernels that a function launches, by calling it.
+
+    While the function runs, launches of such kernels are intercepted. The whole function is called
+    again and again; in each call every kernel runs once for each key, with its current config, so
+    that side effects and hand-shakes between ranks happen as in production. Each kernel and key
+    goes through its configs; one that is through goes on with its best while others continue. The
+    result of the last call is returned. Winners are kept on disk: a later process calls the
+    function once.
+
+    Args:
+        is_dist: ranks step together, the slowest rank's time counts, and all choose the same
+            config for every kernel. ``False``: this rank alone, whatever other ranks do.
+        n_repeat: timed launches of each config.
+        n_warmup: untimed launches before them.
+        race: clear losers leave early; the numbers above are then those of a config that stays to
+            the end.
+        group: ranks that step together with ``is_dist=True``; default: the world.
+
+    Raises:
+        InvalidArgument: an argument that cannot work.
+    """
+    if callable(is_dist):
+        expected = "True or False; write @contextual_autotune() with parentheses"
+        raise InvalidArgument("contextual_autotune", "is_dist", is_dist, expected)
+    for name, count, least in (("n_repeat", n_repeat, 1), ("n_warmup", n_warmup, 0)):
+        if type(count) is not int or count < least:
+            raise InvalidArgument(
+                "contextual_autotune", name, count, f"an integer, at least {least}"
+            )
+    if group is not None and not is_dist:
+        raise InvalidArgument("contextual_autotune", "group", group, "None unless is_dist=True")
+    composer = _Composer(is_dist, n_repeat, n_warmup, race, group)
+
+    def decorate(fn: Callable[..., Any]) -> ContextualAutoTuner:
+        return ContextualAutoTuner(fn, composer.compose, _interception)
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Composer:
+    """Puts the parts together for one tuning, as the environment is then."""
+
+    is_dist: bool
+    repeat: int
+    warmup: int
+    race: bool
+    group: Any
+
+    def compose(self) -> ContextualParts:
+        if is_interpreting():
+            interpreter.install()  # kernels may all be of libraries, which know nothing of it
+        device: Device = current_device()
+        ranks: RankGroup = group_for(self.group, "world" if self.is_dist else "rank")
+        seconds = knobs.autotune_timeout.get()
+        policy = Policy(
+            warmup=self.warmup,
+            repeat=self.repeat,
+            timing="contextual",
+            search="race" if self.race else "exhaustive",
+        )
+        world = group_for()
+        rank = world.rank if world.size > 1 else knobs.rank.get()
+        verbose = knobs.autotune_print.get() and ranks.is_leader
+        folder = knobs.autotune_log_dir.get().expanduser()
+        return ContextualParts(
+            device=device,
+            ranks=ranks,
+            kernels=_Kernels(device, ranks, policy, _file_store(knobs.cache_dir.get())),
+            plan=Race if self.race else InTurn,
+            warmup=self.warmup,
+            repeat=self.repeat,
+            log=StepLog(folder / f"rank-{rank}.log", prints=verbose),
+            # Ranks wait for one another for so long: a wait in a kernel must end before.
+            quiet=functools.partial(bounded_waits, seconds / 2),
+            no_grad=torch.no_grad,
+            gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
+            always_tune=knobs.autotune_always_tune.get(),
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Tuning records of kernels, in the store of ``tune.autotune``: one for each kernel and key."""
+
+    device: Device
+    ranks: RankGroup
+    policy: Policy
+    files: FileStore
+
+    def key(self, name: str, key: tuple[Any, ...]) -> Key:
+        return Key.of(name, tuple(map(_with_text, key)), _hardware(self.device, self.ranks))
+
+    def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint:
+        hooks = [value for config in space for value in config.functions()]
+        for name in ("pre_hook", "post_hook"):
+            if getattr(tuner, f"user_defined_{name}"):
+                hooks.append(getattr(tuner, name))
+        judges = [judge for judge in (tuner.early_config_prune, tuner.perf_model) if judge]
+        pruning = codec.digest(space.digest, source_digests(judges), tuner.configs_top_k)
+        return Fingerprint(
+            hardware=self.device.facts(),
+            software=software_versions(),
+            topology=self.ranks.facts(),
+            policy=self.policy.facts(),
+            source=source_digests([tuner.base_fn, *_heuristics(tuner.fn), *hooks]),
+            space=pruning,
+        )
+
+    def find(
+        self, key: Key, fingerprint: Fingerprint, configs: Iterable[Config]
+    ) -> tuple[str | None, str]:
+        record = self.files.get(key)
+        if record is None:
+            return None, "no cached result"
+        strict = knobs.autotune_version_check.get()
+        differences = record.fingerprint.compare(fingerprint)
+        reasons = [each.sentence for each in differences if strict or not each.patch_level]
+        if not reasons and all(config.digest != record.best.digest for config in configs):
+            reasons = ["its winner is not in the config space"]
+        where = self.files.describe(key)
+        if reasons:
+            return None, f"the cached result in {where} is not valid: {'; '.join(reasons)}"
+        return record.best.digest, where
+
+    def put(self, record: TuningRecord) -> str:
+        self.files.put(record)
+        return self.files.describe(record.key)
+
+
+def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:
+    """The functions of each ``triton.heuristics`` between the tuner and the kernel."""
+    while hasattr(fn, "fn"):
+        if isinstance(getattr(fn, "values", None), dict):
+            yield from fn.values.values()
+        fn = fn.fn
+
+
+def _with_text(value: object) -> object:
+    """Values of other libraries, such as Triton's dtypes, count by how they print."""
+    try:
+        codec.encode(value)
+    except TypeError:
+        return repr(value)
+    return value

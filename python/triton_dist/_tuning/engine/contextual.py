@@ -1,0 +1,165 @@
+"""What ``@contextual_autotune`` makes of a function.
+
+The hot path is ``__call__`` of a settled function: it makes itself known to the thread and calls.
+No environment, log, lock or word to other ranks; kernels in it run Triton's own path.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import get_ident
+from typing import Any
+
+from triton_dist._tuning.engine.contextual_interception import Call, Interception, Watch
+from triton_dist._tuning.engine.contextual_parts import ContextualParts
+from triton_dist._tuning.engine.contextual_session import Contexts, Session
+from triton_dist._tuning.engine.dispatch import function_name
+
+
+class ContextualAutoTuner:
+    """A function whose inner ``triton.autotune`` kernels are tuned by calling it again and again.
+
+    To its users it stays the function: name, docstring, signature, use as a method, pickling by
+    name.
+
+    Attributes:
+        fn: the function itself; kernels in it then tune as Triton does.
+        tuning_calls: how often this process called the function besides once for each call.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        compose: Callable[[], ContextualParts],
+        interception: Interception,
+    ) -> None:
+        self.fn = fn
+        self.tuning_calls = 0
+        functools.update_wrapper(self, fn)
+        self._compose, self._interception = compose, interception
+        self._contexts: Contexts = {}
+        self._settled = False
+        """Whether the last call left nothing to be tuned."""
+        # Not re-entrant: what a call tunes may begin on a thread of autograd and end on its own.
+        self._tuning = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; tunes what its kernels meet for the first time."""
+        if not self._settled or self._interception.sessions:
+            return self._call_beside_tuning(args, kwargs)
+        return self._watched(args, kwargs)
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The settled function; notices kernels and keys that are new."""
+        interception, watch = self._interception, (self, get_ident())
+        interception.watch(watch)
+        try:
+            result = self.fn(*args, **kwargs)
+        except BaseException as error:
+            if interception.late:
+                self._abandon(watch, error)
+            raise
+        finally:
+            interception.unwatch(watch)
+        return self._continue(watch, args, kwargs, result) if interception.late else result
+
+    def choices(self) -> dict[str, Any]:
+        """The ``triton.Config`` of each kernel and key that this function has met."""
+        contexts = self._contexts.values()
+        return {context.name: context.winner for context in contexts if context.winner is not None}
+
+    def clear(self) -> None:
+        """Forget what this process chose. Records on disk stay, and are looked up again."""
+        for context in self._contexts.values():
+            context.tuner.cache.pop(context.triton_key, None)
+        self._contexts.clear()
+        self._settled = False
+
+    def _call_beside_tuning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that has to tune, or that may be part of one that does."""
+        outer = self._interception.current_call()
+        own = None if outer is None else outer.enclosing(self)
+        if own is not None and own.session is not None:  # the function calls itself: one tuning
+            return self._run(Call(self, outer, own.session), args, kwargs)
+        if not self._settled:
+            with self._tuning:
+                if not self._settled:  # else another thread was faster
+                    return self._tune(outer, args, kwargs)
+        return self._run(Call(self, outer, None), args, kwargs)
+
+    def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._session() as session:
+            call = Call(self, outer, session)
+            result = session.run(lambda: self._run(call, args, kwargs))
+        self._settle(session)
+        return result
+
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function, as ``call`` of this thread."""
+        interception = self._interception
+        interception.enter(call)
+        try:
+            if call.session is not None:
+                return self.fn(*args, **kwargs)
+            return self._watched(args, kwargs)
+        finally:
+            interception.leave(call)
+
+    def _session(self) -> Session:
+        name = function_name(self.fn)
+        return Session(name, self._contexts, self._compose(), self._interception)
+
+    def _settle(self, session: Session) -> None:
+        self.tuning_calls += session.calls - 1
+        self._settled = all(context.winner is not None for context in self._contexts.values())
+
+    def begin_session(self) -> Session:
+        """The settled function launches a kernel, or a key, that is new: tune from here on."""
+        self._tuning.acquire()  # released when the tuning that begins here ends
+        try:
+            return self._session().__enter__()
+        except BaseException:
+            self._tuning.release()
+            raise
+
+    def _continue(
+        self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Go on with the tuning, if any, that began in the call which gave ``result``."""
+        session = self._interception.late.pop(watch, None)
+        if session is None:  # another thread's
+            return result
+        try:
+            with ExitStack() as scope:
+                scope.push(session)  # it was entered when it began
+                if not session.end_call():
+                    call = Call(self, self._interception.current_call(), session)
+                    result = session.run(lambda: self._run(call, args, kwargs))
+            self._settle(session)
+            return result
+        finally:
+            self._tuning.release()
+
+    def _abandon(self, watch: Watch, error: BaseException) -> None:
+        session = self._interception.late.pop(watch, None)
+        if session is None:
+            return
+        try:
+            if isinstance(error, Exception):
+                session.fail_call(error)
+        finally:
+            session.__exit__(type(error))
+            self._tuning.release()
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> str:
+        return str(vars(self)["__qualname__"])  # pickled by name, as functions are
+
+    def __repr__(self) -> str:
+        return f"<contextually autotuned {function_name(self.fn)}>"

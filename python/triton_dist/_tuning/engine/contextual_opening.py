@@ -1,0 +1,199 @@
+"""How the ranks open a context: a kernel comes with a key that the function has not had yet.
+
+Each rank says what it came with; all see whether that is the same, whose record is used, and which
+candidates the leader has.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from triton_dist._tuning.engine.contextual_context import (
+    Context,
+    kernel_name,
+    shown,
+    triton_disk_winner,
+)
+from triton_dist._tuning.engine.contextual_parts import ContextualParts, Words
+from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, codec
+from triton_dist.errors import NoValidConfig, RankDisagreement, TuningWarning
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What one rank came with. Configs are digests."""
+
+    space: str
+    fingerprint: Fingerprint
+    kept: tuple[str, ...] = ()
+    """What its pruning leaves, in order; the leader's counts."""
+    failure: str | None = None
+    """The exception that its pruning raised."""
+    winner: str | None = None
+    """Of a valid record that it has."""
+    is_leader: bool = False
+    always_tune: bool = False
+    capturing: bool = False
+
+
+def as_config(config: Any) -> Config:
+    """A ``triton.Config`` as the tuner's; a hook that has no stable text counts by its name."""
+    try:
+        codec.encode(config.pre_hook)
+    except TypeError:
+        bare = copy.copy(config)
+        bare.pre_hook = None
+        hook = getattr(config.pre_hook, "__qualname__", type(config.pre_hook).__qualname__)
+        return Config({"config": bare, "pre_hook": hook})
+    return Config({"config": config})
+
+
+def open_context(
+    tuner: Any,
+    triton_key: tuple[Any, ...],
+    prune: Callable[[], list[Any]],
+    parts: ContextualParts,
+    words: Words,
+    call: int,
+) -> Context:
+    """The context, on all ranks: done, if there is a record of it, or at its beginning.
+
+    Args:
+        prune: the live configs that the kernel's own pruning leaves for this launch.
+        call: number of the function's call, for errors.
+
+    Raises:
+        RankDisagreement: ranks launch different kernels, or come with other keys, configs or
+            sources; on every rank.
+        RankTimeout: a rank launches none.
+        NoValidConfig: the leader's pruning leaves nothing.
+    """
+    name = kernel_name(tuner)
+    _warn_of_unknown_keys(name, tuner)
+    own = _Own(tuner, prune)
+    key = parts.kernels.key(name, triton_key)
+    fingerprint = parts.kernels.fingerprint(tuner, own.space)
+    context = Context(tuner, triton_key, key, own.live)
+    found, where = None, "its key has no text that another process would understand"
+    if context.can_persist:
+        found, where = parts.kernels.find(key, fingerprint, own.configs.values())
+    if found is None:
+        found = own.winner_on_disk(triton_key)
+    openings = words.gather(
+        f"call {call}: launch of {context.name}",
+        Opening(
+            f"{len(own.space)} configs, digest {own.space.digest}",
+            fingerprint,
+            tuple(config.digest for config in own.kept),
+            None if own.failure is None else f"{type(own.failure).__name__}: {own.failure}",
+            found if found in own.live else None,
+            parts.ranks.is_leader,
+            parts.always_tune,
+            parts.device.is_capturing(),
+        ),
+    )
+    if own.failure is not None:
+        raise words.lose(own.failure)
+    _same(context.name, openings, words)
+    return _begun(context, own, openings, where, parts, words)
+
+
+class _Own:
+    """What this rank has: its configs, and what its pruning makes of them."""
+
+    def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
+        self._tuner = tuner
+        self.failure: Exception | None = None
+        pruned: list[Any] = []
+        try:
+            pruned = prune()
+        except Exception as error:
+            self.failure = error
+        pairs = [(as_config(config), config) for config in tuner.configs]
+        self.space = ConfigSpace([dict(config) for config, _ in pairs])
+        kept = [(as_config(config), config) for config in pruned]
+        self.live = {config.digest: live for config, live in [*kept, *pairs]}
+        self.configs = {config.digest: config for config, _ in [*kept, *pairs]}
+        self.kept = list({config.digest: config for config, _ in kept}.values())
+
+    def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
+        """Of the kernel's own ``cache_results``."""
+        kept = [self.live[config.digest] for config in self.kept]
+        winner = triton_disk_winner(self._tuner, triton_key, kept)
+        return None if winner is None else as_config(winner).digest
+
+
+def _same(name: str, openings: Sequence[Opening], words: Words) -> None:
+    failures = {rank: each.failure or "done" for rank, each in enumerate(openings)}
+    if any(each.failure for each in openings):
+        raise words.lose(RankDisagreement(f"the pruning of {name}", failures))
+    spaces = {rank: each.space for rank, each in enumerate(openings)}
+    if len(set(spaces.values())) > 1:
+        raise words.lose(RankDisagreement(f"the configs of {name}", spaces))
+    first = openings[0].fingerprint
+    if any(each.fingerprint != first for each in openings):
+        differences: dict[int, object] = {0: "(the others are compared with this)"}
+        for rank, each in enumerate(openings[1:], start=1):
+            differences[rank] = "; ".join(first.diff(each.fingerprint)) or "the same"
+        raise words.lose(RankDisagreement(f"what a tuning of {name} depends on", differences))
+
+
+def _begun(
+    context: Context,
+    own: _Own,
+    openings: Sequence[Opening],
+    where: str,
+    parts: ContextualParts,
+    words: Words,
+) -> Context:
+    leader = next(each for each in openings if each.is_leader)
+    capturing = any(each.capturing for each in openings)
+    # In a capture nothing can be tuned: a record is used even if it was asked to be replaced.
+    usable = [leader, *openings] if capturing or not leader.always_tune else []
+    winner = next((each.winner for each in usable if each.winner is not None), None)
+    if winner is not None:
+        context.use(own.live[winner])
+        parts.log.say(f"{context.name}: known, {shown(context.winner)}")
+        return context
+    kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
+    if len(kept) < len(leader.kept):
+        raise LookupError(f"{context.name}: the leader's pruning made configs that this rank lacks")
+    pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
+    if not kept:
+        causes = {str(config): reason for config, reason in pruned}
+        raise words.lose(NoValidConfig(context.name, context.key, causes))
+    if capturing:
+        context.use_once(own.live[kept[0].digest])
+        warnings.warn(
+            f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
+            "config is used. Call the function once before.",
+            TuningWarning,
+            stacklevel=2,
+        )
+        return context
+    plan = parts.plan(kept, parts.warmup, parts.repeat)
+    context.begin(kept, pruned, openings[0].fingerprint, plan, parts.warmup)
+    if len(kept) == 1:
+        context.use(own.live[kept[0].digest])  # nothing to choose from
+    reason = "told to tune always" if leader.always_tune else where
+    parts.log.say(
+        f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
+        f"{len(openings)} rank{'' if len(openings) == 1 else 's'}"
+    )
+    return context
+
+
+def _warn_of_unknown_keys(name: str, tuner: Any) -> None:
+    """Triton before 3.9 drops them without a word: one config for all values."""
+    unknown = [key for key in tuner.keys if key not in tuner.arg_names]
+    if unknown:
+        warnings.warn(
+            f"{name}: key names {', '.join(map(repr, unknown))} are no arguments of the kernel, so "
+            f"they tell no launches apart. Its arguments are {', '.join(tuner.arg_names)}.",
+            TuningWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,206 @@
+"""One tuning: the function is called again and again, and in each call every kernel takes a step.
+
+Ranks speak at places that all of them reach: when a kernel comes with a key that is new, before a
+config is launched that has to be compiled first, and at the end of each call, where they exchange
+what was stepped, failed and timed in it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from triton_dist._tuning.engine.attempt import _text
+from triton_dist._tuning.engine.contextual_context import Context, shown, triton_key
+from triton_dist._tuning.engine.contextual_interception import Interception
+from triton_dist._tuning.engine.contextual_launch import Launch
+from triton_dist._tuning.engine.contextual_log import step_line, summary
+from triton_dist._tuning.engine.contextual_opening import open_context
+from triton_dist._tuning.engine.contextual_parts import ContextualParts, Words
+from triton_dist._tuning.engine.contextual_turn import Stepped, Turn
+from triton_dist._tuning.values import Failure
+from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, TuningWarning
+
+Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
+"""Of one decorated function, by kernel and Triton's key, in order of opening."""
+
+_MOST_LEFT_BEHIND = 8
+
+
+class Session:
+    """Steps the kernels of ``contexts``, and what comes new, until a call has no step to take.
+
+    Used as a context manager around the calls: an exception restores what kernels have in place,
+    and drops the contexts that are not done.
+    """
+
+    def __init__(
+        self, function: str, contexts: Contexts, parts: ContextualParts, interception: Interception
+    ) -> None:
+        self._contexts, self._parts = contexts, parts
+        self._interception = interception
+        self._words = Words(parts, function)
+        self._turn = self._next_turn(0)
+        self._scope = ExitStack()
+        self._began = time.monotonic()
+
+    @property
+    def calls(self) -> int:
+        """How often the function was called."""
+        return self._turn.number + 1
+
+    def __enter__(self) -> Session:
+        self._scope.callback(self._parts.log.close)
+        self._scope.enter_context(self._parts.quiet())
+        self._interception.begin(self)
+        self._scope.callback(self._interception.end, self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for place, context in list(self._contexts.items()):
+            if context.provisional or (kind is not None and context.winner is None):
+                del self._contexts[place]
+        with self._scope:
+            if kind is not None:
+                self._undo()
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Call the function until nothing is left to be tuned; the result of the last call."""
+        while True:
+            try:
+                result = call()
+            except Exception as error:
+                self.fail_call(error)
+                raise
+            if self.end_call():
+                return result
+
+    def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of ``tuner.run``."""
+        key = triton_key(tuner, args, kwargs)
+        context = self._contexts.get((tuner, key))
+        launch = Launch(tuner, args, kwargs, self._turn.undo)
+        if context is None:
+            if self._parts.ranks.size == 1 and key in tuner.cache:
+                return launch.loaded(tuner.cache[key])
+            context = open_context(
+                tuner,
+                key,
+                lambda: self._interception.prune(tuner, args, kwargs),
+                self._parts,
+                self._words,
+                self._turn.number,
+            )
+            self._contexts[tuner, key] = context
+            self._turn.opened = True
+        return self._turn.launch(context, launch)
+
+    def end_call(self) -> bool:
+        """Learn what all ranks did in the call; whether it was the last.
+
+        Raises:
+            RankDisagreement: ranks stepped different kernels, or in another order.
+            NoValidConfig: every config of some kernel has failed.
+        """
+        if self._words.lost is not None:  # and the function has swallowed it
+            raise self._words.lost
+        turn = self._turn
+        try:
+            turn.read_timers()
+        except Exception as error:
+            self.fail_call(error)
+            raise
+        everyone = self._words.gather(f"end of call {turn.number}", list(turn.steps.values()))
+        self._same(everyone)
+        for context, *steps in zip(turn.steps, *everyone, strict=True):
+            self._learn(context, steps)
+        if not turn.steps or self._goes_nowhere():
+            turn.undo.forget()
+            if turn.number:
+                tuned = [context for context in self._contexts.values() if context.record]
+                self._parts.log.say(summary(tuned, self.calls, time.monotonic() - self._began))
+            return True
+        self._undo()
+        self._turn = self._next_turn(turn.number + 1)
+        return False
+
+    def fail_call(self, error: Exception) -> None:
+        """Tell the other ranks that this one's call raised ``error``, which surfaces here."""
+        if self._words.lost is not None:  # they know
+            return
+        if error is self._turn.exhausted:
+            # Other ranks, where these configs may run, learn it at the end of their call.
+            with suppress(Exception):
+                self.end_call()
+            return
+        ending = f"end of call {self._turn.number}, which raised {_text(error)}"
+        # Ranks that did not raise the same get an error that says who did: each has its own.
+        with suppress(RankTimeout, RankDisagreement):
+            self._words.gather(ending, None)
+        self._words.lose(error)
+
+    def _same(self, everyone: list[list[Stepped]]) -> None:
+        positions = [[stepped.position() for stepped in steps] for steps in everyone]
+        if any(each != positions[0] for each in positions):
+            said = {
+                rank: "; ".join(f"{each.context} iter {each.iteration}" for each in steps) or "none"
+                for rank, steps in enumerate(everyone)
+            }
+            what = f"the kernels that stepped in call {self._turn.number}"
+            raise self._words.lose(RankDisagreement(what, said))
+
+    def _learn(self, context: Context, steps: list[Stepped]) -> None:
+        """What came of one step; the slowest rank counts, and a failure anywhere."""
+        own, digest = steps[self._parts.ranks.rank], steps[0].digest
+        self._parts.log.line(step_line(self._turn.number, context, own))
+        context.launches[digest] += 1
+        failures: dict[str, Failure] = {}
+        for stepped in steps:
+            failures = stepped.failures | failures  # the lowest rank's counts
+        if digest not in failures:
+            context.plan.tell(max(stepped.milliseconds for stepped in steps))
+        for failed, failure in failures.items():
+            context.fail(failed, failure)
+        if context.plan.current is None:
+            self._finish(context)
+
+    def _finish(self, context: Context) -> None:
+        """All of its configs are known, on all ranks."""
+        parts = self._parts
+        try:
+            record = context.finish("maximum" if parts.ranks.size > 1 else "none")
+        except NoValidConfig as error:
+            raise self._words.lose(error) from None
+        context.publish()
+        if not parts.ranks.is_leader:
+            where = "the leader's store"
+        elif context.can_persist:
+            where = parts.kernels.put(record)
+        else:
+            where = "memory"
+        parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
+
+    def _goes_nowhere(self) -> bool:
+        """Whether each call brings a new key and comes back to none: it would never end."""
+        stepped = self._turn.steps
+        left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
+        if not self._turn.opened or len(left) < _MOST_LEFT_BEHIND:
+            return False
+        warnings.warn(
+            f"contextual_autotune: each call launches a kernel with a key that no other call has, "
+            f"such as {left[-1].name}: the tuning ends and {len(left)} keys have no config. "
+            "The arguments of the function should decide the keys.",
+            TuningWarning,
+            stacklevel=2,
+        )
+        return True
+
+    def _undo(self) -> None:
+        with self._parts.no_grad():
+            self._turn.undo.undo()
+
+    def _next_turn(self, number: int) -> Turn:
+        return Turn(number, self._parts, self._words, self._finish)

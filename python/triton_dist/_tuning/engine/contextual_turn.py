@@ -1,0 +1,143 @@
+"""One call of the function, and what each kernel does in it on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_dist._tuning.engine.attempt import _failure
+from triton_dist._tuning.engine.contextual_context import Context, jit_function, shown
+from triton_dist._tuning.engine.contextual_launch import Launch, Undo
+from triton_dist._tuning.engine.contextual_parts import ContextualParts, Words
+from triton_dist._tuning.protocols import Timer
+from triton_dist._tuning.values import Config, Failure
+from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
+
+_OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
+"""Not the fault of the config that is launched when they come."""
+
+
+@dataclass
+class Stepped:
+    """What one kernel did; sent to the other ranks."""
+
+    context: str
+    digest: str
+    iteration: int
+    timed: bool
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """Configs that failed here: this one, and what was tried in its place."""
+    milliseconds: float = 0.0
+
+    def position(self) -> tuple[str, str, int]:
+        """What must be the same on all ranks."""
+        return self.context, self.digest, self.iteration
+
+
+class Turn:
+    """The call with this number.
+
+    Attributes:
+        steps: of the kernels that are being tuned, in order of their launch.
+        opened: whether a kernel came with a key that was new.
+        exhausted: raised here, because every config of some kernel failed on this rank.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parts: ContextualParts,
+        words: Words,
+        finish: Callable[[Context], object],
+    ) -> None:
+        self.number = number
+        self._parts, self._words, self._finish = parts, words, finish
+        self.steps: dict[Context, Stepped] = {}
+        self._used: dict[Context, Config] = {}
+        self._timers: dict[Context, Timer] = {}
+        self.undo = Undo()
+        self.opened = False
+        self.exhausted: NoValidConfig | None = None
+
+    def launch(self, context: Context, launch: Launch) -> Any:
+        """Launch ``context``'s winner, or its current candidate if it has none yet.
+
+        Raises:
+            NoValidConfig: no config can be launched.
+        """
+        if context.winner is None and context not in self.steps:
+            self._compile_current(context, launch)
+        if context.winner is not None:
+            context.bind()  # Triton's cache may have been cleared
+            return (launch.tuned if context.tuned else launch.loaded)(context.winner)
+        if context not in self.steps:
+            return self._step(context, launch)
+        config = self._used[context]  # launched a second time in this call
+        return launch.step(context.live[config.digest], self._parts.device, None)
+
+    def read_timers(self) -> None:
+        """Wait for the device; raises ``TimeoutError`` past the limit."""
+        if self._timers:
+            self._parts.device.synchronize(self._parts.seconds)
+        for context, timer in self._timers.items():
+            # To the nanosecond: what no timer resolves would only make the record hard to read.
+            self.steps[context].milliseconds = round(timer.milliseconds(), 6)
+
+    def _compile_current(self, context: Context, launch: Launch) -> None:
+        """See that all ranks can launch the config whose turn it is; drop those that one cannot.
+
+        Nothing has to be compiled where kernels are interpreted.
+        """
+        if jit_function(context.tuner) is None:
+            return
+        while (step := context.plan.current) is not None:
+            digest = step.config.digest
+            if digest in context.compiled:
+                return
+            own: Failure | None = None
+            try:
+                launch.compile(context.live[digest])
+            except Exception as error:
+                own = _failure(error, "compile", self._parts.ranks.rank)
+            phase = f"call {self.number}: compile {context.name} {step.config}"
+            votes = self._words.gather(phase, own)
+            failure = next((vote for vote in votes if vote is not None), None)
+            if failure is None:
+                context.compiled.add(digest)
+                return
+            self._parts.log.line(f"{context.name} config {shown(context.live[digest])}: {failure}")
+            context.fail(digest, failure)
+        self._finish(context)
+
+    def _step(self, context: Context, launch: Launch) -> Any:
+        """The one launch of ``context`` that counts in this call.
+
+        A config that cannot be launched here is replaced for this call, so that the other ranks,
+        on which it may run, are not left waiting for what the kernel would tell them.
+        """
+        step, device = context.plan.current, self._parts.device
+        assert step is not None  # else the context would be done
+        digest = step.config.digest
+        timer = device.timer() if step.timed else None
+        stepped = Stepped(context.name, digest, context.launches[digest], step.timed)
+        self.steps[context], self._used[context] = stepped, step.config
+        last: Exception | None = None
+        for config in (step.config, *context.fallbacks(digest)):
+            try:
+                result = launch.step(context.live[config.digest], device, timer)
+            except _OUT_OF_STEP:
+                raise
+            except Exception as error:
+                last, timer = error, None
+                rank = self._parts.ranks.rank
+                stepped.failures[config.digest] = _failure(error, "launch", rank)
+                continue
+            self._used[context] = config
+            if timer is not None:
+                self._timers[context] = timer
+            return result
+        failures = stepped.failures | context.failures
+        causes = {str(config): str(failures[config.digest]) for config in context.candidates}
+        self.exhausted = NoValidConfig(context.name, context.key, causes)
+        raise self.exhausted from last

@@ -1,0 +1,13 @@
+"""Tuning of functions that contain ``triton.autotune`` kernels.
+
+@contextual_autotune(is_dist=True)
+def step(x):              # launches kernels that are decorated with triton.autotune
+    ...
+
+step(x)    # calls the function until every kernel has its config, the same on all ranks
+step(x)    # one call
+"""
+
+from triton_dist._tuning.compose_contextual import contextual_autotune
+
+__all__ = ["contextual_autotune"]

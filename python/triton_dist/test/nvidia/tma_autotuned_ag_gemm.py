@@ -1,0 +1,86 @@
+"""AllGather-GEMM whose consumer is a ``triton.autotune`` kernel, tuned by calling the whole op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.autotuner import contextual_autotune
+from triton_dist.kernels.common.launch import Launch, dot_precision
+from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import kernel_consumer_gemm_persistent
+from triton_dist.kernels.nvidia.gemm import get_config_space
+from triton_dist.runtime.device import current_device
+
+
+def _configs() -> list[triton.Config]:
+    """Every tile of the persistent kernel, with all that the launch leaves to the config."""
+    return [
+        triton.Config(
+            {"EPILOGUE_SUBTILE": False, **config.kwargs},
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        for config in get_config_space(persistent=True)
+    ]
+
+
+class TmaAutotunedAgGemm:
+    """The kernel cannot be timed alone: it waits for rows that the other ranks send in the same
+    call, and counts on an epoch that each call advances.
+
+    Args:
+        buffer: for shards of the A that it will be called with.
+    """
+
+    def __init__(self, buffer: AllGatherBuffer) -> None:
+        self._buffer = buffer
+        self._kernel = triton.autotune(configs=_configs(), key=["M", "N", "K"])(
+            kernel_consumer_gemm_persistent
+        )
+        self._call = contextual_autotune(is_dist=True)(self._all_gather_and_multiply)
+
+    def __call__(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """``all_gather(A) @ B``: A [M_per_rank, K] contiguous, B [K, N_per_rank] with one unit
+        stride."""
+        C: torch.Tensor = self._call(A, B)
+        return C
+
+    @property
+    def tuning_calls(self) -> int:
+        return self._call.tuning_calls
+
+    def choices(self) -> dict[str, Any]:
+        return self._call.choices()
+
+    def _all_gather_and_multiply(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        buffer, (rows, K), N = self._buffer, A.shape, B.shape[1]
+        num_ranks = buffer.num_ranks
+        C = torch.empty(rows * num_ranks, N, dtype=A.dtype, device=A.device)
+        gathered = buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, num_streams=1, num_chunks=1)
+
+        def grid(META: dict[str, Any]) -> tuple[int, ...]:
+            tiles_m = triton.cdiv(rows, META["BLOCK_SIZE_M"])
+            tiles_n = triton.cdiv(N, META["BLOCK_SIZE_N"])
+            return (min(META["NUM_SMS"], num_ranks * tiles_m * tiles_n),)
+
+        Launch(
+            self._kernel,
+            grid,
+            (
+                A, gathered.rows, B, C, gathered.arrivals, gathered.epoch,
+                rows * num_ranks, N, K, max(B.stride()), buffer.rank, num_ranks,
+                gathered.chunk_rows,
+            ),
+            {
+                "GATHERED": num_ranks > 1,
+                "B_COLUMN_MAJOR": B.stride(0) == 1,
+                "INPUT_PRECISION": dot_precision(A.dtype),
+                "FLAGS_PER_RANK": gathered.flags_per_rank,
+                "NUM_SMS": current_device().num_sms,
+            },
+        ).run()  # fmt: skip
+        buffer.finish()
+        return C

@@ -1,0 +1,157 @@
+"""Configs that cannot be launched, and functions that raise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from tests.contextual.kernels import Spy, add, add_kernel, autotuned, configs, scale, scale_kernel
+from triton_dist.autotuner import contextual_autotune
+from triton_dist.errors import NoValidConfig
+
+RUN = Autotuner.run
+
+
+def tuned_block(kernel, n=64):
+    (config,) = (config for key, config in kernel.cache.items() if key[0] == n)
+    return config.kwargs["BLOCK"]
+
+
+@pytest.mark.parametrize("fails", [(16,), (32,), (64,), (16, 32), (32, 64), (16, 64)])
+def test_a_config_that_fails_is_left_out_wherever_it_stands(fails):
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    spy = Spy(kernel, *fails)
+
+    @contextual_autotune(n_repeat=2, n_warmup=1)
+    def function(x):
+        return scale(kernel, x)
+
+    x = torch.arange(64.0)
+    assert torch.equal(function(x), 2 * x)
+    assert tuned_block(kernel) not in fails
+    assert all(spy.blocks.count(block) == 1 for block in fails)
+    assert torch.equal(function(x), 2 * x)
+    assert spy.blocks[-1] == tuned_block(kernel)
+
+
+def test_all_fail_then_the_next_call_starts_cleanly():
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    spy = Spy(kernel, 16, 32)
+
+    @contextual_autotune(n_repeat=1, n_warmup=1)
+    def function(x):
+        return scale(kernel, x)
+
+    x = torch.arange(64.0)
+    for _ in range(2):
+        with pytest.raises(NoValidConfig, match="OutOfResources") as failure:
+            function(x)
+        assert len(failure.value.causes) == 2
+        assert Autotuner.run is RUN
+    assert not kernel.cache
+    spy.fails = ()
+    assert torch.equal(function(x), 2 * x)
+
+
+def test_an_exception_of_the_function_ends_the_tuning_and_restores():
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    counter = autotuned(add_kernel, configs(16, 32), restore_value=["x_ptr"])
+    spy = Spy(kernel)
+    counts = torch.zeros(64)
+    calls = []
+
+    @contextual_autotune(n_repeat=2, n_warmup=1)
+    def function(x):
+        calls.append(1)
+        add(counter, counts)
+        y = scale(kernel, x)
+        if len(calls) == 3:
+            raise KeyError("mine")
+        return y
+
+    x = torch.arange(64.0)
+    with pytest.raises(KeyError, match="mine"):
+        function(x)
+    assert Autotuner.run is RUN
+    assert not kernel.cache
+    assert torch.equal(counts, torch.zeros(64))
+    spy.blocks.clear()
+    assert torch.equal(function(x), 2 * x)
+    assert spy.blocks[:6] == [16] * 3 + [32] * 3
+    assert torch.equal(counts, torch.ones(64))
+
+
+def test_an_exception_in_a_call_that_tunes_a_later_shape():
+    kernel = autotuned(scale_kernel, configs(16, 32))
+
+    @contextual_autotune(n_repeat=1, n_warmup=0)
+    def function(x, fail=False):
+        y = scale(kernel, x)
+        if fail:
+            raise KeyError("mine")
+        return y
+
+    function(torch.ones(64))
+    x = torch.arange(50.0)
+    with pytest.raises(KeyError):
+        function(x, fail=True)
+    assert (50, "torch.float32", "torch.float32") not in kernel.cache
+    assert torch.equal(function(x), 2 * x)
+    assert len(kernel.cache) == 2
+
+
+def test_a_config_whose_hook_raises_is_left_out():
+    def refuse(arguments):
+        raise RuntimeError("not this one")
+
+    kernel = autotuned(scale_kernel, [*configs(16, pre_hook=refuse), *configs(32, 64)])
+
+    @contextual_autotune(n_repeat=1, n_warmup=0)
+    def function(x):
+        return scale(kernel, x)
+
+    function(torch.ones(64))
+    assert tuned_block(kernel) in (32, 64)
+
+
+def test_a_function_that_swallows_the_failure_gets_it_at_the_end():
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    Spy(kernel, 16, 32)
+
+    @contextual_autotune(n_repeat=1, n_warmup=0)
+    def function(x):
+        try:
+            return scale(kernel, x)
+        except NoValidConfig:
+            return None
+
+    with pytest.raises(NoValidConfig):
+        function(torch.ones(64))
+
+
+def test_meta_parameters_given_twice():
+    kernel = autotuned(scale_kernel, configs(16, 32))
+
+    @contextual_autotune()
+    def function(x):
+        kernel[(4,)](x, torch.empty_like(x), 64, BLOCK=16)
+
+    with pytest.raises(NoValidConfig, match="Conflicting meta-parameters: BLOCK"):
+        function(torch.ones(64))
+
+
+def test_pruning_that_leaves_nothing():
+    def none(configs, nargs, **kwargs):
+        return []
+
+    kernel = autotuned(scale_kernel, configs(16, 32), prune_configs_by={"early_config_prune": none})
+
+    @contextual_autotune()
+    def function(x):
+        return scale(kernel, x)
+
+    with pytest.raises(triton.runtime.errors.AutotunerError):
+        function(torch.ones(64))
+    assert Autotuner.run is RUN

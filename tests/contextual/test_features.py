@@ -1,0 +1,264 @@
+"""What ``triton.autotune`` can do, under a contextual tuning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import triton_dist
+from tests.contextual.kernels import (
+    Spy,
+    add,
+    add_kernel,
+    autotuned,
+    configs,
+    scale,
+    scale_kernel,
+    sum_kernel,
+    total,
+)
+from triton_dist.autotuner import contextual_autotune
+from triton_dist.errors import TuningWarning
+
+X = torch.arange(64.0)
+
+
+def tune(kernel, run=scale, *args, **options):
+    """A spy on ``kernel``, after it was tuned in a function that does nothing else."""
+    spy = Spy(kernel)
+    options = {"n_repeat": 1, "n_warmup": 1, **options}
+    result = contextual_autotune(**options)(lambda: run(kernel, *(args or (X,))))()
+    return spy, result
+
+
+def test_early_prune():
+    seen = []
+
+    def prune(configs, nargs, **kwargs):
+        seen.append((nargs["n"], sorted(kwargs)))
+        return [config for config in configs if config.kwargs["BLOCK"] > 16]
+
+    kernel = autotuned(
+        scale_kernel, configs(16, 32, 64), prune_configs_by={"early_config_prune": prune}
+    )
+    spy, _ = tune(kernel)
+    assert spy.blocks[:4] == [32, 32, 64, 64]
+    assert seen[0][0] == 64
+
+
+def test_perf_model_and_top_k():
+    model = {"perf_model": lambda BLOCK, **_: -BLOCK, "top_k": 2}
+    kernel = autotuned(scale_kernel, configs(16, 32, 64), prune_configs_by=model)
+    spy, _ = tune(kernel)
+    assert spy.blocks[:4] == [64, 64, 32, 32]
+
+
+def test_pruning_may_make_configs():
+    kernel = autotuned(
+        scale_kernel,
+        configs(16, 32),
+        prune_configs_by={"early_config_prune": lambda *_, **__: configs(64, 128)},
+    )
+    spy, result = tune(kernel)
+    assert spy.blocks[:4] == [64, 64, 128, 128]
+    assert torch.equal(result, 2 * X)
+
+
+def test_one_config_that_pruning_leaves_needs_no_tuning():
+    kernel = autotuned(
+        scale_kernel,
+        configs(16, 32),
+        prune_configs_by={"early_config_prune": lambda all_, *_, **__: all_[1:]},
+    )
+    spy, _ = tune(kernel)
+    assert spy.blocks == [32]
+
+
+def test_restore_value_undoes_each_call_but_the_last():
+    kernel = autotuned(add_kernel, configs(16, 32), restore_value=["x_ptr"])
+    other = autotuned(scale_kernel, configs(16, 32, 64))
+    x, seen = X.clone(), []
+
+    @contextual_autotune(n_repeat=1, n_warmup=1)
+    def function():
+        seen.append(add(kernel, x).clone())
+        return scale(other, x)
+
+    assert torch.equal(function(), 2 * (X + 1))
+    assert torch.equal(x, X + 1)
+    assert len(seen) == 7
+    assert all(torch.equal(each, X + 1) for each in seen)
+
+
+def test_restore_value_when_launched_twice_in_a_call():
+    kernel = autotuned(add_kernel, configs(16, 32), restore_value=["x_ptr"])
+    x = X.clone()
+
+    @contextual_autotune(n_repeat=1, n_warmup=1)
+    def function():
+        add(kernel, x)
+        return add(kernel, x)
+
+    assert torch.equal(function(), X + 2)
+
+
+def test_restore_value_of_a_kernel_whose_config_is_known():
+    kernel = autotuned(add_kernel, configs(16, 32), restore_value=["x_ptr"])
+    other = autotuned(scale_kernel, configs(16, 32))
+    x = X.clone()
+    contextual_autotune(n_repeat=1, n_warmup=0)(lambda: add(kernel, x))()
+    x.copy_(X)
+    contextual_autotune()(lambda: scale(other, add(kernel, x)))()
+    assert torch.equal(x, X + 1)
+
+
+def test_reset_to_zero():
+    kernel = autotuned(sum_kernel, configs(16, 32), reset_to_zero=["total_ptr"])
+    other = autotuned(scale_kernel, configs(16, 32, 64))
+    out, seen = torch.full((1,), 5.0), []
+
+    @contextual_autotune(n_repeat=1, n_warmup=1)
+    def function():
+        seen.append(float(total(kernel, X, out)))
+        scale(other, X)
+
+    function()
+    assert seen == [float(X.sum())] * 7
+
+
+def test_hooks_of_the_tuner():
+    events = []
+
+    def before(arguments, reset_only=False):
+        events.append(("pre", reset_only))
+        assert arguments["BLOCK"] in (16, 32)
+
+    def after(arguments, exception):
+        events.append(("post", exception))
+
+    kernel = autotuned(scale_kernel, configs(16, 32), pre_hook=before, post_hook=after)
+    tune(kernel)
+    assert events == [("pre", False), ("post", None)] * 4 + [("pre", True)]
+
+
+def test_hook_of_a_config_runs_before_each_launch_of_it():
+    launched = []
+
+    def note(arguments):
+        launched.append(arguments["BLOCK"])
+        arguments["y_ptr"].fill_(-1)
+
+    kernel = autotuned(scale_kernel, configs(16, 32, pre_hook=note))
+    spy, result = tune(kernel)
+    assert launched == spy.blocks
+    assert torch.equal(result, 2 * X)
+
+
+def test_heuristics_below():
+    fn = triton.heuristics({"BLOCK": lambda arguments: 2 * arguments["HALF"]})(half_kernel)
+    kernel = triton.autotune([triton.Config({"HALF": 8}), triton.Config({"HALF": 16})], ["n"])(fn)
+    result = contextual_autotune(n_repeat=1)(lambda: scale_by_half(kernel, X))()
+    assert torch.equal(result, 2 * X)
+    assert len(kernel.cache) == 1
+
+
+def test_heuristics_above():
+    tuner = triton.autotune([triton.Config({"HALF": 8}), triton.Config({"HALF": 16})], ["n"])(
+        half_kernel
+    )
+    kernel = triton.heuristics({"BLOCK": lambda arguments: 32})(tuner)
+    result = contextual_autotune(n_repeat=1)(lambda: scale_by_half(kernel, X))()
+    assert torch.equal(result, 2 * X)
+    assert len(tuner.cache) == 1
+
+
+@triton_dist.jit
+def half_kernel(x_ptr, y_ptr, n, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + index, tl.load(x_ptr + index, mask=index < n) * 2, mask=index < n)
+
+
+def scale_by_half(kernel, x):
+    y = torch.empty_like(x)
+    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())
+    return y
+
+
+def test_options_of_a_config_reach_the_launch():
+    seen = []
+
+    class Note(Spy):
+        def run(self, *args, **kwargs):
+            seen.append({name: kwargs.get(name) for name in ("num_ctas", "maxnreg", "ir_override")})
+            return super().run(*args, **kwargs)
+
+    candidates = [
+        triton.Config({"BLOCK": 16}, num_ctas=2, maxnreg=64, ir_override="kernel.ttgir"),
+        triton.Config({"BLOCK": 32}),
+    ]
+    kernel = autotuned(scale_kernel, candidates)
+    Note(kernel)
+    contextual_autotune(n_repeat=1, n_warmup=0)(lambda: scale(kernel, X))()
+    assert seen[0] == {"num_ctas": 2, "maxnreg": 64, "ir_override": "kernel.ttgir"}
+    assert seen[1]["maxnreg"] is None
+
+
+def test_a_hook_that_has_no_stable_text():
+    class Hook:
+        def __call__(self, arguments):
+            arguments["y_ptr"].fill_(0)
+
+    kernel = autotuned(scale_kernel, configs(16, 32, pre_hook=Hook()))
+    _, result = tune(kernel)
+    assert torch.equal(result, 2 * X)
+    assert next(iter(kernel.cache.values())).pre_hook is not None
+
+
+def test_what_triton_leaves_on_a_tuned_kernel(capsys, monkeypatch):
+    monkeypatch.setattr(triton.knobs.autotuning, "print", True)
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    tune(kernel)
+    assert len(kernel.configs_timings) == 2
+    assert kernel.best_config is next(iter(kernel.cache.values()))
+    assert kernel.nargs is None
+    printed = capsys.readouterr().out
+    assert "Triton autotuning for function scale_kernel" in printed
+    assert f"best config selected: {kernel.best_config}" in printed
+
+
+@pytest.mark.skipif(
+    not hasattr(triton.knobs.autotuning, "listener"), reason="Triton has a listener from 3.8 on"
+)
+def test_the_listener_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(triton.knobs.autotuning, "listener", lambda **all_: told.append(all_))
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    tune(kernel)
+    (report,) = told
+    assert report["best_config"] is kernel.best_config
+    assert len(report["configs_timings"]) == 2
+
+
+@pytest.mark.skipif(
+    triton_dist.runtime.triton_compat.triton_version().release >= (3, 9),
+    reason="Triton refuses such names from 3.9 on",
+)
+def test_key_names_that_are_no_arguments():
+    kernel = autotuned(scale_kernel, configs(16, 32), key=["n", "M"])
+    with pytest.warns(TuningWarning, match="key names 'M' are no arguments"):
+        tune(kernel)
+
+
+def test_warmup_of_a_kernel_inside_is_not_a_launch():
+    kernel = autotuned(scale_kernel, configs(16, 32))
+
+    @contextual_autotune(n_repeat=1, n_warmup=0)
+    def function():
+        kernel.warmup(X, X, 64, grid=(4,))
+        return scale(kernel, X)
+
+    for _ in range(2):
+        assert torch.equal(function(), 2 * X)
+    assert function.tuning_calls == 2

@@ -1,0 +1,240 @@
+"""What ranks run in ``test_contextual``. Results are what a test compares over the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
+from triton_dist.autotuner import contextual_autotune
+from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
+from triton_dist.test.nvidia.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
+from triton_dist.testing.reference import all_gather_matmul
+
+X = torch.arange(64.0)
+
+
+class Slow(Spy):
+    """Launches with some blocks take some milliseconds longer."""
+
+    def __init__(self, tuner: Any, delays: dict[int, float], *fails: int) -> None:
+        super().__init__(tuner, *fails)
+        self.delays = delays
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(self.delays.get(kwargs["BLOCK"], 0.0) / 1e3)
+        return super().run(*args, **kwargs)
+
+
+def outcome(call: Any) -> str:
+    """What came of a call, as text."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def chosen(kernel: Any) -> list[int]:
+    return [config.kwargs["BLOCK"] for config in kernel.cache.values()]
+
+
+def tune_two_kernels(race: bool = False) -> tuple[Any, ...]:
+    """Calls, launches of each kernel, winners."""
+    rank = dist.get_rank()
+    first, second = (
+        autotuned(scale_kernel, configs(*blocks)) for blocks in ((16, 32), (16, 32, 64))
+    )
+    # Rank 0 alone would choose 16, rank 1 alone 64: on the slowest rank, 32 is the fastest.
+    delays = {16: 60.0, 32: 20.0} if rank else {32: 20.0, 64: 60.0}
+    spies = Spy(first), Slow(second, delays)
+
+    @contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1, race=race)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return scale(second, scale(first, x))
+
+    assert torch.equal(function(X), 4 * X)
+    calls = function.tuning_calls
+    assert torch.equal(function(X), 4 * X)
+    assert function.tuning_calls == calls
+    return calls, spies[0].blocks, spies[1].blocks, chosen(first), chosen(second)
+
+
+def tune_with_failures(fails: dict[int, tuple[int, ...]]) -> tuple[str, list[int], list[int]]:
+    """Outcome, winners, launches; some blocks fail on some ranks."""
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    spy = Spy(kernel, *fails.get(dist.get_rank(), ()))
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
+    result = outcome(function)
+    if result == "done":
+        assert torch.equal(function(), 2 * X)
+    return result, chosen(kernel), spy.blocks
+
+
+def all_fail_then_none() -> tuple[str, str, int]:
+    """The second tuning starts cleanly."""
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    spy = Spy(kernel, 16, 32) if dist.get_rank() == 1 else Spy(kernel)
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
+    first = outcome(function)
+    spy.fails = ()
+    return first, outcome(function), function.tuning_calls
+
+
+def kernels_in_another_order() -> str:
+    kernels = [autotuned(scale_kernel, configs(16, 32)), autotuned(scale_kernel, configs(16, 32))]
+    shapes = [X[:40], X[:50]]
+    if dist.get_rank() == 1:
+        shapes.reverse()
+
+    @contextual_autotune(is_dist=True)
+    def function() -> None:
+        for kernel, x in zip(kernels, shapes, strict=True):
+            scale(kernel, x)
+
+    return outcome(function)
+
+
+def one_rank_launches_more() -> str:
+    kernels = [autotuned(scale_kernel, configs(16, 32)), autotuned(scale_kernel, configs(16, 32))]
+
+    @contextual_autotune(is_dist=True)
+    def function() -> None:
+        for kernel in kernels[: 1 + dist.get_rank()]:
+            scale(kernel, X)
+
+    return outcome(function)
+
+
+def one_rank_steps_in_another_order() -> str:
+    """Both open the same kernels in the same order; in the second call they launch otherwise."""
+    kernels = [autotuned(scale_kernel, configs(16, 32), key=["n"]) for _ in range(2)]
+    calls: list[int] = []
+
+    @contextual_autotune(is_dist=True)
+    def function() -> None:
+        calls.append(1)
+        turned = len(calls) == 2 and dist.get_rank() == 1
+        for kernel, x in list(zip(kernels, (X[:40], X), strict=True))[:: -1 if turned else 1]:
+            scale(kernel, x)
+
+    return outcome(function)
+
+
+def an_exception_on_one_rank() -> tuple[str, str]:
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    calls: list[int] = []
+
+    @contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)
+    def function() -> torch.Tensor:
+        calls.append(1)
+        y = scale(kernel, X)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            raise KeyError("mine")
+        return y
+
+    return outcome(function), outcome(function)
+
+
+def only_rank_0_calls() -> str:
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    function = contextual_autotune(is_dist=True)(lambda: scale(kernel, X))
+    return outcome(function) if dist.get_rank() == 0 else "elsewhere"
+
+
+def keep_more_on_rank_1(all_: list[Any], *_: Any, **__: Any) -> list[Any]:
+    return all_[-2 - dist.get_rank() :]
+
+
+def other_pruning_on_one_rank() -> tuple[str, list[int]]:
+    kernel = autotuned(
+        scale_kernel,
+        configs(16, 32, 64),
+        prune_configs_by={"early_config_prune": keep_more_on_rank_1},
+    )
+    spy = Spy(kernel)
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=0)(lambda: scale(kernel, X))
+    return outcome(function), spy.blocks[:2]
+
+
+def other_configs_on_one_rank() -> str:
+    kernel = autotuned(scale_kernel, configs(16, 32 << dist.get_rank()))
+    return outcome(contextual_autotune(is_dist=True)(lambda: scale(kernel, X)))
+
+
+def alone_beside_others() -> tuple[int, int]:
+    """Only rank 0 calls, and tunes alone; the other rank waits for nobody."""
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    function = contextual_autotune(n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
+    if dist.get_rank() == 0:
+        function()
+    return function.tuning_calls, len(kernel.cache)
+
+
+def two_groups() -> tuple[int, list[int]]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs[dist.get_rank() // 2]
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    delays = {16: 30.0, 32: 30.0} if dist.get_rank() < 2 else {16: 30.0, 64: 30.0}
+    Slow(kernel, delays)
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=0, group=group)(
+        lambda: scale(kernel, X)
+    )
+    function()
+    return function.tuning_calls, chosen(kernel)
+
+
+def tune_in(folders: list[str], blocks: tuple[int, ...], always: bool = False) -> tuple[int, Any]:
+    """Extra calls and winners, with a cache folder for each rank."""
+    os.environ["TRITON_DIST_CACHE_DIR"] = folders[dist.get_rank()]
+    os.environ["TRITON_DIST_AUTOTUNE_ALWAYS_TUNE"] = str(int(always))
+    kernels = [autotuned(scale_kernel, configs(*blocks)) for _ in range(2)]
+
+    @contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)
+    def function() -> torch.Tensor:
+        return scale(kernels[0], X)[:40] + scale(kernels[1], X[:40])
+
+    assert torch.equal(function(), 4 * X[:40])
+    return function.tuning_calls, [chosen(kernel) for kernel in kernels]
+
+
+def killed_in_call(number: int, rank: int, marker: str) -> tuple[int, int]:
+    """The first start is killed in that call; the kernel with one key is done by then."""
+    kernel, long = (
+        autotuned(scale_kernel, configs(16, 32)),
+        autotuned(scale_kernel, configs(16, 32, 64, 128)),
+    )
+    calls: list[int] = []
+
+    @contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)
+    def function() -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == number and dist.get_rank() == rank and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scale(long, scale(kernel, X[:48]))
+
+    spy = Spy(kernel)
+    function()
+    return function.tuning_calls, len(set(spy.blocks))
+
+
+def tma_autotuned_ag_gemm() -> tuple[int, list[str]]:
+    """The consumer of an AllGather-GEMM, tuned inside the op; rank-dependent data, odd rows."""
+    world_size, rows, N, K = dist.get_world_size(), 19, 64, 32
+    buffer = AllGatherBuffer(rows * world_size, K, torch.float16, None, "test_tma_autotuned")
+    op = TmaAutotunedAgGemm(buffer)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        A = torch.randn(rows, K, dtype=torch.float16)
+        B = torch.randn(N, K, dtype=torch.float16).T
+        torch.testing.assert_close(op(A, B), all_gather_matmul(A, B), rtol=1e-2, atol=1e-2)
+    dist.barrier()
+    buffer.free()
+    return op.tuning_calls, [str(config) for config in op.choices().values()]

@@ -1,0 +1,41 @@
+"""The example of a whole training step, on CPU ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.distributed import model_step_ranks as ranks
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "logs"))
+
+
+def test_own_kernels_compute_what_torch_does(spawn_ranks):
+    (differences,) = spawn_ranks(1, ranks.gradients_of_own_ops, init=False)
+    assert max(differences) < 2e-4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks, world_size):
+    """Four kernels with four configs: 4 * (3 + 5) extra calls."""
+    assert spawn_ranks(world_size, ranks.train, "--kernels", "own") == [32] * world_size
+    assert spawn_ranks(world_size, ranks.train, "--kernels", "own") == [0] * world_size
+
+
+def test_a_race_takes_fewer_calls(spawn_ranks):
+    (first, second) = spawn_ranks(2, ranks.train, "--kernels", "own", "--race")
+    assert first == second
+    assert 4 * 2 < first < 32
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None, reason="needs fla-core, of the test extra"
+)
+def test_kernels_of_a_library(spawn_ranks):
+    (first, second) = spawn_ranks(2, ranks.train, "--kernels", "fla", "--race", timeout=110)
+    assert first == second > 0
+    assert spawn_ranks(2, ranks.train, "--kernels", "fla", "--race") == [0, 0]
