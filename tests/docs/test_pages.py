@@ -19,6 +19,7 @@ from triton_dist.knobs import Knob
 PUBLIC_MODULES = [
     "triton_dist",
     "triton_dist.tune",
+    "triton_dist.autotuner",
     "triton_dist.language",
     "triton_dist.utils",
     "triton_dist.nv_utils",

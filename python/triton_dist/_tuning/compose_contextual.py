@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist._tuning.compose import _file_store, _gates, _hardware
+from triton_dist._tuning.compose import _file_store, _gates, _hardware, _read_only_store
 from triton_dist._tuning.engine.contextual import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual_interception import Interception
 from triton_dist._tuning.engine.contextual_log import StepLog
 from triton_dist._tuning.engine.contextual_parts import ContextualParts
-from triton_dist._tuning.protocols import Device, RankGroup
+from triton_dist._tuning.protocols import Device, RankGroup, Store
 from triton_dist._tuning.search.steps import InTurn, Race
 from triton_dist._tuning.source import source_digests
-from triton_dist._tuning.store import FileStore
+from triton_dist._tuning.store import LayeredStore
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -28,6 +28,7 @@ from triton_dist._tuning.values import (
     Policy,
     TuningRecord,
     codec,
+    validity,
 )
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime import interpreter
@@ -116,7 +117,7 @@ class _Composer:
         return ContextualParts(
             device=device,
             ranks=ranks,
-            kernels=_Kernels(device, ranks, policy, _file_store(knobs.cache_dir.get())),
+            kernels=_Kernels(device, ranks, policy, _store()),
             plan=Race if self.race else InTurn,
             warmup=self.warmup,
             repeat=self.repeat,
@@ -137,7 +138,7 @@ class _Kernels:
     device: Device
     ranks: RankGroup
     policy: Policy
-    files: FileStore
+    store: Store
 
     def key(self, name: str, key: tuple[Any, ...]) -> Key:
         return Key.of(name, tuple(map(_with_text, key)), _hardware(self.device, self.ranks))
@@ -161,22 +162,23 @@ class _Kernels:
     def find(
         self, key: Key, fingerprint: Fingerprint, configs: Iterable[Config]
     ) -> tuple[str | None, str]:
-        record = self.files.get(key)
-        if record is None:
-            return None, "no cached result"
-        strict = knobs.autotune_version_check.get()
-        differences = record.fingerprint.compare(fingerprint)
-        reasons = [each.sentence for each in differences if strict or not each.patch_level]
-        if not reasons and all(config.digest != record.best.digest for config in configs):
-            reasons = ["its winner is not in the config space"]
-        where = self.files.describe(key)
-        if reasons:
-            return None, f"the cached result in {where} is not valid: {'; '.join(reasons)}"
-        return record.best.digest, where
+        configs, strict, reason = list(configs), knobs.autotune_version_check.get(), ""
+        for record, where in self.store.find(key):
+            found = validity(record, fingerprint, configs, strict)
+            if not found.reasons:
+                return record.best.digest, where
+            reason = reason or (
+                f"the cached result in {where} is not valid: {'; '.join(found.reasons)}"
+            )
+        return None, reason or "no cached result"
 
     def put(self, record: TuningRecord) -> str:
-        self.files.put(record)
-        return self.files.describe(record.key)
+        return self.store.put(record) or "memory"
+
+
+def _store() -> Store:
+    folders = map(_read_only_store, knobs.autotune_readonly_dirs.get())
+    return LayeredStore([_file_store(knobs.cache_dir.get()), *folders])
 
 
 def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:
