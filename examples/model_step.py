@@ -166,15 +166,14 @@ def fla_ops() -> Ops:
     """Those of fla-core (flash-linear-attention): pip install fla-core."""
     from fla.modules.activations import swiglu
     from fla.modules.norm.layernorm import rms_norm
-    from fla.ops.simple_gla import chunk_simple_gla
+    from fla.ops.retention import chunk_retention
 
-    def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        decay = torch.full(q.shape[:3], -0.02, device=q.device)  # log of the gate, for each token
-        output: torch.Tensor = chunk_simple_gla(q, k, v, decay)[0]
+    def retention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = chunk_retention(q, k, v)[0]
         return output
 
     # Triton's interpreter cannot run its attention kernels.
-    attention = linear_attention if is_cuda() else softmax_attention
+    attention = retention if is_cuda() else softmax_attention
     return Ops(lambda x, weight: rms_norm(x, weight, None), swiglu, attention)
 
 

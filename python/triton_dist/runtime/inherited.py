@@ -7,6 +7,7 @@ thread-local state on to those threads, and keeps a place for Python objects in 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -21,17 +22,45 @@ def in_backward() -> bool:
 
 
 class InheritedValue:
-    """``None`` in a thread that has put nothing. ``name`` is unique in the process."""
+    """``None`` in a thread that has put nothing, and works for none that has. ``name`` is unique in
+    the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._kept: list[_Slot] = []
 
     def get(self) -> Any:
-        try:
-            return _get(self._name)
-        except RuntimeError:  # nothing was put in this thread yet: the next look is cheap
-            _put(self._name, None)
-            return None
+        return self._slot().get()
 
     def put(self, value: object) -> None:
-        _put(self._name, value)
+        self._slot().put(value)
+
+    def _slot(self) -> _Slot:
+        """Of this thread, or of the one that it works for."""
+        try:
+            slot: _Slot = _get(self._name)
+        except RuntimeError:  # nothing was put in this thread yet
+            slot = _Slot()
+            # Kept for ever, and once more: torch 2.11 takes a reference without adding one, so an
+            # object that it is given is freed while in use.
+            self._kept += [slot, slot]
+            _put(self._name, slot)
+        return slot
+
+
+class _Slot:
+    """What a thread has put, and what threads that work for it have put meanwhile."""
+
+    def __init__(self) -> None:
+        self._owner = threading.get_ident()
+        self._values: dict[int, object] = {}
+
+    def get(self) -> object:
+        own = self._values.get(threading.get_ident())
+        return self._values.get(self._owner) if own is None else own
+
+    def put(self, value: object) -> None:
+        if value is None:
+            self._values.pop(threading.get_ident(), None)
+        else:
+            self._values[threading.get_ident()] = value
