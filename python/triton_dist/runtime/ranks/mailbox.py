@@ -94,8 +94,8 @@ class Mailbox:
             name = _process_name(rank)
             if client.check([name]):
                 process = pickle.loads(client.get(name))
-                if process.has_ended():
-                    because[rank] = f"ended: there is no process {process.pid} any more"
+                if process.has_ended():  # after it left, perhaps: that says more
+                    because.setdefault(rank, f"ended: there is no process {process.pid} any more")
         return because
 
     def _client(self) -> dist.Store:
