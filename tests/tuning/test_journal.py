@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 
 import pytest
 
@@ -55,11 +57,23 @@ def test_what_was_appended_is_told_to_the_next_start(path):
     assert entries(path) == written
 
 
-def test_each_line_is_on_the_disk_before_append_returns(path, monkeypatch):
+def test_each_line_is_written_before_append_returns_and_on_the_disk_at_the_end(path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(path.read_bytes().count(b'"n"')))
-    write(path, entry(0), entry(1))
-    assert synced == [0, 1, 2]
+
+    def slow(file):
+        written = path.read_bytes().count(b'"n"')
+        time.sleep(0.05)
+        synced.append(written)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    journal = FileJournal(path)
+    journal.begin(HEAD, None)
+    for n in range(3):
+        journal.append(entry(n))
+        assert path.read_bytes().count(b'"n"') == n + 1
+    journal.close()
+    assert synced == [0, 1, 3]
+    assert not any("journal" in thread.name for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("keep", [1, 20, -5, -1])
