@@ -27,6 +27,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist import knobs, tune
+from triton_dist._tuning.values import Config
 from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
 from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
 from triton_dist.kernels.nvidia import allgather_gemm as op
@@ -134,7 +135,7 @@ def tuned_serially(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, l
     return seconds, results
 
 
-def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, dict[str, Any]]:
+def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, Config]:
     """Seconds of one tuning with empty caches, and its winner."""
     with empty_caches():
         tuner = tune.autotune(
@@ -144,7 +145,7 @@ def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, dict[
         begin = time.perf_counter()
         tuner.tune(A, B, ctx)
         seconds = time.perf_counter() - begin
-        return seconds, tuner.best_config(A, B, ctx).arguments()
+        return seconds, tuner.best_config(A, B, ctx)
 
 
 def main() -> None:
@@ -170,8 +171,8 @@ def main() -> None:
             tunings.append((seconds, winner))
             dist_print(f"cold tuning {number + 1}: {seconds:.2f} s, {winner}")
         fastest = sorted(range(len(serial)), key=serial.__getitem__)[:6]
-        finalists = {str(space()[i]): space()[i] for i in fastest}
-        finalists |= {str(winner): winner for _, winner in tunings}
+        finalists = {str(Config(space()[i])): space()[i] for i in fastest}
+        finalists |= {str(winner): winner.arguments() for _, winner in tunings}
         samples = interleaved(
             {
                 name: lambda c=config: ag_gemm.fn(A, B, ctx, **c)

@@ -115,6 +115,7 @@ class TuningTimeout(RankTimeout):
 
     Raised on every rank that is in the tuner's code; a rank that is stuck in the tuned function is
     ended by its watchdog with the same sentence and exit status :data:`WATCHDOG_EXIT_STATUS`.
+    ``summary`` is the message without what to do.
     """
 
     def __init__(
@@ -132,9 +133,10 @@ class TuningTimeout(RankTimeout):
         self.rank, self.function, self.phase, self.config = rank, function, phase, config
         self.missing, self.seconds, self.because = tuple(missing), seconds, dict(because or {})
         what = f"{phase} of config {config}" if config is not None else phase
+        absence = _absence(self.missing, seconds, self.because)
+        self.summary = f"rank {rank}: tuning of {function}, {what}: {absence}"
         super(RankTimeout, self).__init__(
-            f"rank {rank}: tuning of {function}, {what}: "
-            f"{_absence(self.missing, seconds, self.because)}. {remark}{' ' if remark else ''}"
+            f"{self.summary}. {remark}{' ' if remark else ''}"
             "What was measured is kept: start again and the tuning goes on. "
             "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit, TRITON_DIST_COMPILE_TIMEOUT that of "
             "prepare_fn."

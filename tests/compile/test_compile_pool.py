@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import threading
 import time
 from pathlib import Path
@@ -107,7 +109,7 @@ def test_the_other_process_knows_what_it_compiles_for(pool):
     assert "9.000000e+01" in warm(kernels.targeted)().asm["ttir"]
 
 
-def test_a_function_as_a_constant_goes_by_name(pool, compilations):
+def test_a_function_may_be_a_constant(pool, compilations):
     digests = pool.missing(warm(kernels.apply, kernels.twice))
     # Triton 3.6 fails to describe such a constant to its hook: compiled by who needs it.
     assert len(digests) == 1 or triton_version().minor == 6
@@ -118,16 +120,46 @@ def test_a_function_as_a_constant_goes_by_name(pool, compilations):
     assert compilations == [("apply", "found" if digests else "compiled")]
 
 
-def test_a_kernel_that_has_no_name_elsewhere_is_compiled_here(pool, compilations):
+@pytest.fixture
+def local():
+    """No other process could import it."""
+
     @triton.jit
     def local(x_ptr):
         tl.store(x_ptr, 1.0)
 
+    return local
+
+
+def test_a_kernel_that_cannot_be_imported(pool, compilations, local):
+    (digest,) = pool.missing(warm(local))
+    pool.begin([digest], 1)
+    pool.wait(digest)
+    warm(local)()
+    assert compilations == [("local", "found")]
+
+
+def test_without_another_process_it_is_compiled_here(pool, compilations, local, monkeypatch):
+    def fork():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fork", fork)
     (digest,) = pool.missing(warm(local))
     pool.begin([digest], 1)
     assert compilations == []
     pool.wait(digest)
     assert compilations == [("local", "compiled")]
+
+
+def test_the_other_process_holds_nothing_open(pool):
+    reader, writer = os.pipe()
+    (hanging,) = pool.missing(warm(kernels.difficult, "hangs"))
+    pool.begin([hanging], 1)
+    until(lambda: children_of(pool._server))
+    os.close(writer)
+    assert select.select([reader], [], [], 20)[0] == [reader]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_a_failure_is_told_and_spoils_nothing(pool):
@@ -167,7 +199,7 @@ def test_closing_ends_every_process(pool):
     (quick,) = pool.missing(warm(kernels.scale, 2.0, BLOCK=32))
     pool.begin([quick, hanging], 1)
     pool.wait(quick)
-    server = pool._server.pid
+    server = pool._server
     until(lambda: children_of(server))
     processes = [server, *children_of(server)]
     pool.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import signal
 import time
 import warnings
@@ -24,6 +25,7 @@ from triton_dist.tune import AutoTuner, autotune
 
 SPACE = [{"n": 3}, {"n": 1}, {"n": 2}]
 FOREVER = 3600.0
+MILLISECONDS = "CHAOS_MILLISECONDS"
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,26 @@ class Me:
 
 
 class ScriptedTimer:
-    """Shows what the run before said that it took: results do not depend on this machine.
+    """Shows what a table says that the run before took: results do not depend on this machine.
 
-    It is said through the environment: a value that the tuned function's own classes or globals
-    hold is a part of its source, and changing it makes a record stale.
+    The run says it through the environment: a value that the tuned function's own classes or
+    globals hold is a part of its source, and changing it makes a record stale.
     """
+
+    jitter = 0.0
+    """Largest relative deviation of a sample."""
+    taken = 0
+    """Samples in the current request. A sample deviates by its config and its place among them, so
+    a request that is repeated by another process is answered alike."""
 
     def start(self) -> None:
         pass
 
     def stop(self) -> None:
-        self._milliseconds = float(os.environ["CHAOS_MILLISECONDS"])
+        said = os.environ[MILLISECONDS]
+        ScriptedTimer.taken += 1
+        deviation = random.Random(f"{said} {ScriptedTimer.taken}").uniform(-1, 1)
+        self._milliseconds = float(said) * (1 + ScriptedTimer.jitter * deviation)
 
     def milliseconds(self) -> float:
         return self._milliseconds
@@ -66,7 +77,7 @@ def tuner(
     """
 
     def op(x: Any, n: int) -> int:
-        os.environ["CHAOS_MILLISECONDS"] = str(n)
+        os.environ[MILLISECONDS] = str(n)
         run(n)
         return n
 
@@ -123,6 +134,7 @@ def note_attempts(notes: Path) -> None:
     def noted(self: Attempts, request: Any, label: str) -> Any:
         with open(notes, "a") as file:
             file.write(f"{request}\n")
+        ScriptedTimer.taken = 0
         return attempt(self, request, label)
 
     Attempts.attempt = noted  # type: ignore[method-assign]

@@ -160,7 +160,7 @@ class Journal(Protocol):
         """
 
     def append(self, entry: Entry) -> None:
-        """On the leader: keep ``entry``, on the disk when this returns."""
+        """On the leader: keep ``entry``, whatever becomes of this process."""
 
     def finish(self, record: str) -> None:
         """On the leader: all is known; its result will be ``record``."""

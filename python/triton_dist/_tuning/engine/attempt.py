@@ -96,6 +96,7 @@ class Attempts:
             failure = self._vote(waiting, "compile", compiled, limit)[0]
             if failure is not None:
                 return failure
+            self._ahead.is_done(request.config)
         if prepare is not None:
             phase = f"prepare {label}"
 

@@ -38,6 +38,7 @@ class CompileAhead:
         self._seconds = parts.compile_seconds
         self._compiler = None if parts.compiler is None else parts.compiler()
         self._all: Sequence[Needs] = ()
+        self._done: set[str] = set()
 
     def begin(self, candidates: Sequence[Config]) -> None:
         """Collective. Run ``prepare`` for each candidate, with compiling left out; then start
@@ -59,8 +60,9 @@ class CompileAhead:
         compiler.begin(share(self._all, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
-        """Whether some rank misses a kernel for ``config``; the same answer on every rank."""
-        return any(needs.kernels.get(config.digest) for needs in self._all)
+        """Whether some rank misses a kernel for ``config`` that was not waited for; the same answer
+        on every rank."""
+        return not self._done.issuperset(self._kernels(config))
 
     def wait(self, config: Config) -> None:
         """Until this rank has done its share for ``config``, for whichever rank needs it.
@@ -69,10 +71,18 @@ class CompileAhead:
             CandidateFailed: a kernel does not compile.
             CompileTimeout: a kernel takes too long.
         """
-        needed = (needs.kernels.get(config.digest, ()) for needs in self._all)
-        for kernel in dict.fromkeys(itertools.chain.from_iterable(needed)):
+        for kernel in self._kernels(config):
             if self._compiler is not None:
                 self._compiler.wait(kernel)
+
+    def is_done(self, config: Config) -> None:
+        """All ranks have done their shares for ``config``."""
+        self._done.update(self._kernels(config))
+
+    def _kernels(self, config: Config) -> list[str]:
+        """What some rank misses."""
+        needed = (needs.kernels.get(config.digest, ()) for needs in self._all)
+        return list(dict.fromkeys(itertools.chain.from_iterable(needed)))
 
     def __enter__(self) -> CompileAhead:
         return self

@@ -59,7 +59,8 @@ class Conversation:
 
     def leave(self, error: BaseException) -> None:
         """Spare the others the wait for this rank, which goes away because of ``error``."""
-        text = f"{type(error).__name__}: {error}"
+        said = error.summary if isinstance(error, TuningTimeout) else error
+        text = f"{type(error).__name__}: {said}"
         with suppress(RankTimeout):
             self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...")
 
@@ -72,15 +73,14 @@ class Conversation:
         """
         config, limit = self.config, self._seconds if seconds is None else seconds
 
-        def report() -> str:
+        def stuck() -> TuningTimeout:
             because = {self.rank: "is stuck in the user's code"}
             error = self._timeout(phase, config, [self.rank], limit, because)
             if config is not None:
-                self.quarantine(config, Failure("timeout", str(error), self.rank))
-            self.leave(error)
-            return str(error)
+                self.quarantine(config, Failure("timeout", error.summary, self.rank))
+            return error
 
-        with watchdog.watching(limit, self._grace, report) as watch:
+        with watchdog.watching(limit, self._grace, stuck, self.leave) as watch:
             yield watch
         if watch.overdue:
             raise TimeoutError(f"{phase} took longer than {limit:g} s")
@@ -92,7 +92,7 @@ class Conversation:
         except RankTimeout as late:
             error = self._timeout(phase, self.config, late.missing, late.seconds, late.because)
             if self.config is not None and late.missing and not late.because:
-                self.quarantine(self.config, Failure("timeout", str(error), late.missing[0]))
+                self.quarantine(self.config, Failure("timeout", error.summary, late.missing[0]))
             self.lost = error
             raise error from None
         except RankDisagreement as error:
@@ -120,7 +120,7 @@ class Conversation:
 
     def _full(self, phase: str) -> str:
         config = "" if self.config is None else f" {self.config}"
-        return f"{self._function}, {phase}{config}"
+        return f"{phase}{config}"
 
     def _limit(self, after: float) -> float:
         """A rank whose device was waited for in vain comes late, to say so: not too late."""

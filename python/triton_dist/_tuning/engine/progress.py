@@ -77,7 +77,7 @@ class Progress:
         return self._stuck.get(digest)
 
     def learn(self, request: Request, outcome: Outcome) -> Outcome:
-        """What is known of the config now. On the disk before any rank hears of the next."""
+        """What is known of the config now. Written down before any rank hears of the next."""
         digest = request.config.digest
         if self._ranks.is_leader and self._n >= len(self._entries):
             self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))

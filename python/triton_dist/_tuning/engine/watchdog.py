@@ -33,8 +33,10 @@ class Watch:
 
     seconds: float
     grace: float
-    report: Callable[[], str]
-    """Called once it is overdue, on a thread of its own; gives the sentence for stderr."""
+    report: Callable[[], Exception]
+    """Called once it is overdue, on a thread of its own; what it gives is said on stderr."""
+    tell: Callable[[Exception], object]
+    """Called last, with the same: the other ranks may be hard to reach."""
     due: float = math.inf
     overdue: bool = False
 
@@ -45,6 +47,11 @@ class Watch:
     def end(self) -> None:
         """The user's code came back."""
         self.due = math.inf
+
+    def next(self) -> float:
+        """When to report, or then to end the process. ``due`` is written by the watched thread
+        alone: one that comes back at the last moment is safe from then on."""
+        return self.due + self.grace if self.overdue else self.due
 
 
 class Watchdog:
@@ -57,13 +64,19 @@ class Watchdog:
         self._of_thread = threading.local()
 
     @contextmanager
-    def watching(self, seconds: float, grace: float, report: Callable[[], str]) -> Iterator[Watch]:
+    def watching(
+        self,
+        seconds: float,
+        grace: float,
+        report: Callable[[], Exception],
+        tell: Callable[[Exception], object],
+    ) -> Iterator[Watch]:
         """Within, between ``begin`` and ``end`` of what this gives, the user's code runs: past
         ``seconds`` call ``report``, and ``grace`` later end the process.
 
         ``overdue`` says afterwards whether it was reported.
         """
-        watch = Watch(seconds, grace, report)
+        watch = Watch(seconds, grace, report, tell)
         stack = self._stack()
         stack.append(watch)
         self._add(watch)
@@ -104,16 +117,14 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             with self._changed:
-                first = min(self._watches, key=lambda watch: watch.due, default=None)
-                now = time.monotonic()
-                if first is None or first.due > now:
+                first = min(self._watches, key=Watch.next, default=None)
+                left = math.inf if first is None else first.next() - time.monotonic()
+                if first is None or left > 0:
                     # A watch that begins meanwhile does not say so: it is looked at now and then.
-                    self._changed.wait(
-                        None if first is None else min(first.due - now, _LOOK_SECONDS)
-                    )
+                    self._changed.wait(None if first is None else min(left, _LOOK_SECONDS))
                     continue
-                ends, first.overdue, first.due = first.overdue, True, now + first.grace
-            if ends:
+                reported, first.overdue = first.overdue, True
+            if reported:
                 _say(f"triton_dist: this process ends with status {WATCHDOG_EXIT_STATUS}.")
                 _end(WATCHDOG_EXIT_STATUS)
                 return
@@ -122,13 +133,15 @@ class Watchdog:
 
 
 def _report(watch: Watch) -> None:
+    error = watch.report()
     _say(
-        f"triton_dist: {watch.report()}\nThis process ends in {watch.grace:g} s if it does not "
+        f"triton_dist: {error}\nThis process ends in {watch.grace:g} s if it does not "
         "come back. What it is doing:"
     )
     if sys.__stderr__ is not None:
         with suppress(Exception):  # it may be closed
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+    watch.tell(error)
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class FileJournal:
         self.path = path
         self._file: int | None = None
         """Open and locked while this process leads the tuning."""
+        self._disk: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
 
     def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
         digest, stuck = codec.digest(head), {}
@@ -50,6 +53,7 @@ class FileJournal:
             file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 _write(file, line)
+                os.fsync(file)
             finally:
                 os.close(file)
         except OSError:
@@ -72,6 +76,7 @@ class FileJournal:
                 _write(file, {"head": head})
                 for config, failure in stuck.items():
                     _write(file, _stuck(head, config, failure))
+                os.fsync(file)
         except OSError:
             os.close(file)
             return []
@@ -79,10 +84,16 @@ class FileJournal:
         return entries or []
 
     def append(self, entry: Entry) -> None:
+        """Safe from the end of this process at once, and from that of the machine as soon as the
+        disk has it: measuring goes on meanwhile."""
         self._add(entry.to_tree())
+        if self._file is not None and (self._syncing is None or self._syncing.done()):
+            self._disk = self._disk or ThreadPoolExecutor(1, "triton_dist-journal")
+            self._syncing = self._disk.submit(os.fsync, self._file)
 
     def finish(self, record: str) -> None:
         self._add({"finished": record})
+        self._sync()
 
     def remove(self) -> None:
         """By the leader; by another rank only if the file is of no leader's, that is, the rank has
@@ -96,6 +107,7 @@ class FileJournal:
     def close(self) -> None:
         """Let another process lead."""
         if self._file is not None:
+            self._sync()
             os.close(self._file)
             self._file = None
 
@@ -106,6 +118,14 @@ class FileJournal:
             _write(self._file, line)
         except OSError:  # a gap would be read as the end: nothing more is added
             self.close()
+
+    def _sync(self) -> None:
+        if self._disk is not None:
+            self._disk.shutdown()
+            self._disk = self._syncing = None
+        if self._file is not None:
+            with suppress(OSError):
+                os.fsync(self._file)
 
     def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:
         """What is to be told again; ``None`` if the journal is not about ``head``."""
@@ -140,11 +160,10 @@ def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:
 
 
 def _write(file: int, line: codec.Tree) -> None:
-    """Add one line, on the disk when this returns.
+    """Add one line.
 
     It begins with a line feed: what comes before may have been cut off.
     """
     data = b"\n" + json.dumps(line, allow_nan=False).encode() + b"\n"
     if os.write(file, data) != len(data):
         raise OSError(f"only a part of {len(data)} bytes was written")
-    os.fsync(file)

@@ -1,13 +1,9 @@
-"""Kernels as values: found without compiling them, sent to another process, compiled there."""
+"""Kernels as values: found without compiling them, compiled by whoever has the time."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib
-import io
 import json
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +15,6 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
-from triton.runtime.jit import JITCallable
 
 _hook = threading.Lock()
 
@@ -28,17 +23,6 @@ _hook = threading.Lock()
 class Kernel:
     """One specialisation of a ``triton.jit`` function: all that Triton compiles it by."""
 
-    name: str
-    """The function's, for messages."""
-    digest: str
-    """Names it in Triton's disk cache: equal for equal source, specialisation, target, options and
-    versions."""
-    parts: bytes
-    """What :func:`load` makes it of again; empty: it cannot be imported in another process."""
-
-
-@dataclass(frozen=True)
-class _Parts:
     function: Any
     signature: dict[str, Any]
     constants: dict[Any, Any]
@@ -46,32 +30,61 @@ class _Parts:
     options: dict[str, Any]
     target: GPUTarget
 
+    @property
+    def name(self) -> str:
+        """The function's, for messages."""
+        return str(self.function.__name__)
 
-def kernels_of(prepare: Callable[[], object]) -> dict[Kernel, Callable[[], None]]:
-    """The kernels that ``prepare`` would compile now and that are not in the disk cache, each with
-    what compiles it in this process.
+    @property
+    def digest(self) -> str:
+        """Names it in Triton's disk cache: equal for equal source, specialisation, target, options
+        and versions. As ``triton.compile`` computes it, in 3.6 to 3.9."""
+        if triton.knobs.runtime.add_stages_inspection_hook is not None:
+            raise ValueError("the compiler's stages are changed by a hook of this process")
+        backend = make_backend(self.target)
+        key = get_cache_key(
+            self._source(),
+            backend,
+            backend.parse_options(dict(self.options)),
+            env_vars=get_cache_invalidating_env_vars(),
+        )
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def is_cached(self, digest: str) -> bool:
+        if triton.knobs.compilation.always_compile:
+            return False
+        name = f"{self.name[:150]}.json"
+        return bool((get_cache_manager(digest).get_group(name) or {}).get(name))
+
+    def compile(self) -> None:
+        """Into the disk cache; nothing is loaded."""
+        triton.compile(self._source(), target=self.target, options=self.options)
+
+    def _source(self) -> ASTSource:
+        return ASTSource(self.function, self.signature, self.constants, self.attributes)
+
+
+def kernels_of(prepare: Callable[[], object]) -> dict[str, Kernel]:
+    """The kernels that ``prepare`` would compile now and that are not in the disk cache, by digest.
 
     ``prepare`` is run, and each compilation in it skipped: its ``warmup`` returns ``None``. What it
     makes of that does not matter, nor do its exceptions: they come again when it is run in earnest.
     """
-    found: dict[Kernel, Callable[[], None]] = {}
-    with _compilations(lambda parts: _add(found, parts)), suppress(Exception):  # see above
+    found: dict[str, Kernel] = {}
+
+    def see(kernel: Kernel) -> None:
+        with suppress(Exception):  # then it does not compile either, and says so there
+            digest = kernel.digest
+            if not kernel.is_cached(digest):
+                found[digest] = kernel
+
+    with _compilations(see), suppress(Exception):  # as said above
         prepare()
     return found
 
 
-def _add(found: dict[Kernel, Callable[[], None]], parts: _Parts) -> None:
-    try:
-        digest = _digest(parts)
-    except Exception:  # then it does not compile either, and says so there
-        return
-    if not _is_cached(parts, digest):
-        kernel = Kernel(parts.function.__name__, digest, _pack(parts))
-        found[kernel] = functools.partial(_compile, parts)
-
-
 @contextmanager
-def _compilations(see: Callable[[_Parts], None]) -> Iterator[None]:
+def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
     """Within, ``warmup`` on this thread compiles nothing: ``see`` gets what it would compile."""
     knobs, thread = triton.knobs.runtime, threading.get_ident()
 
@@ -82,7 +95,7 @@ def _compilations(see: Callable[[_Parts], None]) -> Iterator[None]:
         compilation = details["compile"]
         options = json.loads(compilation["specialization_data"])["options"]
         see(
-            _Parts(
+            Kernel(
                 details["fn"].jit_function,
                 compilation["signature"],
                 compilation["constants"],
@@ -102,88 +115,14 @@ def _compilations(see: Callable[[_Parts], None]) -> Iterator[None]:
             knobs.jit_cache_hook = before
 
 
-def load(kernel: Kernel) -> Callable[[], None]:
-    """What compiles ``kernel`` into the disk cache. Imports the modules that it comes from.
-
-    Raises:
-        LookupError: they hold another kernel here: their files have changed since.
-        Exception: they cannot be imported, or lack it.
-    """
-    parts: _Parts = _Unpickler(io.BytesIO(kernel.parts)).load()
-    triton.runtime.driver.set_active(_TargetOnly(parts.target))
-    if _digest(parts) != kernel.digest:
-        raise LookupError(f"{kernel.name} is another kernel in this process")
-
-    return functools.partial(_compile, parts)
-
-
-def _compile(parts: _Parts) -> None:
-    triton.compile(_source(parts), target=parts.target, options=parts.options)
-
-
-def _source(parts: _Parts) -> ASTSource:
-    return ASTSource(parts.function, parts.signature, parts.constants, parts.attributes)
-
-
-def _digest(parts: _Parts) -> str:
-    """As ``triton.compile`` computes it, in 3.6 to 3.9."""
-    if triton.knobs.runtime.add_stages_inspection_hook is not None:
-        raise ValueError("the compiler's stages are changed by a hook of this process")
-    backend = make_backend(parts.target)
-    key = get_cache_key(
-        _source(parts),
-        backend,
-        backend.parse_options(dict(parts.options)),
-        env_vars=get_cache_invalidating_env_vars(),
-    )
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def _is_cached(parts: _Parts, digest: str) -> bool:
-    if triton.knobs.compilation.always_compile:
-        return False
-    name = f"{parts.function.__name__[:150]}.json"
-    return bool((get_cache_manager(digest).get_group(name) or {}).get(name))
-
-
-def _pack(parts: _Parts) -> bytes:
-    stream = io.BytesIO()
-    try:
-        _Pickler(stream).dump(parts)
-    except Exception:  # of a script, a closure, or with constants that know no pickling
-        return b""
-    return stream.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Triton functions, of which a kernel may get others as constants, go by name."""
-
-    def persistent_id(self, value: Any) -> tuple[str, str] | None:
-        if not isinstance(value, JITCallable):
-            return None
-        name = (value.fn.__module__, value.fn.__qualname__)
-        if name[0] == "__main__" or _find(*name) is not value:
-            raise pickle.PicklingError(f"{name} cannot be imported elsewhere")
-        return name
-
-
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, name: Any) -> Any:
-        return _find(*name)
-
-
-def _find(module: str, qualified_name: str) -> Any:
-    """The Triton function of that name, under the decorators that may be around it."""
-    found: Any = importlib.import_module(module)
-    for part in qualified_name.split("."):
-        found = getattr(found, part)
-    while not isinstance(found, JITCallable):
-        found = found.fn
-    return found
+def without_gpu(target: GPUTarget) -> None:
+    """From now on this process compiles for ``target`` and asks no GPU what it is: a kernel may
+    ask what it is compiled for."""
+    triton.runtime.driver.set_active(_TargetOnly(target))
 
 
 class _TargetOnly(triton.backends.driver.DriverBase):
-    """Answers what the compiler asks of a driver; a kernel may ask for the target it is for."""
+    """Answers what the compiler asks of a driver."""
 
     def __init__(self, target: GPUTarget) -> None:
         super().__init__()

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import platform
-import subprocess
-import sys
-import tempfile
+import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import triton
 
 from triton_dist import knobs
 from triton_dist.errors import CandidateFailed, CompileTimeout
+from triton_dist.runtime.compiling import server
 from triton_dist.runtime.compiling.kernels import Kernel, kernels_of
 from triton_dist.runtime.compiling.server import Job, Verdict
 
 _PATIENCE = 0.9  # of the limit, at which other ranks give this one up
 _MOST_WORKERS = 16  # each takes some hundred megabytes
 _POLL_SECONDS = 0.2
-_COMMAND = "from triton_dist.runtime.compiling.server import main; main()"
-# No GPU, and no threads of libraries: the process forks.
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class CompilePool:
     """Compiles kernels ahead, in processes that end with :meth:`close`; starts none before
-    :meth:`begin`."""
+    :meth:`begin`. Where no process can be started, :meth:`wait` compiles."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
-        self._here: dict[str, Callable[[], None]] = {}
         self._begun: set[str] = set()
         self._known: dict[str, Verdict] = {}
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: int | None = None
         self._verdicts: Connection | None = None
         self._seconds = knobs.compile_timeout.get()
 
@@ -50,32 +46,26 @@ class CompilePool:
     def missing(self, prepare: Callable[[], object]) -> list[str]:
         """Digests of the kernels that ``prepare`` would compile; none is compiled."""
         found = kernels_of(prepare)
-        self._kernels.update((kernel.digest, kernel) for kernel in found)
-        self._here.update((kernel.digest, compile_it) for kernel, compile_it in found.items())
-        return [kernel.digest for kernel in found]
+        self._kernels.update(found)
+        return list(found)
 
     def begin(self, digests: Sequence[str], sharers: int) -> None:
         """Compile these, in this order, as many at a time as this rank's part of the processors."""
         self._begun.update(digests)
-        kernels = [kernel for each in digests if (kernel := self._kernels[each]).parts]
-        if not kernels:
+        if not digests:
             return
         part = len(os.sched_getaffinity(0)) // sharers
-        workers = max(1, min(part, len(kernels), _MOST_WORKERS))
-        job = Job(kernels, workers, self._seconds, sys.path)
-        self._verdicts, theirs = multiprocessing.Pipe()
-        path = os.pathsep.join(filter(None, sys.path))
-        with tempfile.TemporaryFile() as file:
-            pickle.dump(job, file)
-            file.seek(0)
-            self._server = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", _COMMAND, str(theirs.fileno())],
-                stdin=file,
-                pass_fds=[theirs.fileno()],
-                env=knobs.environment() | _ENVIRONMENT | {"PYTHONPATH": path},
-                start_new_session=True,
-            )
-        theirs.close()
+        workers = max(1, min(part, len(digests), _MOST_WORKERS))
+        job = Job({each: self._kernels[each] for each in digests}, workers, self._seconds)
+        own, others = multiprocessing.Pipe()
+        with warnings.catch_warnings(), suppress(OSError):  # no process, or no memory, to be had
+            # Python warns of forking where there are threads; the server knows what it must not do.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+            if pid == 0:
+                server.main(job, others.fileno())
+            self._server, self._verdicts = pid, own
+        others.close()
 
     def wait(self, digest: str) -> None:
         """Until that kernel is in the cache; one that no other process can have is compiled here.
@@ -86,25 +76,26 @@ class CompilePool:
         """
         if digest not in self._begun:
             return
-        verdict = self._verdict(self._kernels[digest])
-        if verdict.status == "unavailable":
+        verdict = self._verdict(digest)
+        if verdict is None:
             verdict = self._known[digest] = self._compile_here(digest)
         if verdict.status == "timeout":
             raise CompileTimeout(self._kernels[digest].name, self._seconds)
         if verdict.status == "failed":
             raise CandidateFailed(verdict.text)
 
-    def _verdict(self, kernel: Kernel) -> Verdict:
+    def _verdict(self, digest: str) -> Verdict | None:
+        """``None``: there is no other process that would tell."""
         deadline = time.monotonic() + _PATIENCE * self._seconds
-        while kernel.parts and kernel.digest not in self._known and self._server is not None:
+        while digest not in self._known and self._server is not None:
             if time.monotonic() > deadline:
-                return Verdict(kernel.digest, "timeout")
+                return Verdict(digest, "timeout")
             self._listen()
-        return self._known.get(kernel.digest, Verdict(kernel.digest, "unavailable"))
+        return self._known.get(digest)
 
     def _compile_here(self, digest: str) -> Verdict:
         try:
-            self._here[digest]()
+            self._kernels[digest].compile()
         except Exception as error:
             return Verdict(digest, "failed", f"{type(error).__name__}: {error}")
         return Verdict(digest, "compiled")
@@ -115,11 +106,14 @@ class CompilePool:
         if process is None or self._verdicts is None:
             return
         self._verdicts.close()  # it ends its children, then itself
-        try:
-            process.wait(_POLL_SECONDS)
-        except subprocess.TimeoutExpired:  # it is importing
-            process.kill()
-            process.wait()
+        with suppress(ChildProcessError):  # another thread waited for any child
+            deadline = time.monotonic() + _POLL_SECONDS
+            while os.waitpid(process, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
+                    break
+                time.sleep(1e-3)
 
     def _listen(self) -> None:
         """Take one verdict, if one comes soon."""

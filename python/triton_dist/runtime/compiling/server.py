@@ -1,30 +1,34 @@
 """The process that compiles.
 
-It imports what the kernels need once and forks a child for each kernel, so that torch is imported
-once and not by each child, a compiler that crashes or hangs takes nobody with it, and the tuner's
-process, which launches and measures meanwhile, gives its interpreter lock to nobody. It never
-touches a GPU, so forking is safe.
+It is forked from the rank, so it has at once what the kernels need, which takes seconds to import,
+and forks a child for each kernel: a compiler that crashes or hangs takes nobody with it, and the
+rank, which launches and measures meanwhile, gives its interpreter lock to nobody.
 
-The job comes on standard input; verdicts go to the connection whose descriptor is the argument. The
-process ends, and its children with it, when all kernels are done or the other end is closed.
+A process with CUDA may fork as long as the child leaves CUDA and all that belongs to other threads
+alone, as the workers of ``torch.utils.data.DataLoader`` do. So nothing of the rank is freed here,
+and the only way out is ``os._exit``.
+
+Verdicts go to a connection. The process ends, and its children with it, when all kernels are done
+or the other end is closed.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import pickle
 import selectors
 import signal
 import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO, Any, Literal
+from typing import IO, Literal, NoReturn
 
-from triton_dist.runtime.compiling.kernels import Kernel, load
+from triton_dist.runtime.compiling.kernels import Kernel, without_gpu
 
 _TAIL = 2000
 
@@ -33,14 +37,12 @@ _TAIL = 2000
 class Job:
     """What a process is started for."""
 
-    kernels: list[Kernel]
-    """In the order in which they are needed."""
+    kernels: Mapping[str, Kernel]
+    """By digest, in the order in which they are needed."""
     workers: int
     """So many at a time."""
     seconds: float
     """Longest time for one kernel."""
-    path: list[str]
-    """``sys.path``"""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,13 @@ class Verdict:
     """What came of a kernel."""
 
     digest: str
-    status: Literal["compiled", "failed", "timeout", "unavailable"]
-    """``unavailable``: it was not tried, since this process cannot have it."""
+    status: Literal["compiled", "failed", "timeout"]
     text: str = ""
 
 
 @dataclass
 class _Child:
-    kernel: Kernel
+    digest: str
     pid: int
     pidfd: int
     said: IO[bytes]
@@ -66,7 +67,7 @@ class _Child:
 class _Server:
     def __init__(self, job: Job, verdicts: Connection) -> None:
         self._job, self._verdicts = job, verdicts
-        self._waiting = deque(job.kernels)
+        self._waiting = deque(job.kernels.items())
         self._children: dict[int, _Child] = {}
         self._events = selectors.DefaultSelector()
         self._events.register(verdicts, selectors.EVENT_READ)  # readable: its other end is closed
@@ -91,20 +92,15 @@ class _Server:
 
     def _fill(self) -> None:
         while self._waiting and len(self._children) < self._job.workers:
-            kernel = self._waiting.popleft()
-            try:
-                compile_it = load(kernel)
-            except Exception as error:
-                self._verdicts.send(Verdict(kernel.digest, "unavailable", _text(error)))
-                continue
+            digest, kernel = self._waiting.popleft()
             said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
             pid = os.fork()
             if pid == 0:
-                _be_child(compile_it, said)
+                _be_child(kernel, said)
             with suppress(OSError):  # the child does so too: either may come first
                 os.setpgid(pid, pid)
             deadline = time.monotonic() + self._job.seconds
-            child = _Child(kernel, pid, os.pidfd_open(pid), said, deadline)
+            child = _Child(digest, pid, os.pidfd_open(pid), said, deadline)
             self._children[child.pidfd] = child
             self._events.register(child.pidfd, selectors.EVENT_READ)
 
@@ -112,55 +108,62 @@ class _Server:
         self._events.unregister(child.pidfd)
         os.close(child.pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-        name, digest = child.kernel.name, child.kernel.digest
         with child.said as file:
             file.seek(0)
             said = file.read().decode(errors="replace").strip()[-_TAIL:]
         if code == 0:
-            verdict = Verdict(digest, "compiled")
+            verdict = Verdict(child.digest, "compiled")
         elif code == -signal.SIGKILL and time.monotonic() > child.deadline:
-            verdict = Verdict(digest, "timeout", name)
+            verdict = Verdict(child.digest, "timeout")
         elif code > 0:
-            verdict = Verdict(digest, "failed", said)
+            verdict = Verdict(child.digest, "failed", said)
         else:
             signal_name = signal.Signals(-code).name
-            verdict = Verdict(digest, "failed", f"the compiler died of {signal_name}. {said}")
+            verdict = Verdict(child.digest, "failed", f"the compiler died of {signal_name}. {said}")
         self._verdicts.send(verdict)
 
 
-def _be_child(compile_it: Any, said: IO[bytes]) -> None:
-    """Never returns."""
+def _be_child(kernel: Kernel, said: IO[bytes]) -> NoReturn:
     status = 1
     try:
         os.setpgid(0, 0)
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-        compile_it()
+        without_gpu(kernel.target)
+        kernel.compile()
         status = 0
     except BaseException as error:
         sys.stdout.flush()
-        os.write(said.fileno(), f"\n{_text(error)}".encode())
+        os.write(said.fileno(), f"\n{type(error).__name__}: {error}".encode())
     finally:
         os._exit(status)
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def main(job: Job, verdicts: int) -> NoReturn:
+    """Serve, in a process that was just forked.
+
+    Args:
+        verdicts: the descriptor of the connection that they go to.
+    """
+    try:
+        gc.disable()  # what it finds may belong to CUDA
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the rank to handle
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.nice(10)  # the processors are the rank's whenever it wants them
+        _close_all_but(verdicts)
+        with suppress(BrokenPipeError):  # nobody is interested any more
+            _Server(job, Connection(verdicts)).serve()
+    finally:
+        os._exit(0)
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the process that started this one to handle
-    os.nice(10)  # the processors are the tuner's whenever it wants them
-    verdicts = Connection(int(sys.argv[1]))
-    job: Job = pickle.load(sys.stdin.buffer)
+def _close_all_but(descriptor: int) -> None:
+    """A rank that ends must leave no socket, lock or file open in this process."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # what an imported module prints is no news
-        os.dup2(nothing, descriptor)
-    sys.path[:] = job.path
-    with suppress(BrokenPipeError):  # nobody is interested any more
-        _Server(job, verdicts).serve()
-    os._exit(0)  # there is nothing to clean up, which takes torch a while
-
-
-if __name__ == "__main__":
-    main()
+    for standard in (0, 1, 2):  # what the compiler prints goes to a file of each child
+        os.dup2(nothing, standard)
+    for open_one in map(int, os.listdir("/proc/self/fd")):
+        if open_one > 2 and open_one != descriptor:
+            with suppress(OSError):  # the listing's own
+                os.close(open_one)

@@ -16,6 +16,9 @@ from triton_dist.runtime.ranks.process import Process
 _PATIENCE_SECONDS = 0.25
 """How long a rank waits before it looks whether the others can still come, and how often then."""
 
+_SPIN_SECONDS = 0.5e-3
+"""How long a rank asks without a pause in between."""
+
 
 class Absent(Exception):
     """Some entries did not come.
@@ -71,8 +74,11 @@ class Mailbox:
                 if missing and (because or now - begin >= seconds):
                     raise Absent(missing, because, now - begin)
                 look = min(now + _PATIENCE_SECONDS, max(now, begin + seconds))
-            # The later it is, the less an own delay matters.
-            time.sleep(min(1e-4 + (now - begin) / 16, 0.02))
+            # The later it is, the less an own delay matters; ranks in step need no sleep.
+            if now - begin > _SPIN_SECONDS:
+                time.sleep(min((now - begin) / 16, 0.02))
+        if client.has_extended_api():  # type: ignore[attr-defined]
+            return [pickle.loads(entry) for entry in client.multi_get(wanted)]
         return [pickle.loads(client.get(name)) for name in wanted]
 
     def has(self, name: str) -> bool:
@@ -94,8 +100,8 @@ class Mailbox:
             name = _process_name(rank)
             if client.check([name]):
                 process = pickle.loads(client.get(name))
-                if process.has_ended():
-                    because[rank] = f"ended: there is no process {process.pid} any more"
+                if process.has_ended():  # after it left, perhaps: that says more
+                    because.setdefault(rank, f"ended: there is no process {process.pid} any more")
         return because
 
     def _client(self) -> dist.Store:
