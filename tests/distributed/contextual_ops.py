@@ -205,7 +205,7 @@ def tune_in(folders: list[str], blocks: tuple[int, ...], always: bool = False) -
 
 
 def killed_in_call(number: int, rank: int, marker: str) -> tuple[int, int]:
-    """The first start is killed in that call; the kernel with one key is done by then."""
+    """The first start is killed in that call; the kernel with two configs is done by then."""
     kernel, long = (
         autotuned(scale_kernel, configs(16, 32)),
         autotuned(scale_kernel, configs(16, 32, 64, 128)),
@@ -218,11 +218,25 @@ def killed_in_call(number: int, rank: int, marker: str) -> tuple[int, int]:
         if len(calls) == number and dist.get_rank() == rank and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return scale(long, scale(kernel, X[:48]))
+        return scale(long, X)[:48] + scale(kernel, X[:48])
 
     spy = Spy(kernel)
     function()
     return function.tuning_calls, len(set(spy.blocks))
+
+
+def stuck_in(block: int, rank: int, notes: str) -> tuple[int, list[int], list[int]]:
+    """The first start hangs in a launch on one rank. Extra calls, winners, launches."""
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    delays = {block: 3600e3} if dist.get_rank() == rank and not os.listdir(notes) else {}
+    spy = Slow(kernel, delays)
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
+    try:
+        function()
+    except Exception as error:
+        Path(notes, str(dist.get_rank())).write_text(f"{type(error).__name__}: {error}")
+        raise
+    return function.tuning_calls, chosen(kernel), spy.blocks
 
 
 def tma_autotuned_ag_gemm() -> tuple[int, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import contextual_ops as ops
-from triton_dist.errors import RanksFailed
+from triton_dist.errors import WATCHDOG_EXIT_STATUS, RanksFailed
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_an_exception_on_one_rank_ends_the_tuning_on_all(spawn_ranks):
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
-    env = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "0.5"}
+    env = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "0.5", "TRITON_DIST_COMPILE_TIMEOUT": "0.5"}
     waited, _ = spawn_ranks(2, ops.only_rank_0_calls, env=env, timeout=30)
     assert "Timeout: rank 0: " in waited
     assert "launch of tests.contextual.kernels.scale_kernel" in waited
@@ -137,13 +137,32 @@ def test_a_record_of_one_rank_is_used_by_all(spawn_ranks, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_and_started_again(spawn_ranks, tmp_path, rank):
-    """Kernels that were done are known; those that were not are tuned again."""
+    """Kernels that were done are known; the tuning of the other goes on where it was."""
     arguments = (6, rank, str(tmp_path / "killed"))
     env = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}
     with pytest.raises(RanksFailed) as failure:
         spawn_ranks(2, ops.killed_in_call, *arguments, env=env, timeout=40)
     assert "SIGKILL" in str(failure.value)
-    assert spawn_ranks(2, ops.killed_in_call, *arguments) == [(8, 1)] * 2
+    assert spawn_ranks(2, ops.killed_in_call, *arguments) == [(4, 1)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_config_that_hangs_is_not_tried_again(spawn_ranks, tmp_path, rank):
+    """The rank that is stuck is ended; the other gets an error that names config and rank."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    limits = ("AUTOTUNE_TIMEOUT", "COMPILE_TIMEOUT", "AUTOTUNE_GRACE")
+    env = {f"TRITON_DIST_{limit}": "1.5" for limit in limits}
+    with pytest.raises(RanksFailed) as failure:
+        spawn_ranks(2, ops.stuck_in, 32, rank, str(notes), env=env, timeout=40)
+    assert f"with status {WATCHDOG_EXIT_STATUS} " in failure.value.by_rank[rank].message
+    said = (notes / str(1 - rank)).read_text()
+    assert said.startswith("TuningTimeout: ")
+    assert f"rank {rank} left: TuningTimeout" in said
+    assert "'BLOCK': 32" in said
+    for calls, winners, blocks in spawn_ranks(2, ops.stuck_in, 32, rank, str(notes)):
+        assert (calls, winners[0] in (16, 64)) == (2, True)
+        assert blocks == [64, 64, winners[0]]
 
 
 def test_logs_of_all_ranks(spawn_ranks, logs):

@@ -16,10 +16,10 @@ from triton_dist._tuning.engine.contextual import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual_interception import Interception
 from triton_dist._tuning.engine.contextual_log import StepLog
 from triton_dist._tuning.engine.contextual_parts import ContextualParts
-from triton_dist._tuning.protocols import Device, RankGroup, Store
+from triton_dist._tuning.protocols import Device, Journal, RankGroup, Store
 from triton_dist._tuning.search.steps import InTurn, Race
 from triton_dist._tuning.source import source_digests
-from triton_dist._tuning.store import LayeredStore
+from triton_dist._tuning.store import FileJournal, FileStore, LayeredStore
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -114,10 +114,12 @@ class _Composer:
         rank = world.rank if world.size > 1 else knobs.rank.get()
         verbose = knobs.autotune_print.get() and ranks.is_leader
         folder = knobs.autotune_log_dir.get().expanduser()
+        files = _file_store(knobs.cache_dir.get())
+        read_only = map(_read_only_store, knobs.autotune_readonly_dirs.get())
         return ContextualParts(
             device=device,
             ranks=ranks,
-            kernels=_Kernels(device, ranks, policy, _store()),
+            kernels=_Kernels(device, ranks, policy, files, LayeredStore([files, *read_only])),
             plan=Race if self.race else InTurn,
             warmup=self.warmup,
             repeat=self.repeat,
@@ -128,6 +130,8 @@ class _Composer:
             gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
             always_tune=knobs.autotune_always_tune.get(),
             seconds=seconds,
+            compile_seconds=knobs.compile_timeout.get(),
+            grace=knobs.autotune_grace.get(),
         )
 
 
@@ -138,7 +142,9 @@ class _Kernels:
     device: Device
     ranks: RankGroup
     policy: Policy
+    files: FileStore
     store: Store
+    """Those files, and read-only folders."""
 
     def key(self, name: str, key: tuple[Any, ...]) -> Key:
         return Key.of(name, tuple(map(_with_text, key)), _hardware(self.device, self.ranks))
@@ -161,24 +167,22 @@ class _Kernels:
 
     def find(
         self, key: Key, fingerprint: Fingerprint, configs: Iterable[Config]
-    ) -> tuple[str | None, str]:
+    ) -> tuple[TuningRecord | None, str]:
         configs, strict, reason = list(configs), knobs.autotune_version_check.get(), ""
         for record, where in self.store.find(key):
             found = validity(record, fingerprint, configs, strict)
             if not found.reasons:
-                return record.best.digest, where
+                return record, where
             reason = reason or (
                 f"the cached result in {where} is not valid: {'; '.join(found.reasons)}"
             )
         return None, reason or "no cached result"
 
+    def journal(self, key: Key) -> Journal:
+        return FileJournal(self.files.path(key).with_suffix(".journal"))
+
     def put(self, record: TuningRecord) -> str:
         return self.store.put(record) or "memory"
-
-
-def _store() -> Store:
-    folders = map(_read_only_store, knobs.autotune_readonly_dirs.get())
-    return LayeredStore([_file_store(knobs.cache_dir.get()), *folders])
 
 
 def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:

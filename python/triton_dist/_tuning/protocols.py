@@ -33,6 +33,9 @@ class Timer(Protocol):
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
+    def is_done(self) -> bool:
+        """Whether the device has reached ``stop``; does not wait."""
+
     def milliseconds(self) -> float:
         """Elapsed time; call only after the device finished the work."""
 

@@ -167,7 +167,7 @@ class Attempts:
         except Exception as error:
             if self._ranks.lost is not None:
                 raise
-            own = _failure(error, kind, self._ranks.rank)
+            own = failure_of(error, kind, self._ranks.rank)
             self._ranks.remark = f"On this rank it failed: {own.message}."
         votes = self._ranks.gather(phase, _Vote(own, *(each.samples for each in of)), limit)
         self._ranks.remark = ""
@@ -202,7 +202,7 @@ class Attempts:
         try:
             verdict = self._user(phase, lambda: check(output, reference))
         except Exception as error:
-            raise _WrongResult(_text(error)) from error
+            raise _WrongResult(text_of(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
 
@@ -263,7 +263,7 @@ class Attempts:
         except TuningTimeout:
             raise
         except Exception as error:
-            own = _text(error)
+            own = text_of(error)
         votes = self._ranks.gather(phase, own, self._parts.seconds)
         causes = {rank: cause for rank, cause in enumerate(votes) if cause is not None}
         if causes:
@@ -272,14 +272,14 @@ class Attempts:
             raise TuningAborted(self._subject.name, config, causes)
 
 
-def _failure(error: Exception, kind: FailureKind, rank: int) -> Failure:
+def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
     known = (_KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in _KINDS)
-    return Failure(next(known, kind), _text(error), rank)
+    return Failure(next(known, kind), text_of(error), rank)
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     """Type and message; the middle of a very long one, such as a compiler's output, is left out."""
     message = f"{type(error).__name__}: {error}"
     return message if len(message) <= 1000 else f"{message[:500]} ... {message[-500:]}"

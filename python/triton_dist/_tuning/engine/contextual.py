@@ -152,7 +152,7 @@ class ContextualAutoTuner:
             if isinstance(error, Exception):
                 session.fail_call(error)
         finally:
-            session.__exit__(type(error))
+            session.__exit__(type(error), error)
             self._tuning.release()
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:

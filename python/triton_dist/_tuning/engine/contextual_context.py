@@ -12,8 +12,10 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from triton_dist._tuning.engine.contextual_parts import Plan
+from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,
+    Entry,
     Failure,
     Fingerprint,
     Key,
@@ -21,7 +23,9 @@ from triton_dist._tuning.values import (
     Outcome,
     Trial,
     TuningRecord,
+    codec,
 )
+from triton_dist._tuning.values.outcome import Reduction
 
 _ADDRESS = " at 0x"
 
@@ -75,6 +79,10 @@ class Context:
         """How often each config was launched as a step, by digest."""
         self.record: TuningRecord | None = None
         self.candidates: Sequence[Config] = ()
+        self._journal: Journal | None = None
+        self._head: codec.Tree = {}
+        self._noted = 0
+        self._began = time.monotonic()
 
     @property
     def can_persist(self) -> bool:
@@ -91,7 +99,6 @@ class Context:
     ) -> None:
         self.candidates, self.plan = candidates, plan
         self._pruned, self._fingerprint, self._warmup = pruned, fingerprint, warmup
-        self._began = time.monotonic()
 
     def use(self, winner: Any) -> None:
         """From now on launches take ``winner``, in this function and outside of it."""
@@ -105,9 +112,68 @@ class Context:
     def use_once(self, config: Any) -> None:
         self.winner, self.provisional = config, True
 
+    def keep(self, journal: Journal, head: codec.Tree) -> None:
+        """From now on note in ``journal`` what is learnt. On the leader it was begun."""
+        self._journal, self._head = journal, head
+
+    def resume(self, entries: Sequence[Entry]) -> None:
+        """What an interrupted tuning has learnt, the same on all ranks. Untimed steps were not
+        noted: those before a timed one were taken."""
+        for entry in entries:
+            while self._is_warming(entry.config):
+                self._step(entry.config, 0.0)
+            current = self.plan.current
+            if isinstance(entry.outcome, Failure):
+                self.failures[entry.config] = entry.outcome
+                self.plan.fail(entry.config)
+            elif current is not None and current.config.digest == entry.config:
+                self._step(entry.config, entry.outcome.samples[0])
+            else:  # it went another way, which this one does not take
+                return
+            self._noted += 1
+
+    def _is_warming(self, digest: str) -> bool:
+        step = self.plan.current
+        return step is not None and step.config.digest == digest and not step.timed
+
+    def _step(self, digest: str, milliseconds: float) -> None:
+        self.launches[digest] += 1
+        self.plan.tell(milliseconds)
+
+    def tell(self, digest: str, milliseconds: float, reduction: Reduction) -> None:
+        """The plan's current step was taken, on all ranks."""
+        timed = self.plan.current is not None and self.plan.current.timed
+        self._step(digest, milliseconds)
+        if timed:
+            self._note(digest, Measurement((milliseconds,), 0, reduction))
+
     def fail(self, digest: str, failure: Failure) -> None:
-        self.failures.setdefault(digest, failure)
+        """A config, not always the current one, cannot be used on some rank."""
+        if digest in self.failures:
+            return
+        self.failures[digest] = failure
         self.plan.fail(digest)
+        self._note(digest, failure)
+
+    def _note(self, digest: str, outcome: Outcome) -> None:
+        if self._journal is not None:
+            seconds = time.monotonic() - self._began
+            self._journal.append(Entry(self._noted, digest, 1, outcome, seconds))
+            self._noted += 1
+
+    def quarantine(self, config: Config, failure: Failure) -> None:
+        """By any thread: do not try ``config`` in the next start."""
+        if self._journal is not None:
+            self._journal.quarantine(self._head, config.digest, failure)
+
+    def close(self, is_known: bool) -> None:
+        """The tuning of this kernel and key is over. With ``is_known`` nothing is left to be gone
+        on with."""
+        journal, self._journal = self._journal, None
+        if journal is not None and is_known:
+            journal.remove()
+        if journal is not None:
+            journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
         """What may run in place of ``digest``: fastest so far first, then in order."""
@@ -115,7 +181,7 @@ class Context:
         samples = self.plan.samples
         yield from sorted(left, key=lambda c: min(samples[c.digest], default=float("inf")))
 
-    def finish(self, reduction: Any) -> TuningRecord:
+    def finish(self, reduction: Reduction) -> TuningRecord:
         """All is known: the winner, and the record of how it was found.
 
         Raises:
@@ -128,9 +194,11 @@ class Context:
         self.record = TuningRecord(self.key, self._fingerprint, tuple(trials), now, seconds)
         self.use(self.live[self.record.best.digest])
         self.tuned = True
+        if self._journal is not None:
+            self._journal.finish(self.record.digest)
         return self.record
 
-    def _outcome(self, digest: str, reduction: Any) -> Outcome:
+    def _outcome(self, digest: str, reduction: Reduction) -> Outcome:
         failure = self.failures.get(digest)
         if failure is not None:
             return failure

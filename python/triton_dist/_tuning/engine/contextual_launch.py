@@ -53,8 +53,9 @@ class Launch:
         if kernel is not None:  # a hook of Triton's may veto
             kernel._init_handles()
 
-    def step(self, config: Any, device: Device, timer: Timer | None) -> Any:
-        """Launch a candidate; with ``timer`` time this launch alone, the cache cold.
+    def step(self, config: Any, device: Device, timer: Timer, timed: bool) -> Any:
+        """Launch a candidate, with ``timer`` around this launch alone; if it is ``timed``, with the
+        cache cold.
 
         Raises:
             Exception: of a hook or of the launch.
@@ -67,17 +68,16 @@ class Launch:
         else:
             self._reset(arguments)
             self._restore_later(arguments, tuner.restore_value)
-        if timer is not None:
+        if timed:
             device.flush_cache()
-            timer.start()
+        timer.start()
         try:
             result = self._run(config)
         except Exception as error:
             if tuner.user_defined_post_hook:
                 tuner.post_hook(arguments, exception=error)
             raise
-        if timer is not None:
-            timer.stop()
+        timer.stop()
         if tuner.user_defined_post_hook:
             self._undo.add(lambda: tuner.post_hook(arguments, exception=None))
         return result

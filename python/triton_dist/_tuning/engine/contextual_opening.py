@@ -18,8 +18,9 @@ from triton_dist._tuning.engine.contextual_context import (
     shown,
     triton_disk_winner,
 )
-from triton_dist._tuning.engine.contextual_parts import ContextualParts, Words
-from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, codec
+from triton_dist._tuning.engine.contextual_parts import ContextualParts
+from triton_dist._tuning.engine.contextual_words import Words
+from triton_dist._tuning.values import Config, ConfigSpace, Entry, Fingerprint, TuningRecord, codec
 from triton_dist.errors import NoValidConfig, RankDisagreement, TuningWarning
 
 
@@ -78,11 +79,10 @@ def open_context(
     key = parts.kernels.key(name, triton_key)
     fingerprint = parts.kernels.fingerprint(tuner, own.space)
     context = Context(tuner, triton_key, key, own.live)
-    found, where = None, "its key has no text that another process would understand"
+    record, where = None, "its key has no text that another process would understand"
     if context.can_persist:
-        found, where = parts.kernels.find(key, fingerprint, own.configs.values())
-    if found is None:
-        found = own.winner_on_disk(triton_key)
+        record, where = parts.kernels.find(key, fingerprint, own.configs.values())
+    found = own.winner_on_disk(triton_key) if record is None else record.best.digest
     openings = words.gather(
         f"call {call}: launch of {context.name}",
         Opening(
@@ -99,7 +99,7 @@ def open_context(
     if own.failure is not None:
         raise words.lose(own.failure)
     _same(context.name, openings, words)
-    return _begun(context, own, openings, where, parts, words)
+    return _begun(context, own, openings, record, where, parts, words, call)
 
 
 class _Own:
@@ -146,9 +146,11 @@ def _begun(
     context: Context,
     own: _Own,
     openings: Sequence[Opening],
+    record: TuningRecord | None,
     where: str,
     parts: ContextualParts,
     words: Words,
+    call: int,
 ) -> Context:
     leader = next(each for each in openings if each.is_leader)
     capturing = any(each.capturing for each in openings)
@@ -179,12 +181,45 @@ def _begun(
     context.begin(kept, pruned, openings[0].fingerprint, plan, parts.warmup)
     if len(kept) == 1:
         context.use(own.live[kept[0].digest])  # nothing to choose from
+    elif context.can_persist:
+        _resume(context, openings[0].fingerprint, record, parts, words, call)
     reason = "told to tune always" if leader.always_tune else where
     parts.log.say(
         f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
         f"{len(openings)} rank{'' if len(openings) == 1 else 's'}"
     )
     return context
+
+
+def _resume(
+    context: Context,
+    fingerprint: Fingerprint,
+    record: TuningRecord | None,
+    parts: ContextualParts,
+    words: Words,
+    call: int,
+) -> None:
+    """Go on where an interrupted tuning of the same was, without the configs that some rank got
+    stuck in. Ranks on other hosts may have cache folders of their own."""
+    head: codec.Tree = {
+        "function": context.key.function,
+        "key": context.key.text,
+        "hardware_group": context.key.hardware,
+        "fingerprint": codec.digest(vars(fingerprint)),
+        "candidates": [config.digest for config in context.candidates],
+    }
+    journal = parts.kernels.journal(context.key)
+    stuck, entries = dict(journal.quarantined(head)), list[Entry]()
+    if parts.ranks.is_leader:
+        entries = list(journal.begin(head, None if record is None else record.digest))
+    told = words.gather(f"call {call}: journal of {context.name}", (stuck, entries))
+    context.resume(
+        next(entries for _, entries in told if entries) if any(e for _, e in told) else []
+    )
+    context.keep(journal, head)
+    for quarantined, _ in reversed(told):  # the lowest rank's counts
+        for digest, failure in quarantined.items():
+            context.fail(digest, failure)
 
 
 def _warn_of_unknown_keys(name: str, tuner: Any) -> None:

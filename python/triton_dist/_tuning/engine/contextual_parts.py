@@ -1,17 +1,14 @@
-"""What a contextual tuning is given, and what its ranks say to one another."""
+"""What a contextual tuning is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from triton_dist._tuning.protocols import Device, RankGroup
+from triton_dist._tuning.protocols import Device, Journal, RankGroup
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Key, TuningRecord
-from triton_dist.errors import RankDisagreement, RankTimeout
-
-T = TypeVar("T")
 
 
 class Step(Protocol):
@@ -44,9 +41,11 @@ class Kernels(Protocol):
     def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint: ...
     def find(
         self, key: Key, fingerprint: Fingerprint, configs: Iterable[Config]
-    ) -> tuple[str | None, str]:
-        """Digest of the winner, one of ``configs``, of a valid record and where that is; or
-        ``None`` and why."""
+    ) -> tuple[TuningRecord | None, str]:
+        """A valid record, whose winner is one of ``configs``, and where it is; or ``None`` and
+        why."""
+
+    def journal(self, key: Key) -> Journal: ...
 
     def put(self, record: TuningRecord) -> str:
         """Keep it; says where."""
@@ -78,32 +77,11 @@ class ContextualParts:
     """What the function runs under: waits in kernels are bounded."""
     no_grad: Callable[[], AbstractContextManager[object]]
     gate: AbstractContextManager[object]
-    """Held for each word to the other ranks."""
+    """Held when a tuning begins, so that the threads of a rank begin one after another."""
     always_tune: bool
     seconds: float
-    """Longest time to wait for the device."""
-
-
-class Words:
-    """What the ranks say to one another during one tuning.
-
-    There is one word, ``gather``. Its phase says where a rank is and is compared: ranks that are
-    at different places get an error that says where each of them is.
-    """
-
-    def __init__(self, parts: ContextualParts, function: str) -> None:
-        self._parts, self._function = parts, function
-        self.lost: Exception | None = None
-        """Why nothing more can be said: all ranks have left the tuning, or are about to."""
-
-    def gather(self, phase: str, value: T) -> list[T]:
-        try:
-            with self._parts.gate:
-                return self._parts.ranks.gather(f"{self._function}, {phase}", value)
-        except (RankTimeout, RankDisagreement) as error:
-            raise self.lose(error) from None
-
-    def lose(self, error: Exception) -> Exception:
-        """``error`` comes to all ranks: no more words are needed."""
-        self.lost = error
-        return error
+    """Longest time that a call of the function may take, on the host and on the device."""
+    compile_seconds: float
+    """The same for compiling a config, and for the first call, which may compile much else."""
+    grace: float
+    """Time from the report that this rank is stuck to the end of its process."""

@@ -13,15 +13,17 @@ from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from triton_dist._tuning.engine.attempt import _text
+from triton_dist._tuning.engine.attempt import text_of
 from triton_dist._tuning.engine.contextual_context import Context, shown, triton_key
 from triton_dist._tuning.engine.contextual_interception import Interception
 from triton_dist._tuning.engine.contextual_launch import Launch
 from triton_dist._tuning.engine.contextual_log import step_line, summary
 from triton_dist._tuning.engine.contextual_opening import open_context
-from triton_dist._tuning.engine.contextual_parts import ContextualParts, Words
+from triton_dist._tuning.engine.contextual_parts import ContextualParts
 from triton_dist._tuning.engine.contextual_turn import Stepped, Turn
+from triton_dist._tuning.engine.contextual_words import Words
 from triton_dist._tuning.values import Failure
+from triton_dist._tuning.values.outcome import Reduction
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, TuningWarning
 
 Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
@@ -44,6 +46,7 @@ class Session:
         self._interception = interception
         self._words = Words(parts, function)
         self._turn = self._next_turn(0)
+        self._words.suspect = lambda: self._turn.suspect()
         self._scope = ExitStack()
         self._began = time.monotonic()
 
@@ -59,10 +62,15 @@ class Session:
         self._scope.callback(self._interception.end, self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
+    ) -> None:
         for place, context in list(self._contexts.items()):
             if context.provisional or (kind is not None and context.winner is None):
                 del self._contexts[place]
+            context.close(is_known=False)
+        if error is not None:
+            self._words.leave(error)
         with self._scope:
             if kind is not None:
                 self._undo()
@@ -71,7 +79,9 @@ class Session:
         """Call the function until nothing is left to be tuned; the result of the last call."""
         while True:
             try:
-                result = call()
+                with self._words.user_code(f"call {self._turn.number}", self._words.limit) as watch:
+                    watch.begin()
+                    result = call()
             except Exception as error:
                 self.fail_call(error)
                 raise
@@ -110,6 +120,9 @@ class Session:
         turn = self._turn
         try:
             turn.read_timers()
+        except TimeoutError:
+            phase, how = f"end of call {turn.number}", "its device has not finished"
+            raise self._words.lose(self._words.stuck(phase, self._parts.seconds, how)) from None
         except Exception as error:
             self.fail_call(error)
             raise
@@ -136,7 +149,7 @@ class Session:
             with suppress(Exception):
                 self.end_call()
             return
-        ending = f"end of call {self._turn.number}, which raised {_text(error)}"
+        ending = f"end of call {self._turn.number}, which raised {text_of(error)}"
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
             self._words.gather(ending, None)
@@ -156,12 +169,12 @@ class Session:
         """What came of one step; the slowest rank counts, and a failure anywhere."""
         own, digest = steps[self._parts.ranks.rank], steps[0].digest
         self._parts.log.line(step_line(self._turn.number, context, own))
-        context.launches[digest] += 1
         failures: dict[str, Failure] = {}
         for stepped in steps:
             failures = stepped.failures | failures  # the lowest rank's counts
         if digest not in failures:
-            context.plan.tell(max(stepped.milliseconds for stepped in steps))
+            slowest = max(stepped.milliseconds for stepped in steps)
+            context.tell(digest, slowest, self._reduction)
         for failed, failure in failures.items():
             context.fail(failed, failure)
         if context.plan.current is None:
@@ -171,8 +184,9 @@ class Session:
         """All of its configs are known, on all ranks."""
         parts = self._parts
         try:
-            record = context.finish("maximum" if parts.ranks.size > 1 else "none")
+            record = context.finish(self._reduction)
         except NoValidConfig as error:
+            context.close(is_known=True)  # what failed is tried again by the next start
             raise self._words.lose(error) from None
         context.publish()
         if not parts.ranks.is_leader:
@@ -181,6 +195,7 @@ class Session:
             where = parts.kernels.put(record)
         else:
             where = "memory"
+        context.close(is_known=True)
         parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
 
     def _goes_nowhere(self) -> bool:
@@ -202,5 +217,11 @@ class Session:
         with self._parts.no_grad():
             self._turn.undo.undo()
 
+    @property
+    def _reduction(self) -> Reduction:
+        return "maximum" if self._parts.ranks.size > 1 else "none"
+
     def _next_turn(self, number: int) -> Turn:
+        if number:
+            self._words.limit = self._parts.seconds
         return Turn(number, self._parts, self._words, self._finish)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from triton_dist._tuning.engine.attempt import _failure
+from triton_dist._tuning.engine.attempt import failure_of
 from triton_dist._tuning.engine.contextual_context import Context, jit_function, shown
 from triton_dist._tuning.engine.contextual_launch import Launch, Undo
-from triton_dist._tuning.engine.contextual_parts import ContextualParts, Words
+from triton_dist._tuning.engine.contextual_parts import ContextualParts
+from triton_dist._tuning.engine.contextual_words import Words
+from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
@@ -56,6 +58,7 @@ class Turn:
         self.steps: dict[Context, Stepped] = {}
         self._used: dict[Context, Config] = {}
         self._timers: dict[Context, Timer] = {}
+        self._compiling: tuple[Context, Config] | None = None
         self.undo = Undo()
         self.opened = False
         self.exhausted: NoValidConfig | None = None
@@ -68,21 +71,37 @@ class Turn:
         """
         if context.winner is None and context not in self.steps:
             self._compile_current(context, launch)
+            if context.plan.current is None:
+                self._finish(context)
         if context.winner is not None:
             context.bind()  # Triton's cache may have been cleared
             return (launch.tuned if context.tuned else launch.loaded)(context.winner)
         if context not in self.steps:
             return self._step(context, launch)
         config = self._used[context]  # launched a second time in this call
-        return launch.step(context.live[config.digest], self._parts.device, None)
+        device = self._parts.device
+        return launch.step(context.live[config.digest], device, device.timer(), timed=False)
 
     def read_timers(self) -> None:
         """Wait for the device; raises ``TimeoutError`` past the limit."""
         if self._timers:
             self._parts.device.synchronize(self._parts.seconds)
         for context, timer in self._timers.items():
-            # To the nanosecond: what no timer resolves would only make the record hard to read.
-            self.steps[context].milliseconds = round(timer.milliseconds(), 6)
+            stepped = self.steps[context]
+            if stepped.timed and stepped.digest not in stepped.failures:
+                # To the nanosecond: what no timer resolves would make the record hard to read.
+                stepped.milliseconds = round(timer.milliseconds(), 6)
+
+    def suspect(self) -> tuple[Context, Config] | None:
+        """What this rank waits for: a config that is being compiled, or the first that was launched
+        and has not come to its end."""
+        if self._compiling is not None:
+            return self._compiling
+        for context, config in list(self._used.items()):  # the watchdog asks too
+            timer = self._timers.get(context)
+            if timer is None or not timer.is_done():
+                return context, config
+        return None
 
     def _compile_current(self, context: Context, launch: Launch) -> None:
         """See that all ranks can launch the config whose turn it is; drop those that one cannot.
@@ -96,19 +115,22 @@ class Turn:
             if digest in context.compiled:
                 return
             own: Failure | None = None
-            try:
-                launch.compile(context.live[digest])
-            except Exception as error:
-                own = _failure(error, "compile", self._parts.ranks.rank)
             phase = f"call {self.number}: compile {context.name} {step.config}"
-            votes = self._words.gather(phase, own)
+            limit, self._compiling = self._parts.compile_seconds, (context, step.config)
+            try:
+                with watchdog.paused(), self._words.user_code(phase, limit) as watch:
+                    watch.begin()
+                    launch.compile(context.live[digest])
+            except Exception as error:
+                own = failure_of(error, "compile", self._parts.ranks.rank)
+            votes = self._words.gather(phase, own, limit)
+            self._compiling = None
             failure = next((vote for vote in votes if vote is not None), None)
             if failure is None:
                 context.compiled.add(digest)
                 return
             self._parts.log.line(f"{context.name} config {shown(context.live[digest])}: {failure}")
             context.fail(digest, failure)
-        self._finish(context)
 
     def _step(self, context: Context, launch: Launch) -> Any:
         """The one launch of ``context`` that counts in this call.
@@ -119,23 +141,21 @@ class Turn:
         step, device = context.plan.current, self._parts.device
         assert step is not None  # else the context would be done
         digest = step.config.digest
-        timer = device.timer() if step.timed else None
+        timer = device.timer()
         stepped = Stepped(context.name, digest, context.launches[digest], step.timed)
         self.steps[context], self._used[context] = stepped, step.config
         last: Exception | None = None
         for config in (step.config, *context.fallbacks(digest)):
             try:
-                result = launch.step(context.live[config.digest], device, timer)
+                result = launch.step(context.live[config.digest], device, timer, step.timed)
             except _OUT_OF_STEP:
                 raise
             except Exception as error:
-                last, timer = error, None
+                last, timer = error, device.timer()
                 rank = self._parts.ranks.rank
-                stepped.failures[config.digest] = _failure(error, "launch", rank)
+                stepped.failures[config.digest] = failure_of(error, "launch", rank)
                 continue
-            self._used[context] = config
-            if timer is not None:
-                self._timers[context] = timer
+            self._used[context], self._timers[context] = config, timer
             return result
         failures = stepped.failures | context.failures
         causes = {str(config): str(failures[config.digest]) for config in context.candidates}

@@ -7,6 +7,7 @@ is being tried, and the config is quarantined.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -71,28 +72,34 @@ class Conversation:
         Raises:
             TimeoutError: it took longer, but came back before the process was ended.
         """
-        config, limit = self.config, self._seconds if seconds is None else seconds
-
-        def stuck() -> TuningTimeout:
-            because = {self.rank: "is stuck in the user's code"}
-            error = self._timeout(phase, config, [self.rank], limit, because)
-            if config is not None:
-                self.quarantine(config, Failure("timeout", error.summary, self.rank))
-            return error
-
+        limit = self._seconds if seconds is None else seconds
+        stuck = functools.partial(self.stuck, phase, limit, "is stuck in the user's code")
         with watchdog.watching(limit, self._grace, stuck, self.leave) as watch:
             yield watch
         if watch.overdue:
             raise TimeoutError(f"{phase} took longer than {limit:g} s")
+
+    def accused(self) -> Config | None:
+        """What is to blame if a rank is stuck now."""
+        return self.config
+
+    def stuck(self, phase: str, seconds: float, how: str) -> TuningTimeout:
+        """This rank is, in ``phase``; what is to blame will not be tried again."""
+        config = self.accused()
+        error = self._timeout(phase, config, [self.rank], seconds, {self.rank: how})
+        if config is not None:
+            self.quarantine(config, Failure("timeout", error.summary, self.rank))
+        return error
 
     def _say(self, phase: str, word: Callable[[], T]) -> T:
         try:
             with self.clock.phase("agree"):
                 return word()
         except RankTimeout as late:
-            error = self._timeout(phase, self.config, late.missing, late.seconds, late.because)
-            if self.config is not None and late.missing and not late.because:
-                self.quarantine(self.config, Failure("timeout", error.summary, late.missing[0]))
+            config = self.accused()
+            error = self._timeout(phase, config, late.missing, late.seconds, late.because)
+            if config is not None and late.missing and not late.because:
+                self.quarantine(config, Failure("timeout", error.summary, late.missing[0]))
             self.lost = error
             raise error from None
         except RankDisagreement as error:

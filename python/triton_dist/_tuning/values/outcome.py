@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+Reduction = Literal["none", "maximum"]
+
 FailureKind = Literal[
     "pruned", "compile", "resources", "launch", "wrong_result", "timeout", "crashed"
 ]
@@ -22,7 +24,7 @@ class Measurement:
     """Milliseconds, in the order in which they were taken."""
     warmup: int
     """Untimed runs before them."""
-    reduction: Literal["none", "maximum"] = "none"
+    reduction: Reduction = "none"
     """``maximum``: each sample is that of the rank that was slowest in it."""
 
     def __post_init__(self) -> None:

@@ -82,6 +82,9 @@ class CpuTimer:
     def stop(self) -> None:
         self._end = time.perf_counter()
 
+    def is_done(self) -> bool:
+        return True  # nothing is queued
+
     def milliseconds(self) -> float:
         return (self._end - self._begin) * 1e3
 

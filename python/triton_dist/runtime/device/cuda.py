@@ -150,6 +150,9 @@ class CudaTimer:
     def stop(self) -> None:
         self._end.record()
 
+    def is_done(self) -> bool:
+        return bool(self._end.query())
+
     def milliseconds(self) -> float:
         return float(self._begin.elapsed_time(self._end))
 
