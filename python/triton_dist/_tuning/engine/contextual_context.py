@@ -26,6 +26,7 @@ from triton_dist._tuning.values import (
     codec,
 )
 from triton_dist._tuning.values.outcome import Reduction
+from triton_dist.errors import RankTimeout
 
 _ADDRESS = " at 0x"
 
@@ -82,6 +83,7 @@ class Context:
         self._journal: Journal | None = None
         self._head: codec.Tree = {}
         self._noted = 0
+        self._trying = ""
         self._began = time.monotonic()
 
     @property
@@ -132,6 +134,12 @@ class Context:
                 return
             self._noted += 1
 
+    def trying(self, digest: str) -> None:
+        """It may end this process."""
+        if self._journal is not None and not self.launches[digest]:
+            self._journal.trying(digest)
+            self._trying = digest
+
     def _is_warming(self, digest: str) -> bool:
         step = self.plan.current
         return step is not None and step.config.digest == digest and not step.timed
@@ -166,14 +174,17 @@ class Context:
         if self._journal is not None:
             self._journal.quarantine(self._head, config.digest, failure)
 
-    def close(self, is_known: bool) -> None:
-        """The tuning of this kernel and key is over. With ``is_known`` nothing is left to be gone
-        on with."""
+    def close(self, error: BaseException | None) -> None:
+        """The tuning of this kernel and key is over; without an ``error`` nothing is left to be
+        gone on with."""
         journal, self._journal = self._journal, None
-        if journal is not None and is_known:
+        if journal is None:
+            return
+        if error is None:
             journal.remove()
-        if journal is not None:
-            journal.close()
+        elif self._trying and not isinstance(error, RankTimeout):
+            journal.spared(self._trying)
+        journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
         """What may run in place of ``digest``: fastest so far first, then in order."""

@@ -68,7 +68,7 @@ class Session:
         for place, context in list(self._contexts.items()):
             if context.provisional or (kind is not None and context.winner is None):
                 del self._contexts[place]
-            context.close(is_known=False)
+            context.close(error)
         if error is not None:
             self._words.leave(error)
         with self._scope:
@@ -186,7 +186,7 @@ class Session:
         try:
             record = context.finish(self._reduction)
         except NoValidConfig as error:
-            context.close(is_known=True)  # what failed is tried again by the next start
+            context.close(None)  # what failed is tried again by the next start
             raise self._words.lose(error) from None
         context.publish()
         if not parts.ranks.is_leader:
@@ -195,7 +195,7 @@ class Session:
             where = parts.kernels.put(record)
         else:
             where = "memory"
-        context.close(is_known=True)
+        context.close(None)
         parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
 
     def _goes_nowhere(self) -> bool:

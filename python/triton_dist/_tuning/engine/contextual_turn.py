@@ -145,6 +145,7 @@ class Turn:
         stepped = Stepped(context.name, digest, context.launches[digest], step.timed)
         self.steps[context], self._used[context] = stepped, step.config
         last: Exception | None = None
+        context.trying(digest)
         for config in (step.config, *context.fallbacks(digest)):
             try:
                 result = launch.step(context.live[config.digest], device, timer, step.timed)

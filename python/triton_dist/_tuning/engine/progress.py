@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.protocols import Journal
@@ -18,6 +19,7 @@ from triton_dist._tuning.values import (
     codec,
 )
 from triton_dist._tuning.values.outcome import joined
+from triton_dist.errors import RankTimeout
 
 
 class Progress:
@@ -75,6 +77,21 @@ class Progress:
                 return entry.outcome
             del self._entries[self._n :]  # another search: what it asked for is not what we ask
         return self._stuck.get(digest)
+
+    @contextmanager
+    def trying(self, config: Config) -> Iterator[None]:
+        """Within, it may end the process of this rank, or of another that then does not come."""
+        if not self._ranks.is_leader or self.has(config):
+            yield
+            return
+        self._journal.trying(config.digest)
+        try:
+            yield
+        except RankTimeout:
+            raise
+        except BaseException:
+            self._journal.spared(config.digest)
+            raise
 
     def learn(self, request: Request, outcome: Outcome) -> Outcome:
         """What is known of the config now. Written down before any rank hears of the next."""

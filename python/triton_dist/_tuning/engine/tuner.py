@@ -217,7 +217,8 @@ class _FirstCall:
                 label = labels[request.config.digest]
                 report.trying(label, request)
                 if outcome is None:
-                    outcome = attempts.attempt(request, label)
+                    with progress.trying(request.config):
+                        outcome = attempts.attempt(request, label)
                 elif isinstance(outcome, Measurement):
                     attempts.measured_before(request.config)
                 together = progress.learn(request, outcome)

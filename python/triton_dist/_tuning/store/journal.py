@@ -1,6 +1,8 @@
 """A tuning's progress, as lines of JSON beside the place of its record.
 
     {"head": {...}}                                    what is tuned: see the tuner
+    {"trying": "91c2..."}                              a config that is about to be run
+    {"spared": "91c2..."}                              it is not known, but ended no process
     {"n": 0, "config": "91c2...", "asked": 10, ...}    what came of each request, in order
     {"stuck": "04d1...", "head": "...", "failure": {}} a config that must not be tried again
     {"finished": "77ab..."}                            the record that was about to be written
@@ -25,6 +27,9 @@ from typing import Any
 from triton_dist._tuning.values import Entry, Failure, codec
 from triton_dist._tuning.values.outcome import outcome_tree, read_outcome
 
+_CRASHES = 2
+"""So many starts may end in a config before it is not tried any more."""
+
 
 class FileJournal:
     """The journal of one key, at ``path``. What the disk refuses is not kept: nothing raises."""
@@ -37,7 +42,7 @@ class FileJournal:
         self._syncing: Future[None] | None = None
 
     def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
-        digest, stuck = codec.digest(head), {}
+        digest, stuck = codec.digest(head), self._crashed(head)
         for line in self._lines():
             if line.get("head") == digest and "stuck" in line:
                 with suppress(ValueError, TypeError, LookupError):
@@ -83,6 +88,12 @@ class FileJournal:
         self._file = file
         return entries or []
 
+    def trying(self, config: str) -> None:
+        self._add({"trying": config})
+
+    def spared(self, config: str) -> None:
+        self._add({"spared": config})
+
     def append(self, entry: Entry) -> None:
         """Safe from the end of this process at once, and from that of the machine as soon as the
         disk has it: measuring goes on meanwhile."""
@@ -126,6 +137,24 @@ class FileJournal:
         if self._file is not None:
             with suppress(OSError):
                 os.fsync(self._file)
+
+    def _crashed(self, head: codec.Tree) -> dict[str, Failure]:
+        """What the process ended in, again: once may be chance, and is tried again."""
+        lines, times = self._lines(), dict[str, int]()
+        if next(lines, {}).get("head") != head:
+            return {}
+        for line in lines:
+            if "trying" in line:
+                config = str(line["trying"])
+                times[config] = times.get(config, 0) + 1
+            else:
+                times.pop(str(line.get("config", line.get("spared"))), None)
+        reason = "{} starts ended while it was tried, without a word"
+        return {
+            config: Failure("crashed", reason.format(ended))
+            for config, ended in times.items()
+            if ended >= _CRASHES
+        }
 
     def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:
         """What is to be told again; ``None`` if the journal is not about ``head``."""

@@ -33,14 +33,21 @@ class TmaAutotunedAgGemm:
 
     Args:
         buffer: for shards of the A that it will be called with.
+        configs: of the kernel; default: every tile of ``get_config_space``.
+        race: drop clear losers early.
     """
 
-    def __init__(self, buffer: AllGatherBuffer) -> None:
+    def __init__(
+        self,
+        buffer: AllGatherBuffer,
+        configs: list[triton.Config] | None = None,
+        race: bool = False,
+    ) -> None:
         self._buffer = buffer
-        self._kernel = triton.autotune(configs=_configs(), key=["M", "N", "K"])(
+        self._kernel = triton.autotune(configs=configs or _configs(), key=["M", "N", "K"])(
             kernel_consumer_gemm_persistent
         )
-        self._call = contextual_autotune(is_dist=True)(self._all_gather_and_multiply)
+        self._call = contextual_autotune(is_dist=True, race=race)(self._all_gather_and_multiply)
 
     def __call__(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """``all_gather(A) @ B``: A [M_per_rank, K] contiguous, B [K, N_per_rank] with one unit
