@@ -3,6 +3,8 @@ launched."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -10,6 +12,7 @@ import triton.language as tl
 
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import NoValidConfig
+from triton_dist.runtime.compiling import CompilePool
 
 TOO_MUCH = triton.Config({"BLOCK": 256}, num_warps=8, num_stages=8)
 BROKEN = triton.Config({"BLOCK": 24})  # not a power of two
@@ -110,3 +113,21 @@ def test_what_triton_has_on_disk_is_used(sm90, tmp_path, monkeypatch):
     tuning()
     assert tuning.tuning_calls == 0
     assert len(kernel.cache) == 1
+
+
+def test_configs_are_compiled_ahead_by_other_processes(sm90, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    square.device_caches.clear()
+    compiled = []
+
+    def listen(*, cache_hit, **_):
+        compiled.append("found" if cache_hit else "compiled")
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    kernel, function = tuned([SMALL, BROKEN, LARGE])
+    compose = function._compose
+    function._compose = lambda: dataclasses.replace(compose(), compiler=CompilePool)
+    function()
+    assert function.tuning_calls == 2 * 3
+    assert compiled == ["found"] * 2
+    assert next(iter(kernel.cache.values())) in (SMALL, LARGE)

@@ -32,6 +32,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime import interpreter
+from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.inherited import InheritedValue, in_backward
 from triton_dist.runtime.ranks import group_for
@@ -132,6 +133,7 @@ class _Composer:
             seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
             grace=knobs.autotune_grace.get(),
+            compiler=CompilePool if device.name == "cuda" else None,
         )
 
 

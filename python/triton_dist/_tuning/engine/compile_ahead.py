@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from triton_dist._tuning.engine.conversation import Conversation
-from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.protocols import Compiler
 from triton_dist._tuning.values import Config
 
 
@@ -30,13 +30,22 @@ class Needs:
 class CompileAhead:
     """A context manager around the candidates: what is not compiled at its end never will be.
 
-    Without a ``prepare`` hook, or where nothing is compiled, it does nothing.
+    Args:
+        prepare: compiles a candidate, launching nothing; ``None``: there is no such thing, and
+            nothing is done here.
+        compiler: makes what compiles; ``None`` where nothing is compiled.
+        seconds: longest time for one kernel.
     """
 
-    def __init__(self, subject: Subject, parts: Parts, call: Call, ranks: Conversation) -> None:
-        self._prepare, self._call, self._ranks = subject.hooks.prepare, call, ranks
-        self._seconds = parts.compile_seconds
-        self._compiler = None if parts.compiler is None else parts.compiler()
+    def __init__(
+        self,
+        prepare: Callable[[Config], object] | None,
+        compiler: Callable[[], Compiler] | None,
+        seconds: float,
+        ranks: Conversation,
+    ) -> None:
+        self._prepare, self._seconds, self._ranks = prepare, seconds, ranks
+        self._compiler = None if compiler is None else compiler()
         self._all: Sequence[Needs] = ()
         self._done: set[str] = set()
 
@@ -46,14 +55,14 @@ class CompileAhead:
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
-        args, kwargs, phase = self._call.args, self._call.kwargs, "list the kernels"
+        phase = "list the kernels"
         kernels: dict[str, list[str]] = {}
         with self._ranks.user_code(phase, self._seconds) as watch:
             watch.begin()
             for config in candidates:
-                run = functools.partial(prepare, *args, **kwargs, **config.arguments())
-                kernels[config.digest] = compiler.missing(run)
+                kernels[config.digest] = compiler.missing(functools.partial(prepare, config))
             watch.end()
+        self._prepare = None  # it may hold the arguments of a call
         own = Needs(compiler.cache, kernels)
         self._all = self._ranks.gather(phase, own, self._seconds)
         sharers = sum(needs.cache == own.cache for needs in self._all)
@@ -93,6 +102,10 @@ class CompileAhead:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
         if self._compiler is not None:
             self._compiler.close()
 

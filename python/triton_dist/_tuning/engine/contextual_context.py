@@ -11,6 +11,7 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
+from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual_parts import Plan
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
@@ -75,6 +76,7 @@ class Context:
         self.provisional = False
         """Chosen for one call, because nothing could be tuned."""
         self.compiled: set[str] = set()
+        self.ahead: CompileAhead | None = None
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
         """How often each config was launched as a step, by digest."""
@@ -177,6 +179,8 @@ class Context:
     def close(self, error: BaseException | None) -> None:
         """The tuning of this kernel and key is over; without an ``error`` nothing is left to be
         gone on with."""
+        if self.ahead is not None:
+            self.ahead.close()
         journal, self._journal = self._journal, None
         if journal is None:
             return

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from triton_dist._tuning.protocols import Device, Journal, RankGroup
+from triton_dist._tuning.protocols import Compiler, Device, Journal, RankGroup
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Key, TuningRecord
 
 
@@ -85,3 +85,5 @@ class ContextualParts:
     """The same for compiling a config, and for the first call, which may compile much else."""
     grace: float
     """Time from the report that this rank is stuck to the end of its process."""
+    compiler: Callable[[], Compiler] | None
+    """``None`` where nothing is compiled."""

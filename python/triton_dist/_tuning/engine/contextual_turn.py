@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from triton_dist._tuning.engine.attempt import failure_of
+from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual_context import Context, jit_function, shown
 from triton_dist._tuning.engine.contextual_launch import Launch, Undo
 from triton_dist._tuning.engine.contextual_parts import ContextualParts
@@ -110,27 +112,55 @@ class Turn:
         """
         if jit_function(context.tuner) is None:
             return
+        ahead = context.ahead or self._begin_compiling(context, launch)
         while (step := context.plan.current) is not None:
-            digest = step.config.digest
+            config, digest = step.config, step.config.digest
             if digest in context.compiled:
                 return
-            own: Failure | None = None
-            phase = f"call {self.number}: compile {context.name} {step.config}"
-            limit, self._compiling = self._parts.compile_seconds, (context, step.config)
-            try:
-                with watchdog.paused(), self._words.user_code(phase, limit) as watch:
-                    watch.begin()
-                    launch.compile(context.live[digest])
-            except Exception as error:
-                own = failure_of(error, "compile", self._parts.ranks.rank)
-            votes = self._words.gather(phase, own, limit)
-            self._compiling = None
-            failure = next((vote for vote in votes if vote is not None), None)
+            failure = None
+            if ahead.is_needed(config):
+                wait = functools.partial(ahead.wait, config)
+                failure = self._compiled("wait for", context, config, wait)
+            if failure is None:
+                ahead.is_done(config)
+                compile_own = functools.partial(launch.compile, context.live[digest])
+                failure = self._compiled("compile", context, config, compile_own)
             if failure is None:
                 context.compiled.add(digest)
                 return
             self._parts.log.line(f"{context.name} config {shown(context.live[digest])}: {failure}")
             context.fail(digest, failure)
+
+    def _begin_compiling(self, context: Context, launch: Launch) -> CompileAhead:
+        """What the ranks of a host lack is compiled by one of them, in other processes, while the
+        first configs are launched."""
+        parts = self._parts
+        ahead = context.ahead = CompileAhead(
+            lambda config: launch.compile(context.live[config.digest]),
+            parts.compiler,
+            parts.compile_seconds,
+            self._words,
+        )
+        with watchdog.paused():
+            ahead.begin([c for c in context.candidates if c.digest not in context.failures])
+        return ahead
+
+    def _compiled(
+        self, what: str, context: Context, config: Config, step: Callable[[], object]
+    ) -> Failure | None:
+        """Take ``step``, on all ranks; the failure of the lowest rank on which it failed."""
+        own: Failure | None = None
+        phase = f"call {self.number}: {what} {context.name} {config}"
+        limit, self._compiling = self._parts.compile_seconds, (context, config)
+        try:
+            with watchdog.paused(), self._words.user_code(phase, limit) as watch:
+                watch.begin()
+                step()
+        except Exception as error:
+            own = failure_of(error, "compile", self._parts.ranks.rank)
+        votes = self._words.gather(phase, own, limit)
+        self._compiling = None
+        return next((vote for vote in votes if vote is not None), None)
 
     def _step(self, context: Context, launch: Launch) -> Any:
         """The one launch of ``context`` that counts in this call.

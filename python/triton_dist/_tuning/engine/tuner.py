@@ -209,7 +209,8 @@ class _FirstCall:
             config.digest: f"{place}/{len(candidates)}"
             for place, config in enumerate(candidates, start=1)
         }
-        with CompileAhead(self._subject, parts, self._call, ranks) as ahead:
+        prepare = self._subject.hooks.prepare and self._prepare
+        with CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks) as ahead:
             ahead.begin(candidates)
             attempts = Attempts(self._subject, parts, self._call, ranks, ahead)
             while (decided := self._next(search, progress)) is not None:
@@ -225,6 +226,11 @@ class _FirstCall:
                 report.tried(label, request, outcome, together)
                 if search is not None:
                     search.tell(request, outcome)
+
+    def _prepare(self, config: Config) -> None:
+        prepare = self._subject.hooks.prepare
+        assert prepare is not None
+        prepare(*self._call.args, **self._call.kwargs, **config.arguments())
 
     def _head(self, key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
         """What an interrupted tuning must have in common with this one to be gone on with."""
