@@ -27,7 +27,7 @@ stress:
 
 # Every way in which a distributed tuning can go wrong, on 2 and 4 ranks; some minutes.
 chaos:
-	bash scripts/test.sh tests/distributed -m chaos -rP
+	bash scripts/test.sh tests/distributed tests/tuning -m chaos -rP
 
 # The documentation's code blocks, links and completeness, and the examples; part of `test` too.
 docs:
