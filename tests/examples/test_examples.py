@@ -16,6 +16,7 @@ PROGRAMS = {
     ),
     "ag_gemm_layer": (2, ["step 0: ", " tokens a rank -> y (", "step 2: "]),
     "wait_for_a_peer": (2, ["rank 0 has what rank 1 sent"]),
+    "model_step": (2, ["step 2: loss ", "2 ranks agree on "]),
 }
 
 
