@@ -9,7 +9,8 @@ from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, add, add_kernel, autotuned, configs, scale, scale_kernel
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.errors import NoValidConfig
+from triton_dist.errors import NoValidConfig, TuningTimeout
+from triton_dist.runtime.device.cpu import CpuDevice, CpuTimer
 
 RUN = Autotuner.run
 
@@ -155,3 +156,27 @@ def test_pruning_that_leaves_nothing():
     with pytest.raises(triton.runtime.errors.AutotunerError):
         function(torch.ones(64))
     assert Autotuner.run is RUN
+
+
+def test_a_config_that_the_device_does_not_finish_is_not_tried_again(monkeypatch):
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    spy = Spy(kernel)
+
+    @contextual_autotune(n_repeat=1, n_warmup=0)
+    def function(x):
+        return scale(kernel, x)
+
+    def wait(device, seconds=None):
+        if spy.blocks == [16, 32]:
+            raise TimeoutError
+
+    x = torch.arange(64.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuDevice, "synchronize", wait)
+        patch.setattr(CpuTimer, "is_done", lambda timer: spy.blocks != [16, 32])
+        with pytest.raises(TuningTimeout, match=r"'BLOCK': 32.* its device has not finished"):
+            function(x)
+    spy.blocks.clear()
+    assert torch.equal(function(x), 2 * x)
+    assert spy.blocks[0] == 64
+    assert 32 not in spy.blocks
