@@ -32,7 +32,7 @@ def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
     """What the block prints as a program of its own; fails with what it wrote to stderr."""
     command = [sys.executable, file_of(block, folder)]
     environment = environment | {"PYTHONPATH": str(ROOT / "python")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     if result.returncode:
         pytest.fail(f"{block.id} ended with status {result.returncode}:\n{result.stderr}")
     return result.stdout
