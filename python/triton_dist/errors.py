@@ -189,8 +189,27 @@ class CaptureInProgress(TritonDistError, RuntimeError):
         )
 
 
+class TuningFrozen(TritonDistError, RuntimeError):
+    """A call that would have to tune, while ``TRITON_DIST_AUTOTUNE_FROZEN`` forbids it.
+
+    Raised on every rank, before anything is launched. ``reason`` says why this rank has no valid
+    result; ``ranks`` are those on which the variable is set.
+    """
+
+    def __init__(
+        self, function: str, key: object, hardware: str, reason: str, ranks: Iterable[int]
+    ) -> None:
+        self.function, self.key, self.reason, self.ranks = function, key, reason, tuple(ranks)
+        super().__init__(
+            f"{function}, key {key} on {hardware}: {reason}; and tuning is forbidden, because "
+            f"TRITON_DIST_AUTOTUNE_FROZEN is set on rank(s) {', '.join(map(str, self.ranks))}. "
+            "Tune ahead, on such ranks and without the variable: call the function, or its tune(), "
+            "with such arguments; or unset the variable."
+        )
+
+
 class NewerSchema(TritonDistError, ValueError):
-    """A tuning record that a later version of triton_dist wrote."""
+    """A tuning record, or a pack of them, that a later version of triton_dist wrote."""
 
     def __init__(self, schema: int, known: int) -> None:
         super().__init__(
@@ -200,7 +219,7 @@ class NewerSchema(TritonDistError, ValueError):
 
 
 class NoSuchFunction(TritonDistError, LookupError):
-    """A command was asked about a tuned function that is not there."""
+    """A command was asked about a tuned function that is not there, or has not what it needs."""
 
     def __init__(self, asked: str, reason: str, remedy: str) -> None:
         super().__init__(f"{asked}: {reason}. {remedy}")

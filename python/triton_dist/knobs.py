@@ -114,6 +114,10 @@ autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
     "Tune again although a cached result exists, and replace it.",
 )
+autotune_frozen = flag(
+    "TRITON_DIST_AUTOTUNE_FROZEN",
+    "Never tune: a call for which no result is valid raises TuningFrozen; on one rank is on all.",
+)
 autotune_version_check = flag(
     "TRITON_DIST_AUTOTUNE_VERSION_CHECK",
     "Strict: any difference of a recorded version, patch level included, invalidates a record.",
@@ -123,8 +127,8 @@ autotune_readonly_dirs: Knob[tuple[Path, ...]] = Knob(
     (),
     _folders,
     f"folders separated by {os.pathsep!r}",
-    "Folders laid out as TRITON_DIST_CACHE_DIR whose tuning records are looked up after the "
-    "user's own, in this order, and never written.",
+    "Folders laid out as TRITON_DIST_CACHE_DIR whose tuning records, and packs in packs/, are "
+    "looked up after the user's own, in this order, and never written.",
 )
 autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, Calls, default_tiles
+from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument, NoValidConfig
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
@@ -70,10 +71,31 @@ def test_keys_differ_in_what_a_tuning_depends_on():
             key_fn(A, B, ctx),
             key_fn(A[:4], B, ctx),
             key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
+            key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
             key_fn(A, B, ctx, local_copy=False),
         ]
-        assert len(set(keys)) == 4
+        assert len(set(keys)) == 5
         assert keys[0] == key_fn(A.clone(), B.clone(), ctx, local_copy=True)
+        assert keys[0] == (8, 48, 64, torch.float16, "row-major", 1, True)
+        assert [key[4] for key in keys[2:4]] == ["column-major", "strided"]
+
+
+def test_a_key_serves_a_bucket_of_rows():
+    B = torch.empty(64, 48, dtype=torch.float16)
+    with create_ag_gemm_context(64, 48, 64, torch.float16, 0, 1, num_local_ranks=3) as ctx:
+        buckets = [key_fn(torch.empty(m, 64).half(), B, ctx)[0] for m in range(1, 65)]
+    assert buckets == [tune.bucket(m) for m in range(1, 65)]
+    assert len(set(buckets)) == 7
+
+
+def test_rows_of_one_bucket_are_tuned_once():
+    calls = Calls(max_rows=16, columns=40, K=72)
+    ag_gemm.clear()
+    before = ag_gemm.tuning_count
+    for rows in (16, 9, 13, 12):
+        calls(rows, op=ag_gemm)
+    assert ag_gemm.tuning_count == before + 1
+    assert calls.finish() == 4
 
 
 def test_attributes_of_a_context():

@@ -188,6 +188,7 @@ class Rank:
     policy: Policy = field(default_factory=lambda: Policy(warmup=1, repeat=3))
     fingerprint: Fingerprint | None = None
     always_tune: bool = False
+    frozen: bool = False
     strict: bool = False
     verbose: bool = False
     name: str = "run"
@@ -230,6 +231,7 @@ class Rank:
             quiet=contextlib.nullcontext,
             gate=self.gate,
             always_tune=self.always_tune,
+            frozen=self.frozen,
             strict=self.strict,
             verbose=self.verbose,
             seconds=SECONDS,

@@ -81,6 +81,17 @@ def tune_in_rank(folders: list[str], monitored: bool) -> tuple[int, int, int]:
     return chosen, collective.tuning_count, len(list(Path(folder).rglob("*.json")))
 
 
+def frozen_on_rank_1(folders: list[str]) -> str:
+    """What comes of a call when rank 1 alone forbids tuning."""
+    os.environ["TRITON_DIST_CACHE_DIR"] = folders[dist.get_rank()]
+    if dist.get_rank() == 1:
+        os.environ["TRITON_DIST_AUTOTUNE_FROZEN"] = "1"
+    try:
+        return f"{collective(7)}, tunings: {collective.tuning_count}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def tune_alone_on_one_rank() -> tuple[int, int]:
     """Only the last rank calls a local op: it must wait for nobody."""
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
+from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.store import MemoryStore
-from triton_dist._tuning.values import Failure, Measurement, Policy
+from triton_dist._tuning.values import Failure, Measurement, Policy, bucket
 from triton_dist.errors import (
     CaptureInProgress,
     NoValidConfig,
@@ -451,3 +451,31 @@ def test_only_the_leader_reports(capsys):
     assert "no cached result; tuning 3 configs (0 pruned) on 2 ranks" in lines[0]
     assert lines[2].startswith("  [2/3] 1.0000 ms {'n': 1}  (best 1.0000 ms, ")
     assert "best of 3 measured" in lines[-1]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_must_be_the_same_besides_the_key(size):
+    """The key is a bucket; ``agree`` tells what is in it."""
+    ranks = some_that_agree(size, lambda x, **_: f"{x} rows")
+    assert [result[1] for result in together(ranks, 5)] == [{"n": 1}] * size
+    if size == 1:
+        return
+    different = some_that_agree(size, lambda x, **_: f"{x} rows")
+    results = in_threads([lambda r=r: r.tuned(5 + r.ranks.rank // 2) for r in different])
+    for error in results:
+        assert isinstance(error, RankDisagreement)
+        assert error.by_rank == {0: "5 rows", 1: "5 rows", 2: "6 rows"}
+        assert "ranks disagree on the arguments of ops.run" in str(error)
+
+
+def test_an_agree_fn_that_fails_is_an_error_on_all():
+    def agree(x, **_):
+        return 1 // (x - 6)
+
+    results = in_threads([lambda r=r: r.tuned(5 + r.ranks.rank) for r in some_that_agree(2, agree)])
+    assert [type(error) for error in results] == [RankDisagreement, ZeroDivisionError]
+    assert "rank 1: ZeroDivisionError" in str(results[0])
+
+
+def some_that_agree(size, agree):
+    return group(size, key_fn=lambda x, **_: bucket(x), hooks=Hooks(agree=agree))

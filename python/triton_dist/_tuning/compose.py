@@ -26,7 +26,9 @@ from triton_dist._tuning.store import (
     FileStore,
     LayeredStore,
     MemoryStore,
+    PackStore,
     ReadOnlyStore,
+    pack_folders,
 )
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
 from triton_dist.errors import InvalidArgument
@@ -60,6 +62,8 @@ def autotune(
     max_seconds: float | None = None,
     max_trials: int | None = None,
     search: str = "racing",
+    version: str | None = None,
+    agree_fn: Callable[..., object] | None = None,
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
@@ -95,6 +99,11 @@ def autotune(
         max_trials: try at most so many configs.
         search: ``"racing"``, samples in rounds, clear losers leave early; ``"exhaustive"``, all
             samples of every config in turn.
+        version: what the author declares the function to be. Results of other versions are not
+            used; shipped ones are matched by it instead of by the code, and not without it.
+        agree_fn: ``agree_fn(*args, **kwargs)`` returns what must be the same on all ranks besides
+            the key, such as an exact size behind a bucket; compared, as text, at the first call of
+            a key. Ranks that differ get an error instead of a call that hangs.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -111,11 +120,14 @@ def autotune(
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
         raise InvalidArgument("autotune", "max_trials", max_trials, "a positive integer, or None")
+    if version is not None and not (isinstance(version, str) and version):
+        raise InvalidArgument("autotune", "version", version, "a text that is not empty, or None")
     named = {
         "key_fn": key_fn,
         "prune_fn": prune_fn,
         "prepare_fn": prepare_fn,
         "recover_fn": recover_fn,
+        "agree_fn": agree_fn,
     }
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
@@ -127,13 +139,13 @@ def autotune(
     )
 
     def decorate(fn: Callable[..., Any]) -> AutoTuner:
-        composer = _Composer(scope, policy, prune_fn, check_fn, MemoryStore())
+        composer = _Composer(scope, policy, prune_fn, check_fn, version or "", MemoryStore())
         return AutoTuner(
             fn,
             ConfigSpace(config_space),
             key_fn,
             prune_fn,
-            Hooks(prepare_fn, recover_fn, reset_fn, check_fn),
+            Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn),
             composer.compose,
             composer.memory.clear,
             torch.compiler.disable,
@@ -156,6 +168,7 @@ class _Composer:
     """Of a device, by its name."""
     prune_fn: Callable[..., object] | None
     check_fn: Callable[..., object] | None
+    version: str
     memory: MemoryStore
 
     def compose(self, process_group: Any, verbose: bool) -> Parts:
@@ -165,6 +178,7 @@ class _Composer:
         policy = self.policy(device.name)
         seconds = knobs.autotune_timeout.get()
         files = _file_store(knobs.cache_dir.get())
+        folders = knobs.autotune_readonly_dirs.get()
         return Parts(
             device=device,
             ranks=ranks,
@@ -172,7 +186,8 @@ class _Composer:
                 [
                     self.memory,
                     files,
-                    *map(_read_only_store, knobs.autotune_readonly_dirs.get()),
+                    *map(_read_only_store, folders),
+                    *map(_pack_store, pack_folders(folders)),
                 ]
             ),
             memory=self.memory,
@@ -184,6 +199,7 @@ class _Composer:
             quiet=functools.partial(_quiet, seconds),
             gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
             always_tune=knobs.autotune_always_tune.get(),
+            frozen=knobs.autotune_frozen.get(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
             seconds=seconds,
@@ -208,6 +224,7 @@ class _Composer:
             policy=self.policy(device.name).facts(),
             source=source_digests([function, *hooks]),
             space=codec.digest(space.digest, judges),
+            version=self.version,
         )
 
 
@@ -233,3 +250,8 @@ def _file_store(root: Path) -> FileStore:
 @functools.cache
 def _read_only_store(root: Path) -> ReadOnlyStore:
     return ReadOnlyStore(root)
+
+
+@functools.cache
+def _pack_store(root: Path) -> PackStore:
+    return PackStore(root)

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from triton_dist import knobs
 from triton_dist._tuning.protocols import Store
-from triton_dist._tuning.store import FileStore, LayeredStore, ReadOnlyStore
+from triton_dist._tuning.store import (
+    FileStore,
+    LayeredStore,
+    PackStore,
+    ReadOnlyStore,
+    pack_folders,
+)
 from triton_dist._tuning.values import Key, StoredRecord
 
 
@@ -16,8 +22,14 @@ def user_store() -> FileStore:
 
 
 def all_stores() -> LayeredStore:
-    """The folders in which a tuner looks, in its order."""
+    """The folders of records in which a tuner looks, in its order."""
     return LayeredStore([user_store(), *map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())])
+
+
+def with_packs() -> LayeredStore:
+    """The same, and then what is shipped."""
+    packs = pack_folders(knobs.autotune_readonly_dirs.get())
+    return LayeredStore([all_stores(), *map(PackStore, packs)])
 
 
 def records_of(store: Store, function: str) -> Iterator[StoredRecord]:

@@ -48,7 +48,7 @@ def add_to(verbs: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     module, _, name = arguments.function.rpartition(":")
     module = arguments.module or module
-    store = cache.all_stores()
+    store = cache.with_packs()
     if not module:
         return _list(store, name)
     ranks = {
@@ -92,7 +92,9 @@ def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) ->
                 print(f"  not used: {taken} comes first")
             else:
                 taken = where
-                print("  used", *(f"  accepted: {each}" for each in found.tolerated), sep="\n")
+                unless = tuned.prune_fn is not None and record.shipped
+                print("  used" + ", unless prune_fn drops the winner" * unless)
+                print(*(f"  accepted: {each}\n" for each in found.tolerated), sep="", end="")
             count += 1
         used += bool(taken)
     if count == 0:
@@ -132,12 +134,16 @@ def _topology(
 
 
 def _heading(record: TuningRecord, where: str) -> list[str]:
-    best = record.best
+    best, tuned = record.best, f"{record.timestamp}, in {record.seconds:.1f} s"
+    if record.shipped:
+        versions = (f"{name} {text}" for name, text in record.fingerprint.software.items())
+        tuned = f"{record.timestamp}, with {', '.join(versions)}; shipped as version "
+        tuned += record.fingerprint.version
     return [
         f"{record.key.full_name}, key {record.key}",
         f"  on      {record.key.hardware}",
         f"  winner  {best}, {best.outcome.median:.4f} ms",  # type: ignore[union-attr]
-        f"  tuned   {record.timestamp}, in {record.seconds:.1f} s",
+        f"  tuned   {tuned}",
         f"  file    {where}",
     ]
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from triton_dist.cli import clear, explain, listing
+from triton_dist.cli import clear, explain, listing, pack
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -20,10 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     needs cannot be loaded or written; standard error says what.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m triton_dist", description="Looks into the cache of tuning results."
+        prog="python -m triton_dist",
+        description="Looks into the results of tunings.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (explain, listing, clear):
+    for verb in (explain, listing, clear, pack):
         verb.add_to(verbs)
     parsed = parser.parse_args(arguments)
     with warnings.catch_warnings():

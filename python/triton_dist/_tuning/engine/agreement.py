@@ -22,6 +22,8 @@ class Verdict:
     """Digest of the winning config, if there is a valid record."""
     record: str | None
     """Digest of that record."""
+    shipped: bool = False
+    """Whether it is one that came with a package, which any rank's own goes before."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,14 @@ class Arrival:
     failure: str | None
     """The exception that its ``key_fn`` raised; then what follows is ``None``."""
     key: Key | None = None
+    details: str = ""
+    """Of its arguments, what must be the same besides the key."""
     space: str | None = None
     fingerprint: Fingerprint | None = None
     verdict: Verdict | None = None
     is_leader: bool = False
     always_tune: bool = False
+    frozen: bool = False
     capturing: bool = False
 
 
@@ -46,8 +51,8 @@ def meet(ranks: Conversation, own: Arrival, failure: Exception | None) -> Meetin
     Raises:
         Exception: ``failure``, on the rank that has one.
         TuningTimeout: a rank did not come.
-        RankDisagreement: on every other rank then, and on every rank if functions, keys, config
-            spaces or fingerprints differ; says which rank has what.
+        RankDisagreement: on every other rank then, and on every rank if functions, keys, details,
+            config spaces or fingerprints differ; says which rank has what.
     """
     try:
         arrivals = ranks.gather("first call of a key", own)
@@ -64,6 +69,7 @@ def meet(ranks: Conversation, own: Arrival, failure: Exception | None) -> Meetin
             {rank: arrival.failure or "valid" for rank, arrival in enumerate(arrivals)},
         )
     _same(f"the key of {own.function}", arrivals, lambda arrival: _shown(arrival.key))
+    _same(f"the arguments of {own.function}", arrivals, lambda arrival: arrival.details)
     _same(f"the config space of {own.function}", arrivals, lambda arrival: str(arrival.space))
     _same_fingerprint(own.function, arrivals)
     return Meeting(arrivals)
@@ -76,11 +82,13 @@ class Meeting:
         self._verdicts = [arrival.verdict for arrival in arrivals]
         leader = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
         self.capturing = any(arrival.capturing for arrival in arrivals)
-        holders = [
-            rank for rank, verdict in enumerate(self._verdicts) if verdict and verdict.winner
-        ]
-        # In a capture nothing can be tuned: a record is used even if it was asked to be replaced.
-        usable = bool(holders) and (self.capturing or not arrivals[leader].always_tune)
+        self.frozen = [rank for rank, arrival in enumerate(arrivals) if arrival.frozen]
+        """Ranks on which tuning is forbidden; one is enough."""
+        valid = {rank: v for rank, v in enumerate(self._verdicts) if v and v.winner}
+        holders = [rank for rank, v in valid.items() if not v.shipped] or list(valid)
+        # Where nothing can be tuned, a record is used even if it was asked to be replaced.
+        cannot_tune = self.capturing or bool(self.frozen)
+        usable = bool(holders) and (cannot_tune or not arrivals[leader].always_tune)
         self.holder = (leader if leader in holders else holders[0]) if usable else None
         """The rank whose record all use; ``None`` if there is none to be used."""
 

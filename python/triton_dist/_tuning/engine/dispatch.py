@@ -107,6 +107,7 @@ class AutoTuner:
 
         Raises:
             CaptureInProgress: and there is no record.
+            TuningFrozen: the same while ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some rank.
         """
         fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).record

@@ -33,6 +33,8 @@ class Hooks:
     """``reset(*args, **kwargs)`` before each run, for functions with side effects; not timed."""
     check: Callable[[Any, Any], object] | None = None
     """``check(output, reference)``: ``False`` or an exception rejects the config."""
+    agree: Callable[..., object] | None = None
+    """``agree(*args, **kwargs)``: what must be the same on all ranks, besides the key."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Parts:
     """Held during a first call, so that the first calls of one group come one after another.
     Re-entrant: a tuned function may call a tuned function."""
     always_tune: bool
+    frozen: bool
+    """Tuning is forbidden."""
     strict: bool
     verbose: bool
     seconds: float

@@ -44,10 +44,10 @@ class Report:
     def cached(self, record: TuningRecord, where: str, tolerated: str) -> None:
         """A record is used and nothing is tuned."""
         note = f" (although {tolerated})" if tolerated else ""
-        best = record.best
-        self._say(
-            f"{self._title}: using the cached result from {where}{note}: {_ms(best.outcome)} {best}"
-        )
+        best, kind = record.best, "cached result"
+        if record.shipped:
+            kind = f"shipped result for {record.fingerprint.hardware['gpu']}"
+        self._say(f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}")
 
     def begin(self, candidates: int, pruned: int, reason: str, default: Config) -> Report:
         ranks, self._total, self._default = self._parts.ranks, candidates, default.digest

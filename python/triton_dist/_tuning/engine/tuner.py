@@ -35,7 +35,7 @@ from triton_dist._tuning.values import (
     codec,
     validity,
 )
-from triton_dist.errors import NoValidConfig, RankDisagreement
+from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,15 @@ class _Plan:
 def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
     """The config for ``call``, in this order:
 
-    1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's.
-    2. During CUDA-graph capture, the default: the first config.
-    3. The winner of a tuning by all ranks, which the leader writes down.
+    1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's;
+       shipped ones only if no rank has one of its own.
+    2. Where tuning is forbidden, none: an error, in a capture too, since a graph would keep the
+       default for good.
+    3. During CUDA-graph capture, the default: the first config.
+    4. The winner of a tuning by all ranks, which the leader writes down.
 
     Raises:
+        TuningFrozen: tuning is forbidden on some rank; on every rank.
         RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
@@ -87,14 +91,14 @@ class _FirstCall:
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
-        error, key = self._key()
+        error, key, details = self._key()
         if key is None:
             refusal = Arrival(subject.name, failure=f"{type(error).__name__}: {error}")
             meet(self._ranks, refusal, error)
             raise AssertionError("unreachable: a meeting with a failure raises it")
         fingerprint = parts.fingerprint(subject.function, subject.space)
         own, reason = self._own_record(key, fingerprint)
-        meeting = meet(self._ranks, self._arrival(key, fingerprint, own), None)
+        meeting = meet(self._ranks, self._arrival(key, details, fingerprint, own), None)
         report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:
@@ -103,6 +107,9 @@ class _FirstCall:
             report.cached(record, where, self._tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
 
+        if meeting.frozen:
+            raise TuningFrozen(subject.name, key, key.hardware, reason, meeting.frozen)
+
         if meeting.capturing:
             return Resolution(subject.space[0], None, tuned=False)
 
@@ -110,15 +117,17 @@ class _FirstCall:
         report.tuned(record, where)
         return Resolution(self._config(record.best.digest), record, tuned=True)
 
-    def _key(self) -> tuple[Exception | None, Key | None]:
-        value = self._call.key
-        if isinstance(value, Exception):
-            return value, None
+    def _key(self) -> tuple[Exception | None, Key | None, str]:
+        """The key, and what else must be the same on all ranks; or why there is none."""
+        call, agree = self._call, self._subject.hooks.agree
+        if isinstance(call.key, Exception):
+            return call.key, None, ""
         try:
             origin = Origin.of(self._subject.function, self._subject.space.names)
-            return None, Key.of(origin, value, self._parts.hardware)
+            key = Key.of(origin, call.key, self._parts.hardware)
+            return None, key, "" if agree is None else str(agree(*call.args, **call.kwargs))
         except Exception as error:
-            return error, None
+            return error, None, ""
 
     def _own_record(self, key: Key, fingerprint: Fingerprint) -> tuple[TuningRecord | None, str]:
         """This rank's valid record and where it is, or none and why."""
@@ -127,27 +136,49 @@ class _FirstCall:
             # It won once, if under other circumstances: worth a place in the race.
             self._incumbent = self._incumbent or self._subject.space.find(record.best.digest)
             found = validity(record, fingerprint, self._subject.space, self._parts.strict)
-            if not found.reasons:
+            reasons = found.reasons or self._pruned_away(record)
+            if not reasons:
                 self._tolerated = "; ".join(found.tolerated)
                 return record, where
             # The nearest one's reason is said: it is this function's own.
-            reason = reason or (
-                f"the cached result in {where} is not valid: {'; '.join(found.reasons)}"
-            )
+            kind = "shipped" if record.shipped else "cached"
+            reason = reason or f"the {kind} result in {where} is not valid: {'; '.join(reasons)}"
         return None, reason or "no cached result"
 
-    def _arrival(self, key: Key, fingerprint: Fingerprint, own: TuningRecord | None) -> Arrival:
+    def _pruned_away(self, record: TuningRecord) -> list[str]:
+        """Why ``prune_fn`` of today would not have the winner tried; of one's own record it is the
+        same that was asked when it was tuned."""
+        subject, call = self._subject, self._call
+        if not record.shipped:
+            return []
+        try:
+            with self._ranks.user_code("prune_fn") as watch:
+                watch.begin()
+                kept, _ = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
+        except Exception as error:
+            return [f"prune_fn raised {type(error).__name__}: {error}"]
+        if any(config.digest == record.best.digest for config in kept):
+            return []
+        return [f"prune_fn drops the winner {record.best}"]
+
+    def _arrival(
+        self, key: Key, details: str, fingerprint: Fingerprint, own: TuningRecord | None
+    ) -> Arrival:
         space, parts = self._subject.space, self._parts
-        winner, record = (own.best.digest, own.digest) if own is not None else (None, None)
+        verdict = Verdict(None, None)
+        if own is not None:
+            verdict = Verdict(own.best.digest, own.digest, own.shipped)
         return Arrival(
             function=self._subject.name,
             failure=None,
             key=key,
+            details=details,
             space=f"{len(space)} configs, digest {space.digest}",
             fingerprint=fingerprint,
-            verdict=Verdict(winner, record),
+            verdict=verdict,
             is_leader=parts.ranks.is_leader,
             always_tune=parts.always_tune,
+            frozen=parts.frozen,
             capturing=parts.device.is_capturing(),
         )
 

@@ -5,6 +5,7 @@ from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore
 from triton_dist._tuning.store.log import FileLog
 from triton_dist._tuning.store.memory import MemoryStore
+from triton_dist._tuning.store.packs import PackStore, pack_folders
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "FileStore",
     "LayeredStore",
     "MemoryStore",
+    "PackStore",
     "ReadOnlyStore",
+    "pack_folders",
 ]

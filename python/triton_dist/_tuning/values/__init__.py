@@ -2,9 +2,10 @@
 
 from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned
 from triton_dist._tuning.values.entry import Entry
-from triton_dist._tuning.values.fingerprint import Difference, Fingerprint
+from triton_dist._tuning.values.fingerprint import Difference, Fingerprint, ShippedFingerprint
 from triton_dist._tuning.values.key import Key, Origin, bucket, to_hashable
 from triton_dist._tuning.values.outcome import Failure, FailureKind, Measurement, Outcome
+from triton_dist._tuning.values.pack import PACK_FORMAT, pack, unpack
 from triton_dist._tuning.values.policy import Policy
 from triton_dist._tuning.values.record import SCHEMA, StoredRecord, Trial, TuningRecord
 from triton_dist._tuning.values.request import Request
@@ -12,6 +13,7 @@ from triton_dist._tuning.values.validity import Validity, validity
 from triton_dist._tuning.values.winner import winner
 
 __all__ = [
+    "PACK_FORMAT",
     "SCHEMA",
     "Config",
     "ConfigSpace",
@@ -28,12 +30,15 @@ __all__ = [
     "Policy",
     "Pruned",
     "Request",
+    "ShippedFingerprint",
     "StoredRecord",
     "Trial",
     "TuningRecord",
     "Validity",
     "bucket",
+    "pack",
     "to_hashable",
+    "unpack",
     "validity",
     "winner",
 ]

@@ -29,13 +29,15 @@ class Fingerprint:
     source: Mapping[str, str]
     space: str
     """Digest of the config space."""
+    version: str = ""
+    """What the function's author declares it to be; empty: nothing."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         """What is different ``now`` from what was recorded here."""
         for field in fields(self):
-            if field.name == "space":
-                continue
             before, after = getattr(self, field.name), getattr(now, field.name)
+            if isinstance(before, str):
+                continue
             for name in sorted(before.keys() | after.keys()):
                 old, new = before.get(name), after.get(name)
                 if old != new:
@@ -43,6 +45,7 @@ class Fingerprint:
                         name == "driver" and _same_release(old, new, 1)  # 550.54 and 550.90 are one
                     )
                     yield Difference(_sentence(field.name, name, old, new), patch_level)
+        yield from self._compare_version(now)
         if self.space != now.space:
             yield Difference(
                 f"config space: its digest was {self.space}, is {now.space}; the configs, their "
@@ -53,6 +56,28 @@ class Fingerprint:
     def diff(self, now: Fingerprint) -> list[str]:
         """A sentence for each difference, naming the field and both values."""
         return [difference.sentence for difference in self.compare(now)]
+
+    def _compare_version(self, now: Fingerprint) -> Iterator[Difference]:
+        if self.version != now.version:
+            old, new = (each.version or "not declared" for each in (self, now))
+            yield Difference(f"version: that of the function was {old}, is {new}", False)
+
+
+class ShippedFingerprint(Fingerprint):
+    """What a shipped result depends on: the hardware and topology that it names, and the version
+    that the function's author declares.
+
+    Versions of software, code and config space are not compared: who ships a result vouches for it
+    until the declared version changes. ``software`` says what it was found with, for people.
+    """
+
+    def compare(self, now: Fingerprint) -> Iterator[Difference]:
+        for group in ("hardware", "topology"):
+            after = getattr(now, group)
+            for name, old in sorted(getattr(self, group).items()):
+                if old != after.get(name):
+                    yield Difference(_sentence(group, name, old, after.get(name)), False)
+        yield from self._compare_version(now)
 
 
 def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import Config, show_config
-from triton_dist._tuning.values.fingerprint import Fingerprint
+from triton_dist._tuning.values.fingerprint import Fingerprint, ShippedFingerprint
 from triton_dist._tuning.values.key import Key
 from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
 from triton_dist._tuning.values.winner import winner
@@ -64,6 +64,11 @@ class TuningRecord:
         return self.trials[index]
 
     @property
+    def shipped(self) -> bool:
+        """Whether it is the short form of a record: the winner alone, to be matched loosely."""
+        return isinstance(self.fingerprint, ShippedFingerprint)
+
+    @property
     def digest(self) -> str:
         """Tells this tuning from any other, of the same key too."""
         return codec.digest(self.to_tree())
@@ -86,7 +91,11 @@ class TuningRecord:
             "timestamp": self.timestamp,
             "seconds": self.seconds,
             "hardware_group": self.key.hardware,
-            "fingerprint": {name: _plain(facts) for name, facts in vars(self.fingerprint).items()},
+            "fingerprint": {
+                name: _plain(facts)
+                for name, facts in vars(self.fingerprint).items()
+                if name != "version" or facts  # not for every function
+            },
         }
 
     @classmethod
@@ -174,6 +183,6 @@ def _read_trial(tree: Mapping[str, Any]) -> Trial:
 def _read_fingerprint(tree: Mapping[str, Any]) -> Fingerprint:
     fingerprint = Fingerprint(**tree)
     for name, facts in tree.items():
-        if not isinstance(facts, str if name == "space" else dict):
+        if not isinstance(facts, str if name in ("space", "version") else dict):
             raise ValueError(f"its fingerprint has {name} {facts!r}")
     return fingerprint

@@ -26,13 +26,16 @@ def validity(
 ) -> Validity:
     """Judge ``record`` for a function that depends on ``now`` and chooses from ``space``.
 
+    What is compared is the fingerprint's to say: of a shipped record less than of a user's own.
+
     Args:
         strict: a difference at patch level counts too (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
     """
     differences = list(record.fingerprint.compare(now))
     reasons = [d.sentence for d in differences if strict or not d.patch_level]
     tolerated = [d.sentence for d in differences if not strict and d.patch_level]
-    # Equal spaces have equal digests; this guards against a record whose digests were edited.
+    # Of one's own record, equal spaces have equal digests: this guards against edited ones. That of
+    # a shipped record may have changed.
     if not reasons and all(config.digest != record.best.digest for config in space):
         reasons = [f"config space: the winner {record.best} is not in it"]
     return Validity(tuple(reasons), tuple(tolerated))

@@ -50,7 +50,7 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.launch import Launch, fits_descriptor
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
@@ -256,14 +256,25 @@ def key_fn(
     *_: Any,
     **kwargs: Any,
 ) -> Any:
+    """What a tuning is for. Of M the shard's rows count, in buckets: tiles belong to one shard. The
+    tuner adds the ranks that tune together, which may be more than those of the context."""
     _check(A, B, ctx)
     return (
-        tune.to_hashable(A),
-        tune.to_hashable(B),
+        tune.bucket(A.shape[0]),
+        B.shape[1],
+        ctx.K,
+        A.dtype,
+        _layout(B),
         ctx.num_ranks,
-        ctx.num_local_ranks,
         kwargs.get("local_copy", True),
     )
+
+
+def _layout(B: torch.Tensor) -> str:
+    """What decides which kernel can serve B, and how."""
+    if not fits_descriptor(B):
+        return "strided"
+    return "column-major" if B.stride(0) == 1 else "row-major"
 
 
 def prune_fn(
@@ -354,6 +365,8 @@ def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: A
     prune_fn=prune_fn,
     prepare_fn=_prepare,
     recover_fn=_recover,
+    agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
+    version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def ag_gemm(
     A: torch.Tensor,

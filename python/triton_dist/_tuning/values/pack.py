@@ -1,0 +1,133 @@
+"""Many results of one function on one model of GPU as one tree: what is shipped.
+
+Of each record it keeps the key, the winner with its median, and how many others were measured.
+Configs are written once, under the first digits of their digest, and what results have in common
+once for all of them, so that a few hundred fit into a file that a person can read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.fingerprint import ShippedFingerprint
+from triton_dist._tuning.values.key import Key
+from triton_dist._tuning.values.outcome import Measurement
+from triton_dist._tuning.values.record import Trial, TuningRecord
+from triton_dist.errors import NewerSchema
+
+PACK_FORMAT = 1
+_DIGITS = 8
+
+
+def pack(records: Sequence[TuningRecord]) -> codec.Tree:
+    """The tree of ``records``, at least one: of one function, version and model of GPU, and none of
+    a key twice.
+
+    Raises:
+        ValueError: they are not.
+    """
+    about = {
+        (r.key.module, r.key.function, r.fingerprint.version, r.fingerprint.hardware.get("gpu"))
+        for r in records
+    }
+    if len(about) != 1 or len({record.key for record in records}) < len(records):
+        raise ValueError(f"records of one function, version and GPU with different keys: {about}")
+    ((module, function, version, gpu),) = about
+    configs: dict[str, codec.Tree] = {}
+    groups: dict[str, codec.Tree] = {}
+    for record in sorted(records, key=_place):
+        best, common = record.best, _common(record)
+        configs[best.digest[:_DIGITS]] = best.config
+        group = groups.setdefault(codec.text(common), {**common, "results": []})
+        group["results"].append(
+            {
+                "key": json.loads(record.key.text),
+                "config": best.digest[:_DIGITS],
+                "ms": round(best.outcome.median, 6),  # type: ignore[union-attr]
+                "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
+            }
+        )
+    return {
+        "pack": PACK_FORMAT,
+        "function": function,
+        "module": module,
+        "version": version,
+        "gpu": gpu,
+        "configs": dict(sorted(configs.items())),
+        "groups": list(groups.values()),
+    }
+
+
+def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
+    """The results in ``tree`` as records with one trial.
+
+    Raises:
+        NewerSchema: a later version of triton_dist wrote it.
+        ValueError: it is no pack, or damaged; says where.
+    """
+    if not isinstance(tree, dict) or type(tree.get("pack")) is not int:
+        raise ValueError("it is no pack of tuning results")
+    if tree["pack"] > PACK_FORMAT:
+        raise NewerSchema(tree["pack"], PACK_FORMAT)
+    try:
+        for name, config in tree["configs"].items():
+            if codec.digest(config)[:_DIGITS] != name:
+                raise ValueError(f"the digest of config {name} does not fit")
+        for group in tree["groups"]:
+            for result in group["results"]:
+                yield _record(tree, group, result)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _record(
+    tree: Mapping[str, Any], group: Mapping[str, Any], result: Mapping[str, Any]
+) -> TuningRecord:
+    config = tree["configs"][result["config"]]
+    fingerprint = ShippedFingerprint(
+        hardware={"gpu": str(tree["gpu"])},
+        software=_texts(group["tuned_with"]),
+        topology=_texts(group["topology"]),
+        policy={},
+        source={},
+        space="",
+        version=str(tree["version"]),
+    )
+    return TuningRecord(
+        key=Key(
+            function=str(tree["function"]),
+            text=codec.text(result["key"]),
+            hardware=str(group["hardware_group"]),
+            module=str(tree["module"]),
+        ),
+        fingerprint=fingerprint,
+        trials=(Trial(codec.digest(config), config, Measurement((float(result["ms"]),), 0)),),
+        timestamp=str(group["date"]),
+        seconds=0.0,
+    )
+
+
+def _common(record: TuningRecord) -> dict[str, codec.Tree]:
+    """What a result shares with many others, and says where it comes from."""
+    found = record.fingerprint
+    driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
+    return {
+        "hardware_group": record.key.hardware,
+        "topology": dict(found.topology),
+        "tuned_with": {**found.software, **driver},
+        "date": record.timestamp.partition("T")[0],
+    }
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(fact) for name, fact in facts.items()}
+
+
+def _place(record: TuningRecord) -> tuple[Any, ...]:
+    """By hardware, then keys with their numbers in order: 16 before 1024."""
+    parts = re.split(r"(\d+)", record.key.text)
+    return record.key.hardware, [int(part) if i % 2 else part for i, part in enumerate(parts)]

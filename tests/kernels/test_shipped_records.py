@@ -1,0 +1,240 @@
+"""Each result that comes with the package is a hit for its op, on the hardware that it names.
+
+That hardware is not here: a device stands for it that has its facts and launches nothing. Calls are
+made with tensors without memory, and tuning is forbidden.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from triton_dist._tuning import compose
+from triton_dist._tuning.store.layout import readable_json
+from triton_dist._tuning.store.packs import PACKAGE_RECORDS
+from triton_dist._tuning.values import (
+    Key,
+    Measurement,
+    Origin,
+    Trial,
+    TuningRecord,
+    codec,
+    pack,
+    unpack,
+)
+from triton_dist.errors import TuningFrozen
+from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.runtime.device import current_device, detect
+from triton_dist.runtime.device.cpu import CpuDevice
+from triton_dist.runtime.peaks import device_peak
+from triton_dist.runtime.ranks.solo import SoloRank
+
+SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
+FOUR = {"world_size": "4", "local_world_size": "4"}
+
+
+class FakeGpu(CpuDevice):
+    """A GPU of Hopper's size: what a config space and ``prune_fn`` ask for."""
+
+    name = "cuda"
+    num_sms = 132
+    torch_device = torch.device("meta")
+
+    def __init__(self, gpu: str) -> None:
+        self.gpu = gpu
+
+    def facts(self) -> Mapping[str, str]:
+        return {"gpu": self.gpu, "capability": "9.0", "driver": "999.9", "sms": "132"}
+
+
+class FakeRanks(SoloRank):
+    """The first of several, which say what it says."""
+
+    def __init__(self, topology: Mapping[str, str]) -> None:
+        self.topology = dict(topology)
+
+    def facts(self) -> Mapping[str, str]:
+        return self.topology
+
+
+def ag_gemm_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the largest M of the bucket."""
+    rows, columns, K, dtype, layout, num_ranks, local_copy = value
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    B = {
+        "row-major": lambda: meta(K, columns),
+        "column-major": lambda: meta(columns, K).T,
+        "strided": lambda: meta(K, 2 * columns)[:, ::2],
+    }[layout]()
+    ctx = SimpleNamespace(
+        K=K,
+        N=columns * num_ranks,
+        max_M=rows * num_ranks,
+        dtype=dtype,
+        num_ranks=num_ranks,
+        buffer=SimpleNamespace(num_ranks=num_ranks),
+        symm_workspace=meta(1, K),
+    )
+    return (meta(rows, K), B, ctx), {} if local_copy else {"local_copy": False}
+
+
+# By the full name of an op: a call that has a key.
+CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "triton_dist.kernels.nvidia.allgather_gemm.ag_gemm": ag_gemm_call,
+}
+
+
+class On:
+    """Puts this process on other hardware."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.touched: list[Any] = []
+
+    def __call__(self, tuned: Any, gpu: str, topology: Mapping[str, str]) -> None:
+        """Of one GPU the space is evaluated anew."""
+        device, ranks = FakeGpu(gpu), FakeRanks(topology)
+        self.monkeypatch.setattr(detect, "_cpu", lambda: device)
+        self.monkeypatch.setattr(compose, "group_for", lambda *_: ranks)
+        self.touched.append(tuned)
+        self.forget()
+
+    def forget(self) -> None:
+        device_peak.cache_clear()
+        for tuned in self.touched:
+            tuned.clear()
+            for cached in ("_configs", "names"):
+                vars(tuned.config_space).pop(cached, None)
+
+
+@pytest.fixture
+def on(monkeypatch) -> Iterator[On]:
+    monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    made = On(monkeypatch)
+    yield made
+    made.forget()
+
+
+def every_record_is_a_hit(path: Path, on: On) -> int:
+    """How many there are; raises for one that is no hit."""
+    records = list(unpack(json.loads(path.read_text())))
+    for record in records:
+        tuned = getattr(importlib.import_module(record.key.module), record.key.function)
+        on(tuned, record.fingerprint.hardware["gpu"], record.fingerprint.topology)
+        args, kwargs = CALLS[record.key.full_name](record.key.value)
+        assert tuned.key_fn(*args, **kwargs) == record.key.value
+        found = tuned.tune(*args, **kwargs)
+        assert found.digest == record.digest, "another file has that key too"
+        assert tuned.best_config(*args, **kwargs).digest == record.best.digest
+    return len(records)
+
+
+def test_every_shipped_record_is_a_hit(on):
+    """The tests below, on files that are made there, show that this one can fail."""
+    for path in SHIPPED:
+        assert every_record_is_a_hit(path, on) > 0, path
+
+
+def made(on: On, folder: Path, change: Callable[[Any], None] = lambda tree: None) -> Path:
+    """A file as a tuning on four H200 would leave it, for keys of all kinds."""
+    on(ag_gemm, "NVIDIA H200", FOUR)
+    origin = Origin.of(ag_gemm.fn, ag_gemm.config_space.names)
+    hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
+    records = []
+    for rows in (1, 4, 1024, 4096):
+        for layout in ("row-major", "column-major", "strided"):
+            for local_copy in (True, False):
+                value = (rows, 7168, 8192, torch.bfloat16, layout, 4, local_copy)
+                args, kwargs = ag_gemm_call(value)
+                kept, _ = ag_gemm.config_space.prune(ag_gemm.prune_fn, args, kwargs)
+                trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
+                records.append(
+                    TuningRecord(
+                        Key.of(origin, value, hardware),
+                        ag_gemm.fingerprint(),
+                        (trial,),
+                        "2030-01-02T03:04:05+00:00",
+                        60.0,
+                    )
+                )
+    tree = json.loads(readable_json(pack(records)))
+    change(tree)
+    path = folder / "packs" / "ag_gemm.NVIDIA_H200.json"
+    path.parent.mkdir()
+    path.write_text(readable_json(tree, 200))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(tmp_path))
+    return tmp_path
+
+
+def test_every_record_of_a_file_made_here_is_a_hit(on, folder):
+    assert every_record_is_a_hit(made(on, folder), on) == 24
+
+
+def drop_a_config(tree: Any) -> None:
+    """As if the op had no longer the config of some records."""
+    name, config = next(iter(tree["configs"].items()))
+    config["num_chunks"] = 77
+    del tree["configs"][name]
+    tree["configs"][codec.digest(config)[:8]] = config
+    for result in tree["groups"][0]["results"]:
+        if result["config"] == name:
+            result["config"] = codec.digest(config)[:8]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tree: tree.update(version="0"), "version: that of the function was 0, is "),
+        (drop_a_config, "config space: the winner .* is not in it"),
+        (lambda tree: tree["groups"][0].update(hardware_group="cuda, other"), "no cached result"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_found_out(on, folder, change, said):
+    path = made(on, folder, change)
+    with pytest.raises(TuningFrozen, match=said):
+        every_record_is_a_hit(path, on)
+
+
+def test_a_winner_that_is_pruned_for_the_call_is_found_out(on, folder, monkeypatch):
+    path = made(on, folder)
+    monkeypatch.setattr(FakeGpu, "shared_memory_bytes", lambda self: 100_000)
+    with pytest.raises(TuningFrozen, match="prune_fn drops the winner"):
+        every_record_is_a_hit(path, on)
+
+
+def test_on_other_hardware_they_are_no_hits(on, folder):
+    made(on, folder)
+    args, kwargs = ag_gemm_call((4, 7168, 8192, torch.bfloat16, "column-major", 4, True))
+    for gpu, topology in (
+        ("NVIDIA H100 80GB HBM3", FOUR),
+        ("NVIDIA H200", {**FOUR, "world_size": "8"}),
+        ("NVIDIA H200", {**FOUR, "local_world_size": "8"}),
+    ):
+        on(ag_gemm, gpu, topology)
+        assert current_device().facts()["gpu"] == gpu
+        with pytest.raises(TuningFrozen, match="no cached result"):
+            ag_gemm.tune(*args, **kwargs)
+    on(ag_gemm, "NVIDIA H200", FOUR)
+    assert ag_gemm.tune(*args, **kwargs).shipped
+
+
+def test_every_file_of_the_package_has_a_name_under_which_it_is_found():
+    for path in SHIPPED:
+        function = json.loads(path.read_text())["function"].rpartition(".")[2]
+        assert path.name.startswith(f"{function}.")

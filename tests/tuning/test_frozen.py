@@ -1,0 +1,146 @@
+"""Where tuning is forbidden: a valid record of any rank is used, else there is an error on all."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.tuning import ops
+from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
+from triton_dist._tuning.store import MemoryStore
+from triton_dist.errors import TritonDistError, TuningFrozen
+
+SPACE = [{"n": n} for n in (2, 1)]
+
+
+def some(size, **options):
+    return [
+        Rank(each, SPACE, lambda _, config: config["n"], **options) for each in thread_ranks(size)
+    ]
+
+
+def tuned_disk() -> MemoryStore:
+    """Has the record of a rank that tuned alone."""
+    (rank,) = some(1)
+    rank.tuned(1)
+    return rank.disk
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_call_that_would_tune_is_an_error_on_every_rank_before_anything_runs(size):
+    ranks = some(size, frozen=True)
+    errors = together(ranks)
+    assert [type(error) for error in errors] == [TuningFrozen] * size
+    assert [rank.calls for rank in ranks] == [[]] * size
+    assert [rank.device.now for rank in ranks] == [0.0] * size
+    text = str(errors[-1])
+    for part in (
+        "ops.run, key 1 on fake: no cached result;",
+        "call the function, or its tune()",
+        "unset",
+    ):
+        assert part in text
+    assert f"FROZEN is set on rank(s) {'0' if size == 1 else '0, 1'}." in text
+    assert errors[0].ranks == tuple(range(size))
+    assert isinstance(errors[0], TritonDistError)
+    assert isinstance(errors[0], RuntimeError)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_rank_is_enough_and_is_named(frozen):
+    ranks = some(2)
+    ranks[frozen].frozen = True
+    for error in together(ranks):
+        assert isinstance(error, TuningFrozen)
+        assert error.ranks == (frozen,)
+        assert f"FROZEN is set on rank(s) {frozen}." in str(error)
+    ranks[frozen].frozen = False
+    for rank in ranks:
+        rank.ranks.phases.clear()
+        rank.ranks._board.words.clear()
+        rank.ranks._board.left.clear()
+    assert together(ranks) == [(1, {"n": 1})] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_record_of_any_rank_is_used(holder):
+    ranks = some(2, frozen=True)
+    ranks[holder].disk = tuned_disk()
+    assert together(ranks) == [(1, {"n": 1})] * 2
+    assert [rank.tuned.tuning_count for rank in ranks] == [0, 0]
+
+
+def test_a_record_is_used_even_if_it_is_to_be_replaced():
+    (rank,) = some(1, frozen=True, always_tune=True, disk=tuned_disk())
+    assert rank.tuned(1) == (1, {"n": 1})
+    assert rank.tuned.tuning_count == 0
+
+
+def test_the_reason_why_a_record_is_not_valid_is_said():
+    disk = tuned_disk()
+    (rank,) = some(1, frozen=True, disk=disk, fingerprint=fingerprint(source={"run": "new"}))
+    with pytest.raises(
+        TuningFrozen, match=r"in memory is not valid: source: run changed"
+    ) as caught:
+        rank.tuned.tune(1)
+    assert caught.value.reason in str(caught.value)
+
+
+def test_a_key_that_is_missing_is_named_and_others_go_on():
+    (rank,) = some(1, frozen=True, disk=tuned_disk())
+    for _ in range(2):
+        with pytest.raises(TuningFrozen, match=r"ops\.run, key 5 on fake"):
+            rank.tuned(5)
+        assert rank.tuned(1) == (1, {"n": 1})
+
+
+def test_what_tunes_nothing_is_allowed():
+    (rank,) = some(1, frozen=True)
+    assert rank.tuned(1, autotune=False) == (1, {"n": 2})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_capture_does_not_get_the_default(size):
+    ranks = some(size, frozen=True)
+    for rank in ranks:
+        rank.device.capturing = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [type(error) for error in together(ranks)] == [TuningFrozen] * size
+    assert [rank.calls for rank in ranks] == [[]] * size
+
+
+def test_a_capture_gets_its_record():
+    (rank,) = some(1, frozen=True, disk=tuned_disk())
+    rank.device.capturing = True
+    assert rank.tuned(1) == (1, {"n": 1})
+
+
+def test_the_variable(monkeypatch):
+    A, B = torch.ones(2, 3), torch.ones(3, 4)
+    ops.matmul.clear()
+    ops.ran.clear()
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    with pytest.raises(TuningFrozen, match=r"tests\.tuning\.ops\.matmul, key \(\(\(2, 3\)"):
+        ops.matmul(A, B)
+    assert ops.ran == []
+    monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")
+    record = ops.matmul.tune(A, B)
+    ops.matmul.clear()
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    assert ops.matmul.tune(A, B).digest == record.digest
+    ops.matmul.clear()
+
+
+def test_over_real_ranks_one_of_which_is_frozen(spawn_ranks, tmp_path):
+    folders = [str(tmp_path / "shared")] * 2
+    refused = spawn_ranks(2, ops.frozen_on_rank_1, folders)
+    assert refused[0] == refused[1]
+    assert refused[0].startswith("TuningFrozen: tests.tuning.ops.collective, key 7 on cpu, none")
+    assert "no cached result" in refused[0]
+    assert "FROZEN is set on rank(s) 1." in refused[0]
+    assert spawn_ranks(2, ops.tune_in_rank, folders, False) == [(2, 1, 1)] * 2
+    for shared in (folders, [folders[0], str(tmp_path / "empty")]):
+        assert spawn_ranks(2, ops.frozen_on_rank_1, shared) == ["2, tunings: 0"] * 2
