@@ -65,6 +65,16 @@ def test_check_on_four_ranks_without_tuning(launch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_perf_shows_the_peers_and_the_limit(launch):
+    perf = ("--case", "perf", "--M", "512", "--shape_id", "LLaMA-7B", "--no-autotune")
+    run = launch("test_ag_gemm.py", *perf)
+    assert run.returncode == 0, run.stdout + run.stderr
+    table = run.stdout[run.stdout.index("x serial") :]
+    rows = ["ag_gemm", "GEMM alone", "all-gather alone", "copy-engine all-gather alone"]
+    for row in [*rows, "all-gather + matmul", "limit max(GEMM, all-gather)"]:
+        assert f"\n{row} " in table
+
+
 FAILING = """
 import os, sys
 from triton_dist.utils import finalize_distributed, initialize_distributed

@@ -32,9 +32,15 @@ PUBLIC_MODULES = [
 # Public names of modules that have no __all__.
 OTHER_NAMES = {
     "triton_dist.testing.timing": ["interleaved", "captured", "Samples"],
-    "triton_dist.testing.reference": ["all_gather_rows", "all_gather_matmul"],
+    "triton_dist.testing.reference": [
+        "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
+    ],
+    "triton_dist.testing.overlap": ["Candidate", "overlap_limit"],
+    "triton_dist.testing.ag_gemm_peers": ["ag_gemm_peers", "gather_alone", "is_own_algorithm"],
     "triton_dist.testing.compile_only": ["compile_only", "install", "compile_kernel", "Compiled"],
-    "triton_dist.testing.assertions": ["bitwise_equal", "assert_bitwise_equal"],
+    "triton_dist.testing.assertions": [
+        "bitwise_equal", "assert_bitwise_equal", "count_mismatches",
+    ],
     "triton_dist.errors": [
         kind for kind, value in vars(errors).items()
         if inspect.isclass(value) and value.__module__ == errors.__name__

@@ -54,6 +54,19 @@ def assert_allclose(
     )
 
 
+def count_mismatches(
+    actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float
+) -> torch.Tensor:
+    """How many values of ``actual`` are not within ``atol + rtol * |expected|``; NaN never is.
+
+    A scalar on the tensors' device: nothing waits for it, so a test can check many outputs and look
+    once. For 16-bit dtypes: differences are taken in single precision.
+    """
+    wanted = expected.float()
+    bound = wanted.abs().mul_(rtol).add_(atol)
+    return ((actual.float() - wanted).abs_() <= bound).logical_not_().sum()
+
+
 def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
     """The index into ``shape`` of the element at ``flat`` in row-major order."""
     index = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 
 def all_gather_rows(
@@ -24,3 +25,31 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """``all_gather(A) @ B``: collective, then product."""
     return torch.matmul(all_gather_rows(A, group), B)
+
+
+def has_async_tp(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether torch's overlapped all-gather and product can run over ``group``."""
+    return (
+        torch.cuda.is_available()
+        and dist.get_world_size(group) > 1
+        and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul")
+    )
+
+
+def async_tp_matmul(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """``all_gather(A) @ B`` by torch's async tensor parallelism; GPUs only.
+
+    A: [M_per_rank, K], contiguous, B: [K, N_per_rank]. Its first call in a group, and one with a
+    larger A than any before, are collective and allocate: they cannot be captured.
+    """
+    members = group if group is not None else dist.group.WORLD
+    assert members is not None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        symm_mem.enable_symm_mem_for_group(members.group_name)  # needless, and deprecated, since
+    _, (C,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        A, [B], 0, members.group_name, return_A=False
+    )
+    product: torch.Tensor = C
+    return product

@@ -30,6 +30,10 @@ class Samples:
         first, _, third = statistics.quantiles(self.milliseconds, n=4)
         return first, third
 
+    def quantile(self, share: float) -> float:
+        """The sample that ``share`` of all lie below, interpolated; 0.5: the median."""
+        return float(torch.tensor(self.milliseconds, dtype=torch.float64).quantile(share))
+
 
 def interleaved(
     candidates: Mapping[str, Callable[[], Any]],

@@ -9,8 +9,7 @@ per rank odd.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,16 @@ from triton_dist.kernels.nvidia import (
     ag_gemm,
     create_ag_gemm_context,
 )
-from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.runtime.device import current_device
 from triton_dist.test.nvidia.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
-from triton_dist.testing.reference import all_gather_matmul, all_gather_rows
+from triton_dist.testing.ag_gemm_peers import SERIAL, ag_gemm_peers
+from triton_dist.testing.overlap import Candidate, overlap_limit
+from triton_dist.testing.reference import all_gather_matmul
 from triton_dist.testing.timing import Samples, captured, interleaved
 from triton_dist.utils import (
     dist_print,
@@ -135,7 +136,6 @@ def perf(args: argparse.Namespace) -> None:
     M, N, K = args.M // scale, shape["N"] // scale, shape["K"] // scale
     M, N = M // num_ranks * num_ranks, N // num_ranks * num_ranks
     A, B = make_data(M, N, K, dtype, args.trans_b)
-    gathered = all_gather_rows(A)  # real data: on zeros a product is faster
     with create_ag_gemm_context(M, N, K, dtype, dist.get_rank(), num_ranks) as ctx:
         if not args.local_copy:
             ctx.own_rows(A.shape[0]).copy_(A)
@@ -143,36 +143,26 @@ def perf(args: argparse.Namespace) -> None:
         def ours() -> torch.Tensor:
             return run_ag_gemm(args, A, B, ctx)
 
-        def serial() -> torch.Tensor:
-            return all_gather_matmul(A, B)
-
         tolerance = _TOLERANCE[dtype]
-        assert_allclose(ours(), serial(), rtol=tolerance, atol=tolerance)
+        assert_allclose(ours(), all_gather_matmul(A, B), rtol=tolerance, atol=tolerance)
         report_tuning(args, A, B, ctx)
-        candidates: dict[str, Callable[[], Any]] = {
-            "ag_gemm": ours,
-            "all-gather + matmul": serial,
-            "GEMM alone": lambda: torch.matmul(gathered, B),
-            "all-gather alone": lambda: all_gather_rows(A, out=gathered),
-            "copy-engine all-gather alone": lambda: gather_alone(ctx.buffer, A),
-        }
-        if is_cuda():
-            graphs = {
-                name: captured(candidates[name]) for name in ("ag_gemm", "all-gather + matmul")
-            }
-            candidates |= {f"{name}, CUDA graph": replay for name, replay in graphs.items()}
-        samples = interleaved(candidates, rounds=15 if is_cuda() else 3)
+        candidates = {"ag_gemm": Candidate("own", ours), **ag_gemm_peers(A, B, ctx)}
+        calls = {name: each.call for name, each in candidates.items()}
+        samples = interleaved(
+            calls | {f"{name}, CUDA graph": captured(call) for name, call in calls.items()}
+            if is_cuda()
+            else calls,
+            rounds=15 if is_cuda() else 3,
+        )
         report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], M, N, K, dtype)
-        report_table(f"{M}x{N}x{K} {dtype} on {num_ranks} ranks", samples)
+        title = f"{M}x{N}x{K} {dtype} on {num_ranks} ranks"
+        report_table(title, candidates, {name: samples[name] for name in calls})
+        if is_cuda():
+            graphs = {name: samples[f"{name}, CUDA graph"] for name in calls}
+            report_table(f"{title}, CUDA graphs", candidates, graphs)
         with group_profile("ag_gemm_perf", args.profile):
             for _ in range(20 if args.profile else 0):
                 ours()
-
-
-def gather_alone(buffer: AllGatherBuffer, A: torch.Tensor) -> None:
-    """The transfer of a call without its consumer."""
-    buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
-    buffer.finish()
 
 
 def report_tuning(
@@ -211,12 +201,12 @@ def report_rates(own_ms: float, M: int, N: int, K: int, dtype: torch.dtype) -> N
     )
 
 
-def report_table(title: str, samples: dict[str, Samples]) -> None:
+def report_table(
+    title: str, candidates: Mapping[str, Candidate], samples: Mapping[str, Samples]
+) -> None:
     """Medians of the slowest rank beside the serial op and the limit max(GEMM, all-gather)."""
-    gathers = [sample.median for name, sample in samples.items() if "all-gather alone" in name]
-    limit = max(samples["GEMM alone"].median, min(gathers))
-    serial = samples["all-gather + matmul"].median
-    rounds = len(samples["GEMM alone"].milliseconds)
+    limit, serial = overlap_limit(candidates, samples), samples[SERIAL].median
+    rounds = len(samples[SERIAL].milliseconds)
     dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
     dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")
     for name, sample in samples.items():

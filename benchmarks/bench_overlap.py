@@ -1,0 +1,125 @@
+"""Overlapped ops beside their peers and their limit, eager and in CUDA graphs, in one run.
+
+    bash scripts/launch.sh benchmarks/bench_overlap.py --json overlap.json --png overlap.png
+    bash scripts/launch.sh benchmarks/bench_overlap.py --shapes 8192:28672:8192 --mode graph
+    bash scripts/launch.sh benchmarks/bench_overlap.py --layers all --M 512,2048,8192
+    python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
+
+For each shape the op is tuned, or its cached config used. Then the winner, the best few other
+configs by the tuning record, and the peers are each checked against the unfused reference, on fresh
+random data and with outputs that held NaN, and timed: interleaved, ranks lined up, cold L2, the
+slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
+may differ too.
+
+limit = max(GEMM alone, fastest transfer alone). On CPU ranks everything runs scaled down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from overlap.ag_gemm import open_ag_gemm
+from overlap.measuring import MODES, measure
+from overlap.plot import check_matplotlib, draw
+from overlap.results import report, shape_tree
+from overlap.shapes import GOAL, Shape, parse_layers, parse_numbers, parse_shapes
+from overlap.table import console, shape_table, summary_table
+from overlap.workload import Choice, OpenWorkload
+
+from triton_dist.test.utils import dtype_named
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+OPS: dict[str, OpenWorkload] = {"ag_gemm": open_ag_gemm}
+_CPU_SCALE = 256
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", choices=list(OPS), default="ag_gemm")
+    parser.add_argument("--shapes", type=parse_shapes, help="M:N:K,... global; default: a mix")
+    parser.add_argument("--layers", type=parse_layers, help="N and K by name, or all; with --M")
+    parser.add_argument("--M", type=parse_numbers, default=[8192], help="rows for --layers")
+    parser.add_argument("--scale", type=int, help="divide every size; default: 1, on CPU ranks 256")
+    parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
+    parser.add_argument("--best", type=int, default=4, help="other configs, by the tuning record")
+    parser.add_argument("--all-candidates", action="store_true", help="all that pruning leaves")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
+    parser.add_argument("--limit", type=int, default=300, help="seconds for a shape, tuning too")
+    parser.add_argument("--json", type=Path, help="file for the results; rewritten at each shape")
+    parser.add_argument("--png", type=Path, help="file for a plot; needs matplotlib")
+    parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")
+    options = parser.parse_args(arguments)
+    unknown = [mode for mode in (options.mode or "eager").split(",") if mode not in MODES]
+    if unknown:
+        parser.error(f"--mode {unknown[0]!r}, expected {' or '.join(MODES)}")
+    return options
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every shape; collective. Rank 0 shows and writes what there is after each."""
+    num_ranks = dist.get_world_size()
+    scale = options.scale or (1 if is_cuda() else _CPU_SCALE)
+    modes = (options.mode or ("eager,graph" if is_cuda() else "eager")).split(",")
+    rounds = options.rounds or (25 if is_cuda() else 3)
+    dtype = dtype_named(options.dtype)
+    choice = Choice(options.best, options.all_candidates)
+    trees = []
+    for shape in dict.fromkeys(each.scaled(scale, num_ranks) for each in wanted(options)):
+        faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end, and tell
+        with OPS[options.op](shape, dtype, choice) as workload:
+            begin = time.perf_counter()
+            rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
+            took = time.perf_counter() - begin
+            trees.append(shape_tree(shape, workload, rows, failures, took))
+            del rows
+        faulthandler.cancel_dump_traceback_later()
+        result = report(options.op, dtype, rounds, trees)
+        if dist.get_rank() == 0:
+            console().print(shape_table(trees[-1]))
+            if options.json is not None:
+                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def wanted(options: argparse.Namespace) -> list[Shape]:
+    asked: list[Shape] = list(options.shapes or [])
+    asked += [Shape(M, N, K) for N, K in options.layers or [] for M in options.M]
+    return asked or list(GOAL)
+
+
+def show(result: dict[str, Any], png: Path | None) -> None:
+    if png is not None:
+        draw(result, png)
+    console().print(summary_table(result))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    if options.png is not None:
+        check_matplotlib()
+    if options.from_json is not None:
+        result = json.loads(options.from_json.read_text(encoding="utf-8"))
+        for tree in result["shapes"]:
+            console().print(shape_table(tree))
+        show(result, options.png)
+        return
+    initialize_distributed()
+    result = run(options)
+    if dist.get_rank() == 0:
+        show(result, options.png)
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Check every candidate in every mode, then time all of them interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.waits import bounded_waits
+from triton_dist.testing import poisoned_empty
+from triton_dist.testing.assertions import count_mismatches
+from triton_dist.testing.overlap import Candidate
+from triton_dist.testing.timing import Samples, interleaved
+
+from .workload import Workload
+
+T = TypeVar("T")
+MODES = ("eager", "graph")
+_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
+"""rtol = atol between two products that are each rounded once."""
+_SECONDS = 30.0
+"""Longest that one call of a candidate may take while it is checked."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate in a mode, and its samples."""
+
+    name: str
+    mode: str
+    candidate: Candidate
+    samples: Samples
+
+
+class Failed(Exception):
+    """A candidate cannot be measured, which every rank knows."""
+
+
+def measure(
+    workload: Workload, modes: Sequence[str], rounds: int, warmup_rounds: int
+) -> tuple[list[Row], dict[str, str]]:
+    """Rows in the order of the candidates, and why the others failed, by ``name, mode``."""
+    ready: dict[str, tuple[str, str, Candidate]] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    failures: dict[str, str] = {}
+    for name, candidate in workload.candidates().items():
+        for mode in modes:
+            label = f"{name}, {mode}"
+            workload.refresh()
+            try:
+                calls[label] = _checked(candidate, label, mode == "graph")
+                ready[label] = name, mode, candidate
+            except Failed as failure:
+                failures[label] = str(failure)
+                workload.recover()
+    samples = interleaved(calls, rounds, warmup_rounds)
+    return [Row(*ready[label], samples[label]) for label in calls], failures
+
+
+def _checked(candidate: Candidate, label: str, graph: bool) -> Callable[[], Any]:
+    """What to time, after one run of it whose output was right on every rank."""
+    call: Callable[[], Any] = candidate.call
+    latest: dict[str, torch.Tensor] = {}
+
+    def keep() -> None:
+        latest.update(output=candidate.call())
+
+    if graph:
+        call = _together(f"{label}: capture", lambda: current_device().capture(keep, _SECONDS))
+
+    def run() -> None:
+        if graph and candidate.expected is not None:
+            for output in latest.values():  # none on CPU ranks, where nothing has run yet
+                output.fill_(float("nan"))
+        with poisoned_empty():
+            call() if graph else keep()
+
+    def check() -> None:
+        if candidate.expected is not None:
+            _compare(latest["output"], candidate.expected())
+
+    _together(f"{label}: run", run)
+    _together(f"{label}: check", check)
+    return call
+
+
+def _together(phase: str, step: Callable[[], T]) -> T:
+    """What ``step`` returns; if it raised on some rank, ``Failed`` on all. So no rank goes on to
+    what another will not come to."""
+    failure = ""
+    try:
+        with bounded_waits(_SECONDS):
+            value = step()
+            current_device().synchronize(_SECONDS)
+    except Exception as error:  # whatever a candidate raises, the others are still worth measuring
+        failure = f"{type(error).__name__}: {error}"
+    for rank, reason in enumerate(group_for().gather(phase, failure)):
+        if reason:
+            raise Failed(f"rank {rank}: {reason}")
+    return value
+
+
+def _compare(output: torch.Tensor, expected: torch.Tensor) -> None:
+    if output.shape != expected.shape:
+        raise AssertionError(f"shape {tuple(output.shape)}, expected {tuple(expected.shape)}")
+    tolerance = _TOLERANCE[output.dtype]
+    wrong = int(count_mismatches(output, expected, rtol=tolerance, atol=tolerance))
+    if wrong:
+        raise AssertionError(f"{wrong} of {output.numel()} values are wrong")

@@ -1,0 +1,117 @@
+"""What was measured, as the tree of a JSON file: the table and the plot are drawn from it alone."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.overlap import overlap_limit
+
+from .measuring import Row
+from .shapes import Shape
+from .workload import TUNED, TUNED_AGAIN, Workload
+
+Tree = dict[str, Any]
+
+
+def report(op: str, dtype: torch.dtype, rounds: int, shapes: Sequence[Tree]) -> Tree:
+    """Everything of one run."""
+    return {
+        "benchmark": "overlap",
+        "op": op,
+        "dtype": str(dtype),
+        "rounds": rounds,
+        "command": sys.argv,
+        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {**current_device().facts(), "ranks": str(dist.get_world_size())},
+        "software": software(),
+        "environment": environment(),
+        "shapes": list(shapes),
+    }
+
+
+def software() -> dict[str, str]:
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+    }
+    if current_device().name == "cuda":
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def environment() -> dict[str, str]:
+    """The variables that change how fast libraries are."""
+    prefixes = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_", "TRITON_")
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
+def shape_tree(
+    shape: Shape, workload: Workload, rows: Sequence[Row], failures: Mapping[str, str], took: float
+) -> Tree:
+    """One shape: every row with its samples, and by mode what they amount to."""
+    modes = dict.fromkeys(row.mode for row in rows)
+    return {
+        **vars(shape),
+        "tuning": workload.note,
+        "seconds": round(took, 2),
+        "serial": workload.serial,
+        "rows": [_row_tree(row) for row in rows],
+        "failures": dict(failures),
+        "modes": {
+            mode: _summary([row for row in rows if row.mode == mode], workload.serial)
+            for mode in modes
+        },
+    }
+
+
+def _row_tree(row: Row) -> Tree:
+    return {
+        "name": row.name,
+        "kind": row.candidate.kind,
+        "mode": row.mode,
+        "config": row.candidate.config,
+        "median": row.samples.median,
+        "p10": row.samples.quantile(0.1),
+        "p90": row.samples.quantile(0.9),
+        "milliseconds": list(row.samples.milliseconds),
+    }
+
+
+def _summary(rows: Sequence[Row], serial: str) -> Tree:
+    """The rows of one mode in a few numbers; what a failed candidate would give is left out."""
+    by_name = {row.name: row for row in rows}
+    medians = {row.name: row.samples.median for row in rows}
+    summary: Tree = {}
+    kinds = {row.candidate.kind for row in rows}
+    if {"gemm", "transfer"} <= kinds:
+        summary["limit"] = overlap_limit(
+            {name: row.candidate for name, row in by_name.items()},
+            {name: row.samples for name, row in by_name.items()},
+        )
+    if TUNED in by_name:
+        summary["winner"] = by_name[TUNED].candidate.kind
+    own = [
+        name
+        for name, row in by_name.items()
+        if row.candidate.kind == "own" and name != TUNED_AGAIN  # two draws would flatter the winner
+    ]
+    if own:
+        summary["best_own"] = min(own, key=medians.__getitem__)
+    peers = [name for name, row in by_name.items() if row.candidate.kind == "peer"]
+    if peers:
+        summary["best_peer"] = min(peers, key=medians.__getitem__)
+    if TUNED in medians and TUNED_AGAIN in medians:
+        summary["band"] = abs(medians[TUNED] / medians[TUNED_AGAIN] - 1)
+    return summary

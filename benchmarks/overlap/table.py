@@ -1,0 +1,112 @@
+"""Tables for people, from the tree of a report."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .workload import TUNED
+
+_WIDTH = 200
+"""Of the console: a launcher's output is no terminal, and 80 columns would fold every row."""
+Tree = dict[str, Any]
+
+
+def console() -> Console:
+    return Console(width=_WIDTH, highlight=False, soft_wrap=False)
+
+
+def shape_table(tree: Tree) -> Table:
+    """Every row of one shape."""
+    table = Table(
+        title=f"{title(tree)}: config {tree['tuning']}; measured in {tree['seconds']:.1f} s",
+        title_justify="left",
+    )
+    for name in ("", "mode", "kind"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ms", "p10", "p90", "/ limit", "x serial"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("config", overflow="fold")
+    for row in tree["rows"]:
+        table.add_row(row["name"], *_row_cells(tree, row))
+    table.add_section()
+    for mode, summary in tree["modes"].items():
+        for row in tree["rows"]:
+            if (row["name"], row["mode"]) == (summary.get("best_own"), mode):
+                table.add_row(f"best own: {row['name']}", *_row_cells(tree, row), style="bold")
+    for name, reason in tree["failures"].items():
+        table.add_row(name, "", "failed", "", "", "", "", "", reason)
+    return table
+
+
+def _row_cells(tree: Tree, row: Tree) -> list[str]:
+    mode, time = row["mode"], row["median"]
+    times = [f"{row[name]:.4f}" for name in ("median", "p10", "p90")]
+    over = _shown(time, tree["modes"][mode].get("limit"))
+    whole = row["kind"] in ("peer", "own", "vendor")
+    faster = _shown(median(tree, tree["serial"], mode), time) if whole else ""
+    return [mode, row["kind"], *times, over, faster, _short(row["config"])]
+
+
+def _short(config: str) -> str:
+    """Without what every config has, and without quotes and brackets; the file has all of it."""
+    return re.sub(r"triton\.Config\(|num_ctas=1, |'gemm_config': |\w+Method\.|[{}()']", "", config)
+
+
+def summary_table(report: Tree) -> Table:
+    """One line a shape and mode: what was gained, and what remains to the limit."""
+    hardware = report["hardware"]
+    table = Table(
+        title=f"{report['op']}, {report['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}; "
+        f"slowest rank, medians of {report['rounds']} interleaved rounds",
+        caption="limit: max(GEMM alone, fastest transfer alone). A/A: the winner against itself.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("M x N x K", "mode", "winner"):
+        table.add_column(name, no_wrap=True)
+    for name in (
+        "tuned ms", "best own ms", "limit ms", "own / limit", "own x serial", "best peer",
+        "own x peer", "tuned x peer", "A/A",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for tree in report["shapes"]:
+        for mode in tree["modes"]:
+            table.add_row(title(tree), mode, *_cells(tree, mode))
+    return table
+
+
+def _cells(tree: Tree, mode: str) -> list[str]:
+    summary = tree["modes"][mode]
+    tuned, own, peer, serial = (
+        median(tree, name, mode) if name is not None else None
+        for name in (TUNED, summary.get("best_own"), summary.get("best_peer"), tree["serial"])
+    )
+    limit, band = summary.get("limit"), summary.get("band")
+    return [
+        summary.get("winner", "failed"),
+        *(_shown(value, 1.0) for value in (tuned, own, limit)),
+        _shown(own, limit),
+        _shown(serial, own),
+        summary.get("best_peer", ""),
+        _shown(peer, own),
+        _shown(peer, tuned),
+        "" if band is None else f"{band:.1%}",
+    ]
+
+
+def _shown(value: float | None, unit: float | None) -> str:
+    return "" if value is None or unit is None else f"{value / unit:.3f}"
+
+
+def title(tree: Tree) -> str:
+    return f"{tree['M']}x{tree['N']}x{tree['K']}"
+
+
+def median(tree: Tree, name: str, mode: str) -> float | None:
+    """Of a row of a shape, in ms; ``None``: it failed."""
+    medians = {(row["name"], row["mode"]): row["median"] for row in tree["rows"]}
+    return medians.get((name, mode))

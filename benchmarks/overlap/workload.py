@@ -1,0 +1,49 @@
+"""What the harness asks of an op: one shape of it, with operands, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from triton_dist.testing.overlap import Candidate
+
+from .shapes import Shape
+
+TUNED, TUNED_AGAIN = "tuned", "tuned, again"
+"""The tuner's winner; and the same once more, which says how much a difference means."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many candidates to measure, beside the peers and the winner."""
+
+    best: int
+    """So many of the others, the best by the tuning record."""
+    every: bool = False
+    """All that are left after pruning, instead."""
+
+
+class Workload(Protocol):
+    """One op at one shape. Its operands are random; every method is collective."""
+
+    serial: str
+    """Name of the peer that does one part after the other."""
+    note: str
+    """How the winner was come by."""
+
+    def candidates(self) -> Mapping[str, Candidate]:
+        """By name, in the order in which they are to be run: peers, ``TUNED``, other configs,
+        ``TUNED_AGAIN``."""
+
+    def refresh(self) -> None:
+        """Give the operands new random values, in place."""
+
+    def recover(self) -> None:
+        """Bring all ranks back to one state after a candidate failed on some rank."""
+
+
+OpenWorkload = Callable[[Shape, torch.dtype, Choice], AbstractContextManager[Workload]]

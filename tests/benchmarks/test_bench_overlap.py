@@ -1,0 +1,195 @@
+"""The benchmark of overlapped ops: on CPU ranks, from the command to the table, JSON and PNG."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.overlap import plot, shapes, table
+from benchmarks.overlap.shapes import Shape
+from tests.architecture.source import ROOT
+from tests.benchmarks import overlap_ranks
+
+pytestmark = pytest.mark.timeout(180)
+SCRIPT = str(ROOT / "benchmarks" / "bench_overlap.py")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*command, **variables):
+    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TRITON_INTERPRET")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    environment = kept | {"PYTHON": sys.executable, "TRITON_DIST_DEVICE": "cpu"} | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run on two ranks, and the file that it wrote."""
+    folder = tmp_path_factory.mktemp("overlap")
+    path = folder / "overlap.json"
+    done = run(
+        "bash", str(ROOT / "scripts" / "launch.sh"), SCRIPT, "--scale", "1",
+        "--shapes", "24:64:32,10:32:16", "--mode", "eager,graph", "--rounds", "3", "--best", "2",
+        "--json", str(path),
+        TRITON_DIST_CACHE_DIR=str(folder / "cache"), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, path
+
+
+@pytest.fixture(scope="module")
+def tree(finished):
+    return json.loads(finished[1].read_text())
+
+
+def test_every_peer_and_several_configs_are_there_in_both_modes(tree):
+    for shape in tree["shapes"]:
+        assert shape["failures"] == {}
+        names = {(row["name"], row["mode"]) for row in shape["rows"]}
+        for mode in ("eager", "graph"):
+            assert {name for name, of in names if of == mode} == {
+                "GEMM alone",
+                "all-gather alone",
+                "copy-engine all-gather alone",
+                "all-gather + matmul",
+                "tuned",
+                "own 1",
+                "own 2",
+                "tuned, again",
+            }
+
+
+def test_numbers_follow_from_the_samples(tree):
+    for shape in tree["shapes"]:
+        medians = {}
+        for row in shape["rows"]:
+            assert len(row["milliseconds"]) == 3
+            assert row["median"] == statistics.median(row["milliseconds"])
+            assert row["p10"] <= row["median"] <= row["p90"]
+            medians[row["name"], row["mode"]] = row["median"]
+        for mode, summary in shape["modes"].items():
+            gathers = ("all-gather alone", "copy-engine all-gather alone")
+            fastest = min(medians[name, mode] for name in gathers)
+            assert summary["limit"] == max(medians["GEMM alone", mode], fastest)
+            assert summary["winner"] == "own"
+            own = {name: medians[name, mode] for name in ("tuned", "own 1", "own 2")}
+            assert summary["best_own"] == min(own, key=own.__getitem__)
+
+
+def test_the_file_says_how_it_was_made(tree):
+    assert tree["command"][0].endswith("bench_overlap.py")
+    assert "--rounds" in tree["command"]
+    assert tree["hardware"]["ranks"] == "2"
+    assert {"python", "torch", "triton"} <= set(tree["software"])
+    assert tree["environment"]["TRITON_INTERPRET"] == "1"
+    assert [(s["M"], s["N"], s["K"]) for s in tree["shapes"]] == [(24, 64, 32), (10, 32, 16)]
+
+
+def test_the_summary_comes_last(finished):
+    printed = finished[0].stdout
+    assert printed.count("best own: ") == 4
+    last = printed[printed.rindex("own / limit") :]
+    for line in ("24x64x32  │ eager", "24x64x32  │ graph", "10x32x16  │ eager"):
+        assert line in last
+    assert "A/A: the winner against itself" in last
+
+
+def test_a_file_is_shown_and_drawn_alone(finished, tmp_path):
+    """Without matplotlib the error says what to do."""
+    png = tmp_path / "overlap.png"
+    done = run(
+        sys.executable, SCRIPT, "--from-json", str(finished[1]), "--png", str(png),
+        PYTHONPATH=os.pathsep.join([str(ROOT / "python"), *sys.path]), TRITON_INTERPRET="1",
+    )  # fmt: skip
+    if importlib.util.find_spec("matplotlib") is None:
+        assert done.returncode == 1
+        assert "pip install matplotlib" in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert png.read_bytes().startswith(PNG)
+        assert "own / limit" in done.stdout
+
+
+def test_without_matplotlib_nothing_is_measured_in_vain(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="--from-json FILE --png FILE"):
+        plot.check_matplotlib()
+
+
+def test_what_is_drawn(tree):
+    shape = tree["shapes"][0]
+    serial = table.median(shape, "all-gather + matmul", "eager")
+    tuned = table.median(shape, "tuned", "eager")
+    limit = shape["modes"]["eager"]["limit"]
+    assert plot._ratio(shape, "eager", "tuned", over_limit=False) == serial / tuned
+    assert plot._ratio(shape, "eager", "tuned", over_limit=True) == tuned / limit
+    best = plot._ratio(shape, "eager", "best own", over_limit=True)
+    assert best <= tuned / limit
+    missing = plot._ratio(shape, "eager", "torch async-TP", over_limit=True)
+    assert missing != missing
+
+
+def test_what_fails_on_some_rank_is_left_out_on_all(spawn_ranks):
+    (recovered, tree), (_, other) = spawn_ranks(2, overlap_ranks.measured)
+    assert tree["rows"] == other["rows"]
+    good = ["GEMM alone", "transfer alone", "serial", "tuned", "own 1", "tuned, again"]
+    assert list(dict.fromkeys(row["name"] for row in tree["rows"])) == good
+    reasons = {
+        "unwritten": "rank 0: AssertionError: 16 of 16 values are wrong",
+        "stale": "rank 0: AssertionError: 16 of 16 values are wrong",
+        "another shape": "rank 0: AssertionError: shape (3,), expected (4, 4)",
+        "wrong on rank 1": "rank 1: AssertionError: 16 of 16 values are wrong",
+        "raises on rank 1": "rank 1: MemoryError: too large",
+    }
+    assert len(tree["failures"]) == recovered == 2 * len(reasons)
+    for name, reason in reasons.items():
+        for mode in ("eager", "graph"):
+            assert tree["failures"][f"{name}, {mode}"].startswith(reason)
+    for summary in tree["modes"].values():
+        assert summary["winner"] == "vendor"
+        assert summary["best_own"] == "own 1"
+        assert summary["best_peer"] == "serial"
+
+
+def test_tables_and_ratios_do_without_what_failed():
+    row = {"name": "tuned", "kind": "own", "mode": "eager", "config": "", "median": 1.0}
+    row |= {"p10": 1.0, "p90": 1.0, "milliseconds": [1.0]}
+    tree = {"M": 1, "N": 2, "K": 3, "tuning": "", "seconds": 1.0, "serial": "serial", "rows": [row]}
+    tree |= {"failures": {"serial, eager": "broken"}, "modes": {"eager": {"winner": "own"}}}
+    report = {"op": "op", "dtype": "d", "rounds": 1, "hardware": {"ranks": "1", "gpu": "g"}}
+    console = table.console()
+    with console.capture() as captured:
+        console.print(table.shape_table(tree))
+        console.print(table.summary_table(report | {"shapes": [tree]}))
+    assert "broken" in captured.get()
+    assert "1x2x3" in captured.get()
+
+
+def test_shapes_of_the_command_line():
+    assert shapes.parse_shapes("1:2:3,4:5:6") == [Shape(1, 2, 3), Shape(4, 5, 6)]
+    assert shapes.parse_layers("llama-70b-qkv") == [(10240, 8192)]
+    assert len(shapes.parse_layers("all")) == len(shapes.LAYERS)
+    assert shapes.parse_numbers("512,1024") == [512, 1024]
+    for parse, text in (
+        (shapes.parse_shapes, "1:2"),
+        (shapes.parse_shapes, "1:2:x"),
+        (shapes.parse_shapes, "0:2:3"),
+        (shapes.parse_layers, "llama-1b"),
+        (shapes.parse_numbers, "a"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+
+
+def test_scaled_shapes_fit_the_ranks():
+    assert Shape(8192, 28672, 8192).scaled(256, 4) == Shape(32, 112, 32)
+    assert Shape(10, 3, 7).scaled(1, 4) == Shape(8, 4, 7)
+    assert Shape(512, 512, 512).scaled(4096, 2) == Shape(2, 2, 1)

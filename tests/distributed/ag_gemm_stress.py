@@ -1,0 +1,210 @@
+"""Random AllGather-GEMM calls for as long as one likes: what every rank does, on CPUs and on GPUs.
+
+Whatever ranks must do alike (rows, config, order) is drawn from a generator that all seed alike;
+what makes them differ (data, and who is late, and by how much) from one of each rank's own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia import allgather_gemm as op
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.ag_gemm_peers import is_own_algorithm
+from triton_dist.testing.assertions import count_mismatches
+from triton_dist.testing.reference import all_gather_matmul
+from triton_dist.utils import init_seed
+
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
+_CAPTURE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much of what."""
+
+    calls: int
+    max_rows: int
+    """Of a rank."""
+    columns: int
+    """Of a rank."""
+    K: int
+    dtype: torch.dtype
+    configs: int
+    """How many of the op's own, drawn at random, with every method among them."""
+    batch: int = 10
+    """Calls that follow one another with nothing in between; then all are checked."""
+    late: float = 0.2
+    """Share of the calls before, or in, which a rank is late."""
+    most_cycles: int = 4_000_000
+    """By how much at most: 2 ms on a GPU."""
+    seed: int = 0
+
+
+class _Stress:
+    """What the two kinds of stress share. Collective."""
+
+    def __init__(self, load: Load) -> None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self.load, self.device = load, current_device()
+        init_seed(load.seed)  # for its other half: references that accumulate in fp32
+        self.shared = random.Random(load.seed)
+        self.own = random.Random(1 + 1000 * load.seed + rank)
+        self.values = torch.Generator(self.device.torch_device).manual_seed(1 + load.seed + rank)
+        self.ctx = create_ag_gemm_context(
+            load.max_rows * num_ranks, load.columns * num_ranks, load.K, load.dtype, rank, num_ranks
+        )
+        self.wrong: list[str] = []
+        self._pending: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def uniform(self, rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.rand(rows, columns, generator=self.values, device=self.device.torch_device)
+        return ((values * 2 - 1) * scale).to(self.load.dtype)
+
+    def shard(self, rows: int) -> torch.Tensor:
+        return self.uniform(rows, self.load.K, 0.1)
+
+    def be_late(self) -> None:
+        """Now and then, on the stream or on the host; each rank when it likes."""
+        if self.own.random() < self.load.late:
+            self.device.sleep(self.own.randrange(self.load.most_cycles))
+        if self.own.random() < self.load.late / 4:
+            time.sleep(self.own.random() * 2e-3)
+
+    def straggler(self) -> tuple[int, int] | None:
+        """Rank and cycles of who is late in a call, after its copies are queued; alike on all."""
+        if self.shared.random() >= self.load.late:
+            return None
+        rank = self.shared.randrange(dist.get_world_size())
+        return rank, self.shared.randrange(self.load.most_cycles)
+
+    def check_later(self, what: str, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> None:
+        self._pending.append((what, A, B, C))
+        if len(self._pending) == self.load.batch:
+            self.check()
+
+    def check(self) -> None:
+        """Compare what is pending, with one look at the device for all of it."""
+        if not self._pending:
+            return
+        tolerance = TOLERANCE[self.load.dtype]
+        counts = torch.stack(
+            [
+                count_mismatches(C, all_gather_matmul(A, B), rtol=tolerance, atol=tolerance)
+                for _, A, B, C in self._pending
+            ]
+        ).tolist()
+        self.wrong += [
+            f"{what}: {count} of {C.numel()} values"
+            for (what, _, _, C), count in zip(self._pending, counts, strict=True)
+            if count
+        ]
+        self._pending.clear()
+
+    def finish(self) -> tuple[int, list[str]]:
+        """Calls, and those that were wrong."""
+        self.check()
+        self.ctx.finalize()
+        return self.load.calls, self.wrong
+
+
+def random_calls(load: Load) -> tuple[int, list[str]]:
+    """Calls with random rows, configs and stragglers, with fresh data each."""
+    stress = _Stress(load)
+    configs = drawn_configs(stress)
+    for number in range(load.calls):
+        rows = stress.shared.randint(1, load.max_rows)
+        config = stress.shared.choice(configs)
+        straggler = stress.straggler()
+        A, B = stress.shard(rows), stress.uniform(load.columns, load.K).T
+        given = A.clone()
+        stress.be_late()
+        C = ag_gemm.fn(given, B, stress.ctx, **config, straggler_option=straggler)
+        given.fill_(float("nan"))  # the caller may do so as soon as the call returned
+        stress.check_later(f"call {number}, {rows} rows a rank, {config}", A, B, C)
+    return stress.finish()
+
+
+def random_replays(load: Load, graphs: int) -> tuple[int, list[str]]:
+    """The same by replays, in random order, of calls captured in CUDA graphs.
+
+    CPU ranks capture nothing: they call.
+    """
+    stress = _Stress(load)
+    configs = drawn_configs(stress)
+    captures = [
+        _Capture(stress, stress.shared.randint(1, load.max_rows), configs[number % len(configs)])
+        for number in range(graphs)
+    ]
+    for number in range(load.calls):
+        each = stress.shared.choice(captures)
+        A = stress.shard(each.A.shape[0])
+        each.A.copy_(A)
+        stress.be_late()
+        each.replay()
+        each.A.fill_(float("nan"))
+        C = each.latest["C"].clone()
+        stress.check_later(f"replay {number}, {each.what}", A, each.B, C)
+    return stress.finish()
+
+
+class _Capture:
+    """A captured call, with the operands that it reads and the output that it writes."""
+
+    def __init__(self, stress: _Stress, rows: int, config: dict[str, Any]) -> None:
+        self.what = f"{rows} rows a rank, {config}"
+        self.A, self.B = stress.shard(rows), stress.uniform(stress.load.columns, stress.load.K).T
+        self.latest: dict[str, torch.Tensor] = {}
+        self.replay: Callable[[], object] = stress.device.capture(
+            lambda: self.latest.update(C=ag_gemm.fn(self.A, self.B, stress.ctx, **config)),
+            _CAPTURE_SECONDS,
+        )
+
+
+def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
+    """Configs of own algorithms that compile on every rank; every method, then at random."""
+    load, ctx = stress.load, stress.ctx
+    A, B = stress.shard(load.max_rows), stress.uniform(load.columns, load.K).T
+    own = [
+        config
+        for config in ag_gemm.config_space
+        if is_own_algorithm(config) and op.prune_fn(config, A, B, ctx)
+    ]
+    stress.shared.shuffle(own)
+    by_method = {config.get("method"): config for config in own}
+    ordered = list(dict.fromkeys([*by_method.values(), *own]))
+    drawn: list[dict[str, Any]] = []
+    for config in ordered:
+        if len(drawn) == max(load.configs, len(by_method)):
+            break
+        if group_for().all_agree("config compiles", _compiles(A, B, ctx, config.arguments())):
+            drawn.append(config.arguments())
+    assert drawn, "no config of an own algorithm can be compiled here"
+    return drawn
+
+
+def _compiles(A: torch.Tensor, B: torch.Tensor, ctx: Any, arguments: dict[str, Any]) -> bool:
+    try:
+        op._prepare(A, B, ctx, **arguments)
+    except Exception:  # too much shared memory, say: the tuner would leave it out, too
+        return False
+    return True
+
+
+def summarise(results: Sequence[tuple[int, list[str]]], calls: int) -> str:
+    """Empty if every rank made so many calls and none was wrong; else what was."""
+    lines = [
+        f"rank {rank}: {count} calls, {len(wrong)} wrong: {'; '.join(wrong[:3])}"
+        for rank, (count, wrong) in enumerate(results)
+        if count != calls or wrong
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""The stress of AllGather-GEMM on CPU ranks: few calls; tests/gpu makes a thousand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import ag_gemm_stress
+from tests.distributed.ag_gemm_stress import Load, summarise
+
+LOAD = Load(
+    calls=30, max_rows=37, columns=40, K=72, dtype=torch.float16, configs=8, batch=5,
+    most_cycles=10_000_000,
+)  # fmt: skip
+WORLD_SIZES = [2, 4]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_random_calls(spawn_ranks, world_size):
+    results = spawn_ranks(world_size, ag_gemm_stress.random_calls, LOAD, timeout=100)
+    assert summarise(results, LOAD.calls) == ""
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_random_replays(spawn_ranks, world_size):
+    results = spawn_ranks(world_size, ag_gemm_stress.random_replays, LOAD, 6, timeout=100)
+    assert summarise(results, LOAD.calls) == ""
+
+
+def wrong_in_one_place() -> list[str]:
+    """A result of which one value is off on rank 1."""
+    stress = ag_gemm_stress._Stress(LOAD)
+    for number in range(LOAD.batch + 1):
+        A, B = stress.shard(3), stress.uniform(LOAD.columns, LOAD.K).T
+        C = ag_gemm_stress.all_gather_matmul(A, B)
+        if number == 2 and stress.ctx.rank == 1:
+            C[4, 7] += 0.5
+        stress.check_later(f"call {number}", A, B, C)
+    return stress.finish()[1]
+
+
+def test_one_wrong_value_is_seen_and_named(spawn_ranks):
+    first, second = spawn_ranks(2, wrong_in_one_place)
+    assert first == []
+    assert second == ["call 2: 1 of 240 values"]
+    assert "rank 1: 30 calls, 1 wrong: call 2" in summarise([(30, first), (30, second)], 30)
+    assert "rank 0: 29 calls" in summarise([(29, [])], 30)
