@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +14,7 @@ import triton.language as tl
 import triton_dist
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
 from triton_dist.autotuner import contextual_autotune
+from triton_dist.errors import TuningFrozen
 
 X = torch.arange(64.0)
 
@@ -164,3 +166,23 @@ def test_verbose_prints_what_is_chosen(capsys, monkeypatch):
     assert "5 calls of the function" in printed
     start(16, 32)
     assert "known, BLOCK: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_frozen_a_record_is_used_and_without_one_nothing_is_launched(monkeypatch, always):
+    kernel = autotuned(scale_kernel, configs(16, 32))
+    spy = Spy(kernel)
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", str(int(always)))
+    function = contextual_autotune(n_repeat=1, n_warmup=1)(lambda x: scale(kernel, x))
+    x = torch.arange(64.0)
+    with pytest.raises(TuningFrozen, match=r"scale_kernel, key \(64, .*no cached result"):
+        function(x)
+    assert spy.blocks == []
+    monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")
+    function(x)
+    function.clear()
+    spy.blocks.clear()
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    assert torch.equal(function(x), 2 * x)
+    assert len(spy.blocks) == 1

@@ -89,9 +89,7 @@ def fail_then_start_again(method):
 
 @pytest.mark.parametrize("method", AllGatherMethod)
 def test_a_reset_brings_all_ranks_back_to_one_state(spawn_ranks, method):
-    failures = spawn_ranks(
-        2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"}
-    )
+    failures = spawn_ranks(2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
     if method is AllGatherMethod.FULL_MESH_PULL:  # only a pull waits for its peers to stage
         assert "test.staged" in failures[0]
 

@@ -4,11 +4,9 @@ them."""
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +17,19 @@ from triton_dist._tuning.engine.parts import Hooks, Parts
 from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.protocols import Device, RankGroup, Search
 from triton_dist._tuning.search import Exhaustive, Racing
+from triton_dist._tuning.shared import (
+    file_store,
+    gate_of,
+    hardware_of,
+    journal_of,
+    pack_store,
+    read_only_store,
+)
 from triton_dist._tuning.source import source_digests
 from triton_dist._tuning.store import (
-    FileJournal,
     FileLog,
-    FileStore,
     LayeredStore,
     MemoryStore,
-    PackStore,
-    ReadOnlyStore,
     pack_folders,
 )
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
@@ -44,8 +46,6 @@ _SEARCHES: dict[str, Callable[[Sequence[Config], Policy, Config | None], Search]
     "racing": Racing,
     "exhaustive": Exhaustive,
 }
-
-_gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
 
 
 def autotune(
@@ -177,7 +177,7 @@ class _Composer:
         ranks: RankGroup = group_for(process_group, self.scope)
         policy = self.policy(device.name)
         seconds = knobs.autotune_timeout.get()
-        files = _file_store(knobs.cache_dir.get())
+        files = file_store(knobs.cache_dir.get())
         folders = knobs.autotune_readonly_dirs.get()
         return Parts(
             device=device,
@@ -186,8 +186,8 @@ class _Composer:
                 [
                     self.memory,
                     files,
-                    *map(_read_only_store, folders),
-                    *map(_pack_store, pack_folders(folders)),
+                    *map(read_only_store, folders),
+                    *map(pack_store, pack_folders(folders)),
                 ]
             ),
             memory=self.memory,
@@ -195,9 +195,9 @@ class _Composer:
             search=_SEARCHES[policy.search],
             fingerprint=functools.partial(self._fingerprint, device, ranks),
             policy=policy,
-            hardware=_hardware(device, ranks),
+            hardware=hardware_of(device, ranks),
             quiet=functools.partial(_quiet, seconds),
-            gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
+            gate=gate_of(ranks),
             always_tune=knobs.autotune_always_tune.get(),
             frozen=knobs.autotune_frozen.get(),
             strict=knobs.autotune_version_check.get(),
@@ -207,7 +207,7 @@ class _Composer:
             grace=knobs.autotune_grace.get(),
             log=lambda key: FileLog(files.path(key), ranks.rank),
             compiler=CompilePool if device.name == "cuda" else None,
-            journal=lambda key: FileJournal(files.path(key).with_suffix(".journal")),
+            journal=functools.partial(journal_of, files),
         )
 
     def _fingerprint(
@@ -228,30 +228,9 @@ class _Composer:
         )
 
 
-def _hardware(device: Device, ranks: RankGroup) -> str:
-    """The part of the hardware that results of other hardware are kept beside, not replaced by."""
-    group = [f"{name} {value}" for name, value in sorted(ranks.facts().items())]
-    return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
-
-
 @contextmanager
 def _quiet(seconds: float) -> Iterator[None]:
     """No gradients, and no wait in a kernel that outlasts the patience of the other ranks: a
     candidate that dead-locks there fails and is voted out, and nobody has to be ended."""
     with torch.no_grad(), bounded_waits(seconds / 2):
         yield
-
-
-@functools.cache
-def _file_store(root: Path) -> FileStore:
-    return FileStore(root)
-
-
-@functools.cache
-def _read_only_store(root: Path) -> ReadOnlyStore:
-    return ReadOnlyStore(root)
-
-
-@functools.cache
-def _pack_store(root: Path) -> PackStore:
-    return PackStore(root)

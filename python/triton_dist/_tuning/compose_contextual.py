@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,21 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist._tuning.compose import _file_store, _gates, _hardware, _read_only_store
 from triton_dist._tuning.engine.contextual import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual_interception import Interception
 from triton_dist._tuning.engine.contextual_log import StepLog
 from triton_dist._tuning.engine.contextual_parts import ContextualParts
 from triton_dist._tuning.protocols import Device, Journal, RankGroup, Store
 from triton_dist._tuning.search.steps import InTurn, Race
+from triton_dist._tuning.shared import (
+    file_store,
+    gate_of,
+    hardware_of,
+    journal_of,
+    read_only_store,
+)
 from triton_dist._tuning.source import source_digests
-from triton_dist._tuning.store import FileJournal, FileStore, LayeredStore
+from triton_dist._tuning.store import FileStore, LayeredStore
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -115,8 +120,8 @@ class _Composer:
         rank = world.rank if world.size > 1 else knobs.rank.get()
         verbose = knobs.autotune_print.get() and ranks.is_leader
         folder = knobs.autotune_log_dir.get().expanduser()
-        files = _file_store(knobs.cache_dir.get())
-        read_only = map(_read_only_store, knobs.autotune_readonly_dirs.get())
+        files = file_store(knobs.cache_dir.get())
+        read_only = map(read_only_store, knobs.autotune_readonly_dirs.get())
         return ContextualParts(
             device=device,
             ranks=ranks,
@@ -128,8 +133,9 @@ class _Composer:
             # Ranks wait for one another for so long: a wait in a kernel must end before.
             quiet=functools.partial(bounded_waits, seconds / 2),
             no_grad=torch.no_grad,
-            gate=_gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock()),
+            gate=gate_of(ranks),
             always_tune=knobs.autotune_always_tune.get(),
+            frozen=knobs.autotune_frozen.get(),
             seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
             grace=knobs.autotune_grace.get(),
@@ -149,7 +155,7 @@ class _Kernels:
     """Those files, and read-only folders."""
 
     def key(self, name: str, key: tuple[Any, ...]) -> Key:
-        return Key.of(name, tuple(map(_with_text, key)), _hardware(self.device, self.ranks))
+        return Key.of(name, tuple(map(_with_text, key)), hardware_of(self.device, self.ranks))
 
     def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint:
         hooks = [value for config in space for value in config.functions()]
@@ -181,7 +187,7 @@ class _Kernels:
         return None, reason or "no cached result"
 
     def journal(self, key: Key) -> Journal:
-        return FileJournal(self.files.path(key).with_suffix(".journal"))
+        return journal_of(self.files, key)
 
     def put(self, record: TuningRecord) -> str:
         return self.store.put(record) or "memory"

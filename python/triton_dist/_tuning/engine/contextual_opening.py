@@ -21,7 +21,7 @@ from triton_dist._tuning.engine.contextual_context import (
 from triton_dist._tuning.engine.contextual_parts import ContextualParts
 from triton_dist._tuning.engine.contextual_words import Words
 from triton_dist._tuning.values import Config, ConfigSpace, Entry, Fingerprint, TuningRecord, codec
-from triton_dist.errors import NoValidConfig, RankDisagreement, TuningWarning
+from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen, TuningWarning
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Opening:
     """Of a valid record that it has."""
     is_leader: bool = False
     always_tune: bool = False
+    frozen: bool = False
     capturing: bool = False
 
 
@@ -93,6 +94,7 @@ def open_context(
             found if found in own.live else None,
             parts.ranks.is_leader,
             parts.always_tune,
+            parts.frozen,
             parts.device.is_capturing(),
         ),
     )
@@ -154,8 +156,9 @@ def _begun(
 ) -> Context:
     leader = next(each for each in openings if each.is_leader)
     capturing = any(each.capturing for each in openings)
-    # In a capture nothing can be tuned: a record is used even if it was asked to be replaced.
-    usable = [leader, *openings] if capturing or not leader.always_tune else []
+    frozen = [rank for rank, each in enumerate(openings) if each.frozen]
+    # Where nothing can be tuned, a record is used even if it was asked to be replaced.
+    usable = [leader, *openings] if capturing or frozen or not leader.always_tune else []
     winner = next((each.winner for each in usable if each.winner is not None), None)
     if winner is not None:
         context.use(own.live[winner])
@@ -168,6 +171,9 @@ def _begun(
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
         raise words.lose(NoValidConfig(context.name, context.key, causes))
+    if frozen and len(kept) > 1:
+        key = context.key
+        raise words.lose(TuningFrozen(key.full_name, key, key.hardware, where, frozen))
     if capturing:
         context.use_once(own.live[kept[0].digest])
         warnings.warn(

@@ -79,6 +79,8 @@ class ContextualParts:
     gate: AbstractContextManager[object]
     """Held when a tuning begins, so that the threads of a rank begin one after another."""
     always_tune: bool
+    frozen: bool
+    """Tuning is forbidden."""
     seconds: float
     """Longest time that a call of the function may take, on the host and on the device."""
     compile_seconds: float
