@@ -310,7 +310,8 @@ def test_where_a_bare_name_is_looked_for(
 def test_a_real_launch_of_two_ranks(launch: Launcher) -> None:
     (launch.folder / "a script.py").write_text(
         "import os, sys\n"
-        "print('rank', os.environ['RANK'], sys.argv[1:])\n"
+        "line = f\"rank {os.environ['RANK']} {sys.argv[1:]}\\n\"\n"
+        "os.write(1, line.encode())\n"  # in one piece
         "sys.exit(int(sys.argv[2]))\n"
     )
     result = launch("a script.py", "two words", "0", TORCHRUN="")
