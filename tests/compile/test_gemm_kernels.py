@@ -14,7 +14,11 @@ import triton_dist
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
-from triton_dist.kernels.nvidia.allgather import kernel_begin_epoch, kernel_notify_peers
+from triton_dist.kernels.nvidia.allgather import (
+    kernel_await_consumption,
+    kernel_exchange_staged,
+    kernel_finish_epoch,
+)
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
 
@@ -149,27 +153,27 @@ def words(count=64):
     return torch.empty(count, dtype=torch.int32, device="meta")
 
 
-def test_begin_looks_with_acquire_before_it_advances(sm90):
-    kernel = compile_kernel(kernel_begin_epoch, words(), words(), 1, 4, num_warps=1)
+def test_consumption_is_looked_at_with_acquire(sm90):
+    kernel = compile_kernel(kernel_await_consumption, words(), words(), 1, 4, num_warps=1)
     assert kernel.stack_bytes == 0
-    assert kernel.ptx.count(ACQUIRE) >= 1
-    assert kernel.ptx.rindex("st.global") > kernel.ptx.rindex(ACQUIRE)
-    again = compile_kernel(kernel_begin_epoch, words(), words(), 0, 2, num_warps=1)
+    assert ACQUIRE in kernel.ptx
+    again = compile_kernel(kernel_await_consumption, words(), words(), 0, 2, num_warps=1)
     assert again.kernel is kernel.kernel
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_peers_are_told_with_release(sm90, wait):
+@pytest.mark.parametrize("function", [kernel_exchange_staged, kernel_finish_epoch])
+def test_peers_are_told_with_release(sm90, function):
     table = torch.empty(4, dtype=torch.int64, device="meta")
-    kernel = compile_kernel(
-        kernel_notify_peers, words(), words(), table, 32, 1, 4, WAIT=wait, num_warps=1
-    )
+    kernel = compile_kernel(function, words(), words(), table, 32, 1, 4, num_warps=1)
     assert kernel.stack_bytes == 0
-    assert RELEASE.search(kernel.ptx)
-    assert (ACQUIRE in kernel.ptx) is wait
-    again = compile_kernel(
-        kernel_notify_peers, words(), words(), table, 1, 0, 2, WAIT=wait, num_warps=1
-    )
+    release = RELEASE.search(kernel.ptx)
+    if function is kernel_exchange_staged:  # what peers copy flags from is there before they know
+        assert kernel.ptx.index("st.global") < release.start()
+        assert ACQUIRE in kernel.ptx
+    else:
+        assert kernel.ptx.rindex("st.global") > release.start()
+        assert ACQUIRE not in kernel.ptx
+    again = compile_kernel(function, words(), words(), table, 1, 0, 2, num_warps=1)
     assert again.kernel is kernel.kernel
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
 from triton_dist.errors import ContextFinalized, WaitTimeout
-from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia import VendorMethod, ag_gemm, allgather, vendor
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
     ag_gemm_persistent,
@@ -129,7 +131,7 @@ def epochs_wrap_around() -> int:
     memory, nearly = calls.ctx.buffer._memory, 2**31 - 3
     for flags in ("arrivals", "consumed", "staged"):
         memory[flags].local.fill_(nearly)
-    epochs = memory["epoch"].local[:, 0].fill_(nearly)
+    epochs = memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
     current_device().synchronize()
     dist.barrier()
     for _ in range(4):
@@ -229,6 +231,73 @@ def replayed(rounds: int) -> int:
         assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
     calls.ctx.finalize()
     return len(results) + eager.finish()
+
+
+def looks_at_peers() -> list[int]:
+    """How often a call looked whether its peers are done with a slot, after each kind of call."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    buffer, looks = calls.ctx.buffer, []
+    run = buffer._launcher.run
+
+    def counted(key: Any, *rest: Any, **options: Any) -> None:
+        looks[-1] += key[0] is allgather.kernel_await_consumption
+        run(key, *rest, **options)
+
+    buffer._launcher.run = counted  # type: ignore[method-assign]
+
+    def call(**options: Any) -> None:
+        looks.append(0)
+        calls(20, **options)
+
+    for _ in range(3):  # the first of a context looks, those that follow need not
+        call()
+    call(method=VendorMethod.COLLECTIVE, gemm_config=None)
+    with bounded_waits(20.0):  # trials, and the first call after them
+        call()
+    call()
+    call(method=AllGatherMethod.FULL_MESH_PULL)
+    shard = uniform(1, (20, 72), torch.float16)
+    looks.append(0)
+    buffer.start(shard, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
+    buffer.finish()  # nobody waited for what arrives
+    call()
+    call()
+    calls.finish()
+    return looks
+
+
+def vendor_in_turn(rounds: int) -> int:
+    """What torch brings, between calls of our own, the number of rows changing."""
+    calls = Calls(max_rows=32, columns=64, K=64)
+    for number in range(rounds):
+        for method in vendor.methods_here():
+            calls(16 + 8 * (number % 3), method=method, gemm_config=None)
+            calls(32 - 8 * (number % 2), method=list(AllGatherMethod)[number % 3])
+    return calls.finish()
+
+
+def from_another_thread() -> int:
+    """Calls that are laid out on one thread and repeated on another."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    for _ in range(4):
+        calls(20)
+    failures: list[Exception] = []
+    device = current_device()
+
+    def more() -> None:
+        try:
+            if device.name == "cuda":  # a new thread's current GPU is number 0
+                torch.cuda.set_device(device.torch_device)
+            for _ in range(3):
+                calls(20)
+        except Exception as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=more)
+    thread.start()
+    thread.join()
+    assert not failures, failures
+    return calls.finish()
 
 
 def many_tiles(rounds: int) -> int:

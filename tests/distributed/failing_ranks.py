@@ -23,9 +23,16 @@ from triton_dist.runtime.device.cpu import CpuCopyStream
 LATE_SECONDS = 0.12
 
 
-@triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
-def kernel_epoch_stands_still(epoch_ptr, consumed_ptr, rank, num_ranks):
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks", "offset"])
+def kernel_epoch_stands_still(epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks):
     tl.store(epoch_ptr, tl.load(epoch_ptr))
+
+
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks", "offset"])
+def kernel_consumption_is_not_told(
+    epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks
+):
+    tl.store(epoch_ptr, tl.load(epoch_ptr) + 1)
 
 
 def _flag_before_data() -> None:
@@ -62,7 +69,7 @@ def _consumer_does_not_wait() -> None:
 
 
 def _epoch_stands_still() -> None:
-    allgather.kernel_begin_epoch = kernel_epoch_stands_still
+    allgather.kernel_finish_epoch = kernel_epoch_stands_still
 
 
 def _waits_for_the_first_shard_only() -> None:
@@ -76,14 +83,10 @@ def _waits_for_the_first_shard_only() -> None:
 
 
 def _consumption_is_not_told() -> None:
-    """``finish`` joins the copies and says nothing to the peers."""
-    notify = AllGatherBuffer._notify_peers
-
-    def silent(buffer: AllGatherBuffer, flags: str, wait: bool) -> None:
-        if flags != "consumed":
-            notify(buffer, flags, wait)
-
-    AllGatherBuffer._notify_peers = silent  # type: ignore[method-assign]
+    """``finish`` says nothing to the peers, and each call has to look, as in CUDA graphs."""
+    finish = AllGatherBuffer.finish
+    allgather.kernel_finish_epoch = kernel_consumption_is_not_told
+    AllGatherBuffer.finish = lambda buffer, _=False: finish(buffer)  # type: ignore[method-assign]
 
 
 MUTATIONS: dict[str, Callable[[], None]] = {

@@ -74,6 +74,21 @@ def test_calls_of_two_contexts_alternate(spawn_ranks):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, world_size):
+    looks = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+    assert spawn_ranks(world_size, ag_gemm_ranks.looks_at_peers) == [looks] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_vendor_methods_take_turns_with_ours(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, ag_gemm_ranks.vendor_in_turn, 4) == [8] * world_size
+
+
+def test_calls_from_another_thread(spawn_ranks):
+    assert spawn_ranks(2, ag_gemm_ranks.from_another_thread) == [7] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_transfer_and_consumer_apart(spawn_ranks, world_size):
     spawn_ranks(world_size, ag_gemm_ranks.consumer_alone)
 

@@ -63,6 +63,15 @@ def test_captured_in_graphs(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.replayed, 20)) == {120}
 
 
+def test_vendor_methods_take_turns_with_ours(on_gpus):
+    assert set(on_gpus(ag_gemm_ranks.vendor_in_turn, 6)) == {24}
+
+
+def test_only_calls_out_of_turn_look_at_their_peers(on_gpus):
+    for looks in on_gpus(ag_gemm_ranks.looks_at_peers):
+        assert looks == [1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+
+
 def test_epochs_may_wrap_around(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.epochs_wrap_around)) == {12}
 
@@ -85,6 +94,7 @@ def test_a_context_ends_once(on_gpus):
         ag_gemm_ranks.strides_of_one_row,
         ag_gemm_ranks.trainable_operands,
         ag_gemm_ranks.in_inference_mode,
+        ag_gemm_ranks.from_another_thread,
     ],
 )
 def test_odd_uses(on_gpus, function):

@@ -13,8 +13,10 @@ from triton_dist.errors import ContextFinalized, InvalidArgument, NoValidConfig
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,
+    VendorMethod,
     ag_gemm,
     allgather_gemm,
+    allgather_gemm_context,
     create_ag_gemm_context,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
@@ -44,8 +46,18 @@ def test_the_first_config_is_the_default_of_all_arguments():
 def test_the_space_has_tiles_and_communication():
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["method"] for config in space} == set(AllGatherMethod)
-    assert {config["persistent"] for config in space} == {True, False}
+    own = [config for config in space if isinstance(config["method"], AllGatherMethod)]
+    assert {config["method"] for config in own} == set(AllGatherMethod)
+    assert {config["persistent"] for config in own} == {True, False}
+    assert space[len(own) :] == [
+        {
+            "gemm_config": None,
+            "persistent": None,
+            "method": VendorMethod.COLLECTIVE,
+            "num_streams": 1,
+            "num_chunks": 1,
+        }
+    ]
     assert max(config["num_streams"] for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1
     assert ag_gemm.config_space.names == set(space[0])
@@ -62,6 +74,14 @@ def test_a_ring_of_two_is_pruned():
         for size in (2, 4)
     }
     assert methods[4] - methods[2] == {AllGatherMethod.RING_PUSH_1D}
+    assert VendorMethod.COLLECTIVE in methods[2]
+
+
+def test_one_rank_tries_no_vendor():
+    A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
+    config = {"gemm_config": None, "method": VendorMethod.COLLECTIVE}
+    assert not prune_fn(config, A, B, SimpleNamespace(num_ranks=1))
+    assert prune_fn(config, A, B, SimpleNamespace(num_ranks=2))
 
 
 def test_keys_differ_in_what_a_tuning_depends_on():
@@ -141,7 +161,7 @@ def test_a_rank_of_another_world_is_refused():
 
 
 def test_cpu_ranks_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(allgather_gemm, "is_interpreting", lambda: False)
+    monkeypatch.setattr(allgather_gemm_context, "is_interpreting", lambda: False)
     with pytest.raises(InvalidArgument, match="TRITON_INTERPRET is 'unset', expected 1"):
         create_ag_gemm_context(8, 8, 8, torch.float16, 0, 1)
 
@@ -152,7 +172,9 @@ def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
         patch.setattr(allgather_gemm, "sharded_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
-                ag_gemm.fn(torch.ones(5, 72).half(), torch.ones(72, 40).half(), calls.ctx, None)
+                ag_gemm.fn(
+                    torch.ones(5, 72).half(), torch.ones(72, 40).half(), calls.ctx, default_tiles()
+                )
     calls(5)
     assert calls.finish() == 1
 

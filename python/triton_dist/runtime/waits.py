@@ -34,6 +34,8 @@ def limit_seconds() -> float | None:
 
 def limit_polls() -> int:
     """The same, in looks at a flag, as kernels count it; 0: no limit."""
+    if not _limits:  # in production, at each call of an op
+        return 0
     limit = limit_seconds()
     return 0 if limit is None else min(int(limit * _POLLS_PER_SECOND), 2**31 - 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import triton
 
 from triton_dist.errors import CandidateFailed
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.triton_compat import has_allocator, is_interpreting
 
 _TMA_ALIGNMENT = 16
@@ -24,9 +25,10 @@ class Launch:
     args: tuple[Any, ...]
     options: dict[str, Any]
 
-    def run(self) -> None:
+    def run(self) -> Any:
+        """Launch; returns Triton's compiled kernel, ``None`` in the interpreter."""
         _ensure_allocator()
-        self.kernel[self.grid](*self.args, **self.options)
+        return self.kernel[self.grid](*self.args, **self.options)
 
     def compile(self) -> None:
         """Compile and load, launch nothing.
@@ -40,6 +42,65 @@ class Launch:
             self.kernel.warmup(*self.args, grid=self.grid, **self.options)._init_handles()
         except Exception as failure:  # Triton's compiler raises whatever its passes raise
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
+
+
+class Launcher:
+    """Runs launches that come again and again: from the second time on in a few us of host time.
+
+    All launches of one launcher must follow one another on the device, as the calls of one context
+    do: they share the scratch memory of their descriptors.
+    """
+
+    # A launch takes some KB here; a service with very many shapes lays its launches out again.
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self._device = current_device()
+        self._laid_out: dict[Any, tuple[Any, Any]] = {}
+        self._scratch: torch.Tensor | None = None
+
+    def run(
+        self,
+        key: Any,
+        launch: Callable[[], Launch],
+        addresses: Sequence[int] = (),
+        varying: Sequence[str] = (),
+        alive: Any = None,
+    ) -> None:
+        """Run ``launch()``, or repeat the one that had the same key.
+
+        Args:
+            key: equal only for launches that differ in nothing but the addresses of ``varying``,
+                and not in whether these are multiples of 16. May hold the ``id`` of what is in
+                ``alive``.
+            launch: makes the launch, the first time.
+            addresses: those of the arguments that ``varying`` names, now.
+        """
+        known = self._laid_out.get(key)
+        if known is not None and not self._device.launches_are_watched():
+            known[0](self._device.current_stream(), addresses)
+            return
+        made = launch()
+        compiled = made.run()
+        if compiled is None or callable(made.grid):
+            return
+        names = made.kernel.arg_names
+        arguments = dict(zip(names, made.args, strict=False)) | made.options
+        repeated = self._device.repeated_launch(
+            compiled, made.grid, arguments, varying, self._at_least
+        )
+        if repeated is not None:
+            if len(self._laid_out) >= self._MOST:
+                self._laid_out.clear()
+            self._laid_out[key] = repeated, alive
+
+    def _at_least(self, nbytes: int) -> torch.Tensor:
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(
+                    nbytes, dtype=torch.int8, device=self._device.torch_device
+                )
+        return self._scratch
 
 
 def _ensure_allocator() -> None:

@@ -9,10 +9,12 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     gemm_persistent,
 )
 from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.kernels.nvidia.vendor import VendorMethod
 
 __all__ = [
     "AllGatherGEMMTensorParallelContext",
     "AllGatherMethod",
+    "VendorMethod",
     "ag_gemm",
     "create_ag_gemm_context",
     "gemm_non_persistent",

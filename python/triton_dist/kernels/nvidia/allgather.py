@@ -1,27 +1,34 @@
 """All-gather producers: they bring every rank's shard into a local buffer and set a flag for each
 chunk.
 
-A consumer kernel reads a shard as soon as its flags are there. No producer uses an SM for data:
-copies go to a copy engine, and a flag is a 4-byte copy that follows its data on the same stream.
+No producer uses an SM for data: copies go to a copy engine, and a flag is a 4-byte copy that
+follows its data on the same stream.
 
 Protocol, per slot (a buffer is double: calls alternate between two slots):
 
-* The *epoch* of a slot counts its uses. It lives in device memory and is advanced by a kernel, so a
-  captured CUDA graph counts on at each replay. A chunk has arrived when its flag has reached the
-  epoch, so flags are never reset.
-* ``begin`` waits until every peer has *consumed* the slot's last epoch, which was two calls ago;
-  only then may new shards be written to peers. It runs on the main stream before the consumer: a
-  one-block kernel on a side stream may never get an SM beside a full grid that waits for it.
-* ``finish`` tells every peer that this rank has consumed its shards.
+* The *epoch* of a slot is the number of its present use. It lives in device memory and ``finish``
+  advances it, so a captured CUDA graph counts on at each replay. A chunk has arrived when its flag
+  has reached the epoch, so flags are never reset.
+* ``finish`` tells every peer that this rank has *consumed* its shards, then advances the epoch. One
+  block on the main stream, after the consumer and the own copies.
+* New shards may be written to a peer's slot once the peer has consumed the slot's last ones. In
+  calls that take turns nobody has to look: this rank's last consumer waited for a shard of each
+  peer, a peer's shards of that call were sent after its consumer before, and that was the last to
+  read this slot. Only a call of which the host cannot know that it follows such a call on the other
+  slot looks at the flags first, by a block before the consumer: in and after CUDA graphs, which
+  repeat one slot at each replay, while candidates are tried, and after a call that waited for less.
+  (That block is no side stream's: it might never get an SM beside a full grid that waits for it.)
 
-Flags are copied from the epoch word: in a push from this rank's, in a pull from the owner's, which
-stands at this epoch until everyone has finished it. So flag writes need no SM and no value baked
-into a graph. All ranks must make the same sequence of calls, and replay graphs equally often.
+Flags are copied from device memory: in a push from this rank's epoch, in a pull from the owner's
+``staged`` epoch, which stands until its next pull in this slot. So flag writes need no SM and no
+value baked into a graph. All ranks must make the same sequence of calls, and replay graphs equally
+often; the calls of one buffer follow one another on the device, whatever streams they are made on.
 """
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,65 +38,73 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.gemm_launch import GatheredShards
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.nvidia.allgather_schedules import (
+    MAX_CHUNKS as MAX_CHUNKS,
+)
+from triton_dist.kernels.nvidia.allgather_schedules import (
+    AllGatherMethod as AllGatherMethod,
+)
+from triton_dist.kernels.nvidia.allgather_schedules import (
+    Slot,
+    rows_of_chunk,
+    schedule,
+)
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-MAX_CHUNKS = 8
 _SLOTS = 2
 # int32 in a cache line. Slots start on a line of their own, so their pointers are always aligned.
 _LINE = 32
-# Words of a slot's "epoch" line. The last two are the guard of its waits (language.wait).
+# Words of a slot's "epoch" line. Words 1 and 2 are the guard of its waits (language.wait).
 _EPOCH, _MOST_POLLS, _GAVE_UP = 0, 1, 2
+_STAGED = tl.constexpr(3)
 # Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
 _LAUNCH_SECONDS = 10.0
-
-
-class AllGatherMethod(enum.Enum):
-    """How shards travel. In each, this rank receives rank + 1's shard first, then rank + 2's, …"""
-
-    FULL_MESH_PUSH = "full_mesh_push"
-    """Every rank copies its shard straight to each peer."""
-    FULL_MESH_PULL = "full_mesh_pull"
-    """Every rank stages its shard and copies each peer's to itself, after a barrier."""
-    RING_PUSH_1D = "ring_push_1d"
-    """Every rank hands on to rank - 1 what it has; for links between neighbours only."""
-
-    def __repr__(self) -> str:
-        return str(self)
+# Plans of calls that are kept; a plan takes a few KB.
+_MOST_PLANS = 4096
 
 
 @jit(do_not_specialize=["rank", "num_ranks"])
-def kernel_begin_epoch(epoch_ptr, consumed_ptr, rank, num_ranks):
-    """Advance the slot's epoch once every peer has consumed the last one. Grid (1,)."""
-    last = tl.load(epoch_ptr)
+def kernel_await_consumption(epoch_ptr, consumed_ptr, rank, num_ranks):
+    """Wait until every peer has consumed the slot's last shards. Grid (1,)."""
+    last = tl.load(epoch_ptr) - 1
     peer = 0
     while peer < num_ranks:
         if peer != rank:
             dl.wait(consumed_ptr + peer, 1, last, epoch_ptr + 1)
         peer += 1
-    tl.store(epoch_ptr, last + 1)
 
 
 @jit(do_not_specialize=["rank", "num_ranks", "offset"])
-def kernel_notify_peers(
-    epoch_ptr, flags_ptr, flags_table, offset, rank, num_ranks, WAIT: tl.constexpr
-):
-    """Set flag ``offset + rank`` of every peer to the slot's epoch; ``WAIT``: and wait for theirs.
-    Grid (1,)."""
+def kernel_exchange_staged(epoch_ptr, staged_ptr, staged_table, offset, rank, num_ranks):
+    """Tell every peer that the own shard is staged, and wait until theirs are. Grid (1,)."""
+    epoch = tl.load(epoch_ptr)
+    tl.store(epoch_ptr + _STAGED, epoch)
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.notify(dl.symm_at(staged_ptr, staged_table, peer) + offset + rank, epoch)
+        peer += 1
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.wait(staged_ptr + offset + peer, 1, epoch, epoch_ptr + 1)
+        peer += 1
+
+
+@jit(do_not_specialize=["rank", "num_ranks", "offset"])
+def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks):
+    """Tell every peer that the slot's shards are consumed, and advance its epoch. Grid (1,)."""
     epoch = tl.load(epoch_ptr)
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.notify(dl.symm_at(flags_ptr, flags_table, peer) + offset + rank, epoch)
+            dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + offset + rank, epoch)
         peer += 1
-    if WAIT:
-        peer = 0
-        while peer < num_ranks:
-            if peer != rank:
-                dl.wait(flags_ptr + offset + peer, 1, epoch, epoch_ptr + 1)
-            peer += 1
+    tl.store(epoch_ptr, epoch + 1)
 
 
 def _whole_lines(words: int) -> int:
@@ -127,63 +142,89 @@ class AllGatherBuffer:
         self.workspace = self._memory["workspace"].local
         self._K = K
         self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
-        self._streams = [self._device.copy_stream()]
+        self._streams: list[Any] = [self._device.copy_stream()]
+        self._launcher = Launcher()
+        self._gathered: dict[Any, GatheredShards] = {}
+        self._transfers: dict[Any, Any] = {}
+        self._pending: Any = None
         self._slot = 0
-        self._streams_in_use = self._chunks_in_use = 0
+        self._chunks_in_use = 0
         self._most_polls = 0
+        self._in_turn = self._in_graphs = self._capturing = False
+        self._memory["epoch"].local[:, _EPOCH] = 1
+        self._device.synchronize()
 
     def start(
         self, own: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
     ) -> GatheredShards:
         """Queue the all-gather of ``own`` [rows, K], contiguous; the caller queues the consumer
         next."""
-        self._slot = (self._slot + 1) % _SLOTS
-        own = own.detach()  # else copies of it would give the buffer a history for autograd
+        self._take_slot()
         rows = own.shape[0]
         gathered = self.describe(rows, num_chunks)
-        self._bound_waits(waits.limit_polls())
-        consumed = self._memory["consumed"].local[self._slot]
-        kernel_begin_epoch[(1,)](gathered.epoch, consumed, self.rank, self.num_ranks, num_warps=1)
-        chunk_rows = gathered.chunk_rows
-        chunks = [(first, min(first + chunk_rows, rows)) for first in range(0, rows, chunk_rows)]
+        if self.num_ranks == 1:
+            return gathered
         if method is AllGatherMethod.FULL_MESH_PULL:
-            gathered.rows[self.rank * rows : (self.rank + 1) * rows].copy_(own)
-            self._notify_peers("staged", wait=True)
-        while len(self._streams) < num_streams:
-            self._streams.append(self._device.copy_stream())
-        for stream in self._streams[:num_streams]:
-            stream.after_current()
-        queue_copies = {
-            AllGatherMethod.FULL_MESH_PUSH: self._push,
-            AllGatherMethod.FULL_MESH_PULL: self._pull,
-            AllGatherMethod.RING_PUSH_1D: self._push_ring,
-        }[method]
-        queue_copies(own, chunks, num_streams)
-        self._streams_in_use, self._chunks_in_use = num_streams, len(chunks)
+            gathered.rows[self.rank * rows : (self.rank + 1) * rows].copy_(own.detach())
+            self._tell(kernel_exchange_staged, "staged")
+        key = (self._slot, rows, method, num_streams, num_chunks)
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            transfer = self._plan(rows, method, num_streams, num_chunks)
+            self._transfers[key] = transfer
+        self._pending = transfer
+        self._chunks_in_use = -(-rows // gathered.chunk_rows)
+        transfer.start(own, self._device.current_stream())
         return gathered
+
+    def gather(
+        self, own: torch.Tensor, collective: Callable[[torch.Tensor, torch.Tensor], object]
+    ) -> torch.Tensor:
+        """``collective(rows, own)`` into the rows [num_ranks * rows, K] of a slot, which this
+        returns; in turn with calls of ``start``, and ended by ``finish`` like them."""
+        self._take_slot()
+        rows = self._shards(self.rank, own.shape[0])
+        self._chunks_in_use = 0
+        collective(rows, own.detach())
+        return rows
 
     def describe(self, rows: int, num_chunks: int) -> GatheredShards:
         """What a consumer of shards of ``rows`` rows reads in the current slot."""
-        return GatheredShards(
-            self._shards(self.rank, rows),
-            self._memory["arrivals"].local[self._slot],
-            self._memory["epoch"].local[self._slot],
-            max(1, -(-rows // num_chunks)),
-            MAX_CHUNKS,
-        )
+        key = (self._slot, rows, num_chunks)
+        known = self._gathered.get(key)
+        if known is None:
+            if len(self._gathered) >= _MOST_PLANS:
+                self._gathered.clear()
+                self._transfers.clear()
+            known = self._gathered[key] = GatheredShards(
+                self._shards(self.rank, rows),
+                self._memory["arrivals"].local[self._slot],
+                self._memory["epoch"].local[self._slot],
+                rows_of_chunk(rows, num_chunks),
+                MAX_CHUNKS,
+            )
+        return known
 
-    def finish(self) -> None:
+    def finish(self, awaited: bool = False) -> None:
         """Queue the end of the all-gather after its consumer: own copies are out, peers may go
-        on."""
+        on.
+
+        ``awaited``: the consumer is queued and waits for every chunk of every peer; then the next
+        call can begin without a look at the peers.
+        """
+        if self.num_ranks == 1:
+            return
         overdue: WaitTimeout | None = None
-        if self._most_polls and not self._device.is_capturing():
+        if self._most_polls and not self._capturing:
             overdue = self._gave_up()
             if overdue is not None:
                 # A copy stream may wait for what will not come either, and the join would for it.
                 self._memory["forward"].local[self._slot].fill_(1)
-        for stream in self._streams[: self._streams_in_use]:
-            stream.join_current()
-        self._notify_peers("consumed", wait=False)
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.join(self._device.current_stream())
+        self._tell(kernel_finish_epoch, "consumed")
+        self._in_turn = awaited and not self._capturing and not self._most_polls
         if overdue is not None:
             raise overdue
 
@@ -194,7 +235,9 @@ class AllGatherBuffer:
         self._ranks.barrier("no rank uses the all-gather buffer")
         for flags in ("arrivals", "consumed", "staged", "forward", "epoch"):
             self._memory[flags].local.zero_()
+        self._memory["epoch"].local[:, _EPOCH] = 1
         self._slot = self._most_polls = 0
+        self._in_turn = False
         self._device.synchronize()
         self._ranks.barrier("all-gather flags are reset")
 
@@ -203,7 +246,75 @@ class AllGatherBuffer:
         for stream in self._streams:
             stream.close()
         self._streams.clear()
+        self._gathered.clear()
+        self._transfers.clear()
         self._memory.free()
+
+    def _take_slot(self) -> None:
+        """Go on to the other slot; queue a look at the peers where the host does not know that they
+        are done with it."""
+        self._slot = (self._slot + 1) % _SLOTS
+        if self.num_ranks == 1:
+            return
+        most_polls = waits.limit_polls()
+        self._bound_waits(most_polls)
+        self._capturing = self._device.is_capturing()
+        if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
+            self._in_graphs = True
+        if self._in_graphs or most_polls or not self._in_turn:
+            self._launcher.run(
+                (kernel_await_consumption, self._slot),
+                lambda: Launch(
+                    kernel_await_consumption,
+                    (1,),
+                    (
+                        self._memory["epoch"].local[self._slot],
+                        self._memory["consumed"].local[self._slot],
+                        self.rank,
+                        self.num_ranks,
+                    ),
+                    {"num_warps": 1},
+                ),
+            )
+        self._in_turn = False
+
+    def _tell(self, kernel: Any, flags: str) -> None:
+        """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
+
+        def launch() -> Launch:
+            region = self._memory[flags]
+            arguments = (
+                self._memory["epoch"].local[self._slot],
+                region.local,
+                region.pointers,
+                self._slot * region.local.shape[1],
+                self.rank,
+                self.num_ranks,
+            )
+            return Launch(kernel, (1,), arguments, {"num_warps": 1})
+
+        self._launcher.run((kernel, self._slot), launch)
+
+    def _plan(self, rows: int, method: AllGatherMethod, num_streams: int, num_chunks: int) -> Any:
+        """The transfer of shards of ``rows`` rows in the current slot."""
+        while len(self._streams) < num_streams:
+            self._streams.append(self._device.copy_stream())
+        slot = Slot(
+            self.rank,
+            self.num_ranks,
+            rows,
+            [self._shards(rank, rows) for rank in range(self.num_ranks)],
+            [peer[self._slot] for peer in self._memory["arrivals"].peers],
+            self._memory["epoch"].local[self._slot, :1],
+            [
+                peer[self._slot, _STAGED.value : _STAGED.value + 1]
+                for peer in self._memory["epoch"].peers
+            ],
+            [peer[self._slot] for peer in self._memory["forward"].peers],
+            self._one,
+        )
+        steps = schedule(slot, method, num_streams, num_chunks)
+        return self._device.transfer(steps, self._streams[:num_streams])
 
     def _bound_waits(self, most_polls: int) -> None:
         if most_polls != self._most_polls:
@@ -241,81 +352,12 @@ class AllGatherBuffer:
         }
         for region, indices in waited_for.items():
             flags = self._memory[region].local[self._slot]
+            expected = epoch - (region == "consumed")
             for index in indices:
-                if int(flags[index]) < epoch:
+                if int(flags[index]) < expected:
                     return describe_address(flags[index].data_ptr()), int(flags[index])
         return "which has arrived since", epoch
 
     def _shards(self, rank: int, rows: int) -> torch.Tensor:
         flat = self._memory["shards"].peers[rank][self._slot]
         return flat[: self.num_ranks * rows * self._K].view(self.num_ranks * rows, self._K)
-
-    def _notify_peers(self, flags: str, wait: bool) -> None:
-        region = self._memory[flags]
-        kernel_notify_peers[(1,)](
-            self._memory["epoch"].local[self._slot],
-            region.local,
-            region.pointers,
-            self._slot * region.local.shape[1],
-            self.rank,
-            self.num_ranks,
-            WAIT=wait,
-            num_warps=1,
-        )
-
-    def _push(self, own: torch.Tensor, chunks: list[tuple[int, int]], num_streams: int) -> None:
-        rows, epoch = own.shape[0], self._memory["epoch"].local[self._slot, :1]
-        for step in range(1, self.num_ranks):
-            peer = (self.rank - step) % self.num_ranks
-            shards, arrivals = (
-                self._shards(peer, rows),
-                self._memory["arrivals"].peers[peer][self._slot],
-            )
-            for chunk, (first, end) in enumerate(chunks):
-                stream = self._streams[(step * len(chunks) + chunk) % num_streams]
-                flag = self.rank * MAX_CHUNKS + chunk
-                stream.copy(
-                    shards[self.rank * rows + first : self.rank * rows + end], own[first:end]
-                )
-                stream.copy(arrivals[flag : flag + 1], epoch)
-
-    def _pull(self, own: torch.Tensor, chunks: list[tuple[int, int]], num_streams: int) -> None:
-        rows = own.shape[0]
-        shards, arrivals = self._shards(self.rank, rows), self._memory["arrivals"].local[self._slot]
-        for step in range(1, self.num_ranks):
-            peer = (self.rank + step) % self.num_ranks
-            source, epoch = (
-                self._shards(peer, rows),
-                self._memory["epoch"].peers[peer][self._slot, :1],
-            )
-            for chunk, (first, end) in enumerate(chunks):
-                stream = self._streams[(step * len(chunks) + chunk) % num_streams]
-                flag = peer * MAX_CHUNKS + chunk
-                begin, stop = peer * rows + first, peer * rows + end
-                stream.copy(shards[begin:stop], source[begin:stop])
-                stream.copy(arrivals[flag : flag + 1], epoch)
-
-    def _push_ring(
-        self, own: torch.Tensor, chunks: list[tuple[int, int]], num_streams: int
-    ) -> None:
-        rows, epoch = own.shape[0], self._memory["epoch"].local[self._slot, :1]
-        neighbour = (self.rank - 1) % self.num_ranks
-        received, target = self._shards(self.rank, rows), self._shards(neighbour, rows)
-        arrivals = self._memory["arrivals"].peers[neighbour][self._slot]
-        forward = self._memory["forward"].local[self._slot]
-        neighbours_forward = self._memory["forward"].peers[neighbour][self._slot]
-        for step in range(self.num_ranks - 1):
-            shard = (self.rank + step) % self.num_ranks
-            for chunk, (first, end) in enumerate(chunks):
-                stream = self._streams[(step * len(chunks) + chunk) % num_streams]
-                flag = shard * MAX_CHUNKS + chunk
-                begin, stop = shard * rows + first, shard * rows + end
-                if step > 0:  # not ours: wait for it; the flag is back at 0 before its next use
-                    stream.wait_flag(forward, flag, 1)
-                    stream.write_flag(forward, flag, 0)
-                stream.copy(
-                    target[begin:stop], own[first:end] if step == 0 else received[begin:stop]
-                )
-                stream.copy(arrivals[flag : flag + 1], epoch)
-                if step < self.num_ranks - 2:  # the neighbour hands it on
-                    stream.copy(neighbours_forward[flag : flag + 1], self._one)

@@ -7,7 +7,8 @@ import platform
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from triton_dist import knobs
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, Step
 
 _HOPPER_SHARED_MEMORY = 232_448
 _GPU_CLOCK_HZ = 1.7e9
@@ -72,6 +74,18 @@ class CpuDevice:
     def copy_stream(self) -> CpuCopyStream:
         return CpuCopyStream()
 
+    def transfer(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> CpuTransfer:
+        return CpuTransfer(steps, streams)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def repeated_launch(self, *_: Any, **__: Any) -> None:
+        """None: the interpreter compiles nothing that could be laid out."""
+
+    def launches_are_watched(self) -> bool:
+        return False
+
 
 class CpuTimer:
     """Wall clock."""
@@ -113,9 +127,6 @@ class CpuCopyStream:
 
         self._steps.put(guarded)
 
-    def after_current(self) -> None:
-        """Nothing to wait for: what the caller did before is done."""
-
     def join_current(self) -> None:
         """Wait until all that was queued is done; raise what went wrong in it."""
         done = threading.Event()
@@ -137,6 +148,33 @@ class CpuCopyStream:
 
     def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
         self._queue(lambda: _spin_until_equal(flags, index, value))
+
+
+class CpuTransfer:
+    """Steps that are queued in order each time the transfer is started."""
+
+    def __init__(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> None:
+        self._steps, self._streams = steps, streams
+
+    def start(self, own: torch.Tensor, current: int) -> None:
+        """Queue the steps; what the caller did before is done."""
+        own = own.detach()  # else copies of it would give their destination a history for autograd
+        for step in self._steps:
+            stream = self._streams[step.stream]
+            if isinstance(step, Copy):
+                source = step.source
+                if isinstance(source, OwnRows):
+                    source = own[source.first : source.end]
+                stream.copy(step.destination, source)
+            elif isinstance(step, AwaitFlag):
+                stream.wait_flag(step.flags, step.index, step.value)
+            else:
+                stream.write_flag(step.flags, step.index, step.value)
+
+    def join(self, current: int) -> None:
+        """Wait until all that was queued is done; raise what went wrong in it."""
+        for stream in self._streams:
+            stream.join_current()
 
 
 def _spin_until_equal(flags: torch.Tensor, index: int, value: int) -> None:

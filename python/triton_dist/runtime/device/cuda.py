@@ -7,16 +7,26 @@ import ctypes
 import functools
 import itertools
 import re
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _SymmetricMemory
 
-_WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
+from triton_dist.runtime.device import cuda_driver
+from triton_dist.runtime.device.cuda_copies import CudaCopyStream, CudaTransfer
+from triton_dist.runtime.device.cuda_launch import (
+    RepeatedLaunch,
+    can_repeat,
+    has_launch_hooks,
+    scratch_bytes,
+)
+from triton_dist.runtime.device.transfer import Step
+
 _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
 _HOLD_MILLISECONDS = 0.5
@@ -37,6 +47,7 @@ class CudaDevice:
         self._kilohertz: int = self._properties.clock_rate
         # Tensor descriptors become TMA from compute capability 9.0 on; before, pointers are faster.
         self.prefers_descriptors: bool = self._properties.major >= 9
+        self._last_thread = 0
 
     def synchronize(self, seconds: float | None = None) -> None:
         """Wait for all queued work; past ``seconds`` raise ``TimeoutError`` and leave
@@ -136,6 +147,45 @@ class CudaDevice:
     def copy_stream(self) -> CudaCopyStream:
         return CudaCopyStream(self.torch_device)
 
+    def transfer(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> CudaTransfer:
+        """``steps`` ready to be queued on ``streams``, any number of times."""
+        return CudaTransfer(steps, streams)
+
+    @functools.cached_property
+    def _context(self) -> int:
+        return cuda_driver.primary_context(self.index)
+
+    def current_stream(self) -> int:
+        """Handle of the calling thread's current stream, which it may give to the driver now."""
+        thread = threading.get_ident()
+        if thread != self._last_thread:
+            cuda_driver.use_context(self._context)
+            self._last_thread = thread
+        return torch._C._cuda_getCurrentRawStream(self.index)
+
+    def repeated_launch(
+        self,
+        compiled: Any,
+        grid: Sequence[int],
+        arguments: Mapping[str, Any],
+        varying: Sequence[str],
+        scratch: Callable[[int], torch.Tensor],
+    ) -> RepeatedLaunch | None:
+        """The launch of ``compiled`` laid out for repetition; ``None``: only Triton can launch it.
+
+        ``scratch(n)`` gives n bytes that no other launch uses at the same time.
+        """
+        if self.is_capturing() or not can_repeat(compiled, arguments):
+            return None  # what is allocated in a capture belongs to the graph
+        nbytes = scratch_bytes(compiled, grid)
+        return RepeatedLaunch(
+            compiled, grid, arguments, varying, scratch(nbytes) if nbytes else None
+        )
+
+    def launches_are_watched(self) -> bool:
+        """Whether launches have to be Triton's own, for somebody to see them."""
+        return has_launch_hooks()
+
 
 class CudaTimer:
     """Device events on the current stream."""
@@ -157,59 +207,6 @@ class CudaTimer:
         return float(self._begin.elapsed_time(self._end))
 
 
-class CudaCopyStream:
-    """A high-priority side stream for copies between GPUs.
-
-    Nothing that it queues needs an SM: copies go to a copy engine, flag writes and waits to the
-    stream's front end. So a full grid that spins on what it brings cannot starve it (a one-block
-    wait kernel in this place dead-locked all ranks, measured on H200).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    def after_current(self) -> None:
-        """Let what follows begin only after all that the current stream holds now."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def join_current(self) -> None:
-        """Let the current stream go on only after all that this stream holds now."""
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-    def close(self) -> None:
-        """Nothing to end: torch keeps a pool of streams."""
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue ``destination.copy_(source)``; both contiguous, same shape and dtype."""
-        with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-
-    def write_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
-        """Queue ``flags[index] = value``; ``flags`` is a contiguous 1-D int32 tensor."""
-        with torch.cuda.stream(self._stream):
-            _SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)
-
-    def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
-        """Hold what follows until ``flags[index] == value``."""
-        address = flags.data_ptr() + index * flags.element_size()
-        status = _driver().cuStreamWaitValue32_v2(
-            ctypes.c_void_p(self._stream.cuda_stream),
-            ctypes.c_uint64(address),
-            ctypes.c_uint32(value),
-            ctypes.c_uint(_WAIT_VALUE_EQ),
-        )
-        if status != 0:
-            raise RuntimeError(
-                f"cuStreamWaitValue32 failed with CUresult {status} on {self._stream}"
-            )
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    # torch has no binding for the wait half of stream memory operations.
-    return ctypes.CDLL("libcuda.so.1")
-
-
 @functools.cache
 def _driver_version() -> str:
     """Version of the installed driver, such as ``550.54.15``; where the kernel does not show it,
@@ -219,7 +216,7 @@ def _driver_version() -> str:
         if found is not None:
             return found.group(1)
     version = ctypes.c_int()
-    status = _driver().cuDriverGetVersion(ctypes.byref(version))
+    status = cuda_driver.function("cuDriverGetVersion")(ctypes.byref(version))
     return f"{version.value // 1000}.{version.value % 1000 // 10}" if status == 0 else "unknown"
 
 

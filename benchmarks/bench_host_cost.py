@@ -1,0 +1,156 @@
+"""Host time of an eager ``ag_gemm`` call, from the call to its return, and what takes it.
+
+    torchrun --nproc_per_node=4 benchmarks/bench_host_cost.py --json host_cost.json
+
+Calls are queued behind work that keeps the GPU busy, so that no launch starts, let alone ends,
+while the host is timed: several in a row, as in a model's step, and the first of each row by
+itself, which finds the processor's caches cold. Medians of each rank; the slowest rank is printed.
+The outputs are checked before anything is timed, in memory that held NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist import tune
+from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia import allgather_gemm as op
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing import assert_allclose
+from triton_dist.testing.reference import all_gather_matmul
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
+
+_BUSY_MILLISECONDS = 3.0
+
+
+_IN_A_ROW = 8
+
+
+def in_rows(step: Callable[[], Any], samples: int) -> list[list[Any]]:
+    """What ``step`` returned, by row of calls behind a busy GPU; collective."""
+    device, ranks, rows = current_device(), group_for(None), []
+    for _ in range(samples):
+        device.synchronize()
+        ranks.barrier("host cost")
+        device.sleep_milliseconds(_BUSY_MILLISECONDS)
+        rows.append([step() for _ in range(_IN_A_ROW)])
+    device.synchronize()
+    return rows
+
+
+def microseconds(call: Callable[[], Any], samples: int) -> tuple[float, float]:
+    """Median host time of ``call`` in a row, and of the first in a row."""
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
+
+    rows = in_rows(timed, samples)
+    return (
+        statistics.median(each for row in rows for each in row[1:]),
+        statistics.median(row[0] for row in rows),
+    )
+
+
+def parts(
+    A: torch.Tensor, B: torch.Tensor, ctx: Any, config: dict[str, Any], samples: int
+) -> dict[str, float]:
+    """The steps of a call in a row, timed apart."""
+    schedule = [config[name] for name in ("method", "num_streams", "num_chunks")]
+    tiles = config["gemm_config"], config["persistent"]
+
+    def timed() -> list[float]:
+        marks = [time.perf_counter()]
+        operands = op.check_operands(A, B, ctx)
+        marks.append(time.perf_counter())
+        gathered = ctx.buffer.start(A, *schedule)
+        marks.append(time.perf_counter())
+        C = op._empty_product(A, B, ctx)
+        marks.append(time.perf_counter())
+        op._run_consumer(A, B, C, ctx, gathered, *tiles, operands)
+        marks.append(time.perf_counter())
+        ctx.buffer.finish(awaited=True)
+        marks.append(time.perf_counter())
+        return [(last - first) * 1e6 for first, last in itertools.pairwise(marks)]
+
+    every = [times for row in in_rows(timed, samples) for times in row[1:]]
+    names = ("check", "transfer", "output", "consumer", "finish")
+    medians = map(statistics.median, zip(*every, strict=True))
+    return dict(zip(names, medians, strict=True))
+
+
+def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
+    """Microseconds of the slowest rank by what was timed."""
+    device, rank, num_ranks = current_device(), dist.get_rank(), dist.get_world_size()
+    dtype = torch.float16 if device.name == "cpu" else torch.bfloat16
+    generator = torch.Generator().manual_seed(rank)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator) * 0.1
+        return values.to(dtype).to(device.torch_device)
+
+    A, B = random(M // num_ranks, K), random(K, N // num_ranks)
+    config = op.config_space()[0]
+    tuned = tune.autotune([config], op.key_fn, recover_fn=op._recover)(ag_gemm.fn)
+    times: dict[str, float] = {}
+
+    def add(name: str, call: Callable[[], Any]) -> None:
+        times[name], times[f"{name}, first"] = microseconds(call, samples)
+
+    with create_ag_gemm_context(M, N, K, dtype, rank, num_ranks) as ctx:
+        expected = all_gather_matmul(A, B)
+        for _ in range(6):  # each slot: laid out, repeated, repeated
+            poisoned = torch.full((M, N // num_ranks), float("nan"), dtype=dtype, device=A.device)
+            del poisoned  # its memory is the output's next
+            assert_allclose(ag_gemm.fn(A, B, ctx, **config), expected, rtol=2e-2, atol=2e-2)
+        tuned(A, B, ctx)
+        tuned(A, B, ctx)
+        add("tuned call", lambda: tuned(A, B, ctx))
+        add("call", lambda: ag_gemm.fn(A, B, ctx, **config))
+        pushed = {**config, "method": AllGatherMethod.FULL_MESH_PUSH, "num_chunks": 2}
+        for _ in range(4):
+            ag_gemm.fn(A, B, ctx, **pushed)
+        add("call, 2 chunks", lambda: ag_gemm.fn(A, B, ctx, **pushed))
+        add("key_fn", lambda: op.key_fn(A, B, ctx))
+        measured = parts(A, B, ctx, config, samples)
+        times |= {f"  {name}": value for name, value in measured.items()}
+        add("NCCL + matmul" if device.name == "cuda" else "gloo + matmul",
+            lambda: all_gather_matmul(A, B))  # fmt: skip
+    slowest = group_for(None).maximum("host cost", list(times.values()))
+    return dict(zip(times, slowest, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+    parser = argparse.ArgumentParser(description="Host time of an eager ag_gemm call.")
+    parser.add_argument("--shape", type=int, nargs=3, default=[1024, 4096, 4096], metavar="MNK")
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args(arguments)
+    initialize_distributed()
+    times = measure(*options.shape, options.samples)
+    facts = dict(current_device().facts())
+    dist_print(f"{dist.get_world_size()} ranks, {facts['gpu']}, {options.shape}, slowest rank, us")
+    for name, value in times.items():
+        dist_print(f"{name:24}{value:9.1f}")
+    if options.json is not None and dist.get_rank() == 0:
+        report = {"hardware": facts, "ranks": dist.get_world_size(), "microseconds": times}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    finalize_distributed()
+    return times
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Functions of the CUDA driver, by ctypes: for what torch has no word, and where torch's word costs
+the host several times what the driver's does."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
+
+# Handles (streams, events, functions) are c_void_p, device addresses c_uint64.
+_HANDLE, _ADDRESS, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),
+    "cuCtxSetCurrent": (_HANDLE,),
+    "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
+    "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
+    "cuEventRecord": (_HANDLE, _HANDLE),
+    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    # function, grid, block, shared memory bytes, stream, parameters, extra
+    "cuLaunchKernel": (_HANDLE, *[_UINT] * 6, _UINT, _HANDLE, ctypes.c_void_p, ctypes.c_void_p),
+    "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
+    "cuStreamWaitEvent": (_HANDLE, _HANDLE, _UINT),
+    "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, _UINT),
+    "cuStreamWriteValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, _UINT),
+}
+
+Function = Callable[..., int]
+
+
+@functools.cache
+def function(name: str) -> Function:
+    """The driver's function ``name``, which returns a CUresult: 0, or what ``check`` raises."""
+    found = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    found.argtypes, found.restype = _ARGUMENTS[name], ctypes.c_int
+    return found  # type: ignore[no-any-return]
+
+
+def arguments(name: str, *values: Any) -> tuple[Any, ...]:
+    """``values`` as the C objects that function ``name`` takes: made ready once, a call takes half
+    the time. Those that are C objects already may be changed later."""
+    return tuple(
+        value if isinstance(value, kind) else kind(value)
+        for kind, value in zip(_ARGUMENTS[name], values, strict=False)
+    )
+
+
+def check(status: int, what: str) -> None:
+    """Raise ``RuntimeError`` with the error's name and ``what`` was asked, unless it is 0."""
+    if status != 0:
+        name = ctypes.c_char_p()
+        function("cuGetErrorName")(status, ctypes.byref(name))
+        said = name.value.decode() if name.value else "unknown"
+        raise RuntimeError(f"the CUDA driver refused to {what}: {said} ({status})")
+
+
+def primary_context(ordinal: int) -> int:
+    """The context that the runtime, and so torch, uses on the GPU with CUDA ordinal ``ordinal``."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check(function("cuDeviceGet")(ctypes.byref(device), ordinal), f"find GPU {ordinal}")
+    retain = function("cuDevicePrimaryCtxRetain")
+    check(retain(ctypes.byref(context), device), f"give the context of GPU {ordinal}")
+    return context.value or 0
+
+
+def use_context(context: int) -> None:
+    """Give the calling thread ``context`` if it has none: a new thread has none until it calls the
+    runtime."""
+    current = ctypes.c_void_p()
+    check(function("cuCtxGetCurrent")(ctypes.byref(current)), "name the current context")
+    if current.value is None:
+        check(function("cuCtxSetCurrent")(context), "use a context on another thread")

@@ -1,0 +1,106 @@
+"""Launches that are laid out once and repeated.
+
+Triton binds and specialises all arguments at each launch, asks the driver about each pointer, and
+allocates the scratch of tensor descriptors: 20 to 40 us of host time. Here the parameters of a
+compiled kernel lie ready, and a launch is one call of the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.runtime.device import cuda_driver
+
+_INTEGERS: dict[str, Any] = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+}  # fmt: skip
+
+
+class RepeatedLaunch:
+    """A compiled kernel and its parameters; ``varying`` names the pointers that change.
+
+    Parameters are those of the kernel's signature that are no constants, then the addresses of two
+    scratch buffers: so in Triton 3.6 to 3.9.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: Sequence[int],
+        arguments: Mapping[str, Any],
+        varying: Sequence[str],
+        scratch: torch.Tensor | None,
+    ) -> None:
+        metadata = compiled.metadata
+        cells = {
+            name: _cell(kind, arguments[name])
+            for name, kind in compiled.src.signature.items()
+            if kind != "constexpr"
+        }
+        self._varying = [cells[name] for name in varying]
+        scratches = ctypes.c_uint64(0 if scratch is None else scratch.data_ptr()), ctypes.c_uint64()
+        every = [*cells.values(), *scratches]
+        self._parameters = (ctypes.c_void_p * len(every))(*map(ctypes.addressof, every))
+        self._alive = (compiled, every, scratch)
+        size = [*grid, 1, 1][:3]
+        self._stream = ctypes.c_void_p()
+        self._arguments = cuda_driver.arguments(
+            "cuLaunchKernel",
+            compiled.function, *size, metadata.num_warps * metadata.target.warp_size, 1, 1,
+            metadata.shared, self._stream, ctypes.addressof(self._parameters), None,
+        )  # fmt: skip
+        self._launch = cuda_driver.function("cuLaunchKernel")
+        self._name = metadata.name
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on ``stream`` with ``addresses`` for ``varying``, whose alignment to 16 bytes must
+        be that of the tensors that the kernel was compiled for."""
+        for cell, address in zip(self._varying, addresses, strict=True):
+            cell.value = address
+        self._stream.value = stream
+        if status := self._launch(*self._arguments):
+            cuda_driver.check(status, f"launch {self._name}")
+
+
+def _cell(kind: str, value: Any) -> Any:
+    return ctypes.c_uint64(value.data_ptr()) if kind[0] == "*" else _INTEGERS[kind](value)
+
+
+def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether ``RepeatedLaunch`` can do all that Triton's own launch of the kernel would."""
+    metadata = getattr(compiled, "metadata", None)
+    if metadata is None:  # interpreted, or not compiled by Triton
+        return False
+    plain = (
+        getattr(metadata, "num_ctas", 1) == 1
+        and not getattr(metadata, "launch_cooperative_grid", False)
+        and not getattr(metadata, "launch_pdl", False)
+        and not getattr(metadata, "profile_scratch_size", 0)
+    )
+    return plain and all(
+        isinstance(kind, str)
+        and (kind == "constexpr" or (name in arguments and (kind[0] == "*" or kind in _INTEGERS)))
+        for name, kind in compiled.src.signature.items()
+    )
+
+
+def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
+    """What the kernel's tensor descriptors need, for all programs."""
+    return int(compiled.metadata.global_scratch_size) * math.prod(grid)
+
+
+def has_launch_hooks() -> bool:
+    """Whether somebody, a profiler, wants to see each launch of Triton."""
+    knobs = triton.knobs.runtime
+    return any(
+        hook is not None and getattr(hook, "calls", True)
+        for hook in (knobs.launch_enter_hook, knobs.launch_exit_hook)
+    )
