@@ -18,6 +18,7 @@ from triton_dist.kernels.nvidia import (
     allgather_gemm,
     allgather_gemm_context,
     create_ag_gemm_context,
+    vendor,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
 from triton_dist.runtime.device import current_device
@@ -43,13 +44,21 @@ def test_the_first_config_is_the_default_of_all_arguments():
     assert str(first["gemm_config"]) == str(default_tiles())
 
 
-def test_the_space_has_tiles_and_communication():
+def on_gpus(monkeypatch):
+    """Whose torch has no async tensor parallelism."""
+    gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
+    for module in (vendor, allgather_gemm):
+        monkeypatch.setattr(module, "current_device", lambda: gpu)
+    monkeypatch.setattr(vendor, "_has_async_tp", lambda: False)
+
+
+def test_the_space_has_tiles_and_communication(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    own = [config for config in space if isinstance(config["method"], AllGatherMethod)]
-    assert {config["method"] for config in own} == set(AllGatherMethod)
-    assert {config["persistent"] for config in own} == {True, False}
-    assert space[len(own) :] == [
+    assert {config["method"] for config in space} == set(AllGatherMethod)
+    assert {config["persistent"] for config in space} == {True, False}
+    on_gpus(monkeypatch)
+    assert config_space()[len(space) :] == [
         {
             "gemm_config": None,
             "persistent": None,
@@ -63,7 +72,8 @@ def test_the_space_has_tiles_and_communication():
     assert ag_gemm.config_space.names == set(space[0])
 
 
-def test_a_ring_of_two_is_pruned():
+def test_a_ring_of_two_is_pruned(monkeypatch):
+    on_gpus(monkeypatch)
     A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
     methods = {
         size: {

@@ -82,6 +82,7 @@ def ag_gemm_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         max_M=rows * num_ranks,
         dtype=dtype,
         num_ranks=num_ranks,
+        accepted={},
         buffer=SimpleNamespace(num_ranks=num_ranks),
         symm_workspace=meta(1, K),
     )

@@ -54,12 +54,16 @@ def test_the_driver_is_the_kernel_modules(monkeypatch, tmp_path, text):
 
 @pytest.mark.parametrize(("status", "said"), [(0, "12.8"), (3, "unknown")])
 def test_where_the_kernel_does_not_show_it_the_driver_is_asked(monkeypatch, tmp_path, status, said):
-    def ask(version):
+    def ask(name):
+        assert name == "cuDriverGetVersion"
+        return get_version
+
+    def get_version(version):
         version._obj.value = 12080
         return status
 
     monkeypatch.setattr(cuda, "_DRIVER_FILE", tmp_path / "absent")
-    monkeypatch.setattr(cuda, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=ask))
+    monkeypatch.setattr(cuda.cuda_driver, "function", ask)
     assert cuda._driver_version() == said
 
 

@@ -136,7 +136,7 @@ def config_space() -> list[dict[str, Any]]:
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
         + [_config(default, persistent, *schedule) for schedule in schedules]
-        + [_config(None, None, method, 1, 1) for method in vendor.methods_here()]
+        + [_config(None, None, method, 1, 1) for method in vendor.candidates_here()]
     )
 
 

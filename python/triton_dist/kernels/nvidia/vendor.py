@@ -30,6 +30,12 @@ def methods_here() -> list[VendorMethod]:
     return [VendorMethod.COLLECTIVE]
 
 
+def candidates_here() -> list[VendorMethod]:
+    """What a tuning tries: on GPUs all that works there. None on CPU ranks, which are there to run
+    our kernels, and where an interpreted kernel would never win."""
+    return methods_here() if current_device().name == "cuda" else []
+
+
 def _has_async_tp() -> bool:
     import torch.distributed._symmetric_memory  # registers the operator
 
