@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -260,6 +261,12 @@ def looks_at_peers() -> list[int]:
     looks.append(0)
     buffer.start(shard, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
     buffer.finish()  # nobody waited for what arrives
+    call()
+    call()
+    for seconds in (None, 20.0):  # a call that uses none of the memory
+        looks.append(0)
+        with bounded_waits(seconds) if seconds else nullcontext():
+            assert buffer.beside(lambda: "done") == "done"
     call()
     call()
     calls.finish()

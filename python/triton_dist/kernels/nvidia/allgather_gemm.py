@@ -310,7 +310,7 @@ def _vendor(
     if ctx.num_ranks == 1:
         return torch.matmul(own, B)
     if method is VendorMethod.ASYNC_TP:
-        return vendor.fused_all_gather_matmul(own, B, ctx.group)
+        return ctx.buffer.beside(lambda: vendor.fused_all_gather_matmul(own, B, ctx.group))
     awaited = False
     try:
         rows = ctx.buffer.gather(own, lambda out, a: vendor.all_gather_into(out, a, ctx.group))
