@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist._tuning.engine.contextual import ContextualAutoTuner
-from triton_dist._tuning.engine.contextual_interception import Interception
-from triton_dist._tuning.engine.contextual_log import StepLog
-from triton_dist._tuning.engine.contextual_parts import ContextualParts
+from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
+from triton_dist._tuning.engine.contextual.interception import Interception
+from triton_dist._tuning.engine.contextual.log import StepLog
+from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.protocols import Device, Journal, RankGroup, Store
 from triton_dist._tuning.search.steps import InTurn, Race
 from triton_dist._tuning.shared import (

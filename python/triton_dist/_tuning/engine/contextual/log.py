@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from triton_dist._tuning.engine.contextual_context import Context, shown
-from triton_dist._tuning.engine.contextual_turn import Stepped
+from triton_dist._tuning.engine.contextual.context import Context, shown
+from triton_dist._tuning.engine.contextual.turn import Stepped
 from triton_dist._tuning.values import Measurement
 from triton_dist.errors import TuningWarning
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triton_dist._tuning.engine.contextual_context import (
+from triton_dist._tuning.engine.contextual.context import (
     Context,
     kernel_name,
     shown,
     triton_disk_winner,
 )
-from triton_dist._tuning.engine.contextual_parts import ContextualParts
-from triton_dist._tuning.engine.contextual_words import Words
+from triton_dist._tuning.engine.contextual.parts import ContextualParts
+from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.values import Config, ConfigSpace, Entry, Fingerprint, TuningRecord, codec
 from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen, TuningWarning
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from triton_dist._tuning.engine.contextual_context import Context
-from triton_dist._tuning.engine.contextual_parts import ContextualParts
+from triton_dist._tuning.engine.contextual.context import Context
+from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import Config, Failure

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
 
-from triton_dist._tuning.engine.contextual_interception import Call, Interception, Watch
-from triton_dist._tuning.engine.contextual_parts import ContextualParts
-from triton_dist._tuning.engine.contextual_session import Contexts, Session
+from triton_dist._tuning.engine.contextual.interception import Call, Interception, Watch
+from triton_dist._tuning.engine.contextual.parts import ContextualParts
+from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
 
 

@@ -12,7 +12,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.contextual_parts import Plan
+from triton_dist._tuning.engine.contextual.parts import Plan
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,

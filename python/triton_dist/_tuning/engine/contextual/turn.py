@@ -9,10 +9,10 @@ from typing import Any
 
 from triton_dist._tuning.engine.attempt import failure_of
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.contextual_context import Context, jit_function, shown
-from triton_dist._tuning.engine.contextual_launch import Launch, Undo
-from triton_dist._tuning.engine.contextual_parts import ContextualParts
-from triton_dist._tuning.engine.contextual_words import Words
+from triton_dist._tuning.engine.contextual.context import Context, jit_function, shown
+from triton_dist._tuning.engine.contextual.launch import Launch, Undo
+from triton_dist._tuning.engine.contextual.parts import ContextualParts
+from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure

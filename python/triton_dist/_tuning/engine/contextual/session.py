@@ -14,14 +14,14 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from triton_dist._tuning.engine.attempt import text_of
-from triton_dist._tuning.engine.contextual_context import Context, shown, triton_key
-from triton_dist._tuning.engine.contextual_interception import Interception
-from triton_dist._tuning.engine.contextual_launch import Launch
-from triton_dist._tuning.engine.contextual_log import step_line, summary
-from triton_dist._tuning.engine.contextual_opening import open_context
-from triton_dist._tuning.engine.contextual_parts import ContextualParts
-from triton_dist._tuning.engine.contextual_turn import Stepped, Turn
-from triton_dist._tuning.engine.contextual_words import Words
+from triton_dist._tuning.engine.contextual.context import Context, shown, triton_key
+from triton_dist._tuning.engine.contextual.interception import Interception
+from triton_dist._tuning.engine.contextual.launch import Launch
+from triton_dist._tuning.engine.contextual.log import step_line, summary
+from triton_dist._tuning.engine.contextual.opening import open_context
+from triton_dist._tuning.engine.contextual.parts import ContextualParts
+from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
+from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, TuningWarning

@@ -1,0 +1,1 @@
+"""Tuning kernels inside a function by calling it; reads from ``dispatch`` down."""
