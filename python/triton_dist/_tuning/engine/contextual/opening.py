@@ -219,9 +219,7 @@ def _resume(
     if parts.ranks.is_leader:
         entries = list(journal.begin(head, None if record is None else record.digest))
     told = words.gather(f"call {call}: journal of {context.name}", (stuck, entries))
-    context.resume(
-        next(entries for _, entries in told if entries) if any(e for _, e in told) else []
-    )
+    context.resume(next((leaders for _, leaders in told if leaders), []))
     context.keep(journal, head)
     for quarantined, _ in reversed(told):  # the lowest rank's counts
         for digest, failure in quarantined.items():
