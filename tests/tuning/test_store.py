@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import filelock
 import pytest
 import triton
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.tuning.strategies import Method, records
@@ -414,6 +415,8 @@ def mangled(draw):
 
 
 @given(mangled())
+@example({**RECORD.to_tree(), "function": math.inf})
+@example({**RECORD.to_tree(), "hardware_group": math.nan})
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_whatever_is_in_a_file_is_a_record_or_a_miss(tmp_path, tree):
     path = FileStore(tmp_path).path(RECORD.key)

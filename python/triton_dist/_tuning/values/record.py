@@ -110,9 +110,9 @@ class TuningRecord:
         try:
             record = cls(
                 key=Key(
-                    function=tree["function"],
+                    function=str(tree["function"]),
                     text=codec.text(tree["key"]),
-                    hardware=tree["hardware_group"],
+                    hardware=str(tree["hardware_group"]),
                     module=str(tree["module"]),
                     signature=str(tree["signature"]),
                 ),
