@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from timeit import repeat
 
 import pytest
@@ -275,3 +276,19 @@ def test_what_a_settled_function_adds_to_a_call():
 
 def best_of(call):
     return min(repeat(call, number=2000, repeat=30)) / 2000
+
+
+def test_a_call_may_take_longer_than_the_limit_if_the_one_before_did(monkeypatch):
+    """The first has the compiler's limit; a training step may be long."""
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_TIMEOUT", "0.2")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_GRACE", "60")
+    kernel = autotuned(scale_kernel, configs(16, 32))
+
+    @contextual_autotune(n_repeat=1, n_warmup=0)
+    def function(x):
+        time.sleep(0.5)
+        return scale(kernel, x)
+
+    x = torch.arange(64.0)
+    assert torch.equal(function(x), 2 * x)
+    assert function.tuning_calls == 2

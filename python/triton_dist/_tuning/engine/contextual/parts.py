@@ -82,7 +82,8 @@ class ContextualParts:
     frozen: bool
     """Tuning is forbidden."""
     seconds: float
-    """Longest time that a call of the function may take, on the host and on the device."""
+    """Longest time that a call of the function may take, on the host and on the device, if the call
+    before was not long itself."""
     compile_seconds: float
     """The same for compiling a config, and for the first call, which may compile much else."""
     grace: float

@@ -30,6 +30,8 @@ Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
 """Of one decorated function, by kernel and Triton's key, in order of opening."""
 
 _MOST_LEFT_BEHIND = 8
+_SLOWER = 3.0
+"""So many times as long as the last call the next one may take: a training step may be long."""
 
 
 class Session:
@@ -48,7 +50,7 @@ class Session:
         self._turn = self._next_turn(0)
         self._words.suspect = lambda: self._turn.suspect()
         self._scope = ExitStack()
-        self._began = time.monotonic()
+        self._began = self._call_began = time.monotonic()
 
     @property
     def calls(self) -> int:
@@ -78,6 +80,7 @@ class Session:
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to be tuned; the result of the last call."""
         while True:
+            self._call_began = time.monotonic()
             try:
                 with self._words.user_code(f"call {self._turn.number}", self._words.limit) as watch:
                     watch.begin()
@@ -122,7 +125,7 @@ class Session:
             turn.read_timers()
         except TimeoutError:
             phase, how = f"end of call {turn.number}", "its device has not finished"
-            raise self._words.lose(self._words.stuck(phase, self._parts.seconds, how)) from None
+            raise self._words.lose(self._words.stuck(phase, self._words.limit, how)) from None
         except Exception as error:
             self.fail_call(error)
             raise
@@ -223,5 +226,6 @@ class Session:
 
     def _next_turn(self, number: int) -> Turn:
         if number:
-            self._words.limit = self._parts.seconds
+            took = time.monotonic() - self._call_began
+            self._words.limit = max(self._parts.seconds, _SLOWER * took)
         return Turn(number, self._parts, self._words, self._finish)

@@ -87,7 +87,7 @@ class Turn:
     def read_timers(self) -> None:
         """Wait for the device; raises ``TimeoutError`` past the limit."""
         if self._timers:
-            self._parts.device.synchronize(self._parts.seconds)
+            self._parts.device.synchronize(self._words.limit)
         for context, timer in self._timers.items():
             stepped = self.steps[context]
             if stepped.timed and stepped.digest not in stepped.failures:
