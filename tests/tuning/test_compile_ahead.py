@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,3 +149,11 @@ def test_shares_are_disjoint_complete_and_even():
     shares = [share(everyone, rank) for rank in range(4)]
     assert sorted(itertools.chain(*shares), key=int) == [str(n) for n in range(22)]
     assert {len(each) for each in shares} == {5, 6}
+
+
+def test_what_the_budget_leaves_out_is_not_compiled():
+    ranks = ranks_that_compile(2)
+    for rank in ranks:
+        rank.policy = dataclasses.replace(rank.policy, max_trials=2)
+    assert together(ranks) == [(1, {"n": 2})] * 2
+    assert [rank.compiler.begun for rank in ranks] == [["kernel 4"], ["kernel 2"]]

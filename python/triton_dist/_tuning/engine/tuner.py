@@ -242,7 +242,7 @@ class _FirstCall:
         }
         prepare = self._subject.hooks.prepare and self._prepare
         with CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks) as ahead:
-            ahead.begin(candidates)
+            ahead.begin(candidates[: parts.policy.max_trials])
             attempts = Attempts(self._subject, parts, self._call, ranks, ahead)
             while (decided := self._next(search, progress)) is not None:
                 request, outcome = decided
