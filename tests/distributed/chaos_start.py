@@ -22,6 +22,7 @@ def start(
     folder: Path,
     victim: int,
     armed: bool = True,
+    seconds: float = TIMEOUT,
     **env: str,
 ) -> list[dict[str, Any]]:
     """How each rank ended: ``chosen``, or ``error`` (its type, ``"killed"`` or ``"ended"``) and
@@ -30,6 +31,7 @@ def start(
     Args:
         folder: shared by the ranks, and by the starts of one story.
         armed: whether anything happens to the victim.
+        seconds: limit of each step.
     """
     for note in folder.glob("*.json"):
         note.unlink()
@@ -37,8 +39,8 @@ def start(
         "CHAOS_ARMED": str(int(armed)),
         "CHAOS_VICTIM": str(victim),
         "TRITON_DIST_CACHE_DIR": str(folder / "cache"),
-        "TRITON_DIST_AUTOTUNE_TIMEOUT": str(TIMEOUT),
-        "TRITON_DIST_COMPILE_TIMEOUT": str(TIMEOUT),
+        "TRITON_DIST_AUTOTUNE_TIMEOUT": str(seconds),
+        "TRITON_DIST_COMPILE_TIMEOUT": str(seconds),
         "TRITON_DIST_AUTOTUNE_GRACE": str(GRACE),
     }
     deaths: dict[int, RankFailure] = {}
@@ -47,10 +49,10 @@ def start(
         spawn_ranks(world, in_rank, scenario, str(folder), env=env, timeout=60, grace=20)
     except RanksFailed as failed:
         deaths = failed.by_rank
-    seconds = time.monotonic() - begin
+    took = time.monotonic() - begin
     notes = [folder / f"{rank}.json" for rank in range(world)]
     return [
-        json.loads(note.read_text()) if note.exists() else _death(deaths[rank], seconds)
+        json.loads(note.read_text()) if note.exists() else _death(deaths[rank], took)
         for rank, note in enumerate(notes)
     ]
 
