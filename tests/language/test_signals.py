@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -155,9 +156,10 @@ def wait_in_vain(value):
 def test_an_overdue_wait_says_who_waits_for_what(spawn_ranks):
     for rank, (fields, message, waited) in enumerate(spawn_ranks(2, wait_in_vain, 3, env=SHORT)):
         assert fields == (rank, "signals.flags[3]", 3, 2)
-        assert message.startswith(f"rank {rank}, program (0, 0, 0): waited 0.5 s for flag")
+        # All programs of the grid wait; which is the first to give up, the machine decides.
+        assert re.match(rf"rank {rank}, program \(0, \d, 0\): waited 0\.5 s for flag", message)
         assert "TRITON_DIST_WAIT_TIMEOUT" in message
-        assert 0.45 < waited < 3
+        assert 0.45 < waited < 10
 
 
 @pytest.mark.parametrize(

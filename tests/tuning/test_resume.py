@@ -208,7 +208,7 @@ WORLD = 2
 POINTS = 30
 IN_EVERY_RUN = 8
 SECONDS = 15.0
-"""A rank that is killed is noticed at once; one that is slow on a loaded machine is not given up."""
+"""A rank that is killed is noticed at once; one that is slow for its machine is not given up."""
 
 
 @pytest.fixture(scope="module", params=SEARCHES)
