@@ -75,8 +75,8 @@ def test_calls_of_two_contexts_alternate(spawn_ranks):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, world_size):
-    looks = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0]
-    assert spawn_ranks(world_size, ag_gemm_ranks.looks_at_peers) == [looks] * world_size
+    looks = spawn_ranks(world_size, ag_gemm_ranks.looks_at_peers)
+    assert looks == [ag_gemm_ranks.LOOKS] * world_size
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
