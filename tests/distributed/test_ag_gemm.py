@@ -69,13 +69,17 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
     assert second == []
 
 
+def test_a_reset_lets_copies_go_on(spawn_ranks):
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [4] * 4
+
+
 def test_calls_of_two_contexts_alternate(spawn_ranks):
     assert spawn_ranks(2, ag_gemm_ranks.replayed, 3) == [18] * 2
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, world_size):
-    looks = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0]
+    looks = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0]
     assert spawn_ranks(world_size, ag_gemm_ranks.looks_at_peers) == [looks] * world_size
 
 

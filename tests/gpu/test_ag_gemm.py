@@ -69,7 +69,7 @@ def test_vendor_methods_take_turns_with_ours(on_gpus):
 
 def test_only_calls_out_of_turn_look_at_their_peers(on_gpus):
     for looks in on_gpus(ag_gemm_ranks.looks_at_peers):
-        assert looks == [1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
+        assert looks == [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0]
 
 
 def test_epochs_may_wrap_around(on_gpus):
@@ -80,6 +80,11 @@ def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
     overdue = on_gpus(ag_gemm_ranks.give_up_and_start_again)
     assert len(overdue[0]) == 6
     assert not any(overdue[1:])
+
+
+@pytest.mark.gpu(count=4)
+def test_a_reset_lets_copies_go_on():
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up, device="cuda", timeout=500) == [4] * 4
 
 
 def test_a_context_ends_once(on_gpus):
