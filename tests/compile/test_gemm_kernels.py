@@ -18,6 +18,7 @@ from triton_dist.kernels.nvidia.allgather import (
     kernel_await_consumption,
     kernel_exchange_staged,
     kernel_finish_epoch,
+    kernel_release_copies,
 )
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
@@ -174,6 +175,13 @@ def test_peers_are_told_with_release(sm90, function):
         assert kernel.ptx.rindex("st.global") > release.start()
         assert ACQUIRE not in kernel.ptx
     again = compile_kernel(function, words(), words(), table, 1, 0, 2, num_warps=1)
+    assert again.kernel is kernel.kernel
+
+
+def test_copies_are_released_by_one_kernel_for_all_worlds(sm90):
+    kernel = compile_kernel(kernel_release_copies, words(), words(), 32, num_warps=1)
+    assert kernel.stack_bytes == 0
+    again = compile_kernel(kernel_release_copies, words(), words(), 64, num_warps=1)
     assert again.kernel is kernel.kernel
 
 

@@ -9,7 +9,8 @@ from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, add, add_kernel, autotuned, configs, scale, scale_kernel
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.errors import NoValidConfig, TuningTimeout
+from triton_dist.errors import NoValidConfig, TuningTimeout, WaitTimeout
+from triton_dist.runtime import waits
 from triton_dist.runtime.device.cpu import CpuDevice, CpuTimer
 
 RUN = Autotuner.run
@@ -180,3 +181,28 @@ def test_a_config_that_the_device_does_not_finish_is_not_tried_again(monkeypatch
     assert torch.equal(function(x), 2 * x)
     assert spy.blocks[0] == 64
     assert 32 not in spy.blocks
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_wait_that_gave_up_ends_the_tuning_at_the_end_of_its_call(number):
+    kernel, calls, checks = autotuned(scale_kernel, configs(16, 32)), [], []
+    overdue = WaitTimeout(rank=0, program="op", flag="ready[1]", expected=2, seen=1, seconds=1.0)
+
+    def check():
+        checks.append(len(calls))
+        return overdue if len(calls) == number + 1 else None
+
+    @contextual_autotune(n_repeat=2, n_warmup=1)
+    def function(x):
+        assert waits.leave(check), "nobody settles"
+        calls.append(1)
+        assert len(checks) == len(calls) - 1  # those of the calls before
+        return scale(kernel, x)
+
+    x = torch.arange(64.0)
+    with pytest.raises(WaitTimeout, match=r"ready\[1\]"):
+        function(x)
+    assert len(calls) == number + 1
+    assert Autotuner.run is RUN
+    assert not waits.leave(check)
+    assert not kernel.cache

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     local_copy_and_barrier_all,
 )
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.waits import bounded_waits
+from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.timing import captured
 
@@ -199,6 +199,24 @@ def give_up_and_start_again() -> list[str]:
     return overdue
 
 
+def copies_held_up() -> int:
+    """Rank 1 leaves out a call of a ring whose consumer is launched nowhere: nothing gives up but
+    the reset lets copies go on that wait for what rank 1 would have sent."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    calls(20)
+    calls.check()
+    buffer, device = calls.ctx.buffer, current_device()
+    with bounded_waits(1.0), settling(device, 20.0):
+        if dist.get_rank() != 1:
+            buffer.start(uniform(1, (20, 72), calls.dtype), AllGatherMethod.RING_PUSH_1D, 2, 2)
+            with suppress(WaitTimeout):  # of a copy stream on CPU, when it is joined
+                buffer.finish()
+        buffer.reset()
+    for method in AllGatherMethod:
+        calls(11, method=method, num_chunks=2)
+    return calls.finish()
+
+
 def replayed(rounds: int) -> int:
     """Calls captured in CUDA graphs and replayed, beside calls that are not; fresh data each time.
     CPU ranks capture nothing: they call again."""
@@ -234,7 +252,7 @@ def replayed(rounds: int) -> int:
     return len(results) + eager.finish()
 
 
-LOOKS = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0]
+LOOKS = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0]
 """What ``looks_at_peers`` gives, wherever it runs."""
 
 

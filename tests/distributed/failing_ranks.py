@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -14,9 +15,11 @@ import torch.distributed as dist
 import triton.language as tl
 
 import triton_dist
-from tests.distributed.ag_gemm_calls import Calls
+from tests.distributed.ag_gemm_calls import Calls, default_tiles
+from triton_dist import tune
+from triton_dist._tuning.values import Failure
 from triton_dist.kernels.common import sharded_gemm
-from triton_dist.kernels.nvidia import allgather
+from triton_dist.kernels.nvidia import ag_gemm, allgather
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.device.cpu import CpuCopyStream
 
@@ -151,3 +154,31 @@ def one_rank_calls_alone() -> None:
         calls(20, persistent=False, num_chunks=2)
     else:
         time.sleep(2)
+
+
+def one_rank_leaves_out_a_trial(method: AllGatherMethod, left_out: str) -> list[str]:
+    """A tuning of two candidates; rank 1 does not take part in a run of the first. What came of
+    each."""
+    calls = Calls(max_rows=20, columns=40, K=72)
+    runs = itertools.count()
+
+    @tune.autotune(
+        config_space=[{"leaves_out": True}, {"leaves_out": False}],
+        key_fn=lambda *_, **__: "one",
+        recover_fn=lambda A, B, ctx: ctx.buffer.reset(),
+    )
+    def op(A: torch.Tensor, B: torch.Tensor, ctx: Any, leaves_out: bool) -> torch.Tensor:
+        skipped = leaves_out and next(runs) == (0 if left_out == "the first run" else 2)
+        if skipped and ctx.rank == 1:
+            return A.new_empty(A.shape[0] * ctx.num_ranks, B.shape[1])
+        return ag_gemm.fn(A, B, ctx, default_tiles(), method=method)
+
+    calls(20, op=op)
+    calls(11, op=op)
+    calls.check()
+    record = op.tune(A=None, B=None, ctx=calls.ctx)
+    calls.ctx.finalize()
+    return [
+        each.outcome.kind if isinstance(each.outcome, Failure) else "measured"
+        for each in record.trials
+    ]

@@ -69,6 +69,10 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
     assert second == []
 
 
+def test_a_reset_lets_copies_go_on(spawn_ranks):
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [4] * 4
+
+
 def test_calls_of_two_contexts_alternate(spawn_ranks):
     assert spawn_ranks(2, ag_gemm_ranks.replayed, 3) == [18] * 2
 

@@ -85,3 +85,13 @@ def test_a_rank_that_calls_alone_ends(spawn_ranks):
     assert failure.exception == "WaitTimeout"
     # The second call has the first slot; rank 1's flags follow the 8 of rank 0.
     assert "flag ag_gemm.arrivals[8] to reach 1, it is 0" in failure.message
+
+
+@pytest.mark.parametrize("left_out", ["the first run", "a sample"])
+@pytest.mark.parametrize("method", AllGatherMethod)
+def test_a_rank_that_leaves_out_a_trial_costs_only_that_candidate(spawn_ranks, method, left_out):
+    limits = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "6"}
+    trials = spawn_ranks(
+        3, failing_ranks.one_rank_leaves_out_a_trial, method, left_out, env=limits, timeout=60
+    )
+    assert trials == [["timeout", "measured"]] * 3

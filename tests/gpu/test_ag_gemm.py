@@ -82,6 +82,11 @@ def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
     assert not any(overdue[1:])
 
 
+@pytest.mark.gpu(count=4)
+def test_a_reset_lets_copies_go_on():
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up, device="cuda", timeout=500) == [4] * 4
+
+
 def test_a_context_ends_once(on_gpus):
     for seen in on_gpus(ag_gemm_ranks.context_ends):
         assert len(seen) == 7

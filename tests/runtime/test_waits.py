@@ -1,9 +1,13 @@
-"""Limits of waits: none in production on GPUs, one while candidates are tried."""
+"""Limits of waits: none in production on GPUs, one while candidates are tried; who looks whether a
+wait gave up."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import waits
 
 
@@ -32,3 +36,110 @@ def test_polls_fit_an_int32():
         assert waits.limit_polls() == 2**31 - 1
     with waits.bounded_waits(0.5):
         assert 0 < waits.limit_polls() < 2**31 - 1
+
+
+class Device:
+    """Lists the waits for it; with ``busy`` it does not finish."""
+
+    def __init__(self) -> None:
+        self.waits: list[float | None] = []
+        self.busy = False
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        self.waits.append(seconds)
+        if self.busy:
+            raise TimeoutError("busy")
+
+
+def overdue(flag: str) -> WaitTimeout:
+    return WaitTimeout(rank=0, program="op", flag=flag, expected=2, seen=1, seconds=1.0)
+
+
+class Op:
+    """``gave_up``: errors that its check finds, one each time; ``None`` when there is none."""
+
+    def __init__(self, *gave_up: str) -> None:
+        self.gave_up = [overdue(flag) for flag in gave_up]
+        self.checks = 0
+
+    def check(self) -> WaitTimeout | None:
+        self.checks += 1
+        return self.gave_up.pop(0) if self.gave_up else None
+
+
+def test_a_check_is_made_by_the_op_unless_somebody_settles():
+    op = Op()
+    assert not waits.leave(op.check)
+    with waits.settling(Device(), 3.0):
+        assert waits.leave(op.check)
+    assert not waits.leave(op.check)
+
+
+def test_settling_waits_for_the_device_only_if_something_was_left():
+    device, op = Device(), Op()
+    with waits.settling(device, 3.0) as settle:
+        settle()
+        assert device.waits == []
+        waits.leave(op.check)
+        waits.leave(op.check)
+        assert op.checks == 0
+        settle()
+        assert (op.checks, device.waits) == (1, [3.0])
+        settle()  # as after the replay of a graph, which leaves nothing
+        assert (op.checks, device.waits) == (2, [3.0, 3.0])
+
+
+def test_all_checks_are_made_and_the_first_error_is_raised():
+    ops = Op(), Op("second"), Op("third")
+    with waits.settling(Device(), 3.0) as settle:
+        for op in ops:
+            waits.leave(op.check)
+        with pytest.raises(WaitTimeout, match="second"):
+            settle()
+        assert [op.checks for op in ops] == [1, 1, 1]
+        settle()  # nothing is left to be raised for what comes next
+
+
+def test_a_device_that_does_not_finish_is_a_timeout_of_another_kind():
+    device, op = Device(), Op()
+    with waits.settling(device, 3.0) as settle:
+        waits.leave(op.check)
+        device.busy = True
+        with pytest.raises(TimeoutError) as failure:
+            settle()
+        assert not isinstance(failure.value, WaitTimeout)
+        assert op.checks == 0
+
+
+def test_what_a_call_that_raised_has_left_is_not_kept():
+    op = Op("first")
+
+    def raises() -> None:
+        with waits.settling(Device(), 3.0):
+            waits.leave(op.check)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        raises()
+    assert (op.checks, op.gave_up) == (1, [])
+
+
+def test_an_inner_settling_begins_with_what_the_outer_one_holds():
+    device, outer_op, inner_op = Device(), Op("outer"), Op()
+    with waits.settling(device, 3.0) as settle_outer:
+        waits.leave(outer_op.check)
+        with pytest.raises(WaitTimeout, match="outer"), waits.settling(device, 2.0):
+            raise AssertionError("it has not begun")
+        with waits.settling(device, 2.0) as settle:
+            waits.leave(inner_op.check)
+            before = outer_op.checks
+            settle()
+            assert (outer_op.checks, inner_op.checks) == (before, 1)
+        before = inner_op.checks
+        settle_outer()
+        assert inner_op.checks == before
+
+
+def test_other_threads_check_in_their_calls():
+    with waits.settling(Device(), 3.0), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(waits.leave, Op().check).result() is False

@@ -197,6 +197,7 @@ class Rank:
     """Of the journals and logs."""
     compiler: Any = None
     search: Any = Exhaustive
+    settling: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -229,6 +230,7 @@ class Rank:
             policy=self.policy,
             hardware="fake",
             quiet=contextlib.nullcontext,
+            settling=self.settling,
             gate=self.gate,
             always_tune=self.always_tune,
             frozen=self.frozen,

@@ -38,7 +38,7 @@ from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import software_versions
-from triton_dist.runtime.waits import bounded_waits
+from triton_dist.runtime.waits import bounded_waits, settling
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
@@ -197,6 +197,7 @@ class _Composer:
             policy=policy,
             hardware=hardware_of(device, ranks),
             quiet=functools.partial(_quiet, seconds),
+            settling=functools.partial(settling, device, seconds),
             gate=gate_of(ranks),
             always_tune=knobs.autotune_always_tune.get(),
             frozen=knobs.autotune_frozen.get(),

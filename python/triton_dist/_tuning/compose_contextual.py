@@ -42,7 +42,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.inherited import InheritedValue, in_backward
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting, software_versions
-from triton_dist.runtime.waits import bounded_waits
+from triton_dist.runtime.waits import bounded_waits, settling
 
 _interception = Interception(InheritedValue("triton_dist.contextual_autotune"), in_backward)
 
@@ -132,6 +132,7 @@ class _Composer:
             log=StepLog(folder / f"rank-{rank}.log", prints=verbose),
             # Ranks wait for one another for so long: a wait in a kernel must end before.
             quiet=functools.partial(bounded_waits, seconds / 2),
+            settling=functools.partial(settling, device, seconds),
             no_grad=torch.no_grad,
             gate=gate_of(ranks),
             always_tune=knobs.autotune_always_tune.get(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
-from triton_dist.errors import TuningAborted, TuningTimeout
+from triton_dist.errors import TuningAborted, TuningTimeout, WaitTimeout
 
 _KINDS: dict[str, FailureKind] = {
     "TimeoutError": "timeout",
@@ -47,10 +48,18 @@ class Attempts:
     """Tries configs of one call."""
 
     def __init__(
-        self, subject: Subject, parts: Parts, call: Call, ranks: Conversation, ahead: CompileAhead
+        self,
+        subject: Subject,
+        parts: Parts,
+        call: Call,
+        ranks: Conversation,
+        ahead: CompileAhead,
+        settle: Callable[[], None],
     ) -> None:
+        """``settle`` waits for the device if some op asks for it, and raises if a wait in a kernel
+        gave up: what the ops leave to be done outside of the timed part."""
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
-        self._ahead = ahead
+        self._ahead, self._settle = ahead, settle
         self._ready: set[str] = set()
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
@@ -210,6 +219,7 @@ class Attempts:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
         self._user(phase, self._reset)
         output = self._user(phase, lambda: function(*args, **kwargs, **arguments))
+        self._settle()
         self._parts.device.synchronize(self._parts.seconds)
         return output
 
@@ -219,34 +229,39 @@ class Attempts:
         replay: Callable[[], Any] = self._user(
             phase, lambda: parts.device.capture(call, parts.seconds)
         )
+        self._settle()
         return replay
 
     def _own_samples(self, phase: str, call: Callable[[], Any], samples: int) -> Measurement:
-        reset_failure: Exception | None = None
+        failure: Exception | None = None
 
         # One watch for all runs, because setting one up takes longer than some functions.
         with self._ranks.user_code(phase) as watch:
 
             def align() -> None:
-                nonlocal reset_failure
-                watch.begin()
-                try:
-                    self._reset()
-                except Exception as error:  # the others align now: so does this rank, and fails
-                    reset_failure = error
+                nonlocal failure
+                try:  # if this raises, the others align now all the same: so does this rank
+                    if failure is None:
+                        self._settle()  # the run before
+                        watch.begin()
+                        self._reset()
+                except Exception as error:
+                    failure = error
                 watch.end()
                 self._ranks.align(phase)
 
             def run() -> None:
-                if reset_failure is not None:
-                    raise reset_failure
+                if failure is not None:
+                    raise failure
                 watch.begin()
                 try:
                     call()
                 finally:
                     watch.end()
 
-            return self._parts.benchmarker.measure(run, self._parts.policy, align, samples)
+            measured = self._parts.benchmarker.measure(run, self._parts.policy, align, samples)
+            self._settle()  # the last run
+        return measured
 
     def _reset(self) -> None:
         if self._subject.hooks.reset is not None:
@@ -259,6 +274,8 @@ class Attempts:
         try:
             if recover is not None:
                 self._user(phase, lambda: recover(*self._call.args, **self._call.kwargs))
+            with suppress(WaitTimeout):  # left by a run that raised: not the next config's fault
+                self._settle()
             self._parts.device.synchronize(self._parts.seconds)
         except TuningTimeout:
             raise

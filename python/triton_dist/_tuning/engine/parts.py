@@ -67,7 +67,9 @@ class Parts:
     hardware: str
     """Hardware and size of the group; part of the key."""
     quiet: Callable[[], AbstractContextManager[object]]
-    """What candidates run under: no gradients are recorded."""
+    """What candidates run under: no gradients are recorded, waits in kernels are bounded."""
+    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
+    """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
     gate: AbstractContextManager[object]
     """Held during a first call, so that the first calls of one group come one after another.
     Re-entrant: a tuned function may call a tuned function."""

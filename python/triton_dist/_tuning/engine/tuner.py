@@ -241,9 +241,10 @@ class _FirstCall:
             for place, config in enumerate(candidates, start=1)
         }
         prepare = self._subject.hooks.prepare and self._prepare
-        with CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks) as ahead:
+        ahead = CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks)
+        with parts.settling() as settle, ahead:
             ahead.begin(candidates[: parts.policy.max_trials])
-            attempts = Attempts(self._subject, parts, self._call, ranks, ahead)
+            attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle)
             while (decided := self._next(search, progress)) is not None:
                 request, outcome = decided
                 label = labels[request.config.digest]

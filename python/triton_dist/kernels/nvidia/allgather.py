@@ -61,8 +61,9 @@ T = TypeVar("T")
 
 _LINE = 32
 # Words of a slot's "epoch" line. Words 1 and 2 are the guard of its waits (language.wait).
-_EPOCH, _MOST_POLLS, _GAVE_UP = 0, 1, 2
-_STAGED = tl.constexpr(3)
+_EPOCH, _MOST_POLLS = 0, 1
+_GAVE_UP, _STAGED = tl.constexpr(2), tl.constexpr(3)
+_SOUND = tl.constexpr(4)  # the last epoch that ended before any wait gave up
 # Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
 _LAUNCH_SECONDS = 10.0
 # Plans of calls that are kept; a plan takes a few KB.
@@ -106,7 +107,18 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, offset, rank, n
         if peer != rank:
             dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + offset + rank, epoch)
         peer += 1
+    tl.store(epoch_ptr + _SOUND, epoch, mask=tl.load(epoch_ptr + _GAVE_UP) == 0)
     tl.store(epoch_ptr, epoch + 1)
+
+
+@jit(do_not_specialize=["num_flags"])
+def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
+    """If a wait of the call gave up, let copy streams hand on what has not come. Grid (1,)."""
+    if tl.load(epoch_ptr + _GAVE_UP) != 0:
+        flag = 0
+        while flag < num_flags:
+            tl.store(forward_ptr + flag, 1)
+            flag += 1
 
 
 def _whole_lines(words: int) -> int:
@@ -149,8 +161,9 @@ class AllGatherBuffer:
         self._gathered: dict[Any, GatheredShards] = {}
         self._transfers: dict[Any, Any] = {}
         self._pending: Any = None
+        self._hands_on = False
         self._slot = 0
-        self._chunks_in_use = 0
+        self._chunks_in_use = [0] * _SLOTS
         self._most_polls = 0
         self._in_turn = self._in_graphs = self._capturing = False
         self._memory["epoch"].local[:, _EPOCH] = 1
@@ -175,7 +188,8 @@ class AllGatherBuffer:
             transfer = self._plan(rows, method, num_streams, num_chunks)
             self._transfers[key] = transfer
         self._pending = transfer
-        self._chunks_in_use = -(-rows // gathered.chunk_rows)
+        self._hands_on = method is AllGatherMethod.RING_PUSH_1D
+        self._chunks_in_use[self._slot] = -(-rows // gathered.chunk_rows)
         transfer.start(own, self._device.current_stream())
         return gathered
 
@@ -186,25 +200,26 @@ class AllGatherBuffer:
         returns; in turn with calls of ``start``, and ended by ``finish`` like them."""
         self._take_slot()
         rows = self._shards(self.rank, own.shape[0])
-        self._chunks_in_use = 0
+        self._chunks_in_use[self._slot] = 0
         collective(rows, own.detach())
         return rows
 
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which gathers in memory of its own.
 
-        While candidates are tried, an eager call of our own costs about 60 us more than later: it
-        looks at the peers, and the host waits for the device to see whether a wait gave up. Without
-        the same around it, ``call`` won races that it should lose by 17 % (measured on 4 H200).
+        While candidates are tried, an eager call of our own begins with a look at the peers, which
+        it does not need later, when it follows another. ``call`` gets the same before it: else it
+        would be ahead by a kernel's launch, which is a lot where M is small. What else our own
+        calls do, they do in production too.
         """
-        if not waits.limit_polls() or self._device.is_capturing():
+        most_polls = waits.limit_polls()
+        if self.num_ranks == 1 or not most_polls or self._device.is_capturing():
             return call()
-        self._take_slot()
-        self._chunks_in_use = 0
-        try:
-            return call()
-        finally:
-            self.finish()
+        self._bound_waits(most_polls)
+        self._look_at_peers((self._slot + 1) % _SLOTS)  # it stays the next call's
+        result = call()
+        self._see_to_waits()
+        return result
 
     def describe(self, rows: int, num_chunks: int) -> GatheredShards:
         """What a consumer of shards of ``rows`` rows reads in the current slot."""
@@ -232,23 +247,22 @@ class AllGatherBuffer:
         """
         if self.num_ranks == 1:
             return
-        overdue: WaitTimeout | None = None
-        if self._most_polls and not self._capturing:
-            overdue = self._gave_up()
-            if overdue is not None:
-                # A copy stream may wait for what will not come either, and the join would for it.
-                self._memory["forward"].local[self._slot].fill_(1)
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            if self._most_polls and self._hands_on:
+                # A copy stream may wait for what will not come, and the join would for it.
+                self._release_copies()
             pending.join(self._device.current_stream())
         self._tell(kernel_finish_epoch, "consumed")
         self._in_turn = awaited and not self._capturing and not self._most_polls
-        if overdue is not None:
-            raise overdue
+        if self._most_polls:
+            self._see_to_waits()
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
+        # Where the consumer was never launched, nobody gave up on what a copy stream waits for.
+        self._device.aside(lambda: self._memory["forward"].local.fill_(1))
         self._device.synchronize(waits.limit_seconds())
         self._ranks.barrier("no rank uses the all-gather buffer")
         for flags in ("arrivals", "consumed", "staged", "forward", "epoch"):
@@ -280,21 +294,26 @@ class AllGatherBuffer:
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
         if self._in_graphs or most_polls or not self._in_turn:
-            self._launcher.run(
-                (kernel_await_consumption, self._slot),
-                lambda: Launch(
-                    kernel_await_consumption,
-                    (1,),
-                    (
-                        self._memory["epoch"].local[self._slot],
-                        self._memory["consumed"].local[self._slot],
-                        self.rank,
-                        self.num_ranks,
-                    ),
-                    {"num_warps": 1},
-                ),
-            )
+            self._look_at_peers(self._slot)
         self._in_turn = False
+
+    def _look_at_peers(self, slot: int) -> None:
+        """Queue a wait until every peer is done with ``slot``."""
+
+        def launch() -> Launch:
+            epoch, consumed = (self._memory[name].local[slot] for name in ("epoch", "consumed"))
+            arguments = (epoch, consumed, self.rank, self.num_ranks)
+            return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
+
+        self._launcher.run((kernel_await_consumption, slot), launch)
+
+    def _release_copies(self) -> None:
+        def launch() -> Launch:
+            epoch, forward = (self._memory[each].local[self._slot] for each in ("epoch", "forward"))
+            arguments = (epoch, forward, forward.numel())
+            return Launch(kernel_release_copies, (1,), arguments, {"num_warps": 1})
+
+        self._launcher.run((kernel_release_copies, self._slot), launch)
 
     def _tell(self, kernel: Any, flags: str) -> None:
         """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
@@ -336,40 +355,60 @@ class AllGatherBuffer:
 
     def _bound_waits(self, most_polls: int) -> None:
         if most_polls != self._most_polls:
-            self._memory["epoch"].local[:, _MOST_POLLS] = most_polls
+            lines = self._memory["epoch"].local
+            if not self._most_polls:
+                lines[:, _GAVE_UP.value] = 0  # in trials before these, after which nobody looked
+            lines[:, _MOST_POLLS] = most_polls
             self._most_polls = most_polls
 
-    def _gave_up(self) -> WaitTimeout | None:
-        """While candidates are tried: the error of this call, if one of its waits gave up."""
-        limit = waits.limit_seconds() or 0.0
+    def _see_to_waits(self) -> None:
+        """While candidates are tried: leave it to the tuner to look whether a wait gave up, or look
+        now, and raise ``WaitTimeout``, if nobody will."""
+        if waits.leave(self._gave_up) or self._device.is_capturing():
+            return
         # The begin kernel, the exchange of a pull and the consumer may each wait for the limit.
-        self._device.synchronize(3 * limit + _LAUNCH_SECONDS)
-        line = self._memory["epoch"].local[self._slot].tolist()
-        if not line[_GAVE_UP]:
+        self._device.synchronize(3 * (waits.limit_seconds() or 0.0) + _LAUNCH_SECONDS)
+        overdue = self._gave_up()
+        if overdue is not None:
+            raise overdue
+
+    def _gave_up(self) -> WaitTimeout | None:
+        """Once the device is done: the error of the first call, since this was last asked, of which
+        a wait gave up."""
+        if not self._streams:  # freed
             return None
-        self._memory["epoch"].local[:, _GAVE_UP] = 0
-        flag, seen = self._overdue(line[_EPOCH])
+        lines = self._memory["epoch"].local
+        seen = lines.tolist()
+        oldest_first = [(self._slot + 1 + number) % _SLOTS for number in range(_SLOTS)]
+        slot = next((each for each in oldest_first if seen[each][_GAVE_UP.value]), None)
+        if slot is None:
+            return None
+        epoch = seen[slot][_SOUND.value] + 1
+        staged = seen[slot][_STAGED.value] == epoch
+        flag, value = self._overdue(slot, epoch, staged)
+        lines[:, _GAVE_UP.value] = 0
+        lines[:, _SOUND.value] = lines[:, _EPOCH] - 1
         return WaitTimeout(
             rank=self.rank,
             program="a kernel of the all-gather or its consumer",
             flag=flag,
-            expected=line[_EPOCH],
-            seen=seen,
-            seconds=limit,
+            expected=epoch,
+            seen=value,
+            seconds=waits.limit_seconds() or 0.0,
         )
 
-    def _overdue(self, epoch: int) -> tuple[str, int]:
-        """The first flag of the slot that has not reached ``epoch``, and its value."""
+    def _overdue(self, slot: int, epoch: int, staged: bool) -> tuple[str, int]:
+        """The first flag of ``slot`` that has not reached ``epoch``, and its value; of a pull, for
+        which this rank has ``staged``, also what says that peers have."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        chunks = range(self._chunks_in_use[slot])
         waited_for = {
-            "arrivals": [
-                peer * MAX_CHUNKS + chunk for peer in peers for chunk in range(self._chunks_in_use)
-            ],
-            "staged": peers,
+            "arrivals": [peer * MAX_CHUNKS + chunk for peer in peers for chunk in chunks],
+            "staged": peers if staged else [],
             "consumed": peers,
         }
         for region, indices in waited_for.items():
-            flags = self._memory[region].local[self._slot]
+            flags = self._memory[region].local[slot]
             expected = epoch - (region == "consumed")
             for index in indices:
                 if int(flags[index]) < expected:

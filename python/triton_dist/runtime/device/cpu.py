@@ -71,6 +71,10 @@ class CpuDevice:
     def hold(self) -> None:
         """Nothing: calls are not queued, they run."""
 
+    def aside(self, work: Callable[[], object]) -> None:
+        """Do ``work`` now: only copy streams queue anything, each on a thread of its own."""
+        work()
+
     def copy_stream(self) -> CpuCopyStream:
         return CpuCopyStream()
 

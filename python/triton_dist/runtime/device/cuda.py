@@ -144,6 +144,14 @@ class CudaDevice:
         overhead is not measured (about 0.3 ms for an overlapped op)."""
         self.sleep_milliseconds(_HOLD_MILLISECONDS)
 
+    def aside(self, work: Callable[[], object]) -> None:
+        """Queue ``work`` on a stream of its own, so that it is done even if the current stream is
+        held up; that goes on only after it."""
+        current, side = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.torch_device)
+        with torch.cuda.stream(side):
+            work()
+        current.wait_stream(side)
+
     def copy_stream(self) -> CudaCopyStream:
         return CudaCopyStream(self.torch_device)
 

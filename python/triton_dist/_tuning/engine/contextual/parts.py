@@ -75,6 +75,8 @@ class ContextualParts:
     log: Log
     quiet: Callable[[], AbstractContextManager[object]]
     """What the function runs under: waits in kernels are bounded."""
+    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
+    """Within, what it gives is called at the end of each call: raises if a wait gave up."""
     no_grad: Callable[[], AbstractContextManager[object]]
     gate: AbstractContextManager[object]
     """Held when a tuning begins, so that the threads of a rank begin one after another."""

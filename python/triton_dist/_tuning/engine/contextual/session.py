@@ -24,7 +24,13 @@ from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
 from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
-from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, TuningWarning
+from triton_dist.errors import (
+    NoValidConfig,
+    RankDisagreement,
+    RankTimeout,
+    TuningWarning,
+    WaitTimeout,
+)
 
 Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
 """Of one decorated function, by kernel and Triton's key, in order of opening."""
@@ -49,6 +55,7 @@ class Session:
         self._words = Words(parts, function)
         self._turn = self._next_turn(0)
         self._words.suspect = lambda: self._turn.suspect()
+        self._settle: Callable[[], None] = lambda: None
         self._scope = ExitStack()
         self._began = self._call_began = time.monotonic()
 
@@ -79,17 +86,20 @@ class Session:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to be tuned; the result of the last call."""
-        while True:
-            self._call_began = time.monotonic()
-            try:
-                with self._words.user_code(f"call {self._turn.number}", self._words.limit) as watch:
-                    watch.begin()
-                    result = call()
-            except Exception as error:
-                self.fail_call(error)
-                raise
-            if self.end_call():
-                return result
+        # Not from ``__enter__`` on: that may be on a thread of autograd, this is the caller's.
+        with self._parts.settling() as self._settle:
+            while True:
+                self._call_began = time.monotonic()
+                try:
+                    phase = f"call {self._turn.number}"
+                    with self._words.user_code(phase, self._words.limit) as watch:
+                        watch.begin()
+                        result = call()
+                except Exception as error:
+                    self.fail_call(error)
+                    raise
+                if self.end_call():
+                    return result
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of ``tuner.run``."""
@@ -122,7 +132,11 @@ class Session:
             raise self._words.lost
         turn = self._turn
         try:
+            self._settle()
             turn.read_timers()
+        except WaitTimeout as error:
+            self.fail_call(error)
+            raise
         except TimeoutError:
             phase, how = f"end of call {turn.number}", "its device has not finished"
             raise self._words.lose(self._words.stuck(phase, self._words.limit, how)) from None
