@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import pytest
@@ -14,11 +15,17 @@ import triton_dist
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
+from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import (
     kernel_await_consumption,
     kernel_exchange_staged,
     kernel_finish_epoch,
     kernel_release_copies,
+)
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+    FEW_ROWS_TILES,
+    MOST_PARTIALS,
+    MOST_SPLIT_TILES,
 )
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
@@ -47,9 +54,13 @@ def prepared(
     own, C = matrix(rows, 4096), matrix(rows * ranks, 1024)
     B = matrix(1024, 4096).T if layout == "column-major" else matrix(4096, 1024)
     shards = GatheredShards(matrix(rows * ranks, 4096), flags, flags[:32], chunk_rows, 8)
+    split = SplitWorkspace(
+        torch.empty(MOST_PARTIALS, device="meta"),
+        torch.empty(MOST_SPLIT_TILES, dtype=torch.int32, device="meta"),
+    )
     return sharded_gemm(
         own, B, C, config, num_sms=132, persistent=persistent, rank=rank if gathered else 0,
-        num_ranks=ranks, gathered=shards if gathered else None,
+        num_ranks=ranks, gathered=shards if gathered else None, split=split,
     )  # fmt: skip
 
 
@@ -92,6 +103,46 @@ def test_a_tile_fits_pipelines_and_waits(persistent, index, layout):
         tile = POINTER_TILES[index].kwargs
         elements = (tile["BLOCK_SIZE_M"] + tile["BLOCK_SIZE_N"]) * tile["BLOCK_SIZE_K"]
         assert kernel.shared_memory_bytes >= 2 * elements * (kernel.num_stages - 1)
+
+
+@pytest.mark.parametrize("index", range(len(FEW_ROWS_TILES)))
+def test_a_tile_for_few_rows_fits_pipelines_and_waits(index):
+    config = FEW_ROWS_TILES[index]
+    layout = LAYOUTS[index % 2]
+    with compile_only(90):
+        kernel = compile_launch(prepared(True, config, layout, rows=128, chunk_rows=128))
+    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
+    assert kernel.stack_bytes == 0
+    # A block has the registers that it needs.
+    assert kernel.registers * 32 * kernel.num_warps <= 65536
+    assert "wgmma.mma_async" in kernel.ptx
+    assert_waits(kernel.ptx)
+    assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * 2 * kernel.num_stages
+    if config.kwargs["SPLIT_K"] > 1:
+        assert_parts_are_stored_before_they_are_counted(kernel, config.kwargs)
+    else:
+        assert COUNT.search(kernel.ptx) is None
+
+
+COUNT = re.compile(r"atom\.global\.gpu\.acq_rel\.add")
+
+
+def assert_parts_are_stored_before_they_are_counted(kernel, tile):
+    """In both loops: all 16-byte stores of the accumulator as it lies in registers, a barrier of
+    the block, the count, a barrier, and loads that pass L1 by. No TMA in between."""
+    stores = tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // (32 * kernel.num_warps * 4)
+    pieces = COUNT.split(kernel.ptx)
+    assert len(pieces) == 3
+    for before, after in itertools.pairwise(pieces):
+        written = before[before.index("st.global.v4", before.rindex("wgmma.wait_group")) :]
+        assert written.count("st.global.v4") == stores
+        assert "st.shared" not in written  # no conversion through shared memory
+        assert "cp.async.bulk" not in written
+        assert "bar.sync" in written[written.rindex("st.global.v4") :]
+        read = after[: after.index("ld.global.cg.v4")]
+        assert "bar.sync" in read
+        assert after.count("ld.global.cg.v4") >= 2 * stores
+    assert "ld.global.v4" not in kernel.ptx
 
 
 def assert_waits(ptx):

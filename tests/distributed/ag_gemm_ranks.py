@@ -21,6 +21,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     config_space,
     local_copy_and_barrier_all,
 )
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose
@@ -102,6 +103,43 @@ def every_config() -> int:
     calls(37)
     calls(37, op=ag_gemm, autotune=False)
     return calls.finish()
+
+
+def split_tiles() -> int:
+    """Tiles that are cut along K, and shards that are visited together: odd sizes, each rank late
+    in turn, other schedules, and configs that take turns with others on the same workspace."""
+    calls = Calls(max_rows=70, columns=72, K=104)
+    calls.ctx.split_workspace.partials.fill_(NAN)
+    cycles, methods = 20_000_000, itertools.cycle(AllGatherMethod)
+    for late in range(dist.get_world_size()):
+        for config in few_rows_tiles():
+            for rows in (70, 1, 33):
+                calls(
+                    rows,
+                    "column-major" if rows == 33 else "row-major",
+                    gemm_config=config,
+                    method=next(methods),
+                    num_chunks=1 + rows % 3,
+                    local_copy=rows != 1,
+                    straggler_option=(late, cycles),
+                )
+        calls(33)
+    count = calls.check()
+    assert not calls.ctx.split_workspace.counters.any()
+    calls.ctx.finalize()
+    return count
+
+
+def counts_are_reset() -> list[int]:
+    """A launch that broke off left counts behind; after a reset all ranks call again."""
+    calls = Calls(max_rows=33, columns=72, K=104)
+    counters = calls.ctx.split_workspace.counters
+    counters.fill_(1)
+    calls.ctx.reset()
+    left = int(counters.sum())
+    for config in few_rows_tiles():
+        calls(33, gemm_config=config)
+    return [left, calls.finish()]
 
 
 def tuned() -> tuple[int, int]:

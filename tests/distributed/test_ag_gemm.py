@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.nvidia.allgather_gemm import config_space
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles
 
 WORLD_SIZES = [2, 4]
 
@@ -34,6 +35,16 @@ def test_any_rank_may_be_late(spawn_ranks, world_size):
 def test_every_candidate_gives_the_same(spawn_ranks, world_size):
     checked = len(config_space()) + 2
     assert spawn_ranks(world_size, ag_gemm_ranks.every_config) == [checked] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tiles_that_are_cut_along_k(spawn_ranks, world_size):
+    calls = world_size * (3 * len(few_rows_tiles()) + 1)
+    assert spawn_ranks(world_size, ag_gemm_ranks.split_tiles) == [calls] * world_size
+
+
+def test_counts_of_parts_are_reset(spawn_ranks):
+    assert spawn_ranks(2, ag_gemm_ranks.counts_are_reset) == [[0, len(few_rows_tiles())]] * 2
 
 
 def test_tuned_over_the_ranks(spawn_ranks):

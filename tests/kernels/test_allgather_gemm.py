@@ -21,6 +21,7 @@ from triton_dist.kernels.nvidia import (
     vendor,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles
 from triton_dist.runtime.device import current_device
 
 
@@ -163,6 +164,19 @@ def test_the_context_says_how_a_call_that_names_no_method_gathers(monkeypatch):
         (AllGatherMethod.FULL_MESH_PULL, 1, 2),
     ]
     ctx.finalize()
+
+
+def test_the_workspace_for_parts_of_tiles_is_allocated_once_when_it_is_needed():
+    calls = Calls(max_rows=20, columns=40, K=72)
+    calls(20)
+    assert "split_workspace" not in vars(calls.ctx)
+    seen = set()
+    for config in few_rows_tiles():
+        calls(20, gemm_config=config)
+        seen.add(vars(calls.ctx)["split_workspace"].partials.data_ptr())
+    assert len(seen) == 1
+    calls.finish()
+    assert "split_workspace" not in vars(calls.ctx)
 
 
 def test_a_rank_of_another_world_is_refused():

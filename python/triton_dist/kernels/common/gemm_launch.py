@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
 )
+from triton_dist.kernels.common.split_k import SplitWorkspace, split_tiles
 
-_DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE",)
+_DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K", "SPLIT_TAIL_ONLY")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def sharded_gemm(
     rank: int = 0,
     num_ranks: int = 1,
     gathered: GatheredShards | None = None,
+    split: SplitWorkspace | None = None,
 ) -> Launch:
     """The launch that computes ``C = concat(shards) @ B``.
 
@@ -63,12 +66,17 @@ def sharded_gemm(
         own: [M / num_ranks, K], this rank's shard; without ``gathered`` the only one.
         B: [K, N], any strides.
         C: [M, N], contiguous.
-        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE.
+        config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE,
+            GROUP_SIZE_SHARDS, SPLIT_K, SPLIT_TAIL_ONLY: of the persistent kernel alone.
         num_sms: programs of the persistent kernel.
         persistent: use the persistent kernel on descriptors. Three go to the kernel on pointers all
             the same: an ``own`` that is not contiguous, tensors whose strides are not multiples of
             16 bytes, and fp32 products that must not use tf32 (without matrix units, a B that comes
             through a descriptor spills: 12 KB a thread at the default tile, compiled for sm_90).
+        split: what a config with SPLIT_K above 1 needs.
+
+    Raises:
+        InvalidArgument: SPLIT_K above 1 without a workspace that is large enough.
     """
     M, N = C.shape
     K = own.shape[1]
@@ -88,7 +96,10 @@ def sharded_gemm(
     if by_descriptor and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
         options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
-        grid = (min(num_sms, tiles),)
+        parts = options.get("SPLIT_K", 1)
+        if parts > 1:
+            options |= _workspace(config, tiles, num_sms, split)
+        grid = (min(num_sms, tiles * parts),)
         return Launch(
             kernel_gemm_persistent, grid, (*operands, max(B.stride()), *sharding), options
         )
@@ -101,3 +112,20 @@ def sharded_gemm(
         (*operands, *source.rows.stride(), *B.stride(), *sharding),
         options,
     )
+
+
+def _workspace(
+    config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
+) -> dict[str, object]:
+    """The arguments that the persistent kernel has for ``SPLIT_K`` above 1 alone."""
+    needed, counted = split_tiles(config, tiles, num_sms)
+    if split is None or needed > split.partials.numel() or counted > split.counters.numel():
+        there = split and (split.partials.numel(), split.counters.numel())
+        raise InvalidArgument(
+            "sharded_gemm", "split", there, f"a workspace of {needed} fp32 and {counted} counters"
+        )
+    return {
+        "NUM_WARPS": config.num_warps,
+        "partials_ptr": split.partials,
+        "counters_ptr": split.counters,
+    }

@@ -12,6 +12,9 @@ one: same registers, shared memory and instructions for sm_90) or by a mask.
 
 Flags of shard s are ``arrivals_ptr[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows; a
 chunk is there when its flag has reached the epoch at ``epoch_ptr``.
+
+Where tiles are too few to fill the GPU's last wave, or all of it, the persistent kernel cuts them
+along K (``split_k.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +23,17 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.tiles import shard_in_arrival_order, tile_in_group
+from triton_dist.kernels.common.split_k import (
+    part_of_unit,
+    publish_partial,
+    sum_of_partials,
+    units_of_tiles,
+)
+from triton_dist.kernels.common.tiles import (
+    gathered_tile,
+    shard_in_arrival_order,
+    tile_in_group,
+)
 
 
 @jit
@@ -41,6 +54,8 @@ def multiply_tile(
     row,
     column,
     K,
+    part,
+    num_parts,
     B_COLUMN_MAJOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
@@ -48,9 +63,10 @@ def multiply_tile(
     BLOCK_SIZE_K: tl.constexpr,
 ):
     """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N] product of rows from ``row`` and columns from ``column``
-    on."""
+    on, over the ``part``-th of ``num_parts`` parts of K."""
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_SIZE_K)):
+    steps = tl.cdiv(K, BLOCK_SIZE_K)
+    for step in range(steps * part // num_parts, steps * (part + 1) // num_parts):
         k = step * BLOCK_SIZE_K
         a = a_desc.load([row, k])
         if B_COLUMN_MAJOR:
@@ -90,6 +106,42 @@ def store_tile(
         )
 
 
+@jit
+def finish_tile(
+    c_desc,
+    accumulator,
+    shard,
+    row,
+    column,
+    partials_ptr,
+    counters_ptr,
+    split_tile,
+    part,
+    num_parts,
+    EPILOGUE_SUBTILE: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+):
+    """Store a tile of C; one that is cut along K only by the program that finishes its last
+    part."""
+    is_complete = True
+    if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+        if num_parts > 1:
+            is_complete = publish_partial(
+                accumulator, partials_ptr, counters_ptr, split_tile, part, SPLIT_K, NUM_WARPS
+            )
+            if is_complete:
+                accumulator = sum_of_partials(
+                    partials_ptr, split_tile, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N
+                )
+    if is_complete:
+        store_tile(
+            c_desc, accumulator, shard, row, column, EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N
+        )
+
+
 @jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_persistent(
     own_ptr,
@@ -115,19 +167,32 @@ def kernel_gemm_persistent(
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr,
+    GROUP_SIZE_SHARDS: tl.constexpr = 1,
+    SPLIT_K: tl.constexpr = 1,
+    SPLIT_TAIL_ONLY: tl.constexpr = False,
+    NUM_WARPS: tl.constexpr = 4,
+    partials_ptr=None,
+    counters_ptr=None,
 ):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid (min(NUM_SMS, tiles),).
+    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid (min(NUM_SMS, units),).
 
-    Two tile loops, own shard and gathered shards, because the K loop has to read from one
-    descriptor to be pipelined; the second goes on with the program after the one that had the last
-    tile of the first. Loops stay nested: flattened with a wait inside they lose their pipelining
-    (622 -> 2201 us, H200).
+    A unit of work is a tile, or one of its ``SPLIT_K`` parts. Two loops over units, own shard and
+    gathered shards, because the K loop has to read from one descriptor to be pipelined; the second
+    goes on with the program after the one that had the last unit of the first. Loops stay nested:
+    flattened with a wait inside they lose their pipelining (622 -> 2201 us, H200).
+
+    ``partials_ptr``, ``counters_ptr``, ``NUM_WARPS``: of a ``SPLIT_K`` above 1 only.
     """
     rows = M // num_ranks
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
+    tiles = tiles_per_shard * num_ranks
+    whole = tiles
+    if SPLIT_K > 1:
+        whole = tiles // NUM_SMS * NUM_SMS if SPLIT_TAIL_ONLY else 0
+    own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
     if B_COLUMN_MAJOR:
@@ -142,29 +207,32 @@ def kernel_gemm_persistent(
         c_ptr, [num_ranks, rows, N], [rows.to(tl.int64) * N, N, 1], [1, BLOCK_SIZE_M, store_n]
     )
 
-    for tile in range(tl.program_id(0), tiles_per_shard, NUM_SMS):
+    for unit in range(tl.program_id(0), own_units, NUM_SMS):
+        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         accumulator = multiply_tile(
-            own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K,
+            own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, part, num_parts,
             B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
         )  # fmt: skip
-        store_tile(
+        finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N,
+            partials_ptr, counters_ptr, tile - whole, part, num_parts,
+            EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
     if GATHERED:
         gathered_desc = tl.make_tensor_descriptor(
             gathered_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
         )
-        taken = tl.cdiv(tiles_per_shard, NUM_SMS) * NUM_SMS
-        skipped = (
-            taken - tiles_per_shard
-        )  # programs that had no tile in the last wave of the own shard
-        first = tiles_per_shard + (tl.program_id(0) + skipped) % NUM_SMS
-        for tile in range(first, tiles_per_shard * num_ranks, NUM_SMS):
-            shard = shard_in_arrival_order(tile // tiles_per_shard, rank, num_ranks)
-            m, n = tile_in_group(tile % tiles_per_shard, tiles_m, tiles_n, GROUP_SIZE_M)
+        taken = tl.cdiv(own_units, NUM_SMS) * NUM_SMS
+        skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
+        first = own_units + (tl.program_id(0) + skipped) % NUM_SMS
+        for unit in range(first, units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+            tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+            position, m, n = gathered_tile(
+                tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
+            )
+            shard = shard_in_arrival_order(position, rank, num_ranks)
             row = m * BLOCK_SIZE_M
             last_row = min(row + BLOCK_SIZE_M, rows) - 1
             token = wait_for_rows(
@@ -172,12 +240,13 @@ def kernel_gemm_persistent(
             )
             accumulator = multiply_tile(
                 gathered_desc, b_desc, dl.consume_token(shard * rows + row, token), n *
-                BLOCK_SIZE_N, K, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N,
-                BLOCK_SIZE_K,
+                BLOCK_SIZE_N, K, part, num_parts, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M,
+                BLOCK_SIZE_N, BLOCK_SIZE_K,
             )  # fmt: skip
-            store_tile(
+            finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N,
+                partials_ptr, counters_ptr, tile - whole, part, num_parts,
+                EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 
 

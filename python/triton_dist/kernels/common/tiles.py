@@ -26,3 +26,30 @@ def shard_in_arrival_order(position, rank, num_ranks):
     """The ``position``-th shard: the own one first, then rank + 1, rank + 2, … as producers
     deliver."""
     return (rank + position) % num_ranks
+
+
+@jit
+def gathered_tile(
+    tile,
+    num_ranks,
+    num_tiles_m,
+    num_tiles_n,
+    GROUP_SIZE_SHARDS: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+):
+    """(position of the shard, m, n) of the ``tile``-th tile of the gathered shards.
+
+    ``GROUP_SIZE_SHARDS`` shards that arrive one after another are visited as one of as many times
+    the rows. Shards of few rows, one by one, would each read all of B anew.
+    """
+    if GROUP_SIZE_SHARDS == 1:
+        m, n = tile_in_group(
+            tile % (num_tiles_m * num_tiles_n), num_tiles_m, num_tiles_n, GROUP_SIZE_M
+        )
+        return 1 + tile // (num_tiles_m * num_tiles_n), m, n
+    else:
+        width = GROUP_SIZE_SHARDS * num_tiles_m * num_tiles_n
+        first = tile // width * GROUP_SIZE_SHARDS
+        shards = min(num_ranks - 1 - first, GROUP_SIZE_SHARDS)
+        row, n = tile_in_group(tile % width, shards * num_tiles_m, num_tiles_n, GROUP_SIZE_M)
+        return 1 + first + row // num_tiles_m, row % num_tiles_m, n

@@ -53,7 +53,7 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.launch import Launch, fits_descriptor
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
@@ -65,6 +65,7 @@ from triton_dist.kernels.nvidia.allgather_gemm_context import (
     check_operands,
     create_ag_gemm_context,
 )
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fits_shape
 from triton_dist.kernels.nvidia.gemm import (
     gemm_non_persistent,
     gemm_persistent,
@@ -108,14 +109,20 @@ def prune_fn(
         return bool(ctx.num_ranks > 1)  # one rank gathers nothing
     if ctx.num_ranks <= 2 and config.get("method") is AllGatherMethod.RING_PUSH_1D:
         return False  # with two ranks a ring is a full mesh
-    return gemm.prune_fn(config, A, B, ctx)
+    if not gemm.prune_fn(config, A, B, ctx):
+        return False
+    tiles = config["gemm_config"]
+    if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
+        return False  # on pointers it would be the same as another one
+    return fits_shape(tiles, A.shape[0], B.shape[1], ctx.num_ranks)
 
 
 def config_space() -> list[dict[str, Any]]:
     """Tiles and communication together; the first is the default.
 
     Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
-    one chunk), then every other schedule with the default tiles, then what torch brings.
+    one chunk), then every other schedule with the default tiles, then tiles for shards of few rows,
+    then what torch brings.
     """
     descriptors = current_device().prefers_descriptors
     tiles = [
@@ -133,9 +140,11 @@ def config_space() -> list[dict[str, Any]]:
         (AllGatherMethod.RING_PUSH_1D, 1, 4),
     ]
     default, persistent = tiles[0]
+    few_rows = few_rows_tiles() if descriptors or current_device().name == "cpu" else []
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
         + [_config(default, persistent, *schedule) for schedule in schedules]
+        + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in few_rows]
         + [_config(None, None, method, 1, 1) for method in vendor.candidates_here()]
     )
 
@@ -169,6 +178,7 @@ def _consumer(
         own, B, C, gemm_config,
         num_sms=ctx.device.num_sms, persistent=persistent,
         rank=ctx.rank, num_ranks=ctx.num_ranks, gathered=gathered if ctx.num_ranks > 1 else None,
+        split=ctx.split_workspace if gemm_config.kwargs.get("SPLIT_K", 1) > 1 else None,
     )  # fmt: skip
 
 
@@ -218,7 +228,7 @@ def _prepare(
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
     """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.buffer.reset()
+    ctx.reset()
 
 
 @tune.autotune(

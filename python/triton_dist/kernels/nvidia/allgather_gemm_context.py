@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.launch import Launcher, fits_descriptor
+from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import MOST_PARTIALS, MOST_SPLIT_TILES
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting
@@ -59,6 +62,12 @@ class AllGatherGEMMTensorParallelContext:
         self.launcher = Launcher()
         # What was found to be good: checking takes several us, looking here less than one.
         self.accepted: dict[Any, Operands] = {}
+        with torch.inference_mode(False):
+            # Now: zeros that are written in a capture would be there from its first replay on.
+            self._split_counters = torch.zeros(
+                MOST_SPLIT_TILES, dtype=torch.int32, device=self.device.torch_device
+            )
+        self.device.synchronize()  # calls may come on any stream
 
     @property
     def buffer(self) -> AllGatherBuffer:
@@ -74,6 +83,15 @@ class AllGatherGEMMTensorParallelContext:
     def symm_workspace(self) -> torch.Tensor:
         return self.buffer.workspace
 
+    @functools.cached_property
+    def split_workspace(self) -> SplitWorkspace:
+        """What tiles that are cut along K are added up in; allocated at the first use, once."""
+        with torch.inference_mode(False):
+            partials = torch.empty(
+                MOST_PARTIALS, dtype=torch.float32, device=self.device.torch_device
+            )
+        return SplitWorkspace(partials, self._split_counters)
+
     def own_rows(self, rows: int) -> torch.Tensor:
         """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
         return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
@@ -82,12 +100,20 @@ class AllGatherGEMMTensorParallelContext:
         """Line up all ranks on their current streams."""
         group_for(self._group).align()
 
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.buffer.reset()
+        self._split_counters.zero_()
+        self.device.synchronize()
+
     def finalize(self) -> None:
         """Free the symmetric memory; idempotent. Collective: it waits until every rank has
         come here."""
         if self._buffer is None:
             return
         buffer, self._buffer = self._buffer, None
+        self.__dict__.pop("split_workspace", None)
         current_device().synchronize()
         group_for(self._group).barrier("finalize of the AllGather-GEMM context")
         buffer.free()
@@ -101,6 +127,7 @@ class AllGatherGEMMTensorParallelContext:
         elif self._buffer is not None:  # peers may never come: free without them
             self._buffer.free()
             self._buffer = None
+            self.__dict__.pop("split_workspace", None)
 
 
 def create_ag_gemm_context(
