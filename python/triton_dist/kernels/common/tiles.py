@@ -26,3 +26,10 @@ def shard_in_arrival_order(position, rank, num_ranks):
     """The ``position``-th shard: the own one first, then rank + 1, rank + 2, … as producers
     deliver."""
     return (rank + position) % num_ranks
+
+
+@jit
+def slab_in_scatter_order(position, rank, num_ranks):
+    """The ``position``-th slab of rows: rank + 1's first, the own one last, so that every rank
+    receives from one peer at a time and has all of its parts when it comes to its own rows."""
+    return (rank + 1 + position) % num_ranks

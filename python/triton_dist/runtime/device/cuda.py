@@ -144,8 +144,9 @@ class CudaDevice:
         overhead is not measured (about 0.3 ms for an overlapped op)."""
         self.sleep_milliseconds(_HOLD_MILLISECONDS)
 
-    def copy_stream(self) -> CudaCopyStream:
-        return CudaCopyStream(self.torch_device)
+    def copy_stream(self, stream: torch.cuda.Stream | None = None) -> CudaCopyStream:
+        """A side stream for copies: ``stream``, or a new one."""
+        return CudaCopyStream(self.torch_device, stream)
 
     def transfer(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> CudaTransfer:
         """``steps`` ready to be queued on ``streams``, any number of times."""
