@@ -30,7 +30,12 @@ NAMES = {
         "bitwise_equal",
         "assert_bitwise_equal",
     ],
-    "triton_dist.kernels.nvidia": ["ag_gemm", "create_ag_gemm_context"],
+    "triton_dist.kernels.nvidia": [
+        "ag_gemm",
+        "create_ag_gemm_context",
+        "gemm_rs",
+        "create_gemm_rs_context",
+    ],
     "triton_dist.kernels.nvidia.allgather_gemm": [
         "AllGatherGEMMTensorParallelContext",
         "create_ag_gemm_context",

@@ -1,4 +1,4 @@
-"""``scripts/launch.sh test_ag_gemm.py``: from a command to a checked, tuned, cached result."""
+"""``scripts/launch.sh test_<op>.py``: from a command to a checked, tuned, cached result."""
 
 from __future__ import annotations
 
@@ -72,6 +72,33 @@ def test_perf_shows_the_peers_and_the_limit(launch):
     table = run.stdout[run.stdout.index("x serial") :]
     rows = ["ag_gemm", "GEMM alone", "all-gather alone", "copy-engine all-gather alone"]
     for row in [*rows, "all-gather + matmul", "limit max(GEMM, all-gather)"]:
+        assert f"\n{row} " in table
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--no-autotune", "--no-persistent", "--no-trans_b", "--has_bias", "--dtype", "float16"),
+        ("--no-autotune", "--no-fuse_scatter", "--M_range", "1000-2000-1000", "--verify-iters=2"),
+        ("--no-autotune", "--reduce_st", "--dtype", "float32", "--seed", "1"),
+    ],
+)
+def test_gemm_rs_checks(launch, options):
+    small = ("-M", "1300", "-N", "4672", "-K", "9024")
+    run = launch("test_gemm_rs.py", "--check", *small, *options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("✅ check passed: 2 ranks, cpu") == 1 + ("--M_range" in options)
+    assert ("tuned now" in run.stdout) is (options == ())
+
+
+def test_gemm_rs_shows_the_peers_and_the_limit(launch):
+    small = ("-M", "512", "-N", "2048", "-K", "4096", "--iters", "2", "--warmup", "0")
+    run = launch("test_gemm_rs.py", "--no-autotune", *small)
+    assert run.returncode == 0, run.stdout + run.stderr
+    table = run.stdout[run.stdout.index("x serial") :]
+    rows = ["gemm_rs", "GEMM alone", "reduce-scatter alone", "matmul + reduce-scatter"]
+    for row in [*rows, "limit max(GEMM, reduce-scatter)"]:
         assert f"\n{row} " in table
 
 

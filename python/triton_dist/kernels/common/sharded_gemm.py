@@ -78,6 +78,44 @@ def multiply_tile(
 
 
 @jit
+def multiply_tile_by_pointers(
+    a_ptr,
+    b_ptr,
+    row,
+    rows_left,
+    column,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+):
+    """The same for any strides: the first ``rows_left`` rows from ``row`` on are read."""
+    local_row = tl.arange(0, BLOCK_SIZE_M)
+    column_index = column + tl.arange(0, BLOCK_SIZE_N)
+    k_index = tl.arange(0, BLOCK_SIZE_K)
+    row_mask = local_row < rows_left
+    column_mask = column_index < N
+    a_rows = (row + local_row).to(tl.int64)
+    a_block = a_ptr + a_rows[:, None] * stride_am + k_index[None, :] * stride_ak
+    b_block = b_ptr + k_index[:, None] * stride_bk + column_index[None, :].to(tl.int64) * stride_bn
+    accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_SIZE_K)):
+        k_mask = k_index < K - step * BLOCK_SIZE_K
+        a = tl.load(a_block, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
+        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+        a_block += BLOCK_SIZE_K * stride_ak
+        b_block += BLOCK_SIZE_K * stride_bk
+    return accumulator
+
+
+@jit
 def store_tile(
     c_desc,
     accumulator,
@@ -303,23 +341,16 @@ def kernel_gemm_non_persistent(
                 row, token
             )  # not on the pointer, whose known alignment it would hide
 
+    accumulator = multiply_tile_by_pointers(
+        a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn,
+        INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+    )  # fmt: skip
+
     row_index = row + tl.arange(0, BLOCK_SIZE_M)
     column_index = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
-    k_index = tl.arange(0, BLOCK_SIZE_K)
     row_mask = row_index < rows
     column_mask = column_index < N
-    a_rows = (a_row + tl.arange(0, BLOCK_SIZE_M)).to(tl.int64)
-    a_block = a_ptr + a_rows[:, None] * stride_am + k_index[None, :] * stride_ak
-    b_block = b_ptr + k_index[:, None] * stride_bk + column_index[None, :].to(tl.int64) * stride_bn
-    accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_SIZE_K)):
-        k_mask = k_index < K - step * BLOCK_SIZE_K
-        a = tl.load(a_block, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-        b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
-        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
-        a_block += BLOCK_SIZE_K * stride_ak
-        b_block += BLOCK_SIZE_K * stride_bk
-
     c_rows = shard.to(tl.int64) * rows + row_index
     c_block = c_ptr + c_rows[:, None] * N + column_index[None, :]
     tl.store(

@@ -53,3 +53,10 @@ def gathered_tile(
         shards = min(num_ranks - 1 - first, GROUP_SIZE_SHARDS)
         row, n = tile_in_group(tile % width, shards * num_tiles_m, num_tiles_n, GROUP_SIZE_M)
         return 1 + first + row // num_tiles_m, row % num_tiles_m, n
+
+
+@jit
+def slab_in_scatter_order(position, rank, num_ranks):
+    """The ``position``-th slab of rows: rank + 1's first, the own one last, so that every rank
+    receives from one peer at a time and has all of its parts when it comes to its own rows."""
+    return (rank + 1 + position) % num_ranks

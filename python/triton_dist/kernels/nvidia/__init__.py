@@ -9,15 +9,23 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     gemm_persistent,
 )
 from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
+    GEMMReduceScatterTensorParallelContext,
+    create_gemm_rs_context,
+    gemm_rs,
+)
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 
 __all__ = [
     "AllGatherGEMMTensorParallelContext",
     "AllGatherMethod",
+    "GEMMReduceScatterTensorParallelContext",
     "VendorMethod",
     "ag_gemm",
     "create_ag_gemm_context",
+    "create_gemm_rs_context",
     "gemm_non_persistent",
     "gemm_persistent",
+    "gemm_rs",
     "matmul",
 ]

@@ -75,7 +75,8 @@ class CpuDevice:
         """Do ``work`` now: only copy streams queue anything, each on a thread of its own."""
         work()
 
-    def copy_stream(self) -> CpuCopyStream:
+    def copy_stream(self, stream: object = None) -> CpuCopyStream:
+        """A thread that stands for a side stream; there are no streams to choose from."""
         return CpuCopyStream()
 
     def transfer(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> CpuTransfer:
@@ -162,12 +163,20 @@ class CpuTransfer:
 
     def start(self, own: torch.Tensor, current: int) -> None:
         """Queue the steps; what the caller did before is done."""
-        own = own.detach()  # else copies of it would give their destination a history for autograd
+        self.fork(current)
+        self.queue(own.detach())  # else copies would give their destination a history for autograd
+
+    def fork(self, current: int) -> None:
+        """Nothing: what the caller did before is done."""
+
+    def queue(self, own: torch.Tensor | None = None) -> None:
+        """Queue the steps; ``own`` is what ``OwnRows`` are rows of."""
         for step in self._steps:
             stream = self._streams[step.stream]
             if isinstance(step, Copy):
                 source = step.source
                 if isinstance(source, OwnRows):
+                    assert own is not None
                     source = own[source.first : source.end]
                 stream.copy(step.destination, source)
             elif isinstance(step, AwaitFlag):

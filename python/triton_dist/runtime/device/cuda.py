@@ -152,8 +152,9 @@ class CudaDevice:
             work()
         current.wait_stream(side)
 
-    def copy_stream(self) -> CudaCopyStream:
-        return CudaCopyStream(self.torch_device)
+    def copy_stream(self, stream: torch.cuda.Stream | None = None) -> CudaCopyStream:
+        """A side stream for copies: ``stream``, or a new one."""
+        return CudaCopyStream(self.torch_device, stream)
 
     def transfer(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> CudaTransfer:
         """``steps`` ready to be queued on ``streams``, any number of times."""

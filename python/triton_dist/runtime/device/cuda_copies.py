@@ -22,8 +22,8 @@ class CudaCopyStream:
     wait kernel in this place dead-locked all ranks, measured on H200).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream(device, priority=-1)
         self.handle: int = self._stream.cuda_stream
         # Recorded anew by each call. A wait takes the record that is there when it is queued, so
         # one event a stream is enough for any number of calls in flight.
@@ -45,9 +45,9 @@ class CudaTransfer:
         self._current = ctypes.c_void_p()
         self._own: dict[OwnRows, ctypes.c_uint64] = {}
         begun = streams[0].begun
-        self._start = [_call("cuEventRecord", begun, self._current)]
-        self._start += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
-        self._start += [self._step(step, streams[step.stream].handle) for step in steps]
+        self._fork = [_call("cuEventRecord", begun, self._current)]
+        self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
+        self._steps = [self._step(step, streams[step.stream].handle) for step in steps]
         self._join: list[_Call] = []
         for each in streams:
             self._join.append(_call("cuEventRecord", each.done, each.handle))
@@ -74,8 +74,22 @@ class CudaTransfer:
         base, row_bytes = own.data_ptr(), own.shape[1] * own.element_size()
         for rows, cell in self._own.items():
             cell.value = base + rows.first * row_bytes
+        self.fork(current)
+        self.queue()
+
+    def fork(self, current: int) -> None:
+        """Let the streams go on only after what stream ``current`` holds now."""
         self._current.value = current
-        for function, arguments in self._start:
+        self._run(self._fork)
+
+    def queue(self) -> None:
+        """Queue the steps. Apart from ``fork`` where a step awaits a flag that a kernel sets which
+        is launched in between: with one hardware queue the kernel would be stuck behind the
+        wait."""
+        self._run(self._steps)
+
+    def _run(self, calls: list[_Call]) -> None:
+        for function, arguments in calls:
             if status := function(*arguments):
                 cuda_driver.check(status, "queue a transfer")
 

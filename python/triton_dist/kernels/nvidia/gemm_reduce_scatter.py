@@ -1,0 +1,350 @@
+"""GEMM-ReduceScatter: each rank's rows of ``sum over ranks of A @ B``, the transfer hidden behind
+the product.
+
+Abstraction
+    A tensor-parallel layer ends with A sharded by columns, [M, K / W] on each of W ranks, and B by
+    rows, [K / W, N]. Each rank's product is one addend of the whole, and each rank owns M / W rows
+    of the sum. Serial code multiplies, then reduces and scatters. Here the GEMM's programs store
+    each finished tile straight into the memory of the rank that owns its rows.
+
+Timeline of one call (W = 4)
+    GEMM: rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' tiles ─ finish
+           └ tile, flag → rank+1     └ …                      └ wait for the tile's W-1 flags, add
+    With ``fuse_scatter=False`` tiles stay here, a copy engine pushes each slab when all of its
+    tiles are there, and a second kernel adds.
+
+Numerics
+    A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
+    and rounded once to the output's dtype, in which it travels; the own tile too. The W parts are
+    added in fp32 in the order of ranks, the bias comes last, and the result is rounded once. Same
+    operands and config: same bits, whoever is late. With ``reduce_st=True`` unrounded fp32 tiles
+    are added in the order of their arrival: not deterministic. Vendor methods add as the vendor
+    does.
+
+Built this way because
+    * whoever waits has sent all its tiles for others before: no circle of waits;
+    * a TMA store is not complete when the next instruction runs: ``publish_tile`` waits in full
+      before the flag is set (Triton 3.6 does not);
+    * parts are kept apart and not added on arrival: sums do not depend on who is late;
+    * flags and slots take turns without a barrier, as those of the all-gather (``epochs.py``).
+
+Vocabulary
+    slab: the rows that one rank owns. part: one rank's addend of a slab. slot: one half of the
+    double buffer of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist import tune
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.scattered_gemm_launch import (
+    Scatter,
+    Scattering,
+    reduced_slab,
+    scattered_gemm,
+    tiles_of_slab,
+)
+from triton_dist.kernels.nvidia import gemm
+from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
+from triton_dist.kernels.nvidia.gemm import get_config_space
+from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
+    GEMMReduceScatterTensorParallelContext,
+    check_operands,
+    create_gemm_rs_context,
+)
+from triton_dist.kernels.nvidia.vendor import VendorMethod
+from triton_dist.runtime.device import current_device
+
+__all__ = ["GEMMReduceScatterTensorParallelContext", "create_gemm_rs_context", "gemm_rs"]
+
+
+def key_fn(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    *_: Any,
+    bias: torch.Tensor | None = None,
+    reduce_st: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What a tuning is for. Of M the slab's rows count, in buckets: tiles belong to one slab."""
+    return (*check_operands(A, B, bias, ctx), _adds(ctx, reduce_st))
+
+
+def _adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -> bool:
+    if reduce_st and not ctx.reduce_st:
+        raise InvalidArgument(
+            "gemm_rs", "reduce_st", reduce_st, "a context that was created with reduce_st=True"
+        )
+    return ctx.reduce_st if reduce_st is None else bool(reduce_st)
+
+
+def prune_fn(
+    config: Mapping[str, Any],
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: Any,
+    *args: Any,
+    reduce_st: bool | None = None,
+    **kwargs: Any,
+) -> bool:
+    is_vendor = config.get("method") is not None
+    # One rank scatters nothing, and a choice for the sum is one against the others.
+    if (is_vendor or not config.get("fuse_scatter", True)) and (
+        ctx.num_ranks == 1 or _adds(ctx, reduce_st)
+    ):
+        return False
+    if is_vendor:
+        return True
+    # A has all rows here: not to be multiplied by the context's ranks.
+    return gemm.prune_fn(config, A, B)
+
+
+def config_space() -> list[dict[str, Any]]:
+    """Tiles and transfer together; the first is the default.
+
+    Every tile shape with tiles sent one by one, then the first few with slabs that a copy engine
+    pushes, then what torch brings.
+    """
+    descriptors = current_device().prefers_descriptors
+    tiles = [
+        (config, persistent)
+        for persistent in (descriptors, not descriptors)
+        for config in get_config_space(persistent)
+    ]
+    return (
+        [_config(config, persistent, True) for config, persistent in tiles]
+        + [_config(config, descriptors, False) for config in get_config_space(descriptors)[:3]]
+        + [_config(None, None, None, method) for method in vendor.candidates_here()]
+    )
+
+
+def _config(
+    gemm_config: triton.Config | None,
+    persistent: bool | None,
+    fuse_scatter: bool | None,
+    method: VendorMethod | None = None,
+) -> dict[str, Any]:
+    return {
+        "gemm_config": gemm_config,
+        "persistent": persistent,
+        "fuse_scatter": fuse_scatter,
+        "method": method,
+    }
+
+
+def _empty_rows(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
+    return A.new_empty((A.shape[0] // ctx.num_ranks, B.shape[1]))
+
+
+def _scatter(fuse_scatter: bool, adds: bool) -> Scatter:
+    if adds and not fuse_scatter:
+        raise InvalidArgument("gemm_rs", "fuse_scatter", fuse_scatter, "True with reduce_st=True")
+    return "add" if adds else "tile" if fuse_scatter else "slab"
+
+
+def _prepare(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: Any,
+    gemm_config: triton.Config | None,
+    persistent: bool | None = True,
+    fuse_scatter: bool | None = True,
+    method: VendorMethod | None = None,
+    bias: torch.Tensor | None = None,
+    reduce_st: bool | None = None,
+) -> None:
+    """Compile a candidate's kernels without launching anything."""
+    if method is not None or gemm_config is None:
+        return
+    to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
+    C = _empty_rows(A, B, ctx)
+    _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent)).compile()
+    if to.scatter == "slab":
+        reduced_slab(C, bias, to).compile()
+
+
+def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
+    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
+    ctx.buffer.slots.reset()
+
+
+@tune.autotune(
+    config_space=config_space,
+    key_fn=key_fn,
+    prune_fn=prune_fn,
+    prepare_fn=_prepare,
+    recover_fn=_recover,
+    agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
+    version="1",  # another one when results that are shipped (records/) should not be used any more
+)
+def gemm_rs(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    gemm_config: triton.Config | None,
+    persistent: bool | None = True,
+    fuse_scatter: bool | None = True,
+    method: VendorMethod | None = None,
+    bias: torch.Tensor | None = None,
+    reduce_st: bool | None = None,
+    straggler_option: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
+    [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
+
+    fp32 accumulation; parts are rounded to the dtype for the way and added in fp32 in the order of
+    ranks, so the result is the same at every call, unless ``reduce_st`` or a vendor's method says
+    otherwise (see the module).
+
+    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
+    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
+    follow one another, whatever streams they are made on.
+
+    Args:
+        A: [M, K_per_rank], any strides; TMA serves contiguous ones, pointers the rest. M is a
+            multiple of the number of ranks, at most the context's max_M.
+        B: [K_per_rank, N], any strides; TMA serves unit stride in one dimension and multiples of 16
+            bytes in the other, pointers the rest.
+        ctx: from ``create_gemm_rs_context``.
+        gemm_config, persistent: tiles and kind of the GEMM kernel (tuned); a vendor's method has
+            none.
+        fuse_scatter: the GEMM stores tiles to their owners; else a copy engine pushes slabs
+            (tuned).
+        method: ``None``: as ``fuse_scatter`` says; else by torch (tuned).
+        bias: [N], contiguous; this rank's is added once to each of its rows.
+        reduce_st: tiles are added to one fp32 sum on their owner; default: the context's.
+        straggler_option: (rank, cycles): that rank sleeps so long before its GEMM, for tests.
+
+    Raises:
+        InvalidArgument, ContextFinalized: before anything is launched.
+    """
+    looks = check_operands(A, B, bias, ctx)
+    adds = _adds(ctx, reduce_st)
+    if isinstance(method, VendorMethod):
+        _sleep(ctx, straggler_option)
+        return _vendor(A, B, ctx, method, bias)
+    if method is not None:
+        raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
+    if gemm_config is None:
+        raise InvalidArgument("gemm_rs", "gemm_config", None, "a triton.Config without a method")
+    scatter = _scatter(bool(fuse_scatter), adds)
+    buffer, C = ctx.buffer, _empty_rows(A, B, ctx)
+    tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
+    pushes, awaited = None, False
+    buffer.slots.take()
+    _sleep(ctx, straggler_option)
+    try:
+        to = buffer.describe(scatter)
+        stream = ctx.device.current_stream()
+        if scatter == "slab" and ctx.num_ranks > 1:
+            pushes = buffer.pushes(C.shape[0], tiles)
+            pushes.fork(stream)
+        _run_gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), looks)
+        if pushes is not None:
+            pushes.queue()
+        if scatter == "slab":
+            _run_reduction(C, bias, to, ctx)
+        awaited = True  # an own tile, or the reduction, waits for each peer
+    finally:
+        buffer.slots.finish(
+            awaited,
+            expected=lambda: buffer.expected(1 if scatter == "slab" else tiles),
+            join=None if pushes is None else lambda: pushes.join(stream),
+            release=lambda: buffer.release(tiles),
+        )
+    return C
+
+
+def _gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm_config: triton.Config,
+    to: Scattering,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    persistent: bool,
+) -> Launch:
+    return scattered_gemm(
+        A, B, C, bias, gemm_config, to, num_sms=ctx.device.num_sms, persistent=persistent
+    )
+
+
+def _run_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm_config: triton.Config,
+    to: Scattering,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    persistent: bool,
+    looks: tuple[Any, ...],
+) -> None:
+    """Launch the GEMM; a call like one before only with other addresses."""
+    tensors = {"a_ptr": A, "b_ptr": B, "c_ptr": C, "bias_ptr": C if bias is None else bias}
+    addresses = [tensor.data_ptr() for tensor in tensors.values()]
+    # Triton compiles another kernel for pointers that are no multiples of 16 bytes, TMA takes none
+    # such, and ``dot_precision`` asks whether fp32 may be multiplied as tf32.
+    misaligned = tuple(address % 16 for address in addresses)
+    tf32 = A.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    key = (id(looks), misaligned, tf32, id(to), id(gemm_config), persistent)
+    ctx.buffer.slots.launcher.run(
+        key,
+        lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent),
+        addresses,
+        tuple(tensors),
+        alive=(looks, to, gemm_config),
+    )
+
+
+def _run_reduction(
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    to: Scattering,
+    ctx: GEMMReduceScatterTensorParallelContext,
+) -> None:
+    tensors = {"c_ptr": C, "bias_ptr": C if bias is None else bias}
+    addresses = [tensor.data_ptr() for tensor in tensors.values()]
+    key = (
+        "reduction", C.shape, bias is None, tuple(each % 16 for each in addresses), id(to),
+    )  # fmt: skip
+    ctx.buffer.slots.launcher.run(
+        key, lambda: reduced_slab(C, bias, to), addresses, tuple(tensors), alive=to
+    )
+
+
+def _sleep(
+    ctx: GEMMReduceScatterTensorParallelContext, straggler_option: tuple[int, int] | None
+) -> None:
+    if straggler_option is not None and straggler_option[0] == ctx.rank:
+        ctx.device.sleep(straggler_option[1])
+
+
+def _vendor(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    method: VendorMethod,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same by torch; the bias is added to the rounded sum."""
+    A, B = A.detach(), B.detach()  # like ours, without a history for autograd
+
+    def call() -> torch.Tensor:
+        if ctx.num_ranks == 1:
+            return torch.matmul(A, B)
+        if method is VendorMethod.ASYNC_TP:
+            return vendor.fused_matmul_reduce_scatter(A, B, ctx.group)
+        return vendor.reduce_scatter(torch.matmul(A, B), ctx.group)
+
+    rows = ctx.buffer.slots.beside(call)
+    return rows if bias is None else rows + bias.detach()

@@ -1,0 +1,153 @@
+"""What ranks of a GEMM-ReduceScatter share: slots that hold a part of each rank's rows from every
+rank, and the flags that say which tiles of them are there.
+
+A slot has, on each rank, ``partials`` [source rank, max_rows, N] and ``arrivals`` [tile, source
+rank]; of several ways of scattering, each call uses one. Pushes of whole slabs start from a
+``staging`` buffer of this rank alone, each after a counter of the tiles that are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.scattered_gemm_launch import Scatter, Scattering
+from triton_dist.kernels.nvidia.epochs import EpochSlots
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
+
+# The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
+_SMALLEST_TILE = 16
+# Elements of which parts are whole multiples, so that each starts aligned, whatever N is.
+_PART_ALIGNMENT = 128
+_MOST_PLANS = 4096
+
+
+class PartialsBuffer:
+    """Slots for slabs of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
+
+    Args:
+        dtype: of partials.
+        with_sums: also allocate fp32 sums, for ``"add"``.
+        stream: where slabs are pushed from; default: a stream of its own.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        N: int,
+        dtype: torch.dtype,
+        with_sums: bool,
+        stream: Any,
+        group: dist.ProcessGroup | None,
+        name: str,
+    ) -> None:
+        self._device = current_device()
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.slot_stride = -(-max_rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        tiles = -(-max_rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
+        regions = {
+            "partials": ((size * self.slot_stride,), dtype),
+            "arrivals": ((tiles * size,), torch.int32),
+            "counters": ((size,), torch.int32),
+        }
+        zeroed: tuple[str, ...] = ("arrivals", "counters")
+        if with_sums:
+            regions["sums"] = ((self.slot_stride,), torch.float32)
+            zeroed += ("sums",)
+        kernels = "the GEMM that scatters, or its reduction"
+        self.slots = EpochSlots(name, regions, zeroed, kernels, group)
+        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        self.with_sums, self._N, self._dtype = with_sums, N, dtype
+        self._stream: Any = self._device.copy_stream(stream)
+        self._staging: torch.Tensor | None = None
+        self._scatterings: dict[Any, Scattering] = {}
+        self._transfers: dict[Any, Any] = {}
+
+    def describe(self, scatter: Scatter) -> Scattering:
+        """Where a GEMM of the current slot puts its tiles."""
+        key = (self.slots.index, scatter)
+        known = self._scatterings.get(key)
+        if known is None:
+            known = self._scatterings[key] = self._scattering(scatter)
+        return known
+
+    def pushes(self, rows: int, tiles: int) -> Any:
+        """The transfer that pushes each peer's slab of ``rows`` rows once ``tiles`` are staged, and
+        then sets the flag of tile 0 there."""
+        key = (self.slots.index, rows, tiles)
+        known = self._transfers.get(key)
+        if known is None:
+            if len(self._transfers) >= _MOST_PLANS:
+                self._transfers.clear()
+            steps = list(self._push(rows, tiles))
+            known = self._transfers[key] = self._device.transfer(steps, [self._stream])
+        return known
+
+    def expected(self, tiles: int) -> dict[str, list[int]]:
+        """The flags that a call with ``tiles`` tiles a slab waits for."""
+        indices = range(tiles * self.num_ranks)
+        return {"arrivals": [i for i in indices if i % self.num_ranks != self.rank]}
+
+    def release(self, tiles: int) -> None:
+        """Let a push go on whose tiles will not all come."""
+        self.slots["counters"].local.fill_(tiles)
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        self._stream.close()
+        self._scatterings.clear()
+        self._transfers.clear()
+        self._staging = None
+        self.slots.free()
+
+    def _staged(self) -> torch.Tensor:
+        """[num_ranks, slot_stride], made at the first push: few contexts need it."""
+        if self._staging is None:
+            with torch.inference_mode(False):
+                self._staging = torch.empty(
+                    (self.num_ranks, self.slot_stride),
+                    dtype=self._dtype,
+                    device=self._device.torch_device,
+                )
+        return self._staging
+
+    def _scattering(self, scatter: Scatter) -> Scattering:
+        partials, arrivals = self.slots["partials"], self.slots["arrivals"]
+        own_part = self.rank * self.slot_stride * partials.local.element_size()
+        flags = arrivals.pointers
+        if scatter == "tile":
+            targets = partials.pointers + own_part
+        elif scatter == "add":
+            partials = self.slots["sums"]
+            targets = partials.pointers
+        else:
+            addresses = [part.data_ptr() for part in self._staged()]
+            addresses[self.rank] = partials.local.data_ptr() + own_part
+            counters = self.slots["counters"].local
+            targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
+            flags = torch.tensor(
+                [counters[slab].data_ptr() for slab in range(self.num_ranks)],
+                dtype=torch.int64,
+                device=counters.device,
+            )
+        return Scattering(
+            scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
+            arrivals.local, self.slots.epoch,
+        )  # fmt: skip
+
+    def _push(self, rows: int, tiles: int) -> Iterable[Step]:
+        counters = self.slots["counters"].local
+        elements = rows * self._N
+        begin = self.rank * self.slot_stride
+        for step in range(1, self.num_ranks):
+            peer = (self.rank + step) % self.num_ranks
+            yield AwaitFlag(0, counters, peer, tiles)
+            yield SetFlag(0, counters, peer, 0)
+            target = self.slots["partials"].peers[peer][begin : begin + elements]
+            yield Copy(0, target, self._staged()[peer][:elements])
+            flag = self.slots["arrivals"].peers[peer][self.rank : self.rank + 1]
+            yield Copy(0, flag, self.slots.epoch[:1])

@@ -1,0 +1,132 @@
+"""GEMM-ReduceScatter in a world of one, and its config space."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
+from tests.distributed.gemm_rs_calls import Calls
+from tests.distributed.gemm_rs_ranks import WAYS
+from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.nvidia import (
+    VendorMethod,
+    create_gemm_rs_context,
+    gemm_reduce_scatter,
+    gemm_rs,
+    vendor_reduce_scatter,
+)
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import config_space, key_fn, prune_fn
+from triton_dist.runtime.device import current_device
+
+
+def create(max_M=16, N=48, dtype=torch.float16, **options):
+    return create_gemm_rs_context(max_M, N, 0, 1, 8, dtype, **options)
+
+
+def test_a_world_of_one_is_a_plain_product():
+    calls = Calls(max_rows=37, columns=40, K=72, reduce_st=True)
+    for layout in LAYOUTS:
+        for way in WAYS:
+            calls(37, layout, **way)
+    calls(1, has_bias=True)
+    calls(5, persistent=False)
+    calls(5, method=VendorMethod.COLLECTIVE, gemm_config=None)
+    calls(11, op=gemm_rs)
+    calls(11, op=gemm_rs, autotune=False)
+    assert calls.finish() == 3 * len(LAYOUTS) + 5
+
+
+def test_one_element():
+    calls = Calls(max_rows=1, columns=1, K=1, dtype=torch.float32)
+    calls(1)
+    calls(1, persistent=False, fuse_scatter=False)
+    assert calls.finish() == 2
+
+
+def test_the_first_config_is_the_default_of_all_arguments():
+    first = config_space()[0]
+    assert first["persistent"] is current_device().prefers_descriptors
+    assert (first["fuse_scatter"], first["method"]) == (True, None)
+    assert str(first["gemm_config"]) == str(default_tiles())
+
+
+def test_the_space_has_tiles_and_transfers(monkeypatch):
+    space = config_space()
+    assert len({str(config) for config in space}) == len(space)
+    assert {config["persistent"] for config in space} == {True, False}
+    assert {config["fuse_scatter"] for config in space} == {True, False}
+    assert gemm_rs.config_space.names == set(space[0])
+    gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
+    for module in (vendor_reduce_scatter, gemm_reduce_scatter):
+        monkeypatch.setattr(module, "current_device", lambda: gpu)
+    monkeypatch.setattr(vendor_reduce_scatter, "_has_async_tp", lambda: True)
+    methods = [config["method"] for config in config_space()]
+    assert methods[len(space) :] == [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
+
+
+def test_what_is_pruned():
+    A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
+    vendor = {"gemm_config": None, "method": VendorMethod.COLLECTIVE}
+    space = [*config_space(), vendor]
+
+    def left(num_ranks, reduce_st=False):
+        ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=reduce_st)
+        return [config for config in space if prune_fn(config, A, B, ctx)]
+
+    fused = [config for config in space if config.get("fuse_scatter")]
+    assert left(2) == space
+    assert left(1) == fused
+    assert left(2, reduce_st=True) == fused
+    ctx = SimpleNamespace(num_ranks=2, reduce_st=True)
+    assert all(prune_fn(config, A, B, ctx, reduce_st=False) for config in space)
+
+
+def test_keys_differ_in_what_a_tuning_depends_on():
+    A, B = torch.empty(16, 64, dtype=torch.float16), torch.empty(64, 48, dtype=torch.float16)
+    with create(reduce_st=True) as ctx:
+        keys = [
+            key_fn(A, B, ctx),
+            key_fn(A[:8], B, ctx),
+            key_fn(A[:, :32], B[:32], ctx),
+            key_fn(A.T.contiguous().T, B, ctx),
+            key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
+            key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
+            key_fn(A, B, ctx, reduce_st=False),
+        ]
+        assert len(set(keys)) == len(keys)
+        bias = torch.empty(48, dtype=torch.float16)
+        assert keys[0] == key_fn(A.clone(), B.clone(), ctx, bias=bias, reduce_st=True)
+
+
+def test_attributes_of_a_context():
+    ctx = create(12, 40, torch.bfloat16)
+    assert (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size) == (0, 1, 1, 1)
+    assert (ctx.max_M, ctx.N, ctx.output_dtype) == (12, 40, torch.bfloat16)
+    assert ctx.reduce_st is False
+    ctx.finalize()
+    ctx.finalize()
+    with pytest.raises(ContextFinalized, match="ReduceScatterTensorParallelContext was finalized"):
+        ctx.buffer  # noqa: B018
+
+
+def test_a_sum_is_not_pushed_by_slabs():
+    A, B = torch.ones(4, 8).half(), torch.ones(8, 48).half()
+    with (
+        create(reduce_st=True) as ctx,
+        pytest.raises(InvalidArgument, match="fuse_scatter is False, expected True with reduce_st"),
+    ):
+        gemm_rs.fn(A, B, ctx, default_tiles(), fuse_scatter=False)
+
+
+def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
+    calls = Calls(max_rows=5, columns=40, K=72)
+    with monkeypatch.context() as patch:
+        patch.setattr(gemm_reduce_scatter, "scattered_gemm", lambda *_, **__: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                calls(5)
+    calls(5)
+    assert calls.finish() == 1
