@@ -27,6 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 from overlap.ag_gemm import open_ag_gemm
+from overlap.gemm_rs import open_gemm_rs
 from overlap.measuring import MODES, measure
 from overlap.plot import check_matplotlib, draw
 from overlap.results import report, shape_tree
@@ -37,7 +38,7 @@ from overlap.workload import Choice, OpenWorkload
 from triton_dist.test.utils import dtype_named
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
-OPS: dict[str, OpenWorkload] = {"ag_gemm": open_ag_gemm}
+OPS: dict[str, OpenWorkload] = {"ag_gemm": open_ag_gemm, "gemm_rs": open_gemm_rs}
 _CPU_SCALE = 256
 
 

@@ -20,8 +20,6 @@ from .workload import Workload
 
 T = TypeVar("T")
 MODES = ("eager", "graph")
-_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
-"""rtol = atol between two products that are each rounded once."""
 _SECONDS = 30.0
 """Longest that one call of a candidate may take while it is checked."""
 
@@ -52,7 +50,7 @@ def measure(
             label = f"{name}, {mode}"
             workload.refresh()
             try:
-                calls[label] = _checked(candidate, label, mode == "graph")
+                calls[label] = _checked(candidate, label, mode == "graph", workload.tolerance)
                 ready[label] = name, mode, candidate
             except Failed as failure:
                 failures[label] = str(failure)
@@ -61,7 +59,7 @@ def measure(
     return [Row(*ready[label], samples[label]) for label in calls], failures
 
 
-def _checked(candidate: Candidate, label: str, graph: bool) -> Callable[[], Any]:
+def _checked(candidate: Candidate, label: str, graph: bool, tolerance: float) -> Callable[[], Any]:
     """What to time, after one run of it whose output was right on every rank."""
     call: Callable[[], Any] = candidate.call
     latest: dict[str, torch.Tensor] = {}
@@ -81,7 +79,7 @@ def _checked(candidate: Candidate, label: str, graph: bool) -> Callable[[], Any]
 
     def check() -> None:
         if candidate.expected is not None:
-            _compare(latest["output"], candidate.expected())
+            _compare(latest["output"], candidate.expected(), tolerance)
 
     _together(f"{label}: run", run)
     _together(f"{label}: check", check)
@@ -104,10 +102,9 @@ def _together(phase: str, step: Callable[[], T]) -> T:
     return value
 
 
-def _compare(output: torch.Tensor, expected: torch.Tensor) -> None:
+def _compare(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     if output.shape != expected.shape:
         raise AssertionError(f"shape {tuple(output.shape)}, expected {tuple(expected.shape)}")
-    tolerance = _TOLERANCE[output.dtype]
     wrong = int(count_mismatches(output, expected, rtol=tolerance, atol=tolerance))
     if wrong:
         raise AssertionError(f"{wrong} of {output.numel()} values are wrong")

@@ -32,6 +32,8 @@ class Workload(Protocol):
 
     serial: str
     """Name of the peer that does one part after the other."""
+    tolerance: float
+    """rtol = atol between an output and what it must be."""
     note: str
     """How the winner was come by."""
 
