@@ -15,7 +15,13 @@ from triton_dist.kernels.common.sharded_gemm import (
 )
 from triton_dist.kernels.common.split_k import SplitWorkspace, split_tiles
 
-_DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K", "SPLIT_TAIL_ONLY")
+_DESCRIPTOR_ONLY = (
+    "EPILOGUE_SUBTILE",
+    "GROUP_SIZE_SHARDS",
+    "SPLIT_K",
+    "SPLIT_TAIL_ONLY",
+    "HALVE_LAST_WAVE",
+)
 
 
 @dataclass(frozen=True)
