@@ -26,19 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from overlap.ag_gemm import open_ag_gemm
-from overlap.gemm_rs import open_gemm_rs
 from overlap.measuring import MODES, measure
+from overlap.ops import OPS
 from overlap.plot import check_matplotlib, draw
 from overlap.results import report, shape_tree
 from overlap.shapes import GOAL, Shape, parse_layers, parse_numbers, parse_shapes
 from overlap.table import console, shape_table, summary_table
-from overlap.workload import Choice, OpenWorkload
+from overlap.workload import Choice
 
 from triton_dist.test.utils import dtype_named
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
-OPS: dict[str, OpenWorkload] = {"ag_gemm": open_ag_gemm, "gemm_rs": open_gemm_rs}
 _CPU_SCALE = 256
 
 
@@ -78,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     trees = []
     for shape in dict.fromkeys(each.scaled(scale, num_ranks) for each in wanted(options)):
         faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end, and tell
-        with OPS[options.op](shape, dtype, choice) as workload:
+        with OPS[options.op].open(shape, dtype, choice) as workload:
             begin = time.perf_counter()
             rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
             took = time.perf_counter() - begin

@@ -1,0 +1,70 @@
+"""Tune an op for the layers of known models, so that its results can be packed and shipped.
+
+    bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm
+    python -m triton_dist pack ag_gemm --out ag_gemm.NVIDIA_H200.json
+
+Results go to ``TRITON_DIST_CACHE_DIR``, as of any call; layers that are there are not tuned again.
+One run for each number of ranks; tune on an idle machine. On CPU ranks sizes are scaled down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from overlap.ops import OPS
+from overlap.shapes import Shape, parse_numbers
+from overlap.workload import Choice
+
+from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
+
+_ROWS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+_CPU_SCALE = 512
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", choices=list(OPS), default="ag_gemm")
+    parser.add_argument("--M", type=parse_numbers, default=_ROWS, help="global rows")
+    parser.add_argument("--layers", help="names of models, separated by commas; default: all")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    options = parser.parse_args(arguments)
+    names = options.layers.split(",") if options.layers else list(LAYER_CONFIGS)
+    unknown = [name for name in names if name not in LAYER_CONFIGS]
+    if unknown:
+        parser.error(f"--layers {unknown[0]!r}, expected some of {', '.join(LAYER_CONFIGS)}")
+    options.layers = names
+    return options
+
+
+def shapes(options: argparse.Namespace, num_ranks: int) -> list[Shape]:
+    """Each once, the largest first: those compile what the others need too."""
+    scale = 1 if is_cuda() else _CPU_SCALE
+    layers = [(each["N"], each["K"]) for each in map(LAYER_CONFIGS.get, options.layers) if each]
+    if OPS[options.op].sums_over_ranks:  # the second GEMM of the layer, back to the model's size
+        layers = [(K, N) for N, K in layers]
+    rows = sorted(options.M, reverse=True)
+    asked = (Shape(M, N, K).scaled(scale, num_ranks) for N, K in layers for M in rows)
+    return list(dict.fromkeys(asked))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    initialize_distributed()
+    begin, dtype = time.perf_counter(), dtype_named(options.dtype)
+    asked = shapes(options, dist.get_world_size())
+    for number, shape in enumerate(asked, start=1):
+        with OPS[options.op].open(shape, dtype, Choice(0)) as workload:
+            took = time.perf_counter() - begin
+            dist_print(f"[{number}/{len(asked)}, {took:.0f} s] {shape}: {workload.note}")
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()
