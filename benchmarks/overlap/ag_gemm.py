@@ -32,6 +32,7 @@ def open_ag_gemm(shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[W
     with create_ag_gemm_context(shape.M, shape.N, shape.K, dtype, rank, num_ranks) as ctx:
         yield TunedOp(
             ag_gemm, A, B, ctx, choice,
+            terms=shape.K,
             serial=SERIAL,
             tolerance=_TOLERANCE[dtype],
             expected=lambda: all_gather_matmul(A, B),

@@ -31,6 +31,7 @@ def open_gemm_rs(shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[W
     with create_gemm_rs_context(shape.M, shape.N, rank, num_ranks, num_ranks, dtype) as ctx:
         yield TunedOp(
             gemm_rs, A, B, ctx, choice,
+            terms=K * num_ranks,
             serial=SERIAL,
             tolerance=_TOLERANCE[dtype],
             expected=lambda: summed_rows(A, B),

@@ -13,15 +13,14 @@ from triton_dist.utils import rand_tensor
 
 from .workload import TUNED, TUNED_AGAIN, Choice
 
-_SCALE = 0.1
-"""Of A's values: products of up to 16384 terms stay small numbers in every dtype."""
-
 
 class TunedOp:
     """``op(A, B, ctx)`` at one shape, tuned when it is made, or its cached config used.
 
     Args:
-        A: filled with U(-0.1, 0.1). B: as it comes.
+        A: filled with values such that those of the product have a standard deviation of 1.
+        B: as it comes, U(-1, 1).
+        terms: how many products a value of the output is the sum of, over all ranks.
         expected: what the op is to give for A and B as they are now.
         peers: what it is measured beside.
         is_own: whether a config runs an algorithm of this package.
@@ -36,6 +35,7 @@ class TunedOp:
         ctx: Any,
         choice: Choice,
         *,
+        terms: int,
         serial: str,
         tolerance: float,
         expected: Callable[[], torch.Tensor],
@@ -45,6 +45,8 @@ class TunedOp:
     ) -> None:
         self.serial, self.tolerance, self.recover = serial, tolerance, recover
         self._op, self._A, self._B, self._ctx, self._choice = op, A, B, ctx, choice
+        # A product of U(-scale, scale) and U(-1, 1) has a standard deviation of scale / 3.
+        self._scale = 3 / terms**0.5
         self._expected, self._peers, self._is_own = expected, peers, is_own
         self.refresh()
         before = op.tuning_count
@@ -62,7 +64,7 @@ class TunedOp:
         return {**self._peers(), TUNED: winner, **others, TUNED_AGAIN: winner}
 
     def refresh(self) -> None:
-        self._A.copy_(rand_tensor(self._A.shape, self._A.dtype, self._A.device) * _SCALE)
+        self._A.copy_(rand_tensor(self._A.shape, self._A.dtype, self._A.device) * self._scale)
 
     def _candidate(self, config: Mapping[str, Any]) -> Candidate:
         op, A, B, ctx, arguments = self._op, self._A, self._B, self._ctx, dict(config)

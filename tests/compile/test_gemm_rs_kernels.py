@@ -8,11 +8,7 @@ import re
 import pytest
 import torch
 
-from triton_dist.kernels.common.scattered_gemm_launch import (
-    Scattering,
-    reduced_slab,
-    scattered_gemm,
-)
+from triton_dist.kernels.common.scattered_gemm_launch import Scattering, scattered_gemm
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
 
@@ -27,22 +23,23 @@ SCATTERS = ("tile", "slab", "add")
 
 def prepared(
     persistent, config, layout="row-major", scatter="tile", dtype=torch.bfloat16, rank=1,
-    num_ranks=4, rows=1008, bias=False,
+    num_ranks=4, rows=1008, bias=False, columns=1024, num_chunks=1,
 ):  # fmt: skip
-    """The launch for an A of 4 x ``rows`` x 4096 and a B of 4096 x 1024; without memory."""
+    """The launch for an A of ``rows`` x 4096 a rank and a B of 4096 x ``columns``; no memory."""
 
     def matrix(*shape, of=dtype):
         return torch.empty(*shape, dtype=of, device="meta")
 
-    A, C = matrix(rows * num_ranks, 4096), matrix(rows, 1024)
-    B = matrix(1024, 4096).T if layout == "column-major" else matrix(4096, 1024)
+    A, C = matrix(rows * num_ranks, 4096), matrix(rows, columns)
+    B = matrix(columns, 4096).T if layout == "column-major" else matrix(4096, columns)
     words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
     partials = matrix(1, of=torch.float32 if scatter == "add" else dtype)
     to = Scattering(scatter, rank, num_ranks, partials, 1 << 21, table, table, words, words)
-    vector = matrix(1024) if bias else None
-    if persistent is None:
-        return reduced_slab(C, vector, to)
-    return scattered_gemm(A, B, C, vector, config, to, num_sms=132, persistent=persistent)
+    vector = matrix(columns) if bias else None
+    return scattered_gemm(
+        A, B, C, vector, config, to,
+        num_sms=132, persistent=persistent, num_chunks=num_chunks,
+    )  # fmt: skip
 
 
 def compile_launch(launch):
@@ -67,24 +64,39 @@ def every_tile():
             yield pytest.param(persistent, index, id=name)
 
 
-def assert_published(ptx):
-    """After each TMA store and before anything else happens: the full wait (one that ends in .read
-    only says that shared memory may be reused), the fence between the proxies, and a barrier, since
-    the release is another thread's."""
-    stores = list(TMA_STORE.finditer(ptx))
-    assert stores
-    after = ptx[stores[-1].end() :]
-    wait = FULL_WAIT.search(after)
-    assert wait
-    assert RELEASE.search(after, 0, wait.start()) is None
-    assert re.search(r"\bbra\b", after[: wait.start()]) is None
-    between = after[wait.start() : re.search(r"\bbra\b", after).start()]
-    assert PROXY_FENCE in between
-    assert "bar.sync" in between.split(PROXY_FENCE)[1]
-    assert (
-        RELEASE.search(between) is None
-        or between.index("bar.sync") < RELEASE.search(between).start()
-    )
+def assert_announced_later(ptx):
+    """Before each release, and with nothing in between but what leads there: the full wait (one
+    that ends in .read only says that shared memory may be reused), the fence between the proxies,
+    and a barrier, since the release is another thread's. The first lies between the K loop of the
+    program's next tile and that one's store."""
+    for release in RELEASE.finditer(ptx):
+        wait = [*FULL_WAIT.finditer(ptx, 0, release.start())][-1]
+        between = ptx[wait.start() : release.start()]
+        assert not TMA_STORE.search(between)
+        assert not re.search(r"\bbra\b", between)
+        assert PROXY_FENCE in between
+        assert "bar.sync" in between.split(PROXY_FENCE)[1]
+    loaded = [*TMA_LOAD.finditer(ptx)][-1].end()
+    assert RELEASE.search(ptx, loaded, TMA_STORE.search(ptx).start())
+    assert_own_tiles_are_complete(ptx)
+
+
+def assert_announced_at_once(ptx):
+    """The same after the store, before anything else happens."""
+    store = [*TMA_STORE.finditer(ptx)][-1]
+    until_wait = ptx[store.end() : FULL_WAIT.search(ptx, store.end()).start()]
+    assert not re.search(r"\bbra\b", until_wait)
+    assert not RELEASE.search(until_wait)
+    assert_own_tiles_are_complete(ptx)
+
+
+def assert_own_tiles_are_complete(ptx):
+    """After the store there is the full wait, the fence and a barrier, before flags are awaited and
+    the tile is read back."""
+    store = [*TMA_STORE.finditer(ptx)][-1]
+    between = ptx[store.end() : ptx.index(ACQUIRE, store.end())]
+    after_wait = between[FULL_WAIT.search(between).start() :]
+    assert "bar.sync" in after_wait.split(PROXY_FENCE)[1]
 
 
 @pytest.mark.parametrize(("persistent", "index"), list(every_tile()))
@@ -99,20 +111,27 @@ def test_a_tile_fits_pipelines_and_waits(persistent, index):
     if persistent:
         # One K loop for all slabs: A and B, stages - 1 times ahead and once inside.
         assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
-        assert_published(kernel.ptx)
+        assert_announced_later(kernel.ptx)
     else:
         assert "cp.async.cg" in kernel.ptx
         assert not TMA_STORE.search(kernel.ptx)
 
 
+@pytest.mark.parametrize("columns", [1024, 65536])
 @pytest.mark.parametrize("persistent", [True, False])
-def test_slabs_are_counted_and_not_summed(persistent):
-    kernel = compiled(persistent, 0, scatter="slab")
+def test_slabs_are_counted_and_chunks_awaited(sm90, persistent, columns):
+    """Counted at once where a slab has few tiles, else after the program's next tile."""
+    config = (PERSISTENT_TILES if persistent else POINTER_TILES)[0]
+    launch = prepared(persistent, config, scatter="slab", columns=columns, num_chunks=4)
+    kernel = compile_launch(launch)
     assert kernel.stack_bytes == 0
-    assert ACQUIRE not in kernel.ptx
-    assert RELEASE.search(kernel.ptx)
+    assert ACQUIRE in kernel.ptx
+    assert re.search(r"sys\.release\.add", kernel.ptx)
     if persistent:
-        assert_published(kernel.ptx)
+        assert launch.options["ANNOUNCE_LATER"] is (columns == 65536)
+        assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
+        check = assert_announced_later if columns == 65536 else assert_announced_at_once
+        check(kernel.ptx)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -124,19 +143,32 @@ def test_sums_are_added_to_at_system_scope(persistent):
     assert ACQUIRE in kernel.ptx
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_sum_is_set_to_zero_only_after_all_threads_have_read_it(persistent):
+    """Loads and stores of zeros have different layouts: threads set to zero what others read."""
+    ptx = compiled(persistent, 0, scatter="add").ptx
+    last_load = [*re.finditer(r"ld\.global\.cg", ptx)][-1].end()
+    first_store = re.compile(r"st\.global\.v4").search(ptx, last_load).start()
+    assert "bar.sync" in ptx[last_load:first_store]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_the_parts_of_a_tile_are_read_together(sm90, num_ranks):
+    """In 16 bytes a thread, all parts before the first is added."""
+    launch = prepared(True, PERSISTENT_TILES[0], num_ranks=num_ranks)
+    kernel = compile_launch(launch)
+    assert kernel.stack_bytes == 0
+    loads = re.findall(r"ld\.global\.cg\S*", kernel.ptx)
+    # 128 KB, or less where registers would not do, on their way for each program.
+    assert len(loads) == launch.options["REDUCE_ROWS"] * 256 * num_ranks // (8 * 256)
+    assert set(loads) == {"ld.global.cg.v4.b32"}
+
+
 def test_tiles_are_stored_to_peers_in_whole_vectors():
     """Not by 2 bytes, although the compiler cannot see where an address of a table points."""
     ptx = compiled(False, 0).ptx
     assert re.search(r"st\.global\.v4\.b32", ptx)
     assert not re.search(r"st\.global\.b16", ptx)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_reduction_after_pushes(sm90, bias):
-    kernel = compile_launch(prepared(None, None, scatter="slab", bias=bias))
-    assert kernel.stack_bytes == 0
-    assert kernel.ptx.index(ACQUIRE) < kernel.ptx.index("ld.global.cg")
-    assert re.search(r"ld\.global\.cg\.v4\.b32", kernel.ptx)
 
 
 @pytest.mark.parametrize(("persistent", "dtype"), [(True, torch.float16), (False, torch.float16)])
@@ -153,7 +185,7 @@ def test_the_default_tiles_on_other_generations(persistent, arch):
     assert f".target sm_{arch}" in kernel.ptx
     assert ACQUIRE in kernel.ptx
     if persistent and arch >= 90:
-        assert_published(kernel.ptx)
+        assert_announced_later(kernel.ptx)
 
 
 @pytest.mark.parametrize("persistent", [True, False])

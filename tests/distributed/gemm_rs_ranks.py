@@ -13,9 +13,15 @@ from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
 from tests.distributed.gemm_rs_calls import TOLERANCE, Calls
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.nvidia import create_gemm_rs_context, epochs, gemm_rs
+from triton_dist.kernels.nvidia import (
+    create_gemm_rs_context,
+    epochs,
+    gemm_reduce_scatter,
+    gemm_rs,
+)
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import config_space
+from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal
@@ -23,9 +29,9 @@ from triton_dist.testing.timing import captured
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # How the tiles of a call travel.
-WAYS: tuple[dict[str, bool], ...] = (
+WAYS: tuple[dict[str, Any], ...] = (
     {"fuse_scatter": True, "reduce_st": False},
-    {"fuse_scatter": False, "reduce_st": False},
+    {"fuse_scatter": False, "reduce_st": False, "num_chunks": 3},
     {"fuse_scatter": True, "reduce_st": True},
 )
 
@@ -138,6 +144,31 @@ def vendor_in_turn(rounds: int) -> int:
         for method in vendor.methods_here():
             calls(16 + 8 * (number % 3), method=method, gemm_config=None, has_bias=number % 2 == 0)
             calls(32 - 8 * (number % 2), fuse_scatter=number % 2 == 0)
+    return calls.finish()
+
+
+def chunked(rounds: int) -> int:
+    """Slabs in any number of chunks, some of them clipped, and in fewer than asked for."""
+    calls = Calls(max_rows=150, columns=72, K=40)
+    for number in range(rounds):
+        for rows in (150, 33, 1):
+            calls(rows, fuse_scatter=False, num_chunks=1 + number % MAX_CHUNKS)
+    return calls.finish()
+
+
+def a_kernel_that_raises() -> int:
+    """A GEMM of slabs that fails to be launched on all ranks leaves the context as it was."""
+    calls = Calls(max_rows=37, columns=72, K=72)
+    launch = gemm_reduce_scatter.scattered_gemm
+    for number in range(3):
+        gemm_reduce_scatter.scattered_gemm = lambda *_, **__: 1 / 0
+        try:
+            calls(30 + number, fuse_scatter=False)
+        except ZeroDivisionError:
+            calls.skip()
+        finally:
+            gemm_reduce_scatter.scattered_gemm = launch
+        calls(30 + number, fuse_scatter=False, num_chunks=2)
     return calls.finish()
 
 
@@ -357,6 +388,8 @@ def bad_calls(size: int) -> dict[str, dict[str, Any]]:
         "bias.shape (2-D)": {"bias": _matrix(1, COLUMNS)},
         "bias.stride()": {"bias": _matrix(COLUMNS, 2)[:, 0]},
         "reduce_st": {"reduce_st": True},
+        "num_chunks": {"num_chunks": MAX_CHUNKS + 1},
+        "num_chunks (none)": {"num_chunks": 0},
         "method": {"method": "collective"},
     }
 
@@ -388,7 +421,7 @@ def every_bad_call() -> dict[str, tuple[str, str, int]]:
         arguments = good | changes
         error = _refusal(lambda a=arguments: gemm_rs.fn(gemm_config=default_tiles(), **a))
         assert isinstance(error, InvalidArgument), name
-        if "method" not in changes:
+        if not {"method", "num_chunks"} & set(changes):  # those are tuned
             assert str(_refusal(lambda a=arguments: gemm_rs(**a))) == str(error)
         seen[name] = (error.argument, str(error), launched[0])
     calls(ROWS)

@@ -15,6 +15,15 @@ def test_every_way_and_both_kernels(spawn_ranks, world_size):
     assert spawn_ranks(world_size, gemm_rs_ranks.every_way) == [24] * world_size
 
 
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_slabs_in_any_number_of_chunks(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, gemm_rs_ranks.chunked, 6) == [18] * world_size
+
+
+def test_a_kernel_that_raises_leaves_nothing_queued(spawn_ranks):
+    assert spawn_ranks(2, gemm_rs_ranks.a_kernel_that_raises) == [3] * 2
+
+
 @pytest.mark.parametrize("dtype", gemm_rs_ranks.DTYPES)
 def test_every_size_and_layout(spawn_ranks, dtype):
     assert spawn_ranks(2, gemm_rs_ranks.every_operand, (dtype,)) == [40] * 2

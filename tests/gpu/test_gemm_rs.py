@@ -27,6 +27,14 @@ def test_every_way_and_both_kernels(on_gpus):
     assert set(on_gpus(gemm_rs_ranks.every_way)) == {24}
 
 
+def test_slabs_in_any_number_of_chunks(on_gpus):
+    assert set(on_gpus(gemm_rs_ranks.chunked, 16)) == {48}
+
+
+def test_a_kernel_that_raises_leaves_nothing_queued(on_gpus):
+    assert set(on_gpus(gemm_rs_ranks.a_kernel_that_raises)) == {3}
+
+
 @pytest.mark.parametrize("dtype", gemm_rs_ranks.DTYPES)
 def test_every_size_and_layout(on_gpus, dtype):
     assert set(on_gpus(gemm_rs_ranks.every_operand, (dtype,))) == {40}

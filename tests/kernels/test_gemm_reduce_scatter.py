@@ -6,11 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_rs_calls import Calls
 from tests.distributed.gemm_rs_ranks import WAYS
 from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.common.scattered_gemm_launch import (
+    Chunks,
+    chunks_of_slab,
+    tiles_of_slab,
+)
 from triton_dist.kernels.nvidia import (
     VendorMethod,
     create_gemm_rs_context,
@@ -18,6 +24,7 @@ from triton_dist.kernels.nvidia import (
     gemm_rs,
     vendor_reduce_scatter,
 )
+from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import config_space, key_fn, prune_fn
 from triton_dist.runtime.device import current_device
 
@@ -68,7 +75,8 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
 
 
 def test_what_is_pruned():
-    A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
+    rows = 8 * max(config.kwargs["BLOCK_SIZE_M"] for config in get_config_space())
+    A, B = torch.empty(2 * rows, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
     vendor = {"gemm_config": None, "method": VendorMethod.COLLECTIVE}
     space = [*config_space(), vendor]
 
@@ -77,11 +85,40 @@ def test_what_is_pruned():
         return [config for config in space if prune_fn(config, A, B, ctx)]
 
     fused = [config for config in space if config.get("fuse_scatter")]
-    assert left(2) == space
+    assert left(2) == space  # eight rows of tiles of a slab, as many as there are chunks
     assert left(1) == fused
     assert left(2, reduce_st=True) == fused
     ctx = SimpleNamespace(num_ranks=2, reduce_st=True)
     assert all(prune_fn(config, A, B, ctx, reduce_st=False) for config in space)
+    few = [config for config in space if prune_fn(config, A[:4], B, ctx, reduce_st=False)]
+    assert {config.get("num_chunks") for config in few} == {1, None}
+
+
+def test_chunks_are_whole_groups_of_tiles():
+    config = triton.Config({"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 8})
+
+    def chunks(rows, num_chunks, N=512):
+        found = chunks_of_slab(config, rows, N, num_chunks)
+        assert sum(found.rows) == rows
+        assert sum(found.tiles) == tiles_of_slab(config, rows, N)
+        return found
+
+    assert chunks(2048, 1) == Chunks(16, 8, (2048,), (32,))
+    assert chunks(2048, 2) == Chunks(8, 8, (1024, 1024), (16, 16))
+    assert chunks(2048, 4) == Chunks(4, 4, (512,) * 4, (8,) * 4)
+    assert chunks(2000, 3) == Chunks(6, 6, (768, 768, 464), (12, 12, 8))
+    assert chunks(40 * 128, 4) == Chunks(16, 8, (2048, 2048, 1024), (32, 32, 16))  # 10 are no group
+    assert chunks(100, 8, N=257) == Chunks(1, 1, (100,), (2,))
+
+
+def test_tile_shapes_are_pushed_once():
+    pushed = [config for config in config_space() if config["fuse_scatter"] is False]
+    shapes = {
+        (str({**config["gemm_config"].all_kwargs(), "GROUP_SIZE_M": 0}), config["num_chunks"])
+        for config in pushed
+    }
+    assert len(shapes) == len(pushed)
+    assert {config["num_chunks"] for config in pushed} == {1, 2, 4, 8}
 
 
 def test_keys_differ_in_what_a_tuning_depends_on():

@@ -18,6 +18,7 @@ from triton_dist.runtime.device import (
     sleep_async,
 )
 from triton_dist.runtime.device.cpu import CpuCopyStream, CpuDevice
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 
@@ -123,6 +124,30 @@ def test_what_goes_wrong_on_a_copy_stream_comes_with_the_join():
     stream.copy(target, torch.ones(2))
     stream.join_current()
     assert target.all()
+
+
+def test_steps_that_await_a_kernel_that_failed_are_left_out():
+    flags, target = torch.zeros(2, dtype=torch.int32), torch.zeros(2)
+    steps = [
+        AwaitFlag(0, flags, 0, 1), Copy(0, target[:1], torch.ones(1)),
+        AwaitFlag(0, flags, 1, 1), Copy(0, target[1:], torch.ones(1)),
+    ]  # fmt: skip
+    device = CpuDevice()
+    transfer = device.transfer(steps, [device.copy_stream()])
+    transfer.fork(device.current_stream())
+    flags[0] = 1  # and then the kernel raises
+    deadline = time.monotonic() + 10
+    while target[0] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    transfer.join(device.current_stream())
+    assert target.tolist() == [1, 0]
+    flags[0] = 0
+    transfer.fork(device.current_stream())
+    flags.fill_(1)
+    transfer.queue()
+    transfer.join(device.current_stream())
+    assert target.tolist() == [1, 1]
 
 
 def test_an_overdue_flag_of_a_copy_stream_is_named(monkeypatch):

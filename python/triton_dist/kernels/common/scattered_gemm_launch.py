@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -13,14 +13,13 @@ from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descri
 from triton_dist.kernels.common.scattered_gemm import (
     kernel_gemm_scatter_non_persistent,
     kernel_gemm_scatter_persistent,
-    kernel_reduce_slab,
 )
 
 Scatter = Literal["tile", "slab", "add"]
-# Elements of a tile that are summed at a time: at 8 warps 32 a thread, of each rank.
-_REDUCED_AT_ONCE = 8192
-# Rows and columns of a program of the reduction after the GEMM.
-_SLAB_TILE = (16, 256)
+# Elements of all parts that are read at a time: at 8 warps and 2 bytes each, 64 registers a thread.
+_READ_AT_ONCE = 32768
+# Waves of tiles of a slab from which on a chunk is worth more waiting than each of its tiles.
+_MANY_WAVES = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,43 @@ class Scattering:
     epoch: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """A slab of ``rows`` rows of tiles in chunks of ``tiles_m`` each, the last maybe less.
+
+    group_size_m: GROUP_SIZE_M with which chunks are complete one after another.
+    """
+
+    tiles_m: int
+    group_size_m: int
+    rows: tuple[int, ...]
+    """Rows of each chunk."""
+    tiles: tuple[int, ...]
+    """Tiles of each chunk."""
+
+
+def chunks_of_slab(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
+    """[rows, N] in at most ``num_chunks`` chunks: whole groups of GROUP_SIZE_M rows of tiles, or
+    one smaller group each, because the tiles of a group are complete at the same time."""
+    tile = config.kwargs
+    tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
+    tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
+    each = int(triton.cdiv(tiles_m, num_chunks))
+    group = min(tile["GROUP_SIZE_M"], each)
+    each = int(triton.cdiv(each, group)) * group
+    firsts = range(0, tiles_m, each)
+    ends = [min(first + each, tiles_m) for first in firsts]
+    block = tile["BLOCK_SIZE_M"]
+    return Chunks(
+        each,
+        group,
+        tuple(
+            min(end * block, rows) - first * block for first, end in zip(firsts, ends, strict=True)
+        ),
+        tuple((end - first) * tiles_n for first, end in zip(firsts, ends, strict=True)),
+    )
+
+
 def tiles_of_slab(config: triton.Config, rows: int, N: int) -> int:
     """Tiles of [rows, N]."""
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
@@ -59,69 +95,68 @@ def scattered_gemm(
     *,
     num_sms: int,
     persistent: bool,
+    num_chunks: int = 1,
 ) -> Launch:
-    """The launch that computes ``A @ B``, scatters its tiles and, unless a slab at a time is sent,
-    sums the own rows into C.
+    """The launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
 
     Args:
         A: [num_ranks * rows, K]. B: [K, N], any strides, both. C: [rows, N], contiguous.
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
             the kernel on pointers too.
+        num_chunks: of a slab, each pushed for itself; of ``"slab"`` alone.
     """
     rows, N = C.shape
     K = A.shape[1]
     precision = dot_precision(A.dtype)
-    tiles = to.num_ranks * tiles_of_slab(config, rows, N)
-    launched = config_for(config, A.dtype).all_kwargs()
+    tiles_per_slab = tiles_of_slab(config, rows, N)
+    tiles = to.num_ranks * tiles_per_slab
     operands = (
         A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals,
         to.epoch, rows, N, K,
     )  # fmt: skip
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    options = {
-        **launched,
+    options: dict[str, Any] = {
+        **config_for(config, A.dtype).all_kwargs(),
         "NUM_RANKS": to.num_ranks,
         "SCATTER": to.scatter,
         "HAS_BIAS": bias is not None,
         "INPUT_PRECISION": precision,
-        "REDUCE_ROWS": max(1, min(block_m, _REDUCED_AT_ONCE // block_n)),
+        "REDUCE_ROWS": _rows_at_once(block_m, block_n, to.num_ranks * A.element_size()),
     }
+    chunk_tiles_m = 1
+    if to.scatter == "slab":
+        chunks = chunks_of_slab(config, rows, N, num_chunks)
+        chunk_tiles_m, options["GROUP_SIZE_M"] = chunks.tiles_m, chunks.group_size_m
+    where = (to.slot_stride, chunk_tiles_m, to.rank)
     # A slab of partials is a matrix like C: what TMA can do with one, it can do with the other.
     by_descriptor = persistent and precision != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
-        options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
+        # A chunk is pushed after its last tile, which is to be announced at once where the next one
+        # is a large part of all.
+        later = to.scatter == "tile" or tiles_per_slab >= _MANY_WAVES * num_sms
+        options |= {
+            "B_COLUMN_MAJOR": B.stride(0) == 1,
+            "NUM_SMS": num_sms,
+            "ANNOUNCE_LATER": later and to.scatter != "add",
+        }
         return Launch(
             kernel_gemm_scatter_persistent,
             (min(num_sms, tiles),),
-            (*operands, max(B.stride()), to.slot_stride, to.rank),
+            (*operands, max(B.stride()), *where),
             options,
         )
     options.pop("EPILOGUE_SUBTILE", None)
     return Launch(
         kernel_gemm_scatter_non_persistent,
         (tiles,),
-        (*operands, *A.stride(), *B.stride(), to.slot_stride, to.rank),
+        (*operands, *A.stride(), *B.stride(), *where),
         options,
     )
 
 
-def reduced_slab(C: torch.Tensor, bias: torch.Tensor | None, to: Scattering) -> Launch:
-    """The launch that sums the own rows once every peer's slab is there: C [rows, N]."""
-    rows, N = C.shape
-    block_m, block_n = _SLAB_TILE
-    return Launch(
-        kernel_reduce_slab,
-        (int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n)),),
-        (
-            C, C if bias is None else bias, to.partials, to.arrivals, to.epoch, rows, N,
-            to.slot_stride, to.rank,
-        ),
-        {
-            "NUM_RANKS": to.num_ranks,
-            "HAS_BIAS": bias is not None,
-            "BLOCK_SIZE_M": block_m,
-            "BLOCK_SIZE_N": block_n,
-        },
-    )  # fmt: skip
+def _rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:
+    """Rows of a tile that are summed at a time; a power of two."""
+    most = 2 * _READ_AT_ONCE // bytes_of_parts // block_n
+    return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))

@@ -39,6 +39,7 @@ from triton_dist._jit import jit
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.gemm_launch import GatheredShards
 from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.nvidia import epochs
 from triton_dist.kernels.nvidia.allgather_schedules import (
     MAX_CHUNKS as MAX_CHUNKS,
 )
@@ -50,35 +51,20 @@ from triton_dist.kernels.nvidia.allgather_schedules import (
     rows_of_chunk,
     schedule,
 )
+from triton_dist.kernels.nvidia.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-_SLOTS = 2
-# int32 in a cache line. Slots start on a line of their own, so their pointers are always aligned.
 T = TypeVar("T")
 
-_LINE = 32
-# Words of a slot's "epoch" line. Words 1 and 2 are the guard of its waits (language.wait).
-_EPOCH, _MOST_POLLS = 0, 1
-_GAVE_UP, _STAGED = tl.constexpr(2), tl.constexpr(3)
-_SOUND = tl.constexpr(4)  # the last epoch that ended before any wait gave up
-# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
-_LAUNCH_SECONDS = 10.0
+_SLOTS, _LINE, _LAUNCH_SECONDS = epochs.SLOTS, epochs.LINE, epochs.LAUNCH_SECONDS
+# Words of a slot's "epoch" line.
+_EPOCH, _MOST_POLLS = epochs.EPOCH, epochs.MOST_POLLS
+_GAVE_UP, _STAGED, _SOUND = epochs.GAVE_UP, tl.constexpr(3), epochs.SOUND
 # Plans of calls that are kept; a plan takes a few KB.
 _MOST_PLANS = 4096
-
-
-@jit(do_not_specialize=["rank", "num_ranks"])
-def kernel_await_consumption(epoch_ptr, consumed_ptr, rank, num_ranks):
-    """Wait until every peer has consumed the slot's last shards. Grid (1,)."""
-    last = tl.load(epoch_ptr) - 1
-    peer = 0
-    while peer < num_ranks:
-        if peer != rank:
-            dl.wait(consumed_ptr + peer, 1, last, epoch_ptr + 1)
-        peer += 1
 
 
 @jit(do_not_specialize=["rank", "num_ranks", "offset"])
@@ -96,19 +82,6 @@ def kernel_exchange_staged(epoch_ptr, staged_ptr, staged_table, offset, rank, nu
         if peer != rank:
             dl.wait(staged_ptr + offset + peer, 1, epoch, epoch_ptr + 1)
         peer += 1
-
-
-@jit(do_not_specialize=["rank", "num_ranks", "offset"])
-def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks):
-    """Tell every peer that the slot's shards are consumed, and advance its epoch. Grid (1,)."""
-    epoch = tl.load(epoch_ptr)
-    peer = 0
-    while peer < num_ranks:
-        if peer != rank:
-            dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + offset + rank, epoch)
-        peer += 1
-    tl.store(epoch_ptr + _SOUND, epoch, mask=tl.load(epoch_ptr + _GAVE_UP) == 0)
-    tl.store(epoch_ptr, epoch + 1)
 
 
 @jit(do_not_specialize=["num_flags"])

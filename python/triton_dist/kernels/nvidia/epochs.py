@@ -10,14 +10,16 @@ after a call whose kernels did not wait for something of every peer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
+from triton_dist import language as dl
+from triton_dist._jit import jit
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.launch import Launch, Launcher
-from triton_dist.kernels.nvidia.allgather import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
@@ -26,12 +28,42 @@ from triton_dist.runtime.symmetric import Region
 
 T = TypeVar("T")
 
-_SLOTS = 2
-_LINE = 32  # int32 in a cache line
-# Words of a slot's "epoch" line; words 1 and 2 are the guard of its waits (language.wait).
-_EPOCH, _MOST_POLLS, _GAVE_UP = 0, 1, 2
-# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
-_LAUNCH_SECONDS = 10.0
+SLOTS = 2
+LINE = 32
+"""int32 in a cache line. What has a line of its own is always aligned."""
+# Words of a slot's "epoch" line. Words 1 and 2 are the guard of its waits (language.wait).
+EPOCH, MOST_POLLS = 0, 1
+GAVE_UP = tl.constexpr(2)
+SOUND = tl.constexpr(4)  # the last epoch that ended before any wait gave up
+LAUNCH_SECONDS = 10.0
+"""Beside the waits themselves, the longest that a call's kernels take, compiling not counted."""
+
+Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
+"""Which int32 flags of which regions the kernels of a slot's last use wait for."""
+
+
+@jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_await_consumption(epoch_ptr, consumed_ptr, rank, num_ranks):
+    """Wait until every peer has consumed what it got in the slot's last use. Grid (1,)."""
+    last = tl.load(epoch_ptr) - 1
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.wait(consumed_ptr + peer, 1, last, epoch_ptr + 1)
+        peer += 1
+
+
+@jit(do_not_specialize=["rank", "num_ranks", "offset"])
+def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks):
+    """Tell every peer that what it sent is consumed, and advance the slot's epoch. Grid (1,)."""
+    epoch = tl.load(epoch_ptr)
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + offset + rank, epoch)
+        peer += 1
+    tl.store(epoch_ptr + SOUND, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
+    tl.store(epoch_ptr, epoch + 1)
 
 
 class EpochSlots:
@@ -58,23 +90,24 @@ class EpochSlots:
         self.launcher = Launcher()
         self.index = 0
         self._name, self._zeroed, self._kernels = name, zeroed, kernels
-        words = -(-self.num_ranks // _LINE) * _LINE
+        words = -(-self.num_ranks // LINE) * LINE
         self.memory = symmetric.allocate(
             name,
             {
                 f"{region}{slot}": layout
                 for region, layout in regions.items()
-                for slot in range(_SLOTS)
+                for slot in range(SLOTS)
             }
             | {
-                "consumed": ((_SLOTS, words), torch.int32),
-                "epoch": ((_SLOTS, _LINE), torch.int32),
+                "consumed": ((SLOTS, words), torch.int32),
+                "epoch": ((SLOTS, LINE), torch.int32),
             },
             group,
         )
+        self._expected: list[Expected] = [dict] * SLOTS
         self._most_polls = 0
-        self._in_turn = self._in_graphs = self._capturing = False
-        self.memory["epoch"].local[:, _EPOCH] = 1
+        self._in_turn = self._in_graphs = self._capturing = self._freed = False
+        self.memory["epoch"].local[:, EPOCH] = 1
         self.device.synchronize()
 
     def __getitem__(self, region: str) -> Region:
@@ -89,55 +122,39 @@ class EpochSlots:
     def take(self) -> None:
         """Go on to the other slot; queue a look at the peers where the host does not know that they
         are done with it."""
-        self.index = (self.index + 1) % _SLOTS
+        self.index = (self.index + 1) % SLOTS
         if self.num_ranks == 1:
             return
         most_polls = waits.limit_polls()
-        if most_polls != self._most_polls:
-            self.memory["epoch"].local[:, _MOST_POLLS] = most_polls
-            self._most_polls = most_polls
+        self._bound_waits(most_polls)
         self._capturing = self.device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
         if self._in_graphs or most_polls or not self._in_turn:
-            consumed = self.memory["consumed"].local[self.index]
-            self.launcher.run(
-                (kernel_await_consumption, self.index),
-                lambda: Launch(
-                    kernel_await_consumption,
-                    (1,),
-                    (self.epoch, consumed, self.rank, self.num_ranks),
-                    {"num_warps": 1},
-                ),
-            )
+            self._look_at_peers(self.index)
         self._in_turn = False
 
     def finish(
         self,
         awaited: bool = False,
-        expected: Callable[[], Mapping[str, Iterable[int]]] = dict,
+        expected: Expected = dict,
         join: Callable[[], object] | None = None,
-        release: Callable[[], object] | None = None,
     ) -> None:
         """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch.
 
         Args:
             awaited: what was queued waits for something of every peer, which the peer sends in the
                 same call; then the next call can begin without a look at the peers.
-            expected: which int32 flags of which regions the call's kernels wait for, for errors.
-            join: lets the current stream wait for side streams of the call.
-            release: called first when a wait gave up: frees side streams that wait likewise.
+            expected: which flags the call's kernels wait for, for errors; asked once a wait gave
+                up.
+            join: lets the current stream wait for side streams of the call. What these wait for
+                must come even if a wait in a kernel gave up.
 
         Raises:
-            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+            WaitTimeout: while candidates are tried and nobody settles, when a wait gave up.
         """
         if self.num_ranks == 1:
             return
-        overdue: WaitTimeout | None = None
-        if self._most_polls and not self._capturing:
-            overdue = self._gave_up(expected)
-            if overdue is not None and release is not None:
-                release()
         if join is not None:
             join()
         region = self.memory["consumed"]
@@ -152,19 +169,26 @@ class EpochSlots:
             ),
         )
         self._in_turn = awaited and not self._capturing and not self._most_polls
-        if overdue is not None:
-            raise overdue
+        if self._most_polls:
+            self._expected[self.index] = expected
+            self._see_to_waits()
 
     def beside(self, call: Callable[[], T]) -> T:
-        """``call()``, which uses none of this memory. While candidates are tried, it pays for what
-        an eager call of our own pays for then: the look at the peers, and the host's wait."""
-        if not waits.limit_polls() or self.device.is_capturing():
+        """``call()``, which uses none of this memory.
+
+        While candidates are tried, an eager call of our own begins with a look at the peers, which
+        it does not need later, when it follows another. ``call`` gets the same before it: else it
+        would be ahead by a kernel's launch, which is a lot where the op is short. What else our own
+        calls do, they do in production too.
+        """
+        most_polls = waits.limit_polls()
+        if self.num_ranks == 1 or not most_polls or self.device.is_capturing():
             return call()
-        self.take()
-        try:
-            return call()
-        finally:
-            self.finish()
+        self._bound_waits(most_polls)
+        self._look_at_peers((self.index + 1) % SLOTS)  # it stays the next call's
+        result = call()
+        self._see_to_waits()
+        return result
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
@@ -174,9 +198,9 @@ class EpochSlots:
         for region in ("consumed", "epoch"):
             self.memory[region].local.zero_()
         for region in self._zeroed:
-            for slot in range(_SLOTS):
+            for slot in range(SLOTS):
                 self.memory[f"{region}{slot}"].local.zero_()
-        self.memory["epoch"].local[:, _EPOCH] = 1
+        self.memory["epoch"].local[:, EPOCH] = 1
         self.index = self._most_polls = 0
         self._in_turn = False
         self.device.synchronize()
@@ -184,33 +208,71 @@ class EpochSlots:
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
+        self._freed = True
         self.memory.free()
 
-    def _gave_up(self, expected: Callable[[], Mapping[str, Iterable[int]]]) -> WaitTimeout | None:
-        """While candidates are tried: the error of this call, if one of its waits gave up."""
-        limit = waits.limit_seconds() or 0.0
+    def _look_at_peers(self, slot: int) -> None:
+        """Queue a wait until every peer is done with ``slot``."""
+
+        def launch() -> Launch:
+            epoch, consumed = (self.memory[name].local[slot] for name in ("epoch", "consumed"))
+            arguments = (epoch, consumed, self.rank, self.num_ranks)
+            return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
+
+        self.launcher.run((kernel_await_consumption, slot), launch)
+
+    def _bound_waits(self, most_polls: int) -> None:
+        if most_polls != self._most_polls:
+            lines = self.memory["epoch"].local
+            if not self._most_polls:
+                lines[:, GAVE_UP.value] = 0  # in trials before these, after which nobody looked
+            lines[:, MOST_POLLS] = most_polls
+            self._most_polls = most_polls
+
+    def _see_to_waits(self) -> None:
+        """While candidates are tried: leave it to the tuner to look whether a wait gave up, or look
+        now, and raise ``WaitTimeout``, if nobody will."""
+        if waits.leave(self._gave_up) or self.device.is_capturing():
+            return
         # The look at the peers and two kernels of the op may each wait for the limit.
-        self.device.synchronize(3 * limit + _LAUNCH_SECONDS)
-        line = self.epoch.tolist()
-        if not line[_GAVE_UP]:
+        self.device.synchronize(3 * (waits.limit_seconds() or 0.0) + LAUNCH_SECONDS)
+        overdue = self._gave_up()
+        if overdue is not None:
+            raise overdue
+
+    def _gave_up(self) -> WaitTimeout | None:
+        """Once the device is done: the error of the first call, since this was last asked, of which
+        a wait gave up."""
+        if self._freed:
             return None
-        self.memory["epoch"].local[:, _GAVE_UP] = 0
-        flag, seen = self._overdue(line[_EPOCH], expected())
+        lines = self.memory["epoch"].local
+        seen = lines.tolist()
+        oldest_first = [(self.index + 1 + number) % SLOTS for number in range(SLOTS)]
+        slot = next((each for each in oldest_first if seen[each][GAVE_UP.value]), None)
+        if slot is None:
+            return None
+        epoch = seen[slot][SOUND.value] + 1
+        flag, value = self._overdue(slot, epoch)
+        lines[:, GAVE_UP.value] = 0
+        lines[:, SOUND.value] = lines[:, EPOCH] - 1
         return WaitTimeout(
             rank=self.rank,
             program=self._kernels,
             flag=flag,
-            expected=line[_EPOCH],
-            seen=seen,
-            seconds=limit,
+            expected=epoch,
+            seen=value,
+            seconds=waits.limit_seconds() or 0.0,
         )
 
-    def _overdue(self, epoch: int, expected: Mapping[str, Iterable[int]]) -> tuple[str, int]:
-        """The first flag of the slot that has not reached ``epoch``, and its value."""
+    def _overdue(self, slot: int, epoch: int) -> tuple[str, int]:
+        """The first flag of ``slot`` that has not reached ``epoch``, and its value."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        consumed = self.memory["consumed"].local[self.index]
+        consumed = self.memory["consumed"].local[slot]
         for flags, indices, value in (
-            *((self[name].local, indices, epoch) for name, indices in expected.items()),
+            *(
+                (self.memory[f"{region}{slot}"].local, indices, epoch)
+                for region, indices in self._expected[slot]().items()
+            ),
             (consumed, peers, epoch - 1),
         ):
             seen = flags.tolist()

@@ -4,14 +4,17 @@ the product.
 Abstraction
     A tensor-parallel layer ends with A sharded by columns, [M, K / W] on each of W ranks, and B by
     rows, [K / W, N]. Each rank's product is one addend of the whole, and each rank owns M / W rows
-    of the sum. Serial code multiplies, then reduces and scatters. Here the GEMM's programs store
-    each finished tile straight into the memory of the rank that owns its rows.
+    of the sum. Serial code multiplies, then reduces and scatters. Here each finished tile travels
+    to the rank that owns its rows while the next ones are computed.
 
-Timeline of one call (W = 4)
-    GEMM: rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' tiles ─ finish
-           └ tile, flag → rank+1     └ …                      └ wait for the tile's W-1 flags, add
-    With ``fuse_scatter=False`` tiles stay here, a copy engine pushes each slab when all of its
-    tiles are there, and a second kernel adds.
+Timeline of one call (W = 4), on every rank at once
+    GEMM         rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' ─ finish
+    fused         └ each tile → rank+1     └ → rank+2  └ → rank+3
+    copy engine              └ chunks → rank+1 └ → rank+2 └ → rank+3
+    ``fuse_scatter=True``: the program that computed a tile stores it into its owner's memory.
+    ``False``: tiles stay here, and a copy engine pushes each slab, in ``num_chunks`` chunks, as
+    their tiles are complete. Either way the program that computes an own tile waits until the peers
+    have sent theirs, and adds them.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
@@ -21,21 +24,21 @@ Numerics
     are added in the order of their arrival: not deterministic. Vendor methods add as the vendor
     does.
 
-Built this way because
-    * whoever waits has sent all its tiles for others before: no circle of waits;
+Built this way because (more, with measurements: docs/explanation/gemm_reduce_scatter.md)
+    * whoever waits has announced all its tiles for others before: no circle of waits;
     * a TMA store is not complete when the next instruction runs: ``publish_tile`` waits in full
-      before the flag is set (Triton 3.6 does not);
+      before the flag is set (Triton 3.6 does not), and comes when the next tile is computed;
     * parts are kept apart and not added on arrival: sums do not depend on who is late;
     * flags and slots take turns without a barrier, as those of the all-gather (``epochs.py``).
 
 Vocabulary
-    slab: the rows that one rank owns. part: one rank's addend of a slab. slot: one half of the
-    double buffer of parts.
+    slab: the rows that one rank owns. chunk: whole rows of tiles of a slab. part: one rank's
+    addend of a slab. slot: one half of the double buffer of parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +50,7 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
     Scattering,
-    reduced_slab,
+    chunks_of_slab,
     scattered_gemm,
     tiles_of_slab,
 )
@@ -59,8 +62,13 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     check_operands,
     create_gemm_rs_context,
 )
+from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
+
+# How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
+_PUSHED_TILES, _LARGEST_TILES = 7, 3
+_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 
 __all__ = ["GEMMReduceScatterTensorParallelContext", "create_gemm_rs_context", "gemm_rs"]
 
@@ -103,6 +111,12 @@ def prune_fn(
         return False
     if is_vendor:
         return True
+    num_chunks = config.get("num_chunks") or 1
+    if num_chunks > 1:
+        rows = tune.bucket(A.shape[0] // ctx.num_ranks)
+        chunks = chunks_of_slab(config["gemm_config"], rows, B.shape[1], num_chunks)
+        if len(chunks.rows) < num_chunks:  # the same as with fewer
+            return False
     # A has all rows here: not to be multiplied by the context's ranks.
     return gemm.prune_fn(config, A, B)
 
@@ -110,34 +124,47 @@ def prune_fn(
 def config_space() -> list[dict[str, Any]]:
     """Tiles and transfer together; the first is the default.
 
-    Every tile shape with tiles sent one by one, then the first few with slabs that a copy engine
-    pushes, then what torch brings.
+    Every tile shape with tiles sent one by one; then slabs that a copy engine pushes, the largest
+    tiles in any number of chunks, those for few rows in few; then what torch brings.
     """
     descriptors = current_device().prefers_descriptors
-    tiles = [
-        (config, persistent)
+    fused = [
+        _config(config, persistent, True)
         for persistent in (descriptors, not descriptors)
         for config in get_config_space(persistent)
     ]
-    return (
-        [_config(config, persistent, True) for config, persistent in tiles]
-        + [_config(config, descriptors, False) for config in get_config_space(descriptors)[:3]]
-        + [_config(None, None, None, method) for method in vendor.candidates_here()]
-    )
+    pushed = [
+        _config(config, descriptors, False, num_chunks)
+        for number, config in enumerate(_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
+        for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
+    ]
+    return fused + pushed + [_vendor_config(method) for method in vendor.candidates_here()]
+
+
+def _shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
+    """The first config of each tile shape: GROUP_SIZE_M is what the chunk makes of it."""
+    found: dict[Any, triton.Config] = {}
+    for config in configs:
+        options = dict(config.all_kwargs(), GROUP_SIZE_M=None)
+        found.setdefault(tuple(options.items()), config)
+    return list(found.values())
 
 
 def _config(
-    gemm_config: triton.Config | None,
-    persistent: bool | None,
-    fuse_scatter: bool | None,
-    method: VendorMethod | None = None,
+    gemm_config: triton.Config, persistent: bool, fuse_scatter: bool, num_chunks: int = 1
 ) -> dict[str, Any]:
     return {
         "gemm_config": gemm_config,
         "persistent": persistent,
         "fuse_scatter": fuse_scatter,
-        "method": method,
+        "num_chunks": num_chunks,
+        "method": None,
     }
+
+
+def _vendor_config(method: VendorMethod) -> dict[str, Any]:
+    names = ("gemm_config", "persistent", "fuse_scatter", "num_chunks")
+    return {**dict.fromkeys(names), "method": method}
 
 
 def _empty_rows(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -157,18 +184,17 @@ def _prepare(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     fuse_scatter: bool | None = True,
+    num_chunks: int | None = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
 ) -> None:
-    """Compile a candidate's kernels without launching anything."""
+    """Compile a candidate's kernel without launching anything."""
     if method is not None or gemm_config is None:
         return
     to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
     C = _empty_rows(A, B, ctx)
-    _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent)).compile()
-    if to.scatter == "slab":
-        reduced_slab(C, bias, to).compile()
+    _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks or 1).compile()
 
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
@@ -192,6 +218,7 @@ def gemm_rs(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     fuse_scatter: bool | None = True,
+    num_chunks: int | None = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
@@ -218,6 +245,7 @@ def gemm_rs(
             none.
         fuse_scatter: the GEMM stores tiles to their owners; else a copy engine pushes slabs
             (tuned).
+        num_chunks: in which a slab is pushed, at most; only with ``fuse_scatter=False`` (tuned).
         method: ``None``: as ``fuse_scatter`` says; else by torch (tuned).
         bias: [N], contiguous; this rank's is added once to each of its rows.
         reduce_st: tiles are added to one fp32 sum on their owner; default: the context's.
@@ -235,6 +263,9 @@ def gemm_rs(
         raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
     if gemm_config is None:
         raise InvalidArgument("gemm_rs", "gemm_config", None, "a triton.Config without a method")
+    num_chunks = 1 if num_chunks is None else num_chunks
+    if not 1 <= num_chunks <= MAX_CHUNKS:
+        raise InvalidArgument("gemm_rs", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
     scatter = _scatter(bool(fuse_scatter), adds)
     buffer, C = ctx.buffer, _empty_rows(A, B, ctx)
     tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
@@ -245,20 +276,17 @@ def gemm_rs(
         to = buffer.describe(scatter)
         stream = ctx.device.current_stream()
         if scatter == "slab" and ctx.num_ranks > 1:
-            pushes = buffer.pushes(C.shape[0], tiles)
+            pushes = buffer.pushes(C.shape[0], gemm_config, num_chunks)
             pushes.fork(stream)
-        _run_gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), looks)
+        _run_gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks, looks)
         if pushes is not None:
             pushes.queue()
-        if scatter == "slab":
-            _run_reduction(C, bias, to, ctx)
-        awaited = True  # an own tile, or the reduction, waits for each peer
+        awaited = True  # an own tile waits for each peer
     finally:
         buffer.slots.finish(
             awaited,
-            expected=lambda: buffer.expected(1 if scatter == "slab" else tiles),
+            expected=lambda: buffer.expected(num_chunks if scatter == "slab" else tiles),
             join=None if pushes is None else lambda: pushes.join(stream),
-            release=lambda: buffer.release(tiles),
         )
     return C
 
@@ -272,10 +300,12 @@ def _gemm(
     to: Scattering,
     ctx: GEMMReduceScatterTensorParallelContext,
     persistent: bool,
+    num_chunks: int,
 ) -> Launch:
     return scattered_gemm(
-        A, B, C, bias, gemm_config, to, num_sms=ctx.device.num_sms, persistent=persistent
-    )
+        A, B, C, bias, gemm_config, to,
+        num_sms=ctx.device.num_sms, persistent=persistent, num_chunks=num_chunks,
+    )  # fmt: skip
 
 
 def _run_gemm(
@@ -287,6 +317,7 @@ def _run_gemm(
     to: Scattering,
     ctx: GEMMReduceScatterTensorParallelContext,
     persistent: bool,
+    num_chunks: int,
     looks: tuple[Any, ...],
 ) -> None:
     """Launch the GEMM; a call like one before only with other addresses."""
@@ -296,29 +327,13 @@ def _run_gemm(
     # such, and ``dot_precision`` asks whether fp32 may be multiplied as tf32.
     misaligned = tuple(address % 16 for address in addresses)
     tf32 = A.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (id(looks), misaligned, tf32, id(to), id(gemm_config), persistent)
+    key = (id(looks), misaligned, tf32, id(to), id(gemm_config), persistent, num_chunks)
     ctx.buffer.slots.launcher.run(
         key,
-        lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent),
+        lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent, num_chunks),
         addresses,
         tuple(tensors),
         alive=(looks, to, gemm_config),
-    )
-
-
-def _run_reduction(
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
-    to: Scattering,
-    ctx: GEMMReduceScatterTensorParallelContext,
-) -> None:
-    tensors = {"c_ptr": C, "bias_ptr": C if bias is None else bias}
-    addresses = [tensor.data_ptr() for tensor in tensors.values()]
-    key = (
-        "reduction", C.shape, bias is None, tuple(each % 16 for each in addresses), id(to),
-    )  # fmt: skip
-    ctx.buffer.slots.launcher.run(
-        key, lambda: reduced_slab(C, bias, to), addresses, tuple(tensors), alive=to
     )
 
 

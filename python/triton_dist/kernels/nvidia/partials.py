@@ -1,9 +1,9 @@
 """What ranks of a GEMM-ReduceScatter share: slots that hold a part of each rank's rows from every
-rank, and the flags that say which tiles of them are there.
+rank, and the flags that say which tiles, or chunks, of them are there.
 
-A slot has, on each rank, ``partials`` [source rank, max_rows, N] and ``arrivals`` [tile, source
-rank]; of several ways of scattering, each call uses one. Pushes of whole slabs start from a
-``staging`` buffer of this rank alone, each after a counter of the tiles that are in it.
+A slot has, on each rank, ``partials`` [source rank, max_rows, N] and ``arrivals`` [unit, source
+rank]; of several ways of scattering, each call uses one. Pushes of slabs start from a ``staging``
+buffer of this rank alone, a chunk at a time, each after a counter of the tiles that are in it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
-from triton_dist.kernels.common.scattered_gemm_launch import Scatter, Scattering
+from triton_dist.kernels.common.scattered_gemm_launch import (
+    Chunks,
+    Scatter,
+    Scattering,
+    chunks_of_slab,
+)
 from triton_dist.kernels.nvidia.epochs import EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
@@ -24,6 +30,8 @@ _SMALLEST_TILE = 16
 # Elements of which parts are whole multiples, so that each starts aligned, whatever N is.
 _PART_ALIGNMENT = 128
 _MOST_PLANS = 4096
+MAX_CHUNKS = 16
+"""In which a slab can be pushed."""
 
 
 class PartialsBuffer:
@@ -52,13 +60,13 @@ class PartialsBuffer:
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int32),
-            "counters": ((size,), torch.int32),
+            "counters": ((size * MAX_CHUNKS,), torch.int32),
         }
         zeroed: tuple[str, ...] = ("arrivals", "counters")
         if with_sums:
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
-        kernels = "the GEMM that scatters, or its reduction"
+        kernels = "the GEMM that scatters"
         self.slots = EpochSlots(name, regions, zeroed, kernels, group)
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
@@ -75,26 +83,23 @@ class PartialsBuffer:
             known = self._scatterings[key] = self._scattering(scatter)
         return known
 
-    def pushes(self, rows: int, tiles: int) -> Any:
-        """The transfer that pushes each peer's slab of ``rows`` rows once ``tiles`` are staged, and
-        then sets the flag of tile 0 there."""
-        key = (self.slots.index, rows, tiles)
+    def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+        """The transfer that pushes each peer's slab of ``rows`` rows, each chunk once its tiles are
+        staged, and then sets the chunk's flag there."""
+        key = (self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
             if len(self._transfers) >= _MOST_PLANS:
                 self._transfers.clear()
-            steps = list(self._push(rows, tiles))
-            known = self._transfers[key] = self._device.transfer(steps, [self._stream])
-        return known
+            chunks = chunks_of_slab(config, rows, self._N, num_chunks)
+            transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
+            known = self._transfers[key] = transfer, config  # the config's id stays its own
+        return known[0]
 
-    def expected(self, tiles: int) -> dict[str, list[int]]:
-        """The flags that a call with ``tiles`` tiles a slab waits for."""
-        indices = range(tiles * self.num_ranks)
+    def expected(self, units: int) -> dict[str, list[int]]:
+        """The flags that a call with so many tiles, or chunks, of a slab waits for."""
+        indices = range(units * self.num_ranks)
         return {"arrivals": [i for i in indices if i % self.num_ranks != self.rank]}
-
-    def release(self, tiles: int) -> None:
-        """Let a push go on whose tiles will not all come."""
-        self.slots["counters"].local.fill_(tiles)
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
@@ -130,7 +135,7 @@ class PartialsBuffer:
             counters = self.slots["counters"].local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
             flags = torch.tensor(
-                [counters[slab].data_ptr() for slab in range(self.num_ranks)],
+                [counters[slab * MAX_CHUNKS].data_ptr() for slab in range(self.num_ranks)],
                 dtype=torch.int64,
                 device=counters.device,
             )
@@ -139,15 +144,18 @@ class PartialsBuffer:
             arrivals.local, self.slots.epoch,
         )  # fmt: skip
 
-    def _push(self, rows: int, tiles: int) -> Iterable[Step]:
-        counters = self.slots["counters"].local
-        elements = rows * self._N
-        begin = self.rank * self.slot_stride
+    def _push(self, chunks: Chunks) -> Iterable[Step]:
+        counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]
+        own_part = self.rank * self.slot_stride
         for step in range(1, self.num_ranks):
             peer = (self.rank + step) % self.num_ranks
-            yield AwaitFlag(0, counters, peer, tiles)
-            yield SetFlag(0, counters, peer, 0)
-            target = self.slots["partials"].peers[peer][begin : begin + elements]
-            yield Copy(0, target, self._staged()[peer][:elements])
-            flag = self.slots["arrivals"].peers[peer][self.rank : self.rank + 1]
-            yield Copy(0, flag, self.slots.epoch[:1])
+            target, staged = self.slots["partials"].peers[peer][own_part:], self._staged()[peer]
+            begin = 0
+            for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
+                counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
+                yield AwaitFlag(0, counters, counter, tiles)
+                yield SetFlag(0, counters, counter, 0)
+                yield Copy(0, target[begin:end], staged[begin:end])
+                flag = chunk * self.num_ranks + self.rank
+                yield Copy(0, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])
+                begin = end

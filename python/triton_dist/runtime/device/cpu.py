@@ -115,6 +115,7 @@ class CpuCopyStream:
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
+        self._abandoned = threading.Event()
         threading.Thread(target=self._run, name="triton_dist-copy-stream", daemon=True).start()
 
     def _run(self) -> None:
@@ -123,8 +124,8 @@ class CpuCopyStream:
 
     def _queue(self, step: Callable[[], object]) -> None:
         def guarded() -> None:
-            if self._failure is not None:  # the rest would write on top of missing data
-                return
+            if self._failure is not None or self._abandoned.is_set():
+                return  # the rest would write on top of missing data
             try:
                 step()
             except Exception as failure:  # raised on the thread that joins
@@ -138,8 +139,13 @@ class CpuCopyStream:
         self._steps.put(done.set)
         done.wait()
         failure, self._failure = self._failure, None
+        self._abandoned.clear()
         if failure is not None:
             raise failure
+
+    def abandon(self) -> None:
+        """Leave out what is queued and not done, until the next ``join_current``."""
+        self._abandoned.set()
 
     def close(self) -> None:
         """End the thread once all that was queued is done."""
@@ -152,7 +158,7 @@ class CpuCopyStream:
         self._queue(lambda: flags[index].fill_(value))
 
     def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
-        self._queue(lambda: _spin_until_equal(flags, index, value))
+        self._queue(lambda: _spin_until_equal(flags, index, value, self._abandoned))
 
 
 class CpuTransfer:
@@ -160,16 +166,31 @@ class CpuTransfer:
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CpuCopyStream]) -> None:
         self._steps, self._streams = steps, streams
+        self._has_kernel = True
 
     def start(self, own: torch.Tensor, current: int) -> None:
         """Queue the steps; what the caller did before is done."""
-        self.fork(current)
-        self.queue(own.detach())  # else copies would give their destination a history for autograd
+        self._queue(own.detach())  # else copies would give their destination a history for autograd
 
     def fork(self, current: int) -> None:
-        """Nothing: what the caller did before is done."""
+        """Queue the steps now: the kernel whose flags they await runs to its end when it is
+        launched, and may itself wait for what such steps of a peer bring."""
+        self._has_kernel = False
+        self._queue(None)
 
-    def queue(self, own: torch.Tensor | None = None) -> None:
+    def queue(self) -> None:
+        """The kernel whose flags the steps await has run."""
+        self._has_kernel = True
+
+    def join(self, current: int) -> None:
+        """Wait until all that was queued is done; raise what went wrong in it. Steps that await the
+        flags of a kernel that failed are left out."""
+        for stream in self._streams:
+            if not self._has_kernel:
+                stream.abandon()
+            stream.join_current()
+
+    def _queue(self, own: torch.Tensor | None) -> None:
         """Queue the steps; ``own`` is what ``OwnRows`` are rows of."""
         for step in self._steps:
             stream = self._streams[step.stream]
@@ -184,16 +205,13 @@ class CpuTransfer:
             else:
                 stream.write_flag(step.flags, step.index, step.value)
 
-    def join(self, current: int) -> None:
-        """Wait until all that was queued is done; raise what went wrong in it."""
-        for stream in self._streams:
-            stream.join_current()
 
-
-def _spin_until_equal(flags: torch.Tensor, index: int, value: int) -> None:
+def _spin_until_equal(
+    flags: torch.Tensor, index: int, value: int, abandoned: threading.Event
+) -> None:
     limit = waits.interpreted_limit_seconds()
     deadline = time.monotonic() + limit
-    while int(flags[index]) != value:
+    while int(flags[index]) != value and not abandoned.is_set():
         if time.monotonic() > deadline:
             raise WaitTimeout(
                 rank=knobs.rank.get(),

@@ -84,8 +84,8 @@ class CudaTransfer:
 
     def queue(self) -> None:
         """Queue the steps. Apart from ``fork`` where a step awaits a flag that a kernel sets which
-        is launched in between: with one hardware queue the kernel would be stuck behind the
-        wait."""
+        is launched in between: with one hardware queue the kernel would be stuck behind the wait.
+        If it is not launched, this is not called."""
         self._run(self._steps)
 
     def _run(self, calls: list[_Call]) -> None:

@@ -1,0 +1,122 @@
+"""What becomes of a tile of the scattered GEMM (``scattered_gemm.py``): it is stored, announced to
+the rank that owns its rows, and there awaited and added.
+
+A *unit* is what has a flag: a tile, or a chunk of a slab.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+
+# Bytes of which every target is a multiple. The compiler knows nothing of an address from a table;
+# without this it stores 2 bytes at a time.
+TARGET_ALIGNMENT = tl.constexpr(16)
+
+
+@jit
+def target_at(targets_ptr, slab, like_ptr):
+    """Where the tiles of ``slab`` go. The hint stands here, since one on the result of a call is
+    lost when the call is inlined (Triton 3.6)."""
+    return tl.multiple_of(tl.load(targets_ptr + slab).to(like_ptr.dtype), TARGET_ALIGNMENT)
+
+
+@jit
+def announce_tile(
+    flags_ptr, epoch_ptr, slab, unit, rank, NUM_RANKS: tl.constexpr, SCATTER: tl.constexpr
+):
+    """Say that a tile of another rank's ``slab`` is stored: to that rank, or to the copy engine."""
+    flag_ptr = tl.load(flags_ptr + slab).to(epoch_ptr.dtype)
+    if SCATTER == "slab":
+        dl.notify(flag_ptr + unit, 1, "add")
+    else:
+        dl.notify(flag_ptr + unit * NUM_RANKS + rank, tl.load(epoch_ptr))
+
+
+@jit
+def await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS: tl.constexpr):
+    """Wait for ``unit`` of every peer; gives a token."""
+    epoch = tl.load(epoch_ptr)
+    token = 0
+    for step in range(1, NUM_RANKS):
+        source = (rank + step) % NUM_RANKS
+        token += dl.wait(arrivals_ptr + unit * NUM_RANKS + source, 1, epoch, epoch_ptr + 1)
+    return token
+
+
+@jit
+def add_partials(
+    partials_ptr,
+    slot_stride,
+    bias_ptr,
+    c_ptr,
+    row,
+    column,
+    rows,
+    N,
+    token,
+    NUM_RANKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    REDUCE_ROWS: tl.constexpr,
+):
+    """Sum a tile over all ranks and store it to C [rows, N], some rows at a time, so that the
+    parts fit in registers."""
+    column_index = column + tl.arange(0, BLOCK_SIZE_N)
+    column_mask = column_index < N
+    inside = tl.arange(0, REDUCE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
+    for first in range(0, BLOCK_SIZE_M, REDUCE_ROWS):
+        first_row = dl.consume_token(row + first, token)
+        mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows)[:, None] & column_mask[None, :]
+        begin = first_row.to(tl.int64) * N + column
+        # Not from L1, where what the last use left may be. All loads come before the first add, so
+        # that they are in flight together.
+        if SCATTER == "add":
+            sums = partials_ptr + begin + inside
+            total = tl.load(sums, mask=mask, other=0.0, cache_modifier=".cg")
+            # The compiler gives loads and stores of zeros different layouts: without the barrier a
+            # thread sets to zero what another one has still to load.
+            tl.debug_barrier()
+            tl.store(sums, tl.zeros_like(total), mask=mask)
+        else:
+            parts = tl.tuple([])
+            for source in tl.static_range(NUM_RANKS):
+                part_ptr = partials_ptr + source * slot_stride.to(tl.int64) + begin + inside
+                part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+                parts = parts + (part,)  # noqa: RUF005  # a star is no Triton
+            total = parts[0].to(tl.float32)
+            for source in tl.static_range(1, NUM_RANKS):
+                total += parts[source].to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + column_index, mask=column_mask, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+        tl.store(c_ptr + begin + inside, total.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def store_tile_by_pointers(
+    target_ptr,
+    accumulator,
+    row,
+    column,
+    rows,
+    N,
+    SCATTER: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+):
+    """Store a tile, or add it, at its place in [rows, N] from ``target_ptr`` on."""
+    local_row, local_column = tl.arange(0, BLOCK_SIZE_M), tl.arange(0, BLOCK_SIZE_N)
+    mask = (local_row < rows - row)[:, None] & (local_column < N - column)[None, :]
+    # 64-bit only where it must be: an offset of 64 bits for each element would cost registers.
+    tile_ptr = target_ptr + (row.to(tl.int64) * N + column)
+    block = tile_ptr + (local_row[:, None] * N + local_column[None, :])
+    if SCATTER == "add":
+        tl.atomic_add(block, accumulator, mask=mask, sem="relaxed", scope="sys")
+    else:
+        tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
+    tl.debug_barrier()  # an own tile is read back by other threads

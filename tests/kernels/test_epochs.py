@@ -1,0 +1,158 @@
+"""Slots that count their uses: their turns, and who learns that a wait gave up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import WaitTimeout
+from triton_dist.kernels.nvidia.epochs import EPOCH, GAVE_UP, EpochSlots
+from triton_dist.runtime import waits
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.waits import bounded_waits
+
+
+def slots(name="test"):
+    regions = {"flags": ((4,), torch.int32), "data": ((3,), torch.float32)}
+    return EpochSlots(name, regions, ("flags",), "the kernel of a test", None)
+
+
+def counting_waits():
+    """The waits of the host for the device from now on, in this process: a list that grows."""
+    device, seen = current_device(), []
+    device.synchronize = lambda seconds=None: seen.append(seconds)
+    return seen
+
+
+def give_up(used):
+    """What a kernel on a GPU does when its wait took too long; interpreted ones raise."""
+    used.epoch[GAVE_UP.value] = 1
+
+
+def settled_by_the_caller():
+    """Calls with bounded waits, with and without somebody who settles: waits of the host for the
+    device after each step, and the error of a call of which flag 2 did not come."""
+    used, waits_seen, steps = slots(), counting_waits(), []
+
+    def call(gives_up=False, behind=1):
+        used.take()
+        if gives_up:
+            give_up(used)
+            used["flags"].local[:] = used.epoch[EPOCH]
+            used["flags"].local[2] -= behind
+        used.finish(awaited=True, expected=lambda: {"flags": [0, 2, 3]})
+        steps.append(len(waits_seen))
+
+    call()
+    with bounded_waits(20.0):
+        call()
+        with waits.settling(current_device(), 20.0) as settle:
+            call()
+            call(gives_up=True)
+            call()
+            call()  # the slot is used again before anybody looks
+            with pytest.raises(WaitTimeout) as overdue:
+                settle()
+            steps.append(len(waits_seen))
+            call()
+            settle()  # told once
+            steps.append(len(waits_seen))
+        with pytest.raises(WaitTimeout, match="arrived since"):
+            call(gives_up=True, behind=0)
+        dist.barrier()
+    used.reset()
+    before = len(waits_seen)
+    call()
+    assert len(waits_seen) == before  # production waits for nothing
+    used.memory.barrier()
+    used.free()
+    error = overdue.value
+    return steps, (error.flag, error.expected, error.seen, "the kernel of a test" in str(error))
+
+
+def test_the_host_waits_in_the_call_only_if_nobody_settles(spawn_ranks):
+    # production; checked in the call; four calls and a settling; another call and its settling;
+    # after the reset, once more in production
+    steps = [0, 1, 1, 1, 1, 1, 2, 2, 3]
+    # The call that gave up was the second in the first slot.
+    error = ("test.flags0[2]", 2, 1, True)
+    for seen, told in spawn_ranks(2, settled_by_the_caller):
+        assert seen[: len(steps)] == steps
+        assert told == error
+
+
+def looks_beside():
+    """How often peers were looked at: for calls of our own, and for calls beside them."""
+    used, looked = slots(), []
+    look = used._look_at_peers
+    used._look_at_peers = lambda slot: (looked.append((slot, used.index)), look(slot))
+    counts = []
+
+    def own():
+        used.take()
+        used.finish(awaited=True)
+        counts.append(len(looked))
+
+    def beside():
+        assert used.beside(lambda: 7) == 7
+        counts.append(len(looked))
+
+    own()
+    own()
+    beside()  # in production, nothing
+    with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
+        beside()
+        settle()
+        beside()
+        settle()
+        assert looked[-1] == (1, 0)  # at the slot of the next call, which stays that
+        own()
+        settle()
+    used.memory.barrier()
+    used.free()
+    return counts
+
+
+def test_what_runs_beside_pays_for_the_look_of_an_eager_trial(spawn_ranks):
+    assert spawn_ranks(2, looks_beside) == [[1, 1, 1, 2, 3, 4]] * 2
+
+
+def nothing_is_left_of_earlier_trials():
+    used = slots()
+    for _ in range(2):
+        with bounded_waits(20.0), waits.settling(current_device(), 20.0):
+            used.take()
+            give_up(used)
+            used.finish()
+            # the caller leaves without looking
+        with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
+            used.take()
+            used.finish()
+            settle()
+        used.take()
+        used.finish()
+    used.memory.barrier()
+    used.free()
+
+
+def test_nobody_is_blamed_for_what_earlier_trials_left(spawn_ranks):
+    spawn_ranks(2, nothing_is_left_of_earlier_trials)
+
+
+def test_freed_slots_have_nothing_to_say():
+    used = slots("freed")
+    used.free()
+    assert used._gave_up() is None
+
+
+def test_one_rank_launches_nothing(monkeypatch):
+    used = slots("alone")
+    monkeypatch.setattr(used.launcher, "run", lambda *_, **__: pytest.fail("launched"))
+    with bounded_waits(20.0):
+        for index in (1, 0, 1):
+            used.take()
+            used.finish()
+            assert used.index == index
+        assert used.beside(lambda: 3) == 3
+    used.free()
