@@ -30,11 +30,8 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.sharded_gemm import (
-    multiply_tile,
-    multiply_tile_by_pointers,
-    store_tile,
-)
+from triton_dist.kernels.common.sharded_gemm import store_tile
+from triton_dist.kernels.common.tile_product import multiply_tile, multiply_tile_by_pointers
 from triton_dist.kernels.common.tiles import slab_in_scatter_order, tile_in_group
 
 # Bytes of which every target is a multiple. The compiler knows nothing of an address from a table;
