@@ -14,7 +14,7 @@ import triton.language as tl
 import triton_dist
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
-from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
+from triton_dist.kernels.common.gemm_launch import GatheredShards, ShardPush, sharded_gemm
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import (
     kernel_await_consumption,
@@ -24,6 +24,7 @@ from triton_dist.kernels.nvidia.allgather import (
 )
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
     FEW_ROWS_TILES,
+    FUSED_TILES,
     MOST_PARTIALS,
     MOST_SPLIT_TILES,
 )
@@ -42,18 +43,18 @@ DEFAULTS = {True: PERSISTENT_TILES[0], False: POINTER_TILES[0]}
 
 def prepared(
     persistent, config, layout="row-major", gathered=True, dtype=torch.bfloat16, rank=1,
-    num_ranks=4, rows=1008, chunk_rows=1008,
+    num_ranks=4, rows=1008, chunk_rows=1008, push=None, K=4096,
 ):  # fmt: skip
-    """The launch for a shard of ``rows`` x 4096 and a B of 4096 x 1024; tensors without memory."""
+    """The launch for a shard of ``rows`` x K and a B of K x 1024; tensors without memory."""
 
     def matrix(m, n):
         return torch.empty(m, n, dtype=dtype, device="meta")
 
     ranks = num_ranks if gathered else 1
     flags = torch.empty(256, dtype=torch.int32, device="meta")
-    own, C = matrix(rows, 4096), matrix(rows * ranks, 1024)
-    B = matrix(1024, 4096).T if layout == "column-major" else matrix(4096, 1024)
-    shards = GatheredShards(matrix(rows * ranks, 4096), flags, flags[:32], chunk_rows, 8)
+    own, C = matrix(rows, K), matrix(rows * ranks, 1024)
+    B = matrix(1024, K).T if layout == "column-major" else matrix(K, 1024)
+    shards = GatheredShards(matrix(rows * ranks, K), flags, flags[:32], chunk_rows, 8, push)
     split = SplitWorkspace(
         torch.empty(MOST_PARTIALS, device="meta"),
         torch.empty(MOST_SPLIT_TILES, dtype=torch.int32, device="meta"),
@@ -143,6 +144,85 @@ def assert_parts_are_stored_before_they_are_counted(kernel, tile):
         assert "bar.sync" in read
         assert after.count("ld.global.cg.v4") >= 2 * stores
     assert "ld.global.v4" not in kernel.ptx
+
+
+def pushing(persistent, number, layout="column-major", K=4096, num_ranks=4):
+    """The launch of a fused candidate, for a shard of 128 rows."""
+    config, num_comm_sms, num_chunks = FUSED_TILES[number]
+    table = torch.empty(8, dtype=torch.int64, device="meta")
+    push = ShardPush(table, table.clone(), words(), num_comm_sms, num_chunks)
+    config = config if persistent else DEFAULTS[False]
+    return prepared(
+        persistent, config, layout, rows=128, chunk_rows=128, push=push, K=K, num_ranks=num_ranks
+    )
+
+
+@pytest.mark.parametrize("number", range(len(FUSED_TILES)))
+def test_a_fused_tile_fits_pipelines_pushes_and_waits(number):
+    with compile_only(90):
+        kernel = compile_launch(pushing(True, number, LAYOUTS[number % 2]))
+    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
+    assert kernel.stack_bytes == 0
+    assert ".local" not in kernel.ptx
+    assert kernel.registers * 32 * kernel.num_warps <= 65536
+    assert "wgmma.mma_async" in kernel.ptx
+    loads = [match.start() for match in TMA_LOAD.finditer(kernel.ptx)]
+    assert len(loads) == 2 * 2 * kernel.num_stages
+    assert_pushes(kernel)
+    # Inside the K loop over chunks: the flags of all programs at once, the fence, then the loads.
+    acquire = [match.end() for match in ACQUIRE_AT_ONCE.finditer(kernel.ptx)][-1]
+    fence = kernel.ptx.index(PROXY_FENCE, acquire)
+    assert "bar.sync" in kernel.ptx[acquire:fence]
+    assert len([load for load in loads if load > fence]) == 2 * kernel.num_stages
+    assert not any(acquire < load < fence for load in loads)
+
+
+ACQUIRE_AT_ONCE = re.compile(r"atom\.global\.sys\.acquire\.add")
+
+
+def assert_pushes(kernel):
+    """A piece of 16 KB in loads of 16 bytes a thread, all of them before the first store to a peer,
+    and a barrier of the block between the last store and the release of the flags."""
+    each = 16384 // (16 * 32 * kernel.num_warps)
+    vector_load = r"ld\.global\.v4\.b32"
+    loads = [match.start() for match in re.finditer(vector_load, kernel.ptx)]
+    stores = [match.start() for match in re.finditer(r"st\.global\.v4\.b32", kernel.ptx)]
+    assert len(loads) == len(stores) == each
+    assert loads[-1] < stores[0]
+    (release,) = (match.start() for match in RELEASE.finditer(kernel.ptx))
+    assert "bar.sync" in kernel.ptx[stores[-1] : release]
+    assert "st.global.b16" not in kernel.ptx
+
+
+def test_rows_of_any_aligned_length_are_pushed_in_vectors(sm90):
+    """4104 columns: rows begin at multiples of 16 bytes, and Triton does not know."""
+    assert_pushes(compile_launch(pushing(True, 0, K=4104)))
+
+
+def test_the_kernel_on_pointers_pushes_too(sm90):
+    kernel = compile_launch(pushing(False, 0))
+    assert kernel.name == "kernel_gemm_non_persistent"
+    assert kernel.stack_bytes == 0
+    assert "cp.async.cg" in kernel.ptx  # still pipelined
+    (release,) = (match.start() for match in RELEASE.finditer(kernel.ptx))
+    stores = [match.start() for match in re.finditer(r"st\.global\.b16", kernel.ptx)]
+    assert any(store < release for store in stores)
+    assert_waits(kernel.ptx)
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+def test_a_fused_tile_on_other_generations(arch):
+    with compile_only(arch):
+        kernel = compile_launch(pushing(True, 0))
+    assert kernel.ptx.count("ld.global.v4.b32") == 16384 // (16 * 32 * kernel.num_warps)
+    assert RELEASE.search(kernel.ptx)
+
+
+def test_one_fused_kernel_serves_all_worlds(sm90):
+    kernels = {
+        id(compile_launch(pushing(True, 0, num_ranks=num_ranks)).kernel) for num_ranks in (2, 4, 8)
+    }
+    assert len(kernels) == 1
 
 
 def assert_waits(ptx):

@@ -21,7 +21,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     config_space,
     local_copy_and_barrier_all,
 )
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fused_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose
@@ -71,13 +71,15 @@ def back_to_back(rounds: int) -> int:
     for number in range(rounds):
         first(
             1 + 7 * number % 37,
-            method=methods[number % 3],
+            method=methods[number % len(methods)],
             num_streams=1 + number % 2,
             num_chunks=1 + number % 4,
             local_copy=number % 2 == 0,
         )
         if number % 3 == 0:
-            second(1 + number % 8, method=methods[number % 2], local_copy=number % 2 == 1)
+            second(
+                1 + number % 8, method=methods[number % len(methods)], local_copy=number % 2 == 1
+            )
     return first.finish() + second.finish()
 
 
@@ -130,6 +132,38 @@ def split_tiles() -> int:
     return count
 
 
+def fused_push(rounds: int) -> int:
+    """Shards that the consumer sends itself: odd sizes, chunks that are empty, both kernels, each
+    rank late in turn, and configs that take turns with each other and with other methods."""
+    calls = Calls(max_rows=70, columns=72, K=200)
+    narrow = Calls(max_rows=5, columns=16, K=8, dtype=torch.bfloat16)
+    push, size = AllGatherMethod.FUSED_PUSH, dist.get_world_size()
+    others = itertools.cycle(method for method in AllGatherMethod if method is not push)
+    layouts = itertools.cycle(("row-major", "column-major", "misaligned slice"))
+    for number in range(rounds):
+        late = (number % size, 20_000_000)
+        for tiles, num_comm_sms, num_chunks in fused_tiles():
+            for rows in (70, 1, 33):
+                calls(
+                    rows,
+                    next(layouts),
+                    gemm_config=tiles,
+                    method=push,
+                    num_comm_sms=num_comm_sms,
+                    num_chunks=num_chunks,
+                    local_copy=rows != 33,
+                    straggler_option=late,
+                )
+            narrow(1 + number % 5, gemm_config=tiles, method=push, num_chunks=8)
+        calls(33, method=next(others), num_chunks=2)
+        if dist.get_rank() == number % size:
+            time.sleep(0.02)
+        for persistent in (True, False):
+            calls(20, method=push, num_chunks=1 + number % 8, persistent=persistent)
+        calls(33, method=push, gemm_config=few_rows_tiles()[number % len(few_rows_tiles())])
+    return calls.finish() + narrow.finish()
+
+
 def counts_are_reset() -> list[int]:
     """A launch that broke off left counts behind; after a reset all ranks call again."""
     calls = Calls(max_rows=33, columns=72, K=104)
@@ -168,7 +202,7 @@ def epochs_wrap_around() -> int:
     """Flags and epochs that pass the largest int32."""
     calls = Calls(max_rows=5, columns=40, K=72)
     memory, nearly = calls.ctx.buffer._memory, 2**31 - 3
-    for flags in ("arrivals", "consumed", "staged"):
+    for flags in ("arrivals", "pushed", "consumed", "staged"):
         memory[flags].local.fill_(nearly)
     epochs = memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
     current_device().synchronize()
@@ -292,7 +326,7 @@ def replayed(rounds: int) -> int:
     return len(results) + eager.finish()
 
 
-LOOKS = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+LOOKS = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0]
 """What ``looks_at_peers`` gives, wherever it runs."""
 
 
@@ -331,6 +365,13 @@ def looks_at_peers() -> list[int]:
             assert buffer.beside(lambda: "done") == "done"
     call()
     call()
+    fused = AllGatherMethod.FUSED_PUSH  # looks by itself, inside the consumer
+    call(method=fused)
+    call()
+    with bounded_waits(20.0):
+        call(method=fused)
+    call()
+    call(method=fused)
     calls.finish()
     return looks
 
@@ -338,10 +379,11 @@ def looks_at_peers() -> list[int]:
 def vendor_in_turn(rounds: int) -> int:
     """What torch brings, between calls of our own, the number of rows changing."""
     calls = Calls(max_rows=32, columns=64, K=64)
+    methods = list(AllGatherMethod)
     for number in range(rounds):
         for method in vendor.methods_here():
             calls(16 + 8 * (number % 3), method=method, gemm_config=None)
-            calls(32 - 8 * (number % 2), method=list(AllGatherMethod)[number % 3])
+            calls(32 - 8 * (number % 2), method=methods[number % len(methods)])
     return calls.finish()
 
 

@@ -18,7 +18,7 @@ import triton_dist
 from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist import tune
 from triton_dist._tuning.values import Failure
-from triton_dist.kernels.common import sharded_gemm
+from triton_dist.kernels.common import fused_push, sharded_gemm
 from triton_dist.kernels.nvidia import ag_gemm, allgather
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.device.cpu import CpuCopyStream
@@ -68,7 +68,7 @@ def _data_without_flag() -> None:
 
 
 def _consumer_does_not_wait() -> None:
-    sharded_gemm.wait_for_rows = lambda *_: 0
+    sharded_gemm.wait_for_rows = fused_push.wait_for_chunk = lambda *_: 0
 
 
 def _epoch_stands_still() -> None:

@@ -6,14 +6,14 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.nvidia.allgather_gemm import config_space
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fused_tiles
 
 WORLD_SIZES = [2, 4]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_schedule_and_both_kernels(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.every_schedule) == [24] * world_size
+    assert spawn_ranks(world_size, ag_gemm_ranks.every_schedule) == [32] * world_size
 
 
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
@@ -28,7 +28,7 @@ def test_calls_need_nothing_between_them(spawn_ranks, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_any_rank_may_be_late(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.stragglers) == [5 * world_size] * world_size
+    assert spawn_ranks(world_size, ag_gemm_ranks.stragglers) == [6 * world_size] * world_size
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -41,6 +41,12 @@ def test_every_candidate_gives_the_same(spawn_ranks, world_size):
 def test_tiles_that_are_cut_along_k(spawn_ranks, world_size):
     calls = world_size * (3 * len(few_rows_tiles()) + 1)
     assert spawn_ranks(world_size, ag_gemm_ranks.split_tiles) == [calls] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_shards_that_the_consumer_sends_itself(spawn_ranks, world_size):
+    calls = 5 * (4 * len(fused_tiles()) + 4)
+    assert spawn_ranks(world_size, ag_gemm_ranks.fused_push, 5) == [calls] * world_size
 
 
 def test_counts_of_parts_are_reset(spawn_ranks):
@@ -65,7 +71,7 @@ def test_a_group_of_one_beside_one_of_two(spawn_ranks):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_epochs_may_wrap_around(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.epochs_wrap_around) == [12] * world_size
+    assert spawn_ranks(world_size, ag_gemm_ranks.epochs_wrap_around) == [16] * world_size
 
 
 def test_a_context_ends_once(spawn_ranks):
@@ -76,16 +82,17 @@ def test_a_context_ends_once(spawn_ranks):
 
 def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
     first, second = spawn_ranks(2, ag_gemm_ranks.give_up_and_start_again)
-    assert first == ["ag_gemm.arrivals", "ag_gemm.staged", "ag_gemm.arrivals"] * 2
+    overdue = ["arrivals", "staged", "arrivals", "pushed"]
+    assert first == [f"ag_gemm.{flags}" for flags in overdue] * 2
     assert second == []
 
 
 def test_a_reset_lets_copies_go_on(spawn_ranks):
-    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [4] * 4
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [5] * 4
 
 
 def test_calls_of_two_contexts_alternate(spawn_ranks):
-    assert spawn_ranks(2, ag_gemm_ranks.replayed, 3) == [18] * 2
+    assert spawn_ranks(2, ag_gemm_ranks.replayed, 3) == [24] * 2
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -117,4 +124,4 @@ def test_operands_that_require_grad_leave_no_history(spawn_ranks):
 
 
 def test_inference_mode(spawn_ranks):
-    assert spawn_ranks(2, ag_gemm_ranks.in_inference_mode) == [4] * 2
+    assert spawn_ranks(2, ag_gemm_ranks.in_inference_mode) == [5] * 2

@@ -10,7 +10,7 @@ from tests.distributed import failing_ranks
 from triton_dist.errors import RanksFailed
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 
-PUSH, PULL, RING = AllGatherMethod
+PUSH, PULL, RING, FUSED = AllGatherMethod
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "1", "TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}
 
 WRONG, OVERDUE = "AssertionError", "WaitTimeout"
@@ -37,12 +37,16 @@ def test_the_unbroken_pieces_pass(spawn_ranks, method):
         ("consumer does not wait", PUSH, 2, True, WRONG),
         ("consumer does not wait", PUSH, 2, False, WRONG),
         ("consumer does not wait", RING, 4, True, WRONG),
+        ("consumer does not wait", FUSED, 2, True, WRONG),
         ("epoch stands still", PUSH, 2, True, WRONG),
+        ("epoch stands still", FUSED, 2, True, WRONG),
         ("waits for the first shard only", PUSH, 4, True, WRONG),
         ("data without flag", PUSH, 2, True, OVERDUE),
         ("data without flag", PULL, 2, False, OVERDUE),
         ("consumption is not told", PUSH, 2, True, OVERDUE),
         ("consumption is not told", PULL, 2, True, OVERDUE),
+        ("consumption is not told", FUSED, 2, True, OVERDUE),
+        ("consumption is not told", FUSED, 2, False, OVERDUE),
     ],
 )
 def test_a_broken_piece_is_caught(spawn_ranks, mutation, method, world_size, persistent, expected):

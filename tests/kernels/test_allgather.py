@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import uniform
-from triton_dist.errors import WaitTimeout
+from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
@@ -17,9 +17,10 @@ from triton_dist.runtime.waits import bounded_waits
 
 K = 8
 GUARD = 2  # the word of a slot's epoch line that says that a wait gave up
+METHODS = [method for method in AllGatherMethod if not method.is_fused]
 SCHEDULES = [
     (method, streams, chunks)
-    for method in AllGatherMethod
+    for method in METHODS
     for streams, chunks in ((1, 1), (2, 3), (3, MAX_CHUNKS))
 ]
 
@@ -91,7 +92,7 @@ def fail_then_start_again(method):
     return failures
 
 
-@pytest.mark.parametrize("method", AllGatherMethod)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_reset_brings_all_ranks_back_to_one_state(spawn_ranks, method):
     failures = spawn_ranks(2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
     if method is AllGatherMethod.FULL_MESH_PULL:  # only a pull waits for its peers to stage
@@ -156,7 +157,7 @@ def settled_by_the_caller(method):
     return steps, error.flag == f"test.arrivals[{peer * MAX_CHUNKS}]", error.expected, error.seen
 
 
-@pytest.mark.parametrize("method", AllGatherMethod)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_host_waits_in_the_call_only_if_nobody_settles(spawn_ranks, method):
     # production; checked in the call; three calls and a settling, another call and its settling
     steps = [0, 1, 1, 1, 1, 2, 2, 3]
@@ -204,7 +205,7 @@ def test_a_freed_buffer_has_nothing_to_say():
 
 def test_a_gather_of_one_rank_has_nothing_to_bring():
     buffer = AllGatherBuffer(7, K, torch.float32, None, "alone")
-    for method in AllGatherMethod:
+    for method in METHODS:
         gathered = buffer.start(shard(0, 0, 5), method, 2, 2)
         assert gathered.rows.shape == (5, K)
         buffer.finish()
@@ -226,4 +227,13 @@ def test_methods_print_as_they_are_typed():
         "AllGatherMethod.FULL_MESH_PUSH",
         "AllGatherMethod.FULL_MESH_PULL",
         "AllGatherMethod.RING_PUSH_1D",
+        "AllGatherMethod.FUSED_PUSH",
     ]
+
+
+def test_a_transfer_that_the_consumer_does_is_not_started_alone():
+    buffer = AllGatherBuffer(7, K, torch.float32, None, "fused")
+    with pytest.raises(InvalidArgument, match="start_fused"):
+        buffer.start(shard(0, 0, 5), AllGatherMethod.FUSED_PUSH, 1, 1)
+    assert buffer._slot == 0
+    buffer.free()

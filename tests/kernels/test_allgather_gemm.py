@@ -34,7 +34,7 @@ def test_a_world_of_one_is_a_plain_product():
     calls(5, persistent=False, local_copy=False)
     calls(11, op=ag_gemm)
     calls(11, op=ag_gemm, autotune=False)
-    assert calls.finish() == 22
+    assert calls.finish() == 28
 
 
 def test_the_first_config_is_the_default_of_all_arguments():
@@ -70,7 +70,7 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
     ]
     assert max(config["num_streams"] for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1
-    assert ag_gemm.config_space.names == set(space[0])
+    assert ag_gemm.config_space.names == {*space[0], "num_comm_sms"}
 
 
 def test_a_ring_of_two_is_pruned(monkeypatch):
@@ -86,6 +86,41 @@ def test_a_ring_of_two_is_pruned(monkeypatch):
     }
     assert methods[4] - methods[2] == {AllGatherMethod.RING_PUSH_1D}
     assert VendorMethod.COLLECTIVE in methods[2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "K", "columns", "dtype", "num_ranks", "kept"),
+    [
+        (128, 8192, 64, torch.float16, 4, True),
+        (512, 8192, 64, torch.float16, 4, True),
+        (513, 8192, 64, torch.float16, 4, False),  # as 1024 rows, 16 MiB
+        (1024, 2048, 64, torch.float16, 4, True),
+        (1025, 64, 64, torch.float16, 4, False),
+        (128, 8192, 64, torch.float16, 1, False),
+        (128, 8192, 64, torch.float32, 4, False),  # without matrix units: by pointers
+        (128, 100, 64, torch.float16, 4, False),
+        (128, 8192, 60, torch.float16, 4, False),
+    ],
+)
+def test_small_shards_alone_are_sent_by_sms(rows, K, columns, dtype, num_ranks, kept):
+    A = torch.empty(rows, K, dtype=dtype, device="meta")
+    B = torch.empty(K, columns, dtype=dtype)
+    space, context = config_space(), SimpleNamespace(num_ranks=num_ranks)
+    fused = [each for each in space if each["method"] is AllGatherMethod.FUSED_PUSH]
+    assert any(prune_fn(config, A, B, context) for config in fused) is kept
+
+
+@pytest.mark.parametrize("number", [0, -1, 3, 33])
+def test_some_sms_send_and_some_multiply(number):
+    """Of the three that a CPU pretends to have."""
+    A, B = torch.ones(4, 8), torch.ones(8, 8)
+    with create_ag_gemm_context(8, 8, 8, torch.float32, 0, 1) as ctx:
+        with pytest.raises(InvalidArgument, match="1 to 2"):
+            ag_gemm.fn(
+                A, B, ctx, default_tiles(), method=AllGatherMethod.FUSED_PUSH, num_comm_sms=number
+            )
+        # Others send nothing.
+        ag_gemm.fn(A, B, ctx, default_tiles(), num_comm_sms=number)
 
 
 def test_one_rank_tries_no_vendor():

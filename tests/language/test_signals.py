@@ -188,6 +188,64 @@ def test_flags_may_wrap_around(monkeypatch, seen, value, reached):
     assert flags.item() == seen  # looking does not change it
 
 
+@triton_dist.jit
+def await_block(flags_ptr, count, value, guard_ptr, B: tl.constexpr):
+    dl.wait(flags_ptr + tl.arange(0, B), count, value, guard_ptr)
+
+
+@pytest.mark.parametrize(
+    ("seen", "value", "late"),
+    [
+        ([3, 4, 5, 3, 0, 0, 0, 0], 3, None),
+        ([3, 4, 5, 2, 0, 0, 0, 0], 3, 3),
+        ([3, 1, 5, 2, 0, 0, 0, 0], 3, 1),  # the latest one is named
+        ([-LARGEST - 1] * 8, LARGEST, None),  # wrapped around
+        ([-LARGEST, LARGEST, 1 - LARGEST, -LARGEST, 0, 0, 0, 0], -LARGEST, 1),
+    ],
+)
+def test_the_first_flags_of_a_block_are_awaited_at_once(monkeypatch, seen, value, late):
+    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.05")
+    with memory_of() as memory:
+        flags = memory["flags"].local
+        flags[:] = torch.tensor(seen, dtype=torch.int32)
+        if late is None:
+            await_block[(1,)](flags, 4, value, None, B=8)
+        else:
+            with pytest.raises(WaitTimeout) as overdue:
+                await_block[(1,)](flags, 4, value, None, B=8)
+            assert overdue.value.flag == f"signals.flags[{late}]"
+            assert (overdue.value.expected, overdue.value.seen) == (value, seen[late])
+        assert flags.tolist() == seen
+
+
+@triton_dist.jit
+def tell_all(flags_ptr, flags_table, num_ranks, value, OP: tl.constexpr):
+    peer = tl.arange(0, 8)
+    last = num_ranks - 1
+    flags = dl.symm_at(flags_ptr, flags_table, tl.minimum(peer, last))
+    dl.notify(flags + 2, value, OP, mask=peer < num_ranks)
+
+
+def all_tell_all():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with memory_of() as memory:
+        flags = memory["flags"]
+        for operation in ("add", "set"):
+            tell_all[(1,)](flags.local, flags.pointers, size, 5 + rank, OP=operation)
+            memory.barrier()
+            if operation == "add":
+                total = int(flags.local[2])
+                memory.barrier()
+        return total, int(flags.local[2]), int(flags.local.count_nonzero())
+
+
+def test_all_ranks_are_told_at_once(spawn_ranks):
+    for total, last, count in spawn_ranks(3, all_tell_all):
+        assert total == 5 + 6 + 7
+        assert last in (5, 6, 7)
+        assert count == 1
+
+
 def test_no_flags_are_there_at_once():
     token = torch.ones(1, dtype=torch.int32)
     await_flags[(1,)](torch.zeros(1, dtype=torch.int32), 0, 9, token)

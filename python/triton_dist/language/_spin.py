@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 
 from triton_dist import knobs
@@ -25,14 +26,15 @@ def _deadline_interpreted() -> float:
 def _spin_interpreted(
     ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any
 ) -> int:
-    """Give other programs, threads and processes a turn; raise once the flag is overdue."""
+    """Give other programs, threads and processes a turn; raise once a flag is overdue."""
     if time.monotonic() > deadline:
+        latest = int(np.argmin((seen - value).handle.data))  # of a block
         raise WaitTimeout(
             rank=knobs.rank.get(),
             program=f"program {interpreter.current_program()}",
-            flag=describe_address(int(ptr.handle.data.item())),
+            flag=describe_address(int(ptr.handle.data.flat[latest])),
             expected=int(value),
-            seen=int(seen),
+            seen=int(seen.handle.data.flat[latest]),
             seconds=waits.interpreted_limit_seconds(),
         )
     interpreter.pause()

@@ -22,23 +22,58 @@ def symm_at(ptr, table, peer):
 
 
 @jit
-def notify(ptr, value, op: tl.constexpr = SET):
+def notify(ptr, value, op: tl.constexpr = SET, mask=None):
     """Write int32 ``value`` to the flag at ``ptr`` (``op="set"``), or add it (``op="add"``).
 
     A release at system scope: who sees the flag by ``wait`` sees all that this program stored
     before, on any GPU of the host. Not for TMA stores: see ``publish_tile``.
+
+    ``ptr`` may be a block of pointers, of which those in ``mask`` are written at once: several
+    peers are told for the price of one, since it is the release before that takes its time.
     """
     tl.debug_barrier()  # the release is one thread's; all threads' stores come before it
     if op == "set":
-        tl.atomic_xchg(ptr, value, sem="release", scope="sys")
+        tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
     else:
         tl.static_assert(op == "add", "notify: op is 'set' or 'add'")
-        tl.atomic_add(ptr, value, sem="release", scope="sys")
+        tl.atomic_add(ptr, value, mask=mask, sem="release", scope="sys")
+
+
+@jit
+def _wait_together(ptr, count, value, guard):
+    # Carries no block around the loop: Triton 3.6 aborts ("Result number is out of range").
+    among = tl.arange(0, ptr.shape[0]) < count
+    deadline = wait_deadline()
+    polls = 0
+    latest = -1
+    while (latest < 0) & (polls >= 0):
+        seen = tl.atomic_add(ptr, 0, mask=among, sem="acquire", scope="sys")
+        seen = tl.where(among, seen, value)
+        latest = tl.min(seen - value, 0)
+        if latest < 0:
+            polls = spin(ptr, seen, value, deadline, polls, guard)
+    tl.debug_barrier()  # each flag was acquired by a thread of its own
+
+
+@jit
+def _wait_in_turn(ptr, count, value, guard):
+    index = 0
+    while index < count:
+        deadline = wait_deadline()
+        polls = 0
+        seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
+        while (seen - value < 0) & (polls >= 0):
+            polls = spin(ptr + index, seen, value, deadline, polls, guard)
+            seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
+        index += 1
 
 
 @jit
 def wait(ptr, count, value, guard=None):
     """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
+
+    ``ptr`` may be a block of pointers: then its first ``count`` are looked at all at once, which
+    saves time where they are many.
 
     An acquire at system scope. Flags count up and may wrap: they are compared by signed difference.
     Adding zero atomically lowers to ``ld.acquire.sys``, which stock Triton 3.6 has no other word
@@ -49,15 +84,10 @@ def wait(ptr, count, value, guard=None):
     before giving up; then ``guard[1]`` becomes 1, all waits with this guard end at their next look,
     and what the kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
     """
-    index = 0
-    while index < count:
-        deadline = wait_deadline()
-        polls = 0
-        seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
-        while (seen - value < 0) & (polls >= 0):
-            polls = spin(ptr + index, seen, value, deadline, polls, guard)
-            seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
-        index += 1
+    if ptr.type.is_block():
+        _wait_together(ptr, count, value, guard)
+    else:
+        _wait_in_turn(ptr, count, value, guard)
     token = 0
     if not INTERPRETED and target_info.cuda_capability_geq(9, 0):
         # TMA reads through the async proxy, which the acquire of the generic proxy does not order.

@@ -25,11 +25,37 @@ _DESCRIPTOR_ONLY = (
 
 
 @dataclass(frozen=True)
+class ShardPush:
+    """What a consumer needs to send this rank's shard itself (``fused_push.py``).
+
+    shards, arrivals: int64 [num_ranks], addresses of each rank's gathered rows and flags.
+    consumed: int32 [num_ranks], the last epoch whose shards each peer has consumed.
+    num_comm_sms: programs that send. num_chunks: of a shard, along K.
+    """
+
+    shards: torch.Tensor
+    arrivals: torch.Tensor
+    consumed: torch.Tensor
+    num_comm_sms: int
+    num_chunks: int
+
+    def options(self) -> dict[str, object]:
+        return {
+            "NUM_COMM_SMS": self.num_comm_sms,
+            "NUM_CHUNKS": self.num_chunks,
+            "shards_table": self.shards,
+            "arrivals_table": self.arrivals,
+            "consumed_ptr": self.consumed,
+        }
+
+
+@dataclass(frozen=True)
 class GatheredShards:
     """The shards of the other ranks and the flags that say which rows are there.
 
     ``rows`` [M, K] contiguous; flag ``arrivals[s * flags_per_rank + c]`` stands for rows
     ``[c * chunk_rows, (c + 1) * chunk_rows)`` of shard s and is awaited to reach ``epoch[0]``.
+    With a ``push`` the consumer sends the own shard, and flags stand for chunks along K.
     """
 
     rows: torch.Tensor
@@ -37,6 +63,7 @@ class GatheredShards:
     epoch: torch.Tensor
     chunk_rows: int
     flags_per_rank: int
+    push: ShardPush | None = None
 
 
 def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
@@ -98,6 +125,10 @@ def sharded_gemm(
         "FLAGS_PER_RANK": source.flags_per_rank,
         "INPUT_PRECISION": precision,
     }
+    senders = 0
+    if source.push is not None:
+        senders = source.push.num_comm_sms
+        options |= source.push.options()
     by_descriptor = persistent and precision != "ieee" and own.is_contiguous()
     if by_descriptor and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
@@ -105,7 +136,7 @@ def sharded_gemm(
         parts = options.get("SPLIT_K", 1)
         if parts > 1:
             options |= _workspace(config, tiles, num_sms, split)
-        grid = (min(num_sms, tiles * parts),)
+        grid = (min(num_sms, tiles * parts + senders),)
         return Launch(
             kernel_gemm_persistent, grid, (*operands, max(B.stride()), *sharding), options
         )
@@ -113,7 +144,7 @@ def sharded_gemm(
         options.pop(name, None)
     return Launch(
         kernel_gemm_non_persistent,
-        (tiles,),
+        (tiles + senders,),
         # Not the strides of ``own``: of a single row, any stride counts as contiguous.
         (*operands, *source.rows.stride(), *B.stride(), *sharding),
         options,

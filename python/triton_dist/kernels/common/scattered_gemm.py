@@ -38,11 +38,8 @@ from triton_dist.kernels.common.scattered_tiles import (
     store_tile_by_pointers,
     target_at,
 )
-from triton_dist.kernels.common.sharded_gemm import (
-    multiply_tile,
-    multiply_tile_by_pointers,
-    store_tile,
-)
+from triton_dist.kernels.common.sharded_gemm import store_tile
+from triton_dist.kernels.common.tile_product import multiply_tile, multiply_tile_by_pointers
 from triton_dist.kernels.common.tiles import slab_in_scatter_order, tile_in_group
 
 

@@ -15,6 +15,9 @@ chunk is there when its flag has reached the epoch at ``epoch_ptr``.
 
 Where tiles are too few to fill the GPU's last wave, or all of it, the persistent kernel cuts them
 along K (``split_k.py``).
+
+With ``NUM_COMM_SMS`` above 0 the kernel sends the own shard itself, by its first so many programs,
+and flags stand for chunks of K instead of rows (``fused_push.py``).
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.fused_push import multiply_arriving_tile, push_own_shard
 from triton_dist.kernels.common.split_k import (
     part_of_unit,
     publish_partial,
     sum_of_partials,
     units_of_tiles,
 )
+from triton_dist.kernels.common.tile_product import multiply_tile, multiply_tile_by_pointers
 from triton_dist.kernels.common.tiles import (
     gathered_tile,
     shard_in_arrival_order,
@@ -45,74 +50,6 @@ def wait_for_rows(
     count = last_row // chunk_rows - first + 1
     flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
     return dl.wait(flags_ptr, count, tl.load(epoch_ptr), epoch_ptr + 1)
-
-
-@jit
-def multiply_tile(
-    a_desc,
-    b_desc,
-    row,
-    column,
-    K,
-    part,
-    num_parts,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-):
-    """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N] product of rows from ``row`` and columns from ``column``
-    on, over the ``part``-th of ``num_parts`` parts of K."""
-    accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-    steps = tl.cdiv(K, BLOCK_SIZE_K)
-    for step in range(steps * part // num_parts, steps * (part + 1) // num_parts):
-        k = step * BLOCK_SIZE_K
-        a = a_desc.load([row, k])
-        if B_COLUMN_MAJOR:
-            b = b_desc.load([column, k]).T
-        else:
-            b = b_desc.load([k, column])
-        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
-    return accumulator
-
-
-@jit
-def multiply_tile_by_pointers(
-    a_ptr,
-    b_ptr,
-    row,
-    rows_left,
-    column,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-):
-    """The same for any strides: the first ``rows_left`` rows from ``row`` on are read."""
-    local_row = tl.arange(0, BLOCK_SIZE_M)
-    column_index = column + tl.arange(0, BLOCK_SIZE_N)
-    k_index = tl.arange(0, BLOCK_SIZE_K)
-    row_mask = local_row < rows_left
-    column_mask = column_index < N
-    a_rows = (row + local_row).to(tl.int64)
-    a_block = a_ptr + a_rows[:, None] * stride_am + k_index[None, :] * stride_ak
-    b_block = b_ptr + k_index[:, None] * stride_bk + column_index[None, :].to(tl.int64) * stride_bn
-    accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_SIZE_K)):
-        k_mask = k_index < K - step * BLOCK_SIZE_K
-        a = tl.load(a_block, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-        b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
-        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
-        a_block += BLOCK_SIZE_K * stride_ak
-        b_block += BLOCK_SIZE_K * stride_bk
-    return accumulator
 
 
 @jit
@@ -212,8 +149,14 @@ def kernel_gemm_persistent(
     partials_ptr=None,
     counters_ptr=None,
     HALVE_LAST_WAVE: tl.constexpr = False,
+    NUM_COMM_SMS: tl.constexpr = 0,
+    NUM_CHUNKS: tl.constexpr = 1,
+    shards_table=None,
+    arrivals_table=None,
+    consumed_ptr=None,
 ):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid (min(NUM_SMS, units),).
+    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid
+    (min(NUM_SMS, units + NUM_COMM_SMS),).
 
     A unit of work is a tile, or one of its ``SPLIT_K`` parts. Two loops over units, own shard and
     gathered shards, because the K loop has to read from one descriptor to be pipelined; the second
@@ -221,8 +164,20 @@ def kernel_gemm_persistent(
     flattened with a wait inside they lose their pipelining (622 -> 2201 us, H200).
 
     ``partials_ptr``, ``counters_ptr``, ``NUM_WARPS``: of a ``SPLIT_K`` above 1 only.
+    ``NUM_CHUNKS``, ``shards_table``, ``arrivals_table``, ``consumed_ptr``: of a ``NUM_COMM_SMS``
+    above 0 only. The sending programs get the last units of each wave, so none of the first if it
+    is not full.
     """
     rows = M // num_ranks
+    program = tl.program_id(0)
+    if NUM_COMM_SMS > 0:
+        if program < NUM_COMM_SMS:
+            push_own_shard(
+                own_ptr, gathered_ptr, shards_table, arrivals_ptr, arrivals_table, consumed_ptr,
+                epoch_ptr, rows, K, rank, num_ranks,
+                FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS, BLOCK_SIZE_K, True,
+            )  # fmt: skip
+        program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
@@ -251,7 +206,7 @@ def kernel_gemm_persistent(
         c_ptr, [num_ranks, rows, N], [rows.to(tl.int64) * N, N, 1], [1, BLOCK_SIZE_M, store_n]
     )
 
-    for unit in range(tl.program_id(0), own_units, NUM_SMS):
+    for unit in range(program, own_units, NUM_SMS):
         tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         accumulator = multiply_tile(
@@ -270,7 +225,7 @@ def kernel_gemm_persistent(
         )
         taken = tl.cdiv(own_units, NUM_SMS) * NUM_SMS
         skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
-        first = own_units + (tl.program_id(0) + skipped) % NUM_SMS
+        first = own_units + (program + skipped) % NUM_SMS
         for unit in range(first, units_of_tiles(tiles - halved, whole, SPLIT_K), NUM_SMS):
             tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
             position, m, n = gathered_tile(
@@ -278,15 +233,22 @@ def kernel_gemm_persistent(
             )
             shard = shard_in_arrival_order(position, rank, num_ranks)
             row = m * BLOCK_SIZE_M
-            last_row = min(row + BLOCK_SIZE_M, rows) - 1
-            token = wait_for_rows(
-                arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
-            )
-            accumulator = multiply_tile(
-                gathered_desc, b_desc, dl.consume_token(shard * rows + row, token), n *
-                BLOCK_SIZE_N, K, part, num_parts, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M,
-                BLOCK_SIZE_N, BLOCK_SIZE_K,
-            )  # fmt: skip
+            if NUM_COMM_SMS > 0:
+                accumulator = multiply_arriving_tile(
+                    gathered_desc, b_desc, shard, shard * rows + row, n * BLOCK_SIZE_N, K, part,
+                    num_parts, arrivals_ptr, epoch_ptr, FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS,
+                    B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                )  # fmt: skip
+            else:
+                last_row = min(row + BLOCK_SIZE_M, rows) - 1
+                token = wait_for_rows(
+                    arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
+                )
+                accumulator = multiply_tile(
+                    gathered_desc, b_desc, dl.consume_token(shard * rows + row, token), n *
+                    BLOCK_SIZE_N, K, part, num_parts, B_COLUMN_MAJOR, INPUT_PRECISION,
+                    BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
                 partials_ptr, counters_ptr, tile - whole, part, num_parts,
@@ -308,7 +270,7 @@ def kernel_gemm_persistent(
                 [1, BLOCK_SIZE_M, half_n],
             )  # fmt: skip
             taken = (tiles - halved) % NUM_SMS
-            start = (tl.program_id(0) + NUM_SMS - taken) % NUM_SMS
+            start = (program + NUM_SMS - taken) % NUM_SMS
             for half in range(start, halved * 2, NUM_SMS):
                 tile = tiles - halved + half // 2
                 position, m, n = gathered_tile(
@@ -357,8 +319,14 @@ def kernel_gemm_non_persistent(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
+    NUM_COMM_SMS: tl.constexpr = 0,
+    NUM_CHUNKS: tl.constexpr = 1,
+    shards_table=None,
+    arrivals_table=None,
+    consumed_ptr=None,
 ):
-    """One tile a program on pointers, for any strides; grid (tiles,). C is contiguous.
+    """One tile a program on pointers, for any strides; grid (tiles + NUM_COMM_SMS,). C is
+    contiguous.
 
     Programs start in order of their number on all GPUs so far, so those that wait for gathered
     shards come after those of the own shard; and whatever they wait for needs no SM.
@@ -367,7 +335,15 @@ def kernel_gemm_non_persistent(
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) - NUM_COMM_SMS
+    if NUM_COMM_SMS > 0:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+        if tile < 0:
+            push_own_shard(
+                own_ptr, gathered_ptr, shards_table, arrivals_ptr, arrivals_table, consumed_ptr,
+                epoch_ptr, rows, K, rank, num_ranks,
+                FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS, BLOCK_SIZE_K, False,
+            )  # fmt: skip
+            return
     shard = shard_in_arrival_order(tile // tiles_per_shard, rank, num_ranks)
     m, n = tile_in_group(tile % tiles_per_shard, tiles_m, tiles_n, GROUP_SIZE_M)
 
@@ -376,10 +352,15 @@ def kernel_gemm_non_persistent(
     a_row = row
     if GATHERED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
         if shard != rank:
-            last_row = min(row + BLOCK_SIZE_M, rows) - 1
-            token = wait_for_rows(
-                arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
-            )
+            if NUM_COMM_SMS > 0:
+                flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK
+                epoch = tl.load(epoch_ptr)
+                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, epoch, epoch_ptr + 1)
+            else:
+                last_row = min(row + BLOCK_SIZE_M, rows) - 1
+                token = wait_for_rows(
+                    arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
+                )
             a_ptr = gathered_ptr + shard.to(tl.int64) * rows * stride_am
             a_row = dl.consume_token(
                 row, token

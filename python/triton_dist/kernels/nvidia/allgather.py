@@ -1,8 +1,9 @@
 """All-gather producers: they bring every rank's shard into a local buffer and set a flag for each
 chunk.
 
-No producer uses an SM for data: copies go to a copy engine, and a flag is a 4-byte copy that
-follows its data on the same stream.
+No producer here uses an SM for data: copies go to a copy engine, and a flag is a 4-byte copy that
+follows its data on the same stream. In a fused method the consumer is the producer, too, in the
+same slots and by the same protocol; it looks at its peers itself (``common/fused_push.py``).
 
 Protocol, per slot (a buffer is double: calls alternate between two slots):
 
@@ -36,12 +37,15 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.gemm_launch import GatheredShards
+from triton_dist.errors import InvalidArgument, WaitTimeout
+from triton_dist.kernels.common.gemm_launch import GatheredShards, ShardPush
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.nvidia import epochs
 from triton_dist.kernels.nvidia.allgather_schedules import (
     MAX_CHUNKS as MAX_CHUNKS,
+)
+from triton_dist.kernels.nvidia.allgather_schedules import (
+    MAX_COMM_SMS as MAX_COMM_SMS,
 )
 from triton_dist.kernels.nvidia.allgather_schedules import (
     AllGatherMethod as AllGatherMethod,
@@ -60,6 +64,7 @@ from triton_dist.runtime.ranks import group_for
 T = TypeVar("T")
 
 _SLOTS, _LINE, _LAUNCH_SECONDS = epochs.SLOTS, epochs.LINE, epochs.LAUNCH_SECONDS
+_PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
 # Words of a slot's "epoch" line.
 _EPOCH, _MOST_POLLS = epochs.EPOCH, epochs.MOST_POLLS
 _GAVE_UP, _STAGED, _SOUND = epochs.GAVE_UP, tl.constexpr(3), epochs.SOUND
@@ -119,6 +124,7 @@ class AllGatherBuffer:
                 "workspace": ((max_M, K), dtype),
                 "shards": ((_SLOTS, max_M * K), dtype),
                 "arrivals": ((_SLOTS, flag_words), torch.int32),
+                "pushed": ((_SLOTS, self.num_ranks * _PUSHED_FLAGS), torch.int32),
                 "consumed": ((_SLOTS, rank_words), torch.int32),
                 "staged": ((_SLOTS, rank_words), torch.int32),
                 "forward": ((_SLOTS, flag_words), torch.int32),
@@ -132,11 +138,17 @@ class AllGatherBuffer:
         self._streams: list[Any] = [self._device.copy_stream()]
         self._launcher = Launcher()
         self._gathered: dict[Any, GatheredShards] = {}
+        shards, pushed = self._memory["shards"], self._memory["pushed"]
+        self._tables = [
+            [each.pointers + slot * each.local[0].nbytes for each in (shards, pushed)]
+            for slot in range(_SLOTS)
+        ]
         self._transfers: dict[Any, Any] = {}
         self._pending: Any = None
         self._hands_on = False
         self._slot = 0
-        self._chunks_in_use = [0] * _SLOTS
+        # Flags of each peer that a slot's consumer waits for: their region, number, and distance.
+        self._flags_in_use = [("arrivals", 0, MAX_CHUNKS)] * _SLOTS
         self._most_polls = 0
         self._in_turn = self._in_graphs = self._capturing = False
         self._memory["epoch"].local[:, _EPOCH] = 1
@@ -147,6 +159,8 @@ class AllGatherBuffer:
     ) -> GatheredShards:
         """Queue the all-gather of ``own`` [rows, K], contiguous; the caller queues the consumer
         next."""
+        if method.is_fused:
+            raise InvalidArgument("start", "method", method, "a copy engine's; see start_fused")
         self._take_slot()
         rows = own.shape[0]
         gathered = self.describe(rows, num_chunks)
@@ -162,9 +176,16 @@ class AllGatherBuffer:
             self._transfers[key] = transfer
         self._pending = transfer
         self._hands_on = method is AllGatherMethod.RING_PUSH_1D
-        self._chunks_in_use[self._slot] = -(-rows // gathered.chunk_rows)
+        self._flags_in_use[self._slot] = "arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS
         transfer.start(own, self._device.current_stream())
         return gathered
+
+    def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
+        """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
+        caller queues next: a launch of ``sharded_gemm``."""
+        self._take_slot(look=False)
+        self._flags_in_use[self._slot] = "pushed", num_comm_sms * num_chunks, _PUSHED_FLAGS
+        return self.describe(rows, num_chunks, num_comm_sms)
 
     def gather(
         self, own: torch.Tensor, collective: Callable[[torch.Tensor, torch.Tensor], object]
@@ -173,7 +194,7 @@ class AllGatherBuffer:
         returns; in turn with calls of ``start``, and ended by ``finish`` like them."""
         self._take_slot()
         rows = self._shards(self.rank, own.shape[0])
-        self._chunks_in_use[self._slot] = 0
+        self._flags_in_use[self._slot] = "arrivals", 0, MAX_CHUNKS
         collective(rows, own.detach())
         return rows
 
@@ -194,9 +215,10 @@ class AllGatherBuffer:
         self._see_to_waits()
         return result
 
-    def describe(self, rows: int, num_chunks: int) -> GatheredShards:
-        """What a consumer of shards of ``rows`` rows reads in the current slot."""
-        key = (self._slot, rows, num_chunks)
+    def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
+        """What a consumer of shards of ``rows`` rows reads in the current slot; with
+        ``num_comm_sms``, where so many of its programs send the own shard."""
+        key = (self._slot, rows, num_chunks, num_comm_sms)
         known = self._gathered.get(key)
         if known is None:
             if len(self._gathered) >= _MOST_PLANS:
@@ -204,12 +226,19 @@ class AllGatherBuffer:
                 self._transfers.clear()
             known = self._gathered[key] = GatheredShards(
                 self._shards(self.rank, rows),
-                self._memory["arrivals"].local[self._slot],
+                self._memory["pushed" if num_comm_sms else "arrivals"].local[self._slot],
                 self._memory["epoch"].local[self._slot],
-                rows_of_chunk(rows, num_chunks),
-                MAX_CHUNKS,
+                rows_of_chunk(rows, 1 if num_comm_sms else num_chunks),
+                _PUSHED_FLAGS if num_comm_sms else MAX_CHUNKS,
+                self._push(num_comm_sms, num_chunks) if num_comm_sms else None,
             )
         return known
+
+    def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
+        """How a consumer sends into the current slot."""
+        shards, flags = self._tables[self._slot]
+        consumed = self._memory["consumed"].local[self._slot]
+        return ShardPush(shards, flags, consumed, num_comm_sms, num_chunks)
 
     def finish(self, awaited: bool = False) -> None:
         """Queue the end of the all-gather after its consumer: own copies are out, peers may go
@@ -238,7 +267,7 @@ class AllGatherBuffer:
         self._device.aside(lambda: self._memory["forward"].local.fill_(1))
         self._device.synchronize(waits.limit_seconds())
         self._ranks.barrier("no rank uses the all-gather buffer")
-        for flags in ("arrivals", "consumed", "staged", "forward", "epoch"):
+        for flags in ("arrivals", "pushed", "consumed", "staged", "forward", "epoch"):
             self._memory[flags].local.zero_()
         self._memory["epoch"].local[:, _EPOCH] = 1
         self._slot = self._most_polls = 0
@@ -255,9 +284,9 @@ class AllGatherBuffer:
         self._transfers.clear()
         self._memory.free()
 
-    def _take_slot(self) -> None:
+    def _take_slot(self, look: bool = True) -> None:
         """Go on to the other slot; queue a look at the peers where the host does not know that they
-        are done with it."""
+        are done with it. No ``look``: the consumer does so itself."""
         self._slot = (self._slot + 1) % _SLOTS
         if self.num_ranks == 1:
             return
@@ -266,7 +295,7 @@ class AllGatherBuffer:
         self._capturing = self._device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
-        if self._in_graphs or most_polls or not self._in_turn:
+        if look and (self._in_graphs or most_polls or not self._in_turn):
             self._look_at_peers(self._slot)
         self._in_turn = False
 
@@ -374,9 +403,9 @@ class AllGatherBuffer:
         """The first flag of ``slot`` that has not reached ``epoch``, and its value; of a pull, for
         which this rank has ``staged``, also what says that peers have."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        chunks = range(self._chunks_in_use[slot])
+        region, number, distance = self._flags_in_use[slot]
         waited_for = {
-            "arrivals": [peer * MAX_CHUNKS + chunk for peer in peers for chunk in chunks],
+            region: [peer * distance + flag for peer in peers for flag in range(number)],
             "staged": peers if staged else [],
             "consumed": peers,
         }

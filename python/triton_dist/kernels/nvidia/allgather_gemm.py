@@ -21,6 +21,12 @@ Host
     From the second call on, the launches and copies of a (shape, config, slot) lie ready as calls
     of the driver with all arguments but the addresses of A, B and C: benchmarks/bench_host_cost.py.
 
+Fused
+    Copies have a fixed cost, and a tile waits for the last of its rows: with small shards that is
+    most of the call. ``FUSED_PUSH`` needs neither copy engines nor whole rows: the first programs
+    of the GEMM send the shard in chunks along K, which tiles wait for inside their K loop
+    (common/fused_push.py).
+
 Physics
     limit = max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines use no
     SM, so the GEMM keeps all of them; they share memory bandwidth, which at K >= 4096 the GEMM
@@ -39,7 +45,8 @@ Built this way because
       are clipped at its end;
     * a flattened tile loop loses its pipelining once a wait stands in it: loops are nested;
     * flags that are reset need a barrier between calls: epochs count up instead;
-    * whatever a waiting full grid depends on must need no SM: flags are written by copy engine too.
+    * whatever a waiting full grid depends on must need no SM: flags are written by copy engine too;
+      or it must be on an SM first: in a fused method, programs of the lowest numbers.
 """
 
 from __future__ import annotations
@@ -58,14 +65,19 @@ from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
 from triton_dist.kernels.nvidia import gemm, vendor
-from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_context import (
     AllGatherGEMMTensorParallelContext,
     Operands,
     check_operands,
     create_ag_gemm_context,
 )
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fits_shape
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+    few_rows_tiles,
+    fits_fused,
+    fits_shape,
+    fused_tiles,
+)
 from triton_dist.kernels.nvidia.gemm import (
     gemm_non_persistent,
     gemm_persistent,
@@ -84,6 +96,9 @@ __all__ = [
     "kernel_consumer_gemm_persistent",
     "local_copy_and_barrier_all",
 ]
+
+
+_DEFAULT_COMM_SMS = 16
 
 
 def key_fn(
@@ -111,6 +126,8 @@ def prune_fn(
         return False  # with two ranks a ring is a full mesh
     if not gemm.prune_fn(config, A, B, ctx):
         return False
+    if config.get("method") is AllGatherMethod.FUSED_PUSH and not fits_fused(A, B, ctx.num_ranks):
+        return False
     tiles = config["gemm_config"]
     if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
         return False  # on pointers it would be the same as another one
@@ -122,7 +139,7 @@ def config_space() -> list[dict[str, Any]]:
 
     Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
     one chunk), then every other schedule with the default tiles, then tiles for shards of few rows,
-    then what torch brings.
+    then those with the transfer in the same grid, then what torch brings.
     """
     descriptors = current_device().prefers_descriptors
     tiles = [
@@ -140,11 +157,17 @@ def config_space() -> list[dict[str, Any]]:
         (AllGatherMethod.RING_PUSH_1D, 1, 4),
     ]
     default, persistent = tiles[0]
-    few_rows = few_rows_tiles() if descriptors or current_device().name == "cpu" else []
+    by_descriptor = descriptors or current_device().name == "cpu"
+    few_rows = few_rows_tiles() if by_descriptor else []
+    fused = fused_tiles() if by_descriptor else []
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
         + [_config(default, persistent, *schedule) for schedule in schedules]
         + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in few_rows]
+        + [
+            _config(config, True, AllGatherMethod.FUSED_PUSH, 1, chunks, num_comm_sms)
+            for config, num_comm_sms, chunks in fused
+        ]
         + [_config(None, None, method, 1, 1) for method in vendor.candidates_here()]
     )
 
@@ -155,14 +178,34 @@ def _config(
     method: AllGatherMethod | VendorMethod,
     num_streams: int,
     num_chunks: int,
+    num_comm_sms: int | None = None,
 ) -> dict[str, Any]:
-    return {
+    config: dict[str, Any] = {
         "gemm_config": gemm_config,
         "persistent": persistent,
         "method": method,
         "num_streams": num_streams,
         "num_chunks": num_chunks,
     }
+    # Of fused methods alone, so that results of the others are found as before.
+    return config if num_comm_sms is None else config | {"num_comm_sms": num_comm_sms}
+
+
+def _comm_sms(
+    method: AllGatherMethod, asked: int | None, ctx: AllGatherGEMMTensorParallelContext
+) -> int:
+    """Programs of the consumer that send; 0 where copy engines do.
+
+    Raises:
+        InvalidArgument: none would be left to multiply, or there are no flags for so many.
+    """
+    if not method.is_fused:
+        return 0
+    most = min(MAX_COMM_SMS, ctx.device.num_sms - 1)
+    number = min(_DEFAULT_COMM_SMS, most) if asked is None else asked
+    if not 1 <= number <= most:
+        raise InvalidArgument("ag_gemm", "num_comm_sms", number, f"1 to {most}")
+    return number
 
 
 def _consumer(
@@ -221,7 +264,10 @@ def _prepare(
     if isinstance(kwargs.get("method"), VendorMethod) or gemm_config is None:
         return
     own = A if kwargs.get("local_copy", True) else ctx.own_rows(A.shape[0])
-    gathered = ctx.buffer.describe(A.shape[0], kwargs.get("num_chunks", 1))
+    senders = _comm_sms(
+        kwargs.get("method") or ctx.all_gather_method, kwargs.get("num_comm_sms"), ctx
+    )
+    gathered = ctx.buffer.describe(A.shape[0], kwargs.get("num_chunks", 1), senders)
     C = _empty_product(A, B, ctx)
     _consumer(own, B, C, ctx, gathered, gemm_config, kwargs.get("persistent", True)).compile()
 
@@ -251,6 +297,7 @@ def ag_gemm(
     num_chunks: int = 1,
     local_copy: bool = True,
     straggler_option: tuple[int, int] | None = None,
+    num_comm_sms: int | None = None,
 ) -> torch.Tensor:
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
@@ -272,6 +319,8 @@ def ag_gemm(
         local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.
         straggler_option: (rank, cycles): that rank sleeps so long after its copies are queued, for
         tests.
+        num_comm_sms: SMs that send in ``FUSED_PUSH`` (tuned), whose chunks are along K and which
+            has no streams; default 16. No other method takes SMs.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
@@ -292,14 +341,17 @@ def ag_gemm(
         )
     if gemm_config is None:
         raise InvalidArgument("ag_gemm", "gemm_config", None, f"a triton.Config for {method}")
-    buffer, awaited = ctx.buffer, False
-    gathered = buffer.start(own, method, num_streams, num_chunks)
+    buffer, awaited, senders = ctx.buffer, False, _comm_sms(method, num_comm_sms, ctx)
+    if senders:
+        gathered = buffer.start_fused(A.shape[0], senders, num_chunks)
+    else:
+        gathered = buffer.start(own, method, num_streams, num_chunks)
     if straggler_option is not None and straggler_option[0] == ctx.rank:
         ctx.device.sleep(straggler_option[1])
     try:
         C = _empty_product(A, B, ctx)
         _run_consumer(own, B, C, ctx, gathered, gemm_config, bool(persistent), operands)
-        awaited = True  # every chunk of every peer has a tile that waits for it
+        awaited = True  # every peer has a tile that waits for what it sends
     finally:  # also when the consumer failed: peers have this rank's shard and wait for its consent
         buffer.finish(awaited)
     return C

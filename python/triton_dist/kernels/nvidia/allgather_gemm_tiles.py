@@ -7,9 +7,11 @@ a peer is there (``common/split_k.py``). Smaller tiles would do so too, but read
 
 from __future__ import annotations
 
+import torch
 import triton
 
 from triton_dist import tune
+from triton_dist.kernels.common.launch import dot_precision, fits_descriptor
 from triton_dist.kernels.common.split_k import split_tiles
 from triton_dist.runtime.device import current_device
 
@@ -23,6 +25,9 @@ ALL_SHARDS = 8
 _MANY_WAVES = 16
 # What a cut should save of the waves at least; writing and reading partials costs time too.
 _LEAST_SAVING = 0.03
+# Larger shards, of a bucket, are not sent by SMs: copy engines leave all of those to the GEMM.
+_MOST_FUSED_ROWS = 1024
+_MOST_FUSED_BYTES = 8 << 20
 
 
 def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
@@ -70,12 +75,70 @@ INTERPRETED_FEW_ROWS_TILES = _split(
 )
 
 
+def _fused(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]:
+    """(config, num_comm_sms, num_chunks) from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages,
+    GROUP_SIZE_M, GROUP_SIZE_SHARDS, num_comm_sms, num_chunks)."""
+    names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "GROUP_SIZE_SHARDS")
+    return tuple(
+        (
+            triton.Config(
+                dict(zip(names, (m, n, k, group, shards), strict=True)),
+                num_warps=warps,
+                num_stages=stages,
+            ),
+            num_comm_sms,
+            num_chunks,
+        )
+        for m, n, k, warps, stages, group, shards, num_comm_sms, num_chunks in rows
+    )
+
+
+FUSED_TILES = _fused(
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 4),
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 1),
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 2),
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 8),
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 8, 4),
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 20, 4),
+    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 32, 4),
+    (128, 256, 64, 8, 3, 8, 1, 16, 4),
+    (64, 256, 64, 4, 4, 8, ALL_SHARDS, 16, 4),
+    (128, 128, 64, 8, 4, 8, ALL_SHARDS, 16, 4),
+    (128, 128, 64, 4, 4, 8, ALL_SHARDS, 16, 4),
+    (64, 128, 128, 4, 4, 8, ALL_SHARDS, 16, 4),
+)
+INTERPRETED_FUSED_TILES = _fused(
+    (32, 64, 64, 4, 2, 2, ALL_SHARDS, 1, 2),
+    (16, 32, 32, 4, 2, 4, 1, 2, 3),
+)
+
+
 def few_rows_tiles() -> list[triton.Config]:
     """Tiles for shards of few rows worth trying on this process's device; for the persistent
     kernel."""
     if current_device().name == "cpu":
         return list(INTERPRETED_FEW_ROWS_TILES)
     return list(FEW_ROWS_TILES)
+
+
+def fused_tiles() -> list[tuple[triton.Config, int, int]]:
+    """(tiles, ``num_comm_sms``, ``num_chunks``) worth trying where the consumer sends the shard
+    itself."""
+    return list(INTERPRETED_FUSED_TILES if current_device().name == "cpu" else FUSED_TILES)
+
+
+def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
+    """Whether it is worth trying that the consumer sends A [M_per_rank, K] itself: there are peers,
+    the shard is small, and the kernel on descriptors can serve the operands."""
+    rows, K = tune.bucket(A.shape[0]), A.shape[1]
+    return (
+        num_ranks > 1
+        and rows <= _MOST_FUSED_ROWS
+        and rows * K * A.element_size() <= _MOST_FUSED_BYTES
+        and dot_precision(A.dtype) != "ieee"
+        and K * A.element_size() % 16 == 0
+        and fits_descriptor(B)
+    )
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:

@@ -16,6 +16,9 @@ import torch
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
 
 MAX_CHUNKS = 8
+"""Of a shard: along its rows, in a fused method along K."""
+MAX_COMM_SMS = 32
+"""Programs of a consumer that send."""
 
 
 class AllGatherMethod(enum.Enum):
@@ -27,9 +30,17 @@ class AllGatherMethod(enum.Enum):
     """Every rank stages its shard and copies each peer's to itself, after a barrier."""
     RING_PUSH_1D = "ring_push_1d"
     """Every rank hands on to rank - 1 what it has; for links between neighbours only."""
+    FUSED_PUSH = "fused_push"
+    """A few programs of the consumer's own grid copy the shard to all peers, in chunks along K. For
+    small shards: it needs no copy engine, and no launch but the consumer's."""
 
     def __repr__(self) -> str:
         return str(self)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the consumer does the transfer, and not copy engines."""
+        return self is AllGatherMethod.FUSED_PUSH
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ def rows_of_chunk(rows: int, num_chunks: int) -> int:
 def schedule(
     slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
 ) -> tuple[Step, ...]:
-    """What rank ``slot.rank`` queues on its ``num_streams`` streams."""
+    """What rank ``slot.rank`` queues on its ``num_streams`` streams; of no fused method."""
     steps = {
         AllGatherMethod.FULL_MESH_PUSH: _push,
         AllGatherMethod.FULL_MESH_PULL: _pull,
