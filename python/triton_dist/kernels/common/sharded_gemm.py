@@ -148,7 +148,6 @@ def kernel_gemm_persistent(
     NUM_WARPS: tl.constexpr = 4,
     partials_ptr=None,
     counters_ptr=None,
-    HALVE_LAST_WAVE: tl.constexpr = False,
     NUM_COMM_SMS: tl.constexpr = 0,
     NUM_CHUNKS: tl.constexpr = 1,
     shards_table=None,
@@ -186,11 +185,6 @@ def kernel_gemm_persistent(
     whole = tiles
     if SPLIT_K > 1:
         whole = tiles // NUM_SMS * NUM_SMS if SPLIT_TAIL_ONLY else 0
-    # Tiles of the last wave, where half of the programs would have none, are halved along N.
-    halved = 0
-    if HALVE_LAST_WAVE:
-        last_wave = tiles % NUM_SMS
-        halved = tl.where(last_wave * 2 <= NUM_SMS, min(last_wave, tiles - tiles_per_shard), 0)
     own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
@@ -226,7 +220,7 @@ def kernel_gemm_persistent(
         taken = tl.cdiv(own_units, NUM_SMS) * NUM_SMS
         skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
         first = own_units + (program + skipped) % NUM_SMS
-        for unit in range(first, units_of_tiles(tiles - halved, whole, SPLIT_K), NUM_SMS):
+        for unit in range(first, units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
             tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
             position, m, n = gathered_tile(
                 tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
@@ -254,44 +248,6 @@ def kernel_gemm_persistent(
                 partials_ptr, counters_ptr, tile - whole, part, num_parts,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
-
-        if HALVE_LAST_WAVE:
-            half_n: tl.constexpr = BLOCK_SIZE_N // 2
-            if B_COLUMN_MAJOR:
-                b_half_desc = tl.make_tensor_descriptor(
-                    b_ptr, [N, K], [stride_b, 1], [half_n, BLOCK_SIZE_K]
-                )
-            else:
-                b_half_desc = tl.make_tensor_descriptor(
-                    b_ptr, [K, N], [stride_b, 1], [BLOCK_SIZE_K, half_n]
-                )
-            c_half_desc = tl.make_tensor_descriptor(
-                c_ptr, [num_ranks, rows, N], [rows.to(tl.int64) * N, N, 1],
-                [1, BLOCK_SIZE_M, half_n],
-            )  # fmt: skip
-            taken = (tiles - halved) % NUM_SMS
-            start = (program + NUM_SMS - taken) % NUM_SMS
-            for half in range(start, halved * 2, NUM_SMS):
-                tile = tiles - halved + half // 2
-                position, m, n = gathered_tile(
-                    tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS,
-                    GROUP_SIZE_M,
-                )  # fmt: skip
-                shard = shard_in_arrival_order(position, rank, num_ranks)
-                row = m * BLOCK_SIZE_M
-                column = n * BLOCK_SIZE_N + half % 2 * half_n
-                last_row = min(row + BLOCK_SIZE_M, rows) - 1
-                token = wait_for_rows(
-                    arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
-                )
-                accumulator = multiply_tile(
-                    gathered_desc, b_half_desc, dl.consume_token(shard * rows + row, token),
-                    column, K, 0, 1, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, half_n,
-                    BLOCK_SIZE_K,
-                )  # fmt: skip
-                store_tile(
-                    c_half_desc, accumulator, shard, row, column, False, BLOCK_SIZE_M, half_n
-                )
 
 
 @jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])

@@ -48,24 +48,10 @@ def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
 
 
 FEW_ROWS_TILES = _split(
-    (128, 256, 64, 8, 3, 8, 2, 0, 1),
-    (128, 256, 64, 8, 3, 8, 4, 0, 1),
-    (128, 256, 64, 8, 3, 8, 4, 0, ALL_SHARDS),
-    (128, 256, 64, 8, 3, 8, 7, 0, ALL_SHARDS),
-    (128, 256, 64, 8, 3, 8, 1, 0, ALL_SHARDS),
     (128, 256, 64, 8, 3, 8, 2, 1, 1),
-    (128, 256, 64, 8, 3, 8, 4, 1, 1),
-    (128, 256, 64, 8, 3, 8, 5, 1, 1),
-    (128, 256, 64, 8, 3, 8, 4, 1, ALL_SHARDS),
-    (128, 128, 64, 4, 4, 8, 2, 0, ALL_SHARDS),
-    (128, 128, 64, 8, 4, 8, 4, 0, ALL_SHARDS),
-    (64, 256, 64, 4, 4, 8, 2, 0, ALL_SHARDS),
-    (64, 256, 64, 4, 4, 8, 4, 0, ALL_SHARDS),
-    (64, 128, 128, 4, 4, 8, 2, 0, ALL_SHARDS),
-    (64, 128, 128, 4, 4, 8, 4, 0, ALL_SHARDS),
-    (64, 64, 128, 4, 4, 8, 2, 0, ALL_SHARDS),
-    (128, 64, 64, 4, 5, 8, 1, 0, ALL_SHARDS),
-    (64, 128, 64, 4, 5, 8, 1, 0, ALL_SHARDS),
+    (128, 256, 64, 8, 3, 16, 2, 1, 1),
+    (128, 256, 64, 8, 3, 8, 2, 0, 1),
+    (128, 256, 64, 8, 3, 8, 1, 0, ALL_SHARDS),
 )
 # As many parts as a K of two steps has, and more; one and all shards at once.
 INTERPRETED_FEW_ROWS_TILES = _split(
