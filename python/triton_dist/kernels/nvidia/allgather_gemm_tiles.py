@@ -7,9 +7,11 @@ a peer is there (``common/split_k.py``). Smaller tiles would do so too, but read
 
 from __future__ import annotations
 
+import torch
 import triton
 
 from triton_dist import tune
+from triton_dist.kernels.common.gemm_launch import can_specialize_warps
 from triton_dist.kernels.common.split_k import split_tiles
 from triton_dist.runtime.device import current_device
 
@@ -62,6 +64,22 @@ FEW_ROWS_TILES = _split(
     (128, 64, 64, 4, 5, 8, 1, 0, ALL_SHARDS),
     (64, 128, 64, 4, 5, 8, 1, 0, ALL_SHARDS),
 )
+WARP_SPECIALIZED_FEW_ROWS_TILES = tuple(
+    triton.Config(
+        config.kwargs | {"EPILOGUE_SUBTILE": True, "WARP_SPECIALIZED": True},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    for config in _split(
+        (128, 256, 64, 8, 4, 8, 2, 1, 1),
+        (128, 256, 64, 8, 4, 8, 4, 1, 1),
+        (128, 256, 64, 8, 4, 8, 5, 1, 1),
+        (128, 256, 64, 8, 4, 8, 4, 1, ALL_SHARDS),
+        (128, 256, 64, 8, 4, 8, 2, 0, 1),
+        (128, 256, 64, 8, 4, 8, 4, 0, ALL_SHARDS),
+        (128, 256, 64, 8, 4, 8, 1, 0, ALL_SHARDS),
+    )
+)
 # As many parts as a K of two steps has, and more; one and all shards at once.
 INTERPRETED_FEW_ROWS_TILES = _split(
     (32, 64, 64, 4, 2, 2, 2, 0, 1),
@@ -75,7 +93,8 @@ def few_rows_tiles() -> list[triton.Config]:
     kernel."""
     if current_device().name == "cpu":
         return list(INTERPRETED_FEW_ROWS_TILES)
-    return list(FEW_ROWS_TILES)
+    specialized = WARP_SPECIALIZED_FEW_ROWS_TILES if can_specialize_warps(torch.bfloat16) else ()
+    return [*FEW_ROWS_TILES, *specialized]
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
