@@ -56,6 +56,13 @@ def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _stage_before(stage, NUM_STAGES: gl.constexpr):
+    """Computed, not kept: of two variables that are equal before a loop, Triton 3.6 takes one that
+    is only ever set to the other for a constant of the loop."""
+    return gl.where(stage == 0, NUM_STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _whole_tiles(tiles, NUM_SMS: gl.constexpr, SPLIT_K: gl.constexpr, TAIL_ONLY: gl.constexpr):
     """How many of ``tiles`` tiles, the first ones, are not cut along K."""
     if SPLIT_K == 1:
@@ -188,7 +195,6 @@ def _multiply_half(
     HALF_M: gl.constexpr = a_ring.shape[1] // 2
     BLOCK_SIZE_N: gl.constexpr = b_ring.shape[1] if B_COLUMN_MAJOR else b_ring.shape[2]
     accumulator = gl.zeros((HALF_M, BLOCK_SIZE_N), gl.float32, layout=LAYOUT)
-    previous = stage
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
@@ -198,11 +204,10 @@ def _multiply_half(
         accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
         # One product stays in flight; the one before it has read its stage.
         accumulator = warpgroup_mma_wait(1, deps=(accumulator,))
-        mbarrier.arrive(empty.index(previous), pred=step > 0)
-        previous = stage
+        mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=step > 0)
         stage, phase = _next_stage(stage, phase, NUM_STAGES)
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
-    mbarrier.arrive(empty.index(previous), pred=num_steps > 0)
+    mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=num_steps > 0)
     return accumulator, stage, phase
 
 
