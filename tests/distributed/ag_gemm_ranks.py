@@ -22,6 +22,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     local_copy_and_barrier_all,
 )
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fused_tiles
+from triton_dist.kernels.nvidia.gemm import warp_specialized_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose
@@ -162,6 +163,60 @@ def fused_push(rounds: int) -> int:
             calls(20, method=push, num_chunks=1 + number % 8, persistent=persistent)
         calls(33, method=push, gemm_config=few_rows_tiles()[number % len(few_rows_tiles())])
     return calls.finish() + narrow.finish()
+
+
+def specialized_warps() -> list[int]:
+    """Every tile for specialised warps, which only GPUs have: shards of a few clipped tiles and
+    such of more tiles than a GPU has SMs, each rank late in turn, on all schedules."""
+    methods = itertools.cycle(method for method in AllGatherMethod if not method.is_fused)
+    late = itertools.cycle(range(dist.get_world_size()))
+    counts = []
+    for most, columns, K, dtype in (
+        (300, 520, 200, torch.bfloat16),
+        (1021, 2000, 520, torch.float16),
+        (129, 2048, 4096, torch.float16),
+    ):
+        calls = Calls(most, columns, K, dtype)
+        calls.ctx.split_workspace.partials.fill_(NAN)
+        tiles = [*warp_specialized_tiles(), *few_rows_tiles()]
+        for config in tiles:
+            for rows in (most, 1, most // 2 + 1) if "WARP_SPECIALIZED" in config.kwargs else ():
+                calls(
+                    rows,
+                    "slice of column-major" if rows == most else "row-major",
+                    gemm_config=config,
+                    method=next(methods),
+                    num_streams=1 + rows % 2,
+                    num_chunks=1 + rows % 3,
+                    local_copy=rows != 1,
+                    straggler_option=(next(late), 2_000_000),
+                )
+        counts.append(calls.check())
+        assert not calls.ctx.split_workspace.counters.any()
+        calls.ctx.finalize()
+    return counts
+
+
+def specialized_warps_give_up() -> list[str]:
+    """Rank 0 calls alone, with a limit on its waits, which are those of one warp; after a reset all
+    ranks call again."""
+    overdue = []
+    calls = Calls(max_rows=300, columns=520, K=200)
+    for config in warp_specialized_tiles():
+        if dist.get_rank() == 0:
+            try:
+                with bounded_waits(0.2):
+                    calls(300, gemm_config=config, num_chunks=2)
+            except WaitTimeout as error:
+                overdue.append(error.flag.split("[")[0])
+        else:
+            calls.skip()
+        dist.barrier()
+        calls.ctx.buffer.reset()
+        for rows in (5, 300):
+            calls(rows, gemm_config=config)
+    calls.finish()
+    return overdue
 
 
 def counts_are_reset() -> list[int]:

@@ -15,7 +15,11 @@ import torch
 
 from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import FUSED_TILES
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+    FUSED_TILES,
+    WARP_SPECIALIZED_FEW_ROWS_TILES,
+)
+from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES
 from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,6 +62,25 @@ def test_every_candidate_gives_the_same(on_gpus):
 
 def test_shards_that_the_consumer_sends_itself(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.fused_push, 8)) == {8 * (4 * len(FUSED_TILES) + 4)}
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="specialised warps are for compute capability 9.x",
+)
+
+
+@hopper
+def test_specialized_warps(on_gpus):
+    tiles = len(WARP_SPECIALIZED_TILES) + len(WARP_SPECIALIZED_FEW_ROWS_TILES)
+    assert on_gpus(ag_gemm_ranks.specialized_warps)[0] == [3 * tiles] * 3
+
+
+@hopper
+def test_specialized_warps_that_gave_up_leave_nothing_behind(on_gpus):
+    overdue = on_gpus(ag_gemm_ranks.specialized_warps_give_up)
+    assert len(overdue[0]) == len(WARP_SPECIALIZED_TILES)
+    assert not any(overdue[1:])
 
 
 def test_tuned_over_the_ranks(on_gpus):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from importlib import metadata
+from typing import Any
 
 import torch
 import triton
@@ -78,3 +79,48 @@ def has_allocator() -> bool:
     from triton.runtime import _allocation
 
     return _allocation._allocator.get() is not _allocation._NULL_ALLOCATOR
+
+
+def source_class(function: Any) -> Any:
+    """The class that Triton compiles ``function`` from, a kernel: Gluon's have one of their own,
+    which is imported only where there is such a kernel."""
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return triton.compiler.ASTSource
+
+
+@functools.cache
+def has_gluon_for_hopper() -> bool:
+    """Whether Triton has the Gluon words for TMA, barriers in shared memory and warpgroup products.
+
+    3.6 to 3.9 have; Gluon is experimental, so it is looked at.
+    """
+    try:
+        from triton.experimental.gluon.language import warp_specialize  # noqa: F401
+        from triton.experimental.gluon.language.nvidia import hopper
+    except ImportError:
+        return False
+    return all(hasattr(hopper, name) for name in ("tma", "mbarrier", "warpgroup_mma"))
+
+
+def compiles_for_hopper() -> bool:
+    """Whether a kernel that is launched now would be compiled for compute capability 9.x."""
+    if is_interpreting():
+        return False
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+    except RuntimeError:  # Triton's, for "no driver"
+        return False
+    return bool(target.backend == "cuda" and target.arch // 10 == 9)
+
+
+def gluon_tma_copies() -> tuple[Any, Any]:
+    """(load, store) of a tile by TMA in Gluon: ``async_load`` and ``async_store``, in Triton 3.6
+    ``async_copy_global_to_shared`` and ``async_copy_shared_to_global``."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    if hasattr(tma, "async_load"):
+        return tma.async_load, tma.async_store
+    return tma.async_copy_global_to_shared, tma.async_copy_shared_to_global

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,13 +15,13 @@ from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent,
 )
 from triton_dist.kernels.common.split_k import SplitWorkspace, split_tiles
+from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
 _DESCRIPTOR_ONLY = (
     "EPILOGUE_SUBTILE",
     "GROUP_SIZE_SHARDS",
     "SPLIT_K",
     "SPLIT_TAIL_ONLY",
-    "HALVE_LAST_WAVE",
 )
 
 
@@ -80,6 +81,12 @@ def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
     return triton.Config(tile, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
+def can_specialize_warps(dtype: torch.dtype) -> bool:
+    """Whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this process's device:
+    16-bit operands on compute capability 9.x, not interpreted."""
+    return dtype.itemsize == 2 and compiles_for_hopper() and has_gluon_for_hopper()
+
+
 def sharded_gemm(
     own: torch.Tensor,
     B: torch.Tensor,
@@ -101,6 +108,8 @@ def sharded_gemm(
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE,
             GROUP_SIZE_SHARDS, SPLIT_K, SPLIT_TAIL_ONLY: of the persistent kernel alone.
+            WARP_SPECIALIZED: the persistent kernel of that kind, where it can serve the operands
+            (``can_specialize_warps``), else the ordinary one; num_warps are those that multiply, 8.
         num_sms: programs of the persistent kernel.
         persistent: use the persistent kernel on descriptors. Three go to the kernel on pointers all
             the same: an ``own`` that is not contiguous, tensors whose strides are not multiples of
@@ -129,6 +138,9 @@ def sharded_gemm(
     if source.push is not None:
         senders = source.push.num_comm_sms
         options |= source.push.options()
+    # Only the ordinary kernel sends the shard.
+    specialized = options.pop("WARP_SPECIALIZED", False) and source.push is None
+    specialized = specialized and can_specialize_warps(own.dtype)
     by_descriptor = persistent and precision != "ieee" and own.is_contiguous()
     if by_descriptor and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
@@ -136,10 +148,11 @@ def sharded_gemm(
         parts = options.get("SPLIT_K", 1)
         if parts > 1:
             options |= _workspace(config, tiles, num_sms, split)
+        kernel: Any = kernel_gemm_persistent
+        if specialized:
+            kernel, options = _specialized(options)
         grid = (min(num_sms, tiles * parts + senders),)
-        return Launch(
-            kernel_gemm_persistent, grid, (*operands, max(B.stride()), *sharding), options
-        )
+        return Launch(kernel, grid, (*operands, max(B.stride()), *sharding), options)
     for name in _DESCRIPTOR_ONLY:
         options.pop(name, None)
     return Launch(
@@ -149,6 +162,20 @@ def sharded_gemm(
         (*operands, *source.rows.stride(), *B.stride(), *sharding),
         options,
     )
+
+
+def _specialized(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kernel with specialised warps, and ``options`` as it takes them."""
+    # Not before it is needed: it needs Gluon.
+    from triton_dist.kernels.common.warp_specialized_gemm import (
+        WARPS_OF_A_GROUP,
+        kernel_gemm_warp_specialized,
+    )
+
+    others = ("INPUT_PRECISION", "NUM_WARPS")
+    kept = {name: value for name, value in options.items() if name not in others}
+    more = {"NUM_STAGES": options["num_stages"], "num_warps": WARPS_OF_A_GROUP}
+    return kernel_gemm_warp_specialized, kept | more
 
 
 def _workspace(

@@ -82,6 +82,7 @@ from triton_dist.kernels.nvidia.gemm import (
     gemm_non_persistent,
     gemm_persistent,
     get_config_space,
+    warp_specialized_tiles,
 )
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
@@ -138,8 +139,9 @@ def config_space() -> list[dict[str, Any]]:
     """Tiles and communication together; the first is the default.
 
     Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
-    one chunk), then every other schedule with the default tiles, then tiles for shards of few rows,
-    then those with the transfer in the same grid, then what torch brings.
+    one chunk), then every other schedule with the default tiles, then tiles for specialised warps
+    and for shards of few rows, then those with the transfer in the same grid, then what torch
+    brings.
     """
     descriptors = current_device().prefers_descriptors
     tiles = [
@@ -158,12 +160,12 @@ def config_space() -> list[dict[str, Any]]:
     ]
     default, persistent = tiles[0]
     by_descriptor = descriptors or current_device().name == "cpu"
-    few_rows = few_rows_tiles() if by_descriptor else []
+    more = [*warp_specialized_tiles(), *(few_rows_tiles() if by_descriptor else ())]
     fused = fused_tiles() if by_descriptor else []
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
         + [_config(default, persistent, *schedule) for schedule in schedules]
-        + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in few_rows]
+        + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in more]
         + [
             _config(config, True, AllGatherMethod.FUSED_PUSH, 1, chunks, num_comm_sms)
             for config, num_comm_sms, chunks in fused

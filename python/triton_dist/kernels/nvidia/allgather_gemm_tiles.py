@@ -11,6 +11,7 @@ import torch
 import triton
 
 from triton_dist import tune
+from triton_dist.kernels.common.gemm_launch import can_specialize_warps
 from triton_dist.kernels.common.launch import dot_precision, fits_descriptor
 from triton_dist.kernels.common.split_k import split_tiles
 from triton_dist.runtime.device import current_device
@@ -27,7 +28,7 @@ _MANY_WAVES = 16
 _LEAST_SAVING = 0.03
 # Larger shards, of a bucket, are not sent by SMs: copy engines leave all of those to the GEMM.
 _MOST_FUSED_ROWS = 1024
-_MOST_FUSED_BYTES = 8 << 20
+_MOST_FUSED_BYTES = 16 << 20
 
 
 def _split(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
@@ -52,6 +53,18 @@ FEW_ROWS_TILES = _split(
     (128, 256, 64, 8, 3, 16, 2, 1, 1),
     (128, 256, 64, 8, 3, 8, 2, 0, 1),
     (128, 256, 64, 8, 3, 8, 1, 0, ALL_SHARDS),
+)
+WARP_SPECIALIZED_FEW_ROWS_TILES = tuple(
+    triton.Config(
+        config.kwargs | {"EPILOGUE_SUBTILE": config.num_stages > 3, "WARP_SPECIALIZED": True},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    for config in _split(
+        (128, 256, 64, 8, 3, 8, 2, 1, 1),
+        (128, 256, 64, 8, 3, 16, 2, 1, 1),
+        (128, 256, 64, 8, 4, 8, 2, 1, 1),
+    )
 )
 # As many parts as a K of two steps has, and more; one and all shards at once.
 INTERPRETED_FEW_ROWS_TILES = _split(
@@ -104,7 +117,8 @@ def few_rows_tiles() -> list[triton.Config]:
     kernel."""
     if current_device().name == "cpu":
         return list(INTERPRETED_FEW_ROWS_TILES)
-    return list(FEW_ROWS_TILES)
+    specialized = WARP_SPECIALIZED_FEW_ROWS_TILES if can_specialize_warps(torch.bfloat16) else ()
+    return [*FEW_ROWS_TILES, *specialized]
 
 
 def fused_tiles() -> list[tuple[triton.Config, int, int]]:

@@ -10,8 +10,12 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm_launch import config_for, sharded_gemm
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.gemm_launch import (
+    can_specialize_warps,
+    config_for,
+    sharded_gemm,
+)
+from triton_dist.kernels.common.launch import Launch, fits_descriptor
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
@@ -60,6 +64,20 @@ POINTER_TILES = _tiles(
     (64, 64, 64, 4, 4, 8),
     (128, 128, 64, 8, 3, 1),
 )
+# With EPILOGUE_SUBTILE the second half of an output waits until the first has left the staging
+# memory, but a fourth stage fits.
+WARP_SPECIALIZED_TILES = tuple(
+    triton.Config(
+        config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
+    )
+    for config in _tiles(
+        (128, 256, 64, 8, 3, 8, 0),
+        (128, 256, 64, 8, 3, 16, 0),
+        (128, 256, 64, 8, 4, 8, 1),
+        (256, 128, 64, 8, 4, 8, 1),
+        (128, 128, 64, 8, 5, 8, 0),
+    )
+)
 # Small, so that matrices that the interpreter can do in time have several tiles, and clipped ones.
 INTERPRETED_TILES = _tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
 
@@ -72,6 +90,11 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
     if current_device().name == "cpu":
         return list(INTERPRETED_TILES)
     return list(PERSISTENT_TILES if persistent else POINTER_TILES)
+
+
+def warp_specialized_tiles() -> list[triton.Config]:
+    """Tiles for the persistent kernel with specialised warps; none where it cannot be compiled."""
+    return list(WARP_SPECIALIZED_TILES) if can_specialize_warps(torch.bfloat16) else []
 
 
 def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
@@ -143,7 +166,15 @@ def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[A
 def prune_fn(
     config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
-    """Keep a config that, as launched for A's dtype, fits shared memory and is worth trying."""
+    """Keep a config that, as launched for A's dtype, fits shared memory, is worth trying, and is no
+    other one than it says: specialised warps are for 16-bit operands that TMA can read."""
+    if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
+        can_specialize_warps(A.dtype)
+        and A.is_contiguous()
+        and fits_descriptor(A, B)
+        and B.shape[1] * B.element_size() % 16 == 0  # rows of the product
+    ):
+        return False
     launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}
     return prune_fn_by_shared_memory(launched, A) and prune_fn_by_group_size_m(
         launched, A, B, *args, **kwargs
@@ -158,7 +189,7 @@ def _both_spaces() -> list[dict[str, Any]]:
     first = current_device().prefers_descriptors
     return [
         {**config, "persistent": kind} for kind in (first, not first) for config in _space(kind)
-    ]
+    ] + [{"gemm_config": config, "persistent": True} for config in warp_specialized_tiles()]
 
 
 def _launch(

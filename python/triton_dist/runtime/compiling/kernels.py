@@ -13,8 +13,10 @@ from typing import Any
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
+
+from triton_dist.runtime import triton_compat
 
 _hook = threading.Lock()
 
@@ -60,8 +62,9 @@ class Kernel:
         """Into the disk cache; nothing is loaded."""
         triton.compile(self._source(), target=self.target, options=self.options)
 
-    def _source(self) -> ASTSource:
-        return ASTSource(self.function, self.signature, self.constants, self.attributes)
+    def _source(self) -> Any:
+        source_class = triton_compat.source_class(self.function)
+        return source_class(self.function, self.signature, self.constants, self.attributes)
 
 
 def kernels_of(prepare: Callable[[], object]) -> dict[str, Kernel]:

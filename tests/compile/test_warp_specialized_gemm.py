@@ -1,0 +1,226 @@
+"""The persistent kernel with specialised warps, compiled for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import pytest
+import torch
+import triton
+
+from tests.compile.test_gemm_kernels import (
+    ACQUIRE,
+    COUNT,
+    LAYOUTS,
+    PROXY_FENCE,
+    TMA_LOAD,
+    TMA_STORE,
+    compile_launch,
+    prepared,
+)
+from triton_dist.kernels.common.gemm_launch import sharded_gemm
+from triton_dist.kernels.nvidia import gemm
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import WARP_SPECIALIZED_FEW_ROWS_TILES
+from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES, warp_specialized_tiles
+from triton_dist.runtime.compiling import CompilePool
+from triton_dist.runtime.device.cuda_launch import can_repeat, scratch_bytes
+from triton_dist.testing.compile_only import HARDWARE, compile_only
+
+EVERY_TILE = (*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_FEW_ROWS_TILES)
+BEGIN_OF_PRODUCER = re.compile(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;")
+STAGED = re.compile(r"stmatrix\.sync|st\.shared\.v4")
+WAIT_FOR_STORE = re.compile(r"cp\.async\.bulk\.wait_group\.read\s+0;")
+GIVE_UP = "atom.global.gpu.relaxed.exch.b32"
+WGMMA = "wgmma.mma_async"
+
+
+@functools.cache
+def compiled(index, layout="column-major", gathered=True, dtype=torch.bfloat16):
+    with compile_only(90):
+        return compile_launch(prepared(True, EVERY_TILE[index], layout, gathered, dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("index", range(len(EVERY_TILE)))
+def test_a_tile_fits_without_spills(index, layout):
+    kernel = compiled(index, layout)
+    assert kernel.name == "kernel_gemm_warp_specialized"
+    assert kernel.stack_bytes == 0
+    assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
+    # Two groups of consumers, and a producer that is rounded up to one.
+    assert kernel.num_warps == 12
+    assert kernel.registers * 32 * kernel.num_warps <= 65536
+    # Two groups have 240 registers a thread, the third gives its own up.
+    limits = [
+        int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+);", kernel.ptx)
+    ]
+    assert {24, 240} < set(limits)
+    assert 3 * kernel.registers >= 2 * 240 + 24
+    # One product of each group, in steps of 16 along K; 64 rows at a time.
+    tile = EVERY_TILE[index].kwargs
+    products = tile["BLOCK_SIZE_K"] // 16 * tile["BLOCK_SIZE_M"] // 64
+    assert kernel.ptx.count(WGMMA) == products
+    assert_only_the_producer_waits_for_flags(kernel.ptx, copies(EVERY_TILE[index], layout))
+    assert_stores_wait_for_staging(kernel.ptx)
+    if tile.get("SPLIT_K", 1) > 1:
+        assert_parts_are_stored_before_they_are_counted(kernel, tile)
+    else:
+        assert COUNT.search(kernel.ptx) is None
+
+
+def copies(config, layout):
+    """By TMA, of a step: one of A, and of B 64 columns at a time where its rows are read."""
+    return 2 if layout == "column-major" else 1 + config.kwargs["BLOCK_SIZE_N"] // 64
+
+
+def assert_only_the_producer_waits_for_flags(ptx, copies):
+    """The loads lie in one piece of the code that multiplies nothing: those of the own shard, the
+    acquire, the fence to the proxy that TMA reads through, those of the others; ``copies`` each."""
+    loads = [match.start() for match in TMA_LOAD.finditer(ptx)]
+    acquires = [match.start() for match in re.finditer(re.escape(ACQUIRE), ptx)]
+    assert len(loads) == 2 * copies
+    assert loads[copies - 1] < min(acquires)
+    assert max(acquires) < ptx.rindex(PROXY_FENCE) < loads[copies]
+    assert WGMMA not in ptx[loads[0] : loads[-1]]
+    assert BEGIN_OF_PRODUCER.search(ptx)
+    # A wait that gives up marks the guard word.
+    assert GIVE_UP in ptx[min(acquires) : loads[copies]]
+    assert ptx.count(GIVE_UP) == 1
+
+
+def assert_stores_wait_for_staging(ptx):
+    """Staging memory is written once the store before has read it, in all threads of the group;
+    then the fence to the proxy that TMA reads through, in all threads, then the store."""
+    stores = [match.start() for match in TMA_STORE.finditer(ptx)]
+    for store in stores:
+        wait = [match.end() for match in WAIT_FOR_STORE.finditer(ptx[:store])][-1]
+        before = ptx[wait:store]
+        written = [match.start() for match in STAGED.finditer(before)]
+        assert "bar.sync" in before[: written[0]]
+        after = before[written[-1] :]
+        assert after.index("fence.proxy.async.shared::cta") < after.index("bar.sync")
+        assert "cp.async.bulk.commit_group" in ptx[store : store + 1000]
+    # And each group's last store has read it before the kernel ends.
+    assert len(WAIT_FOR_STORE.findall(ptx)) == len(stores) + 2
+
+
+def assert_parts_are_stored_before_they_are_counted(kernel, tile):
+    """Each group: its half of the accumulator as it lies in registers, a barrier of the group, the
+    count, a barrier, and loads that pass L1 by."""
+    stores = tile["BLOCK_SIZE_M"] // 2 * tile["BLOCK_SIZE_N"] // (32 * 4 * 2)
+    pieces = COUNT.split(kernel.ptx)
+    assert len(pieces) == 3
+    for before, after in itertools.pairwise(pieces):
+        written = before[before.index("st.global.v2", before.rindex("wgmma.wait_group")) :]
+        assert written.count("st.global.v2") == stores
+        assert "cp.async.bulk" not in written
+        assert "bar.sync" in written[written.rindex("st.global.v2") :]
+        read = after[: after.index("ld.global.cg.v2")]
+        assert "bar.sync" in read
+        assert after.count("ld.global.cg.v2") >= 2 * stores
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plain_gemm_has_no_wait(layout):
+    kernel = compiled(0, layout, gathered=False)
+    assert kernel.stack_bytes == 0
+    assert ACQUIRE not in kernel.ptx
+    assert PROXY_FENCE not in kernel.ptx
+    assert len(TMA_LOAD.findall(kernel.ptx)) == copies(EVERY_TILE[0], layout)
+
+
+def test_fp16():
+    kernel = compiled(0, dtype=torch.float16)
+    assert kernel.stack_bytes == 0
+    assert f"{WGMMA}.sync.aligned.m64n256k16.f32.f16.f16" in kernel.ptx
+
+
+def test_one_compiled_kernel_serves_all_ranks(sm90):
+    kernels = {
+        id(compile_launch(prepared(True, EVERY_TILE[0], rank=rank, chunk_rows=chunk_rows)).kernel)
+        for rank, chunk_rows in ((0, 1008), (1, 504), (3, 1))
+    }
+    assert len(kernels) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+def test_few_rows(sm90, rows):
+    """Of one row, M is a constant for Triton."""
+    kernel = compile_launch(prepared(True, EVERY_TILE[1], gathered=False, rows=rows))
+    assert kernel.stack_bytes == 0
+
+
+def test_its_launch_can_be_laid_out():
+    """In its layout, the kernel has the threads of all groups and scratch for five descriptors: own
+    and gathered A, B, and C of each group."""
+    kernel = compiled(0)
+    launch = prepared(True, EVERY_TILE[0])
+    arguments = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
+    assert can_repeat(kernel.kernel, arguments)
+    assert kernel.kernel.metadata.num_warps == 12
+    assert scratch_bytes(kernel.kernel, launch.grid) == 5 * 128 * launch.grid[0]
+
+
+def test_another_process_compiles_it(sm90, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    launch = prepared(True, EVERY_TILE[0], rows=512)
+    launch.kernel.device_caches.clear()
+    found = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit)
+    )
+    pool = CompilePool()
+    try:
+        (digest,) = pool.missing(launch.compile)
+        pool.begin([digest], 1)
+        pool.wait(digest)
+    finally:
+        pool.close()
+    launch.compile()
+    assert found == [True]
+    assert sm90.launches == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kernel"),
+    [
+        (80, torch.bfloat16, "kernel_gemm_persistent"),
+        (100, torch.bfloat16, "kernel_gemm_persistent"),
+        (90, torch.float32, "kernel_gemm_non_persistent"),
+        (90, torch.float16, "kernel_gemm_warp_specialized"),
+    ],
+)
+def test_where_it_cannot_serve_the_ordinary_kernel_does(arch, dtype, kernel):
+    with compile_only(arch):
+        launch = prepared(True, EVERY_TILE[0], dtype=dtype)
+        assert launch.kernel.fn.__name__ == kernel
+        assert bool(warp_specialized_tiles()) is (arch == 90)
+        A, B = (torch.empty(4096, 4096, dtype=dtype, device="meta") for _ in range(2))
+        kept = gemm.prune_fn({"gemm_config": EVERY_TILE[0]}, A, B)
+        assert kept is (kernel == "kernel_gemm_warp_specialized")
+
+
+def test_what_tma_cannot_read_goes_to_the_kernel_on_pointers(sm90):
+    A = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta")
+    wide = torch.empty(1024, 2048, dtype=torch.bfloat16, device="meta")
+
+    def kept(A, B):
+        return gemm.prune_fn({"gemm_config": EVERY_TILE[0]}, A, B)
+
+    assert kept(A, wide)
+    assert kept(A, wide[:, 8:1024])
+    assert not kept(A, wide[:, ::2])
+    assert not kept(A, wide[:, :1025])  # rows of the product
+    assert not kept(wide.T, wide[:512])  # A is not contiguous
+    launch = sharded_gemm(
+        A, wide[:, ::2], A.new_empty(512, 1024), EVERY_TILE[0], num_sms=132, persistent=True
+    )
+    assert launch.kernel.fn.__name__ == "kernel_gemm_non_persistent"
+
+
+def test_each_is_a_candidate_once(sm90):
+    assert warp_specialized_tiles() == list(WARP_SPECIALIZED_TILES)
+    assert len({str(config.all_kwargs()) for config in EVERY_TILE}) == len(EVERY_TILE)
+    assert all(config.num_warps == 8 for config in EVERY_TILE)
