@@ -187,17 +187,6 @@ class AllGatherBuffer:
         self._flags_in_use[self._slot] = "pushed", num_comm_sms * num_chunks, _PUSHED_FLAGS
         return self.describe(rows, num_chunks, num_comm_sms)
 
-    def gather(
-        self, own: torch.Tensor, collective: Callable[[torch.Tensor, torch.Tensor], object]
-    ) -> torch.Tensor:
-        """``collective(rows, own)`` into the rows [num_ranks * rows, K] of a slot, which this
-        returns; in turn with calls of ``start``, and ended by ``finish`` like them."""
-        self._take_slot()
-        rows = self._shards(self.rank, own.shape[0])
-        self._flags_in_use[self._slot] = "arrivals", 0, MAX_CHUNKS
-        collective(rows, own.detach())
-        return rows
-
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which gathers in memory of its own.
 

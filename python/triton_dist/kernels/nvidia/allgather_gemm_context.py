@@ -84,6 +84,14 @@ class AllGatherGEMMTensorParallelContext:
         return self.buffer.workspace
 
     @functools.cached_property
+    def collective_rows(self) -> torch.Tensor:
+        """[max_M, K], what a collective gathers into; allocated at the first use, once."""
+        with torch.inference_mode(False):
+            return torch.empty(
+                self.max_M, self.K, dtype=self.dtype, device=self.device.torch_device
+            )
+
+    @functools.cached_property
     def split_workspace(self) -> SplitWorkspace:
         """What tiles that are cut along K are added up in; allocated at the first use, once."""
         with torch.inference_mode(False):
@@ -113,10 +121,14 @@ class AllGatherGEMMTensorParallelContext:
         if self._buffer is None:
             return
         buffer, self._buffer = self._buffer, None
-        self.__dict__.pop("split_workspace", None)
+        self._forget_memory()
         current_device().synchronize()
         group_for(self._group).barrier("finalize of the AllGather-GEMM context")
         buffer.free()
+
+    def _forget_memory(self) -> None:
+        for name in ("split_workspace", "collective_rows"):
+            self.__dict__.pop(name, None)
 
     def __enter__(self) -> AllGatherGEMMTensorParallelContext:
         return self
@@ -127,7 +139,7 @@ class AllGatherGEMMTensorParallelContext:
         elif self._buffer is not None:  # peers may never come: free without them
             self._buffer.free()
             self._buffer = None
-            self.__dict__.pop("split_workspace", None)
+            self._forget_memory()
 
 
 def create_ag_gemm_context(
