@@ -160,12 +160,18 @@ def config_space() -> list[dict[str, Any]]:
     ]
     default, persistent = tiles[0]
     by_descriptor = descriptors or current_device().name == "cpu"
-    more = [*warp_specialized_tiles(), *(few_rows_tiles() if by_descriptor else ())]
+    specialized = warp_specialized_tiles()
+    more = [*specialized, *(few_rows_tiles() if by_descriptor else ())]
     fused = fused_tiles() if by_descriptor else []
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
         + [_config(default, persistent, *schedule) for schedule in schedules]
         + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in more]
+        + [
+            _config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, num_chunks)
+            for config in specialized[:2]
+            for num_chunks in (2, 4)
+        ]
         + [
             _config(config, True, AllGatherMethod.FUSED_PUSH, 1, chunks, num_comm_sms)
             for config, num_comm_sms, chunks in fused
