@@ -1,38 +1,43 @@
-"""The stress of AllGather-GEMM on CPU ranks: few calls; tests/gpu makes a thousand."""
+"""The stress of overlapped ops on CPU ranks: few calls; tests/gpu makes a thousand."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
-from tests.distributed import ag_gemm_stress
-from tests.distributed.ag_gemm_stress import Load, summarise
+from tests.distributed import overlap_stress
+from tests.distributed.overlap_stress import Load, summarise
 
 LOAD = Load(
     calls=30, max_rows=37, columns=40, K=72, dtype=torch.float16, configs=8, batch=5,
     most_cycles=10_000_000,
 )  # fmt: skip
+LOADS = {op: dataclasses.replace(LOAD, op=op) for op in overlap_stress.OPS}
 WORLD_SIZES = [2, 4]
 
 
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_calls(spawn_ranks, world_size):
-    results = spawn_ranks(world_size, ag_gemm_stress.random_calls, LOAD, timeout=100)
+def test_random_calls(spawn_ranks, world_size, load):
+    results = spawn_ranks(world_size, overlap_stress.random_calls, load, timeout=100)
     assert summarise(results, LOAD.calls) == ""
 
 
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_replays(spawn_ranks, world_size):
-    results = spawn_ranks(world_size, ag_gemm_stress.random_replays, LOAD, 6, timeout=100)
+def test_random_replays(spawn_ranks, world_size, load):
+    results = spawn_ranks(world_size, overlap_stress.random_replays, load, 6, timeout=100)
     assert summarise(results, LOAD.calls) == ""
 
 
 def wrong_in_one_place() -> list[str]:
     """A result of which one value is off on rank 1."""
-    stress = ag_gemm_stress._Stress(LOAD)
+    stress = overlap_stress._Stress(LOAD)
     for number in range(LOAD.batch + 1):
-        A, B = stress.shard(3), stress.uniform(LOAD.columns, LOAD.K).T
-        C = ag_gemm_stress.all_gather_matmul(A, B)
+        A, B = stress.operands(3)
+        C = overlap_stress.all_gather_matmul(A, B)
         if number == 2 and stress.ctx.rank == 1:
             C[4, 7] += 0.5
         stress.check_later(f"call {number}", A, B, C)

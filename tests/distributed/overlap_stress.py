@@ -1,4 +1,4 @@
-"""Random AllGather-GEMM calls for as long as one likes: what every rank does, on CPUs and on GPUs.
+"""Random calls of an overlapped op: what every rank does, on CPUs and on GPUs.
 
 Whatever ranks must do alike (rows, config, order) is drawn from a generator that all seed alike;
 what makes them differ (data, and who is late, and by how much) from one of each rank's own.
@@ -15,17 +15,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia import allgather_gemm as op
+from triton_dist.kernels.nvidia import (
+    ag_gemm,
+    allgather_gemm,
+    create_ag_gemm_context,
+    create_gemm_rs_context,
+    gemm_reduce_scatter,
+    gemm_rs,
+)
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.ag_gemm_peers import is_own_algorithm
 from triton_dist.testing.assertions import count_mismatches
+from triton_dist.testing.gemm_rs_peers import summed_rows
 from triton_dist.testing.reference import all_gather_matmul
 from triton_dist.utils import init_seed
 
-TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 _CAPTURE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class StressedOp:
+    """What differs between ops."""
+
+    tuned: Any
+    module: Any
+    context: Callable[[Load], Any]
+    rows_of_a: Callable[[int], int]
+    """Rows of A from those that a rank has of what is sharded by rows."""
+    expected: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    is_own: Callable[[Any], bool]
+    way: Callable[[Any], Any]
+    """How a config transfers: each way is among those that are drawn."""
+    tolerance: dict[torch.dtype, float]
 
 
 @dataclass(frozen=True)
@@ -48,21 +70,57 @@ class Load:
     most_cycles: int = 4_000_000
     """By how much at most: 2 ms on a GPU."""
     seed: int = 0
+    op: str = "ag_gemm"
+
+
+def _ag_gemm_context(load: Load) -> Any:
+    """``columns`` are those of a rank, as K is everybody's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, N = load.max_rows * size, load.columns * size
+    return create_ag_gemm_context(rows, N, load.K, load.dtype, rank, size)
+
+
+def _gemm_rs_context(load: Load) -> Any:
+    """``columns`` are all, and K is that of a rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return create_gemm_rs_context(load.max_rows * size, load.columns, rank, size, size, load.dtype)
+
+
+OPS = {
+    "ag_gemm": StressedOp(
+        ag_gemm,
+        allgather_gemm,
+        _ag_gemm_context,
+        lambda rows: rows,
+        all_gather_matmul,
+        is_own_algorithm,
+        lambda config: config.get("method"),
+        {torch.float16: 4e-3, torch.bfloat16: 2e-2},
+    ),
+    "gemm_rs": StressedOp(
+        gemm_rs,
+        gemm_reduce_scatter,
+        _gemm_rs_context,
+        lambda rows: rows * dist.get_world_size(),
+        summed_rows,
+        lambda config: config["method"] is None,
+        lambda config: (config["fuse_scatter"], config["num_chunks"]),
+        {torch.float16: 1e-2, torch.bfloat16: 6e-2},
+    ),
+}
 
 
 class _Stress:
     """What the two kinds of stress share. Collective."""
 
     def __init__(self, load: Load) -> None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        self.load, self.device = load, current_device()
+        rank = dist.get_rank()
+        self.load, self.op, self.device = load, OPS[load.op], current_device()
         init_seed(load.seed)  # for its other half: references that accumulate in fp32
         self.shared = random.Random(load.seed)
         self.own = random.Random(1 + 1000 * load.seed + rank)
         self.values = torch.Generator(self.device.torch_device).manual_seed(1 + load.seed + rank)
-        self.ctx = create_ag_gemm_context(
-            load.max_rows * num_ranks, load.columns * num_ranks, load.K, load.dtype, rank, num_ranks
-        )
+        self.ctx = self.op.context(load)
         self.wrong: list[str] = []
         self._pending: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
@@ -70,8 +128,12 @@ class _Stress:
         values = torch.rand(rows, columns, generator=self.values, device=self.device.torch_device)
         return ((values * 2 - 1) * scale).to(self.load.dtype)
 
-    def shard(self, rows: int) -> torch.Tensor:
-        return self.uniform(rows, self.load.K, 0.1)
+    def operands(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of a call that has ``rows`` rows a rank."""
+        return self.a_of(rows), self.uniform(self.load.columns, self.load.K).T
+
+    def a_of(self, rows: int) -> torch.Tensor:
+        return self.uniform(self.op.rows_of_a(rows), self.load.K, 0.1)
 
     def be_late(self) -> None:
         """Now and then, on the stream or on the host; each rank when it likes."""
@@ -96,10 +158,10 @@ class _Stress:
         """Compare what is pending, with one look at the device for all of it."""
         if not self._pending:
             return
-        tolerance = TOLERANCE[self.load.dtype]
+        tolerance = self.op.tolerance[self.load.dtype]
         counts = torch.stack(
             [
-                count_mismatches(C, all_gather_matmul(A, B), rtol=tolerance, atol=tolerance)
+                count_mismatches(C, self.op.expected(A, B), rtol=tolerance, atol=tolerance)
                 for _, A, B, C in self._pending
             ]
         ).tolist()
@@ -125,10 +187,10 @@ def random_calls(load: Load) -> tuple[int, list[str]]:
         rows = stress.shared.randint(1, load.max_rows)
         config = stress.shared.choice(configs)
         straggler = stress.straggler()
-        A, B = stress.shard(rows), stress.uniform(load.columns, load.K).T
+        A, B = stress.operands(rows)
         given = A.clone()
         stress.be_late()
-        C = ag_gemm.fn(given, B, stress.ctx, **config, straggler_option=straggler)
+        C = stress.op.tuned.fn(given, B, stress.ctx, **config, straggler_option=straggler)
         given.fill_(float("nan"))  # the caller may do so as soon as the call returned
         stress.check_later(f"call {number}, {rows} rows a rank, {config}", A, B, C)
     return stress.finish()
@@ -147,7 +209,7 @@ def random_replays(load: Load, graphs: int) -> tuple[int, list[str]]:
     ]
     for number in range(load.calls):
         each = stress.shared.choice(captures)
-        A = stress.shard(each.A.shape[0])
+        A = stress.a_of(each.rows)
         each.A.copy_(A)
         stress.be_late()
         each.replay()
@@ -161,40 +223,42 @@ class _Capture:
     """A captured call, with the operands that it reads and the output that it writes."""
 
     def __init__(self, stress: _Stress, rows: int, config: dict[str, Any]) -> None:
-        self.what = f"{rows} rows a rank, {config}"
-        self.A, self.B = stress.shard(rows), stress.uniform(stress.load.columns, stress.load.K).T
+        self.what, self.rows = f"{rows} rows a rank, {config}", rows
+        self.A, self.B = stress.operands(rows)
         self.latest: dict[str, torch.Tensor] = {}
         self.replay: Callable[[], object] = stress.device.capture(
-            lambda: self.latest.update(C=ag_gemm.fn(self.A, self.B, stress.ctx, **config)),
+            lambda: self.latest.update(C=stress.op.tuned.fn(self.A, self.B, stress.ctx, **config)),
             _CAPTURE_SECONDS,
         )
 
 
 def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
-    """Configs of own algorithms that compile on every rank; every method, then at random."""
-    load, ctx = stress.load, stress.ctx
-    A, B = stress.shard(load.max_rows), stress.uniform(load.columns, load.K).T
+    """Configs of own algorithms that compile on every rank; every way, then at random."""
+    load, ctx, op = stress.load, stress.ctx, stress.op
+    A, B = stress.operands(load.max_rows)
     own = [
         config
-        for config in ag_gemm.config_space
-        if is_own_algorithm(config) and op.prune_fn(config, A, B, ctx)
+        for config in op.tuned.config_space
+        if op.is_own(config) and op.module.prune_fn(config, A, B, ctx)
     ]
     stress.shared.shuffle(own)
-    by_method = {config.get("method"): config for config in own}
-    ordered = list(dict.fromkeys([*by_method.values(), *own]))
+    ways = {op.way(config): config for config in own}
+    ordered = list(dict.fromkeys([*ways.values(), *own]))
     drawn: list[dict[str, Any]] = []
     for config in ordered:
-        if len(drawn) == max(load.configs, len(by_method)):
+        if len(drawn) == max(load.configs, len(ways)):
             break
-        if group_for().all_agree("config compiles", _compiles(A, B, ctx, config.arguments())):
+        if group_for().all_agree("config compiles", _compiles(op, A, B, ctx, config.arguments())):
             drawn.append(config.arguments())
     assert drawn, "no config of an own algorithm can be compiled here"
     return drawn
 
 
-def _compiles(A: torch.Tensor, B: torch.Tensor, ctx: Any, arguments: dict[str, Any]) -> bool:
+def _compiles(
+    op: StressedOp, A: torch.Tensor, B: torch.Tensor, ctx: Any, arguments: dict[str, Any]
+) -> bool:
     try:
-        op._prepare(A, B, ctx, **arguments)
+        op.module._prepare(A, B, ctx, **arguments)
     except Exception:  # too much shared memory, say: the tuner would leave it out, too
         return False
     return True

@@ -1,4 +1,4 @@
-"""A thousand random AllGather-GEMM calls, eager and by CUDA graphs: none wrong, none that hangs.
+"""A thousand random calls of each overlapped op, eager and in graphs: none wrong, none that hangs.
 
 Rows, configs, stragglers and data change from call to call; calls of a batch follow one another
 with nothing in between. Ranks that hang are ended by ``spawn_ranks``, with their stacks.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed import ag_gemm_stress
-from tests.distributed.ag_gemm_stress import Load, summarise
+from tests.distributed import overlap_stress
+from tests.distributed.overlap_stress import Load, summarise
 from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -19,6 +19,8 @@ LOADS = {
     "bfloat16": Load(CALLS, 1024, 1024, 2048, torch.bfloat16, configs=16),
     # Odd sizes: no descriptor can read these, and shards are of a few rows.
     "float16, odd": Load(CALLS, 61, 333, 515, torch.float16, configs=12, seed=1),
+    "gemm_rs": Load(CALLS, 512, 2048, 1024, torch.bfloat16, configs=16, op="gemm_rs"),
+    "gemm_rs, odd": Load(CALLS, 61, 333, 515, torch.float16, configs=8, seed=1, op="gemm_rs"),
 }
 
 
@@ -31,13 +33,13 @@ def num_ranks(request):
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_a_thousand_calls(num_ranks, load):
-    results = spawn_ranks(num_ranks, ag_gemm_stress.random_calls, load, device="cuda", timeout=500)
+    results = spawn_ranks(num_ranks, overlap_stress.random_calls, load, device="cuda", timeout=500)
     assert summarise(results, CALLS) == ""
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_a_thousand_replays(num_ranks, load):
     results = spawn_ranks(
-        num_ranks, ag_gemm_stress.random_replays, load, 24, device="cuda", timeout=500
+        num_ranks, overlap_stress.random_replays, load, 24, device="cuda", timeout=500
     )
     assert summarise(results, CALLS) == ""
