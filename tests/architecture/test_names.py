@@ -35,6 +35,15 @@ NAMES = {
         "create_ag_gemm_context",
         "gemm_rs",
         "create_gemm_rs_context",
+        "all_reduce",
+        "create_allreduce_ctx",
+    ],
+    "triton_dist.kernels.nvidia.allreduce": [
+        "AllReduceMethod",
+        "all_reduce",
+        "create_allreduce_ctx",
+        "get_allreduce_methods",
+        "to_allreduce_method",
     ],
     "triton_dist.kernels.nvidia.allgather_gemm": [
         "AllGatherGEMMTensorParallelContext",

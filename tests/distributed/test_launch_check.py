@@ -102,6 +102,35 @@ def test_gemm_rs_shows_the_peers_and_the_limit(launch):
         assert f"\n{row} " in table
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--simulate_straggler",),
+        ("--no-autotune", "--dtype", "fp32", "--alignment", "1", "--iters", "1"),
+        ("--no-autotune", "--method", "two_shot", "--dtype", "fp16", "--debug", "--iters", "1"),
+        ("--method", "collective", "--iters", "1", "--seed", "3"),
+    ],
+)
+def test_allreduce_stress(launch, options):
+    run = launch("test_allreduce.py", "--stress", "--verify_shapes", "3", *options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "✅ check passed: 2 ranks, cpu" in run.stdout
+
+
+def test_allreduce_and_all_gather_beside_the_library(launch):
+    few = ("--no-autotune", "--iters", "2", "--warmup_iters", "0")
+    run = launch("test_allreduce.py", "--max_nbytes", "262144", *few)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert [line.split()[0] for line in run.stdout.splitlines() if "the default" in line] == [
+        "128",
+        "512",
+    ]
+    run = launch("test_all_gather.py", "--max_nbytes", "1048576", *few)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "✅ check passed: 2 ranks, cpu" in run.stdout
+    assert "2048 bytes:" in run.stdout
+
+
 FAILING = """
 import os, sys
 from triton_dist.utils import finalize_distributed, initialize_distributed

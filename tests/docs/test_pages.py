@@ -27,6 +27,9 @@ PUBLIC_MODULES = [
     "triton_dist.kernels.nvidia",
     "triton_dist.kernels.nvidia.allgather_gemm",
     "triton_dist.kernels.nvidia.gemm_reduce_scatter",
+    "triton_dist.kernels.nvidia.allreduce",
+    "triton_dist.kernels.nvidia.reduce_scatter_op",
+    "triton_dist.kernels.nvidia.all_gather_op",
     "triton_dist.testing",
     "triton_dist.test.utils",
 ]

@@ -1,5 +1,11 @@
 """Ops for NVIDIA GPUs; the same sources run interpreted on CPU ranks."""
 
+from triton_dist.kernels.nvidia.all_gather_op import (
+    AllGatherContext,
+    GatherMethod,
+    all_gather,
+    create_all_gather_ctx,
+)
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
     AllGatherGEMMTensorParallelContext,
@@ -8,24 +14,52 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     gemm_non_persistent,
     gemm_persistent,
 )
+from triton_dist.kernels.nvidia.allreduce import (
+    AllReduceContext,
+    AllReduceMethod,
+    all_reduce,
+    create_allreduce_ctx,
+    get_allreduce_methods,
+    to_allreduce_method,
+)
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
     GEMMReduceScatterTensorParallelContext,
     create_gemm_rs_context,
     gemm_rs,
 )
+from triton_dist.kernels.nvidia.reduce_scatter_op import (
+    ReduceScatterContext,
+    ReduceScatterMethod,
+    create_reduce_scatter_ctx,
+    reduce_scatter,
+)
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 
 __all__ = [
+    "AllGatherContext",
     "AllGatherGEMMTensorParallelContext",
     "AllGatherMethod",
+    "AllReduceContext",
+    "AllReduceMethod",
     "GEMMReduceScatterTensorParallelContext",
+    "GatherMethod",
+    "ReduceScatterContext",
+    "ReduceScatterMethod",
     "VendorMethod",
     "ag_gemm",
+    "all_gather",
+    "all_reduce",
     "create_ag_gemm_context",
+    "create_all_gather_ctx",
+    "create_allreduce_ctx",
     "create_gemm_rs_context",
+    "create_reduce_scatter_ctx",
     "gemm_non_persistent",
     "gemm_persistent",
     "gemm_rs",
+    "get_allreduce_methods",
     "matmul",
+    "reduce_scatter",
+    "to_allreduce_method",
 ]

@@ -32,10 +32,17 @@ def reduce_scatter(product: torch.Tensor, group: dist.ProcessGroup | None) -> to
     """This rank's rows of the sum over all ranks of ``product`` [M, N]: [M / world size, N]."""
     rows = product.shape[0] // dist.get_world_size(group)
     out = product.new_empty((rows, product.shape[1]))
+    reduce_scatter_into(out, product, group)
+    return out
+
+
+def reduce_scatter_into(
+    out: torch.Tensor, addend: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """The same into ``out`` [n, …], of ``addend`` [world size * n, …]."""
     # torch 2.13 gave the collective a new name and deprecates the old one.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, product, group=group)
-    return out
+    scatter(out, addend, group=group)
 
 
 def fused_matmul_reduce_scatter(

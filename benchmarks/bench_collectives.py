@@ -1,0 +1,191 @@
+"""All-reduce, reduce-scatter and all-gather beside the library's, eager and in CUDA graphs.
+
+    bash scripts/launch.sh benchmarks/bench_collectives.py --json collectives.json
+    bash scripts/launch.sh benchmarks/bench_collectives.py --ops all_reduce --sizes 16K,64K,1M
+    python benchmarks/bench_collectives.py --from-json collectives.json
+
+For each size the op is tuned, or its cached config used. Then the winner, the best config of each
+way by the tuning record, the library's collective and, for all-reduce, torch's own over symmetric
+memory are each checked against a sum in fp32 and timed: interleaved, ranks lined up, cold L2, the
+slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
+may differ too. Sizes are of the whole: the result of an all-gather, the input of the others. On CPU
+ranks they are divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from overlap.collective import OPS, open_collective
+from overlap.measuring import MODES, Row, measure
+from overlap.results import environment, software
+from overlap.table import console
+from overlap.workload import TUNED, TUNED_AGAIN
+from rich.table import Table
+
+from triton_dist.runtime.device import current_device
+from triton_dist.test.utils import dtype_named
+from triton_dist.testing.collective_peers import IN_PLACE, LIBRARY
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+_CPU_SCALE = 1024
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_SIZES = "16K,32K,64K,128K,256K,512K,1M,2M,4M,8M,16M,32M,64M,128M,256M"
+Tree = dict[str, Any]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """``16K,1M``, for argparse."""
+    found = [re.fullmatch(r"(\d+)([KM]?)", each) for each in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 16K,1M")
+    return [int(each[1]) * _UNITS[each[2]] for each in found if each]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", default=",".join(OPS), help="some of: %(default)s")
+    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes(_SIZES), help="16K,1M,…")
+    parser.add_argument(
+        "--scale", type=int, help="divide every size; default: 1, on CPU ranks 1024"
+    )
+    parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
+    parser.add_argument("--best", type=int, default=1, help="configs of each way, by the record")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
+    parser.add_argument("--limit", type=int, default=300, help="seconds for a size, tuning too")
+    parser.add_argument("--json", type=Path, help="file for the results; rewritten at each size")
+    parser.add_argument("--from-json", type=Path, help="measure nothing: show this file")
+    options = parser.parse_args(arguments)
+    for name, known in (("ops", OPS), ("mode", MODES)):
+        unknown = set((getattr(options, name) or "eager").split(",")) - {*known, "eager"}
+        if unknown:
+            parser.error(f"--{name} {unknown.pop()!r}, expected some of {', '.join(known)}")
+    return options
+
+
+def run(options: argparse.Namespace) -> Tree:
+    """Measure every op and size; collective. Rank 0 shows and writes what there is after each."""
+    modes = (options.mode or ("eager,graph" if is_cuda() else "eager")).split(",")
+    rounds = options.rounds or (25 if is_cuda() else 3)
+    scale = options.scale or (1 if is_cuda() else _CPU_SCALE)
+    result: Tree = {
+        "benchmark": "collectives",
+        "dtype": options.dtype,
+        "rounds": rounds,
+        "command": sys.argv,
+        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {**current_device().facts(), "ranks": str(dist.get_world_size())},
+        "software": software(),
+        "environment": environment(),
+        "sizes": [],
+    }
+    for op in options.ops.split(","):
+        for nbytes in dict.fromkeys(max(1, size // scale) for size in options.sizes):
+            faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end
+            begin = time.perf_counter()
+            with open_collective(op, nbytes, dtype_named(options.dtype), options.best) as work:
+                rows, failures = measure(work, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
+                took = time.perf_counter() - begin
+                tree = {
+                    "op": op, "bytes": nbytes, "tuning": work.note, "seconds": round(took, 2),
+                    "rows": [_row_tree(row) for row in rows], "failures": failures,
+                }  # fmt: skip
+                del rows
+            faulthandler.cancel_dump_traceback_later()
+            result["sizes"].append(tree)
+            if dist.get_rank() == 0:
+                print(f"{op} {nbytes}: {took:.1f} s, {work.note} {failures or ''}", flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _row_tree(row: Row) -> Tree:
+    return {
+        "name": row.name,
+        "kind": row.candidate.kind,
+        "mode": row.mode,
+        "config": row.candidate.config,
+        "median": row.samples.median,
+        "p10": row.samples.quantile(0.1),
+        "p90": row.samples.quantile(0.9),
+        "milliseconds": list(row.samples.milliseconds),
+    }
+
+
+def show(result: Tree) -> None:
+    """A table for each op and mode: a line a size, microseconds."""
+    cases = {(tree["op"], row["mode"]) for tree in result["sizes"] for row in tree["rows"]}
+    for op, mode in sorted(cases):
+        trees = [tree for tree in result["sizes"] if tree["op"] == op]
+        names = list(
+            dict.fromkeys(
+                row["name"]
+                for tree in trees
+                for row in tree["rows"]
+                if row["mode"] == mode and row["name"] not in (TUNED, TUNED_AGAIN)
+            )
+        )
+        hardware = result["hardware"]
+        table = Table(
+            title=f"{op}, {mode}, {result['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}: "
+            f"us, slowest rank, medians of {result['rounds']} interleaved rounds",
+            title_justify="left",
+        )
+        for name in ("bytes", TUNED, "A/A", "x library", "x best peer", *names):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("winner", overflow="fold")
+        for tree in trees:
+            table.add_row(*_cells(tree, mode, names))
+        console().print(table)
+
+
+def _cells(tree: Tree, mode: str, names: Sequence[str]) -> list[str]:
+    rows = {row["name"]: row for row in tree["rows"] if row["mode"] == mode}
+    times = {name: row["median"] * 1e3 for name, row in rows.items()}
+    tuned = times.get(TUNED)
+    peers = [times[name] for name, row in rows.items() if row["kind"] == "peer"]
+    libraries = [times[name] for name in (LIBRARY, IN_PLACE) if name in times]
+
+    def shown(time: float | None) -> str:
+        return "" if time is None else f"{time:.1f}"
+
+    def over(others: Sequence[float]) -> str:
+        return f"{min(others) / tuned:.2f}" if tuned and others else ""
+
+    again = times.get(TUNED_AGAIN)
+    band = f"{abs(tuned / again - 1):.1%}" if tuned and again else ""
+    config = re.sub(r"\w+Method\.|[{}']", "", rows[TUNED]["config"]) if TUNED in rows else "failed"
+    return [
+        str(tree["bytes"]), shown(tuned), band, over(libraries), over(peers),
+        *(shown(times.get(name)) for name in names), config,
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    if options.from_json is not None:
+        show(json.loads(options.from_json.read_text(encoding="utf-8")))
+        return
+    initialize_distributed()
+    result = run(options)
+    if dist.get_rank() == 0:
+        show(result)
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

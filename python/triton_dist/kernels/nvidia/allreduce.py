@@ -1,0 +1,246 @@
+"""All-reduce: the sum of a tensor over all ranks, on every rank.
+
+Ways
+    one shot    every rank sends all of x to all, and adds: one crossing of the link. For few bytes.
+    two shot    every rank gets the parts of its shard, adds, and sends the sum to all: two
+                crossings, but 2 (W - 1) / W of the bytes instead of W - 1. For many.
+    collective  the group's own: NCCL, gloo on CPU ranks.
+    Both ours are one launch, without a barrier, and store to peers instead of reading from them: a
+    store needs no answer. ``kernels/common/exchange.py`` says why that is right.
+
+Numerics
+    Parts travel as they are and are added in fp32 in the order of ranks; the sum is rounded once.
+    So every rank has the same bits, and the same inputs give the same bits, whoever is late and
+    whichever of our ways is taken. A collective adds as its library does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist import tune
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.exchange_kernels import (
+    kernel_all_reduce_one_shot,
+    kernel_all_reduce_two_shot,
+)
+from triton_dist.kernels.nvidia import collective_context
+from triton_dist.kernels.nvidia.allreduce_context import (
+    ONE_SHOT_BYTES,
+    TWO_SHOT_FROM,
+    AllReduceContext,
+    AllReduceMethod,
+    create_allreduce_ctx,
+    get_allreduce_methods,
+    to_allreduce_method,
+)
+from triton_dist.kernels.nvidia.exchange import (
+    DEFAULT_SHAPE,
+    LARGE_SHAPES,
+    SMALL_SHAPES,
+    VECTOR_ELEMENTS,
+    Exchange,
+    Shape,
+    is_worth_trying,
+    shape_of,
+    shard_elements,
+    tunables_of,
+)
+from triton_dist.runtime import waits
+from triton_dist.runtime.device import current_device
+
+__all__ = [
+    "AllReduceContext",
+    "AllReduceMethod",
+    "all_reduce",
+    "create_allreduce_ctx",
+    "get_allreduce_methods",
+    "to_allreduce_method",
+]
+
+
+def _check(
+    x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None, method: object
+) -> None:
+    device = ctx.buffer.device.torch_device
+    collective_context.check_tensor("all_reduce", "x", x, device)
+    if output is not None:
+        collective_context.check_output("all_reduce", output, x, x.numel(), device)
+    if method is not None and not isinstance(method, AllReduceMethod):
+        raise InvalidArgument("all_reduce", "method", method, "an AllReduceMethod, or None")
+
+
+def key_fn(
+    x: torch.Tensor,
+    ctx: AllReduceContext,
+    output: torch.Tensor | None = None,
+    method: AllReduceMethod | None = None,
+    *_: Any,
+    **__: Any,
+) -> Any:
+    """What a tuning is for. Elements count in buckets, whether vectors fit, and whether the sum
+    replaces x, of which a library need not make a copy then."""
+    _check(x, ctx, output, method)
+    vectors = x.numel() % VECTOR_ELEMENTS == 0 and x.data_ptr() % 16 == 0
+    in_place = output is not None and output.data_ptr() == x.data_ptr()
+    return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, method, in_place
+
+
+def prune_fn(
+    config: Mapping[str, Any],
+    x: torch.Tensor,
+    ctx: AllReduceContext,
+    output: torch.Tensor | None = None,
+    method: AllReduceMethod | None = None,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    algorithm = config["algorithm"]
+    if ctx.num_ranks == 1:
+        return algorithm is AllReduceMethod.ONE_SHOT
+    if algorithm is None or (method is not None and algorithm is not method):
+        return False
+    if algorithm is AllReduceMethod.COLLECTIVE:
+        # CPU ranks are there to run our kernels.
+        return method is algorithm or current_device().name == "cuda"
+    nbytes = x.nbytes
+    if algorithm is AllReduceMethod.TWO_SHOT:
+        nbytes = -(-nbytes // ctx.num_ranks)
+    elif method is None and nbytes > ONE_SHOT_BYTES:
+        return False
+    return is_worth_trying(_shape(config), nbytes)
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    return Shape(config["num_ctas"], config["block_bytes"], config["num_pieces"])
+
+
+def config_space() -> list[dict[str, Any]]:
+    """The default, which goes by size; then every way with its shapes, then what torch brings."""
+    space = [_config(None, DEFAULT_SHAPE)]
+    space += [_config(AllReduceMethod.ONE_SHOT, shape) for shape in SMALL_SHAPES]
+    space += [_config(AllReduceMethod.TWO_SHOT, shape) for shape in SMALL_SHAPES + LARGE_SHAPES]
+    return [*space, _config(AllReduceMethod.COLLECTIVE, None)]
+
+
+def _config(algorithm: AllReduceMethod | None, shape: Shape | None) -> dict[str, Any]:
+    return {"algorithm": algorithm, **tunables_of(shape)}
+
+
+def _prepare(
+    x: torch.Tensor,
+    ctx: AllReduceContext,
+    output: torch.Tensor | None = None,
+    method: AllReduceMethod | None = None,
+    straggler_option: tuple[int, int] | None = None,
+    algorithm: AllReduceMethod | None = None,
+    num_ctas: int | None = None,
+    block_bytes: int | None = None,
+    num_pieces: int | None = None,
+) -> None:
+    """Compile a candidate's kernel without launching anything; of several launches, the first."""
+    chosen = algorithm or method or _default_method(x.nbytes)
+    if chosen is AllReduceMethod.COLLECTIVE or ctx.num_ranks == 1:
+        return
+    shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces)
+    total = min(x.numel(), ctx.piece_elements(chosen, x.element_size()))
+    out = torch.empty_like(x) if output is None else output
+    ctx.buffer.launch(_exchange(chosen, total, ctx, shape), x, out).compile()
+
+
+def _recover(x: torch.Tensor, ctx: AllReduceContext, *_: Any, **__: Any) -> None:
+    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
+    ctx.reset()
+
+
+@tune.autotune(
+    config_space=config_space,
+    key_fn=key_fn,
+    prune_fn=prune_fn,
+    prepare_fn=_prepare,
+    recover_fn=_recover,
+    agree_fn=lambda x, *_, **__: f"x of {x.numel()} elements",
+    version="1",  # another one when results that are shipped (records/) should not be used any more
+)
+def all_reduce(
+    x: torch.Tensor,
+    ctx: AllReduceContext,
+    output: torch.Tensor | None = None,
+    method: AllReduceMethod | None = None,
+    straggler_option: tuple[int, int] | None = None,
+    algorithm: AllReduceMethod | None = None,
+    num_ctas: int | None = None,
+    block_bytes: int | None = None,
+    num_pieces: int | None = None,
+) -> torch.Tensor:
+    """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
+    shape.
+
+    fp32 accumulation in the order of ranks, rounded once: the same bits on every rank and at every
+    call (see the module).
+
+    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
+    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
+    follow one another, whatever streams they are made on.
+
+    Args:
+        x: fp16, bf16 or fp32, contiguous, of any shape. 16 bytes move at a time where it begins on
+            16 bytes and has a multiple of 16 elements.
+        ctx: from ``create_allreduce_ctx``.
+        output: where the sum goes, contiguous; may be x itself.
+        method: the one to use; default: the tuned one, or without tuning one by size.
+        straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
+        algorithm: the method (tuned).
+        num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
+        num_pieces: in how many pieces a program's share travels, in two shots (tuned).
+
+    Raises:
+        InvalidArgument, ContextFinalized: before anything is launched.
+    """
+    _check(x, ctx, output, method)
+    if method is not None and algorithm is not None and method is not algorithm:
+        raise InvalidArgument("all_reduce", "algorithm", algorithm, f"the method, {method}")
+    chosen = algorithm or method or _default_method(x.nbytes)
+    x = x.detach()
+    in_place = output is not None and output.data_ptr() == x.data_ptr()
+    # A candidate that is tried must leave x as it is, for the next one and for the call itself.
+    spares_x = in_place and waits.limit_seconds() is not None
+    sums = torch.empty_like(x) if output is None or spares_x else output
+    ctx.sleep(straggler_option)
+    if ctx.num_ranks == 1 or chosen is AllReduceMethod.COLLECTIVE:
+        target = sums.detach()
+        if not in_place:
+            target.view(-1).copy_(x.view(-1))
+        if ctx.num_ranks > 1:
+            dist.all_reduce(target, group=ctx.group)
+        return sums
+    shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces)
+    flat, flat_sums = x.view(-1), sums.detach().view(-1)
+    step = ctx.piece_elements(chosen, x.element_size())
+    for first in range(0, x.numel(), step):
+        piece, piece_sums = flat[first : first + step], flat_sums[first : first + step]
+        ctx.buffer.run(_exchange(chosen, piece.numel(), ctx, shape), piece, piece_sums)
+    return sums
+
+
+def _default_method(nbytes: int) -> AllReduceMethod:
+    return AllReduceMethod.ONE_SHOT if nbytes < TWO_SHOT_FROM else AllReduceMethod.TWO_SHOT
+
+
+def _shape_of(
+    method: AllReduceMethod, num_ctas: int | None, block_bytes: int | None, num_pieces: int | None
+) -> Shape:
+    pieces = num_pieces if method is AllReduceMethod.TWO_SHOT else 1
+    return shape_of(num_ctas, block_bytes, pieces)
+
+
+def _exchange(method: AllReduceMethod, total: int, ctx: AllReduceContext, shape: Shape) -> Exchange:
+    """One launch, for ``total`` elements."""
+    if method is AllReduceMethod.ONE_SHOT:
+        return Exchange(kernel_all_reduce_one_shot, total, total, shape)
+    elements = shard_elements(-(-total // ctx.num_ranks))
+    return Exchange(kernel_all_reduce_two_shot, elements, total, shape, phases=2)

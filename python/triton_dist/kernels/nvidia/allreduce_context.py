@@ -1,0 +1,101 @@
+"""What all-reduce keeps between calls, and its ways by name."""
+
+from __future__ import annotations
+
+import enum
+
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia import collective_context
+from triton_dist.kernels.nvidia.exchange import VECTOR_ELEMENTS
+
+ONE_SHOT_BYTES = 4 << 20  # of one launch: each rank has W of them in a slot, for little use
+# From what size on two shots are the default; which one is faster, tuning finds out.
+TWO_SHOT_FROM = 256 << 10
+
+
+class AllReduceMethod(enum.Enum):
+    """How the sum is come by."""
+
+    ONE_SHOT = "one_shot"
+    """Everything to everybody, who all add everything. In one launch up to 4 MB."""
+    TWO_SHOT = "two_shot"
+    """Every rank adds a shard and sends it to all."""
+    COLLECTIVE = "collective"
+    """The group's all-reduce: NCCL, gloo on CPU ranks."""
+    # Names that scripts use.
+    OneShot = "one_shot"  # noqa: PIE796
+    TwoShot = "two_shot"  # noqa: PIE796
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def get_allreduce_methods() -> list[str]:
+    """Names that ``to_allreduce_method`` takes."""
+    return [method.value for method in AllReduceMethod]
+
+
+def to_allreduce_method(name: str) -> AllReduceMethod:
+    """``"one_shot"`` to ``AllReduceMethod.ONE_SHOT``, for command lines.
+
+    Raises:
+        InvalidArgument: there is no such method here.
+    """
+    if name not in get_allreduce_methods():
+        expected = ", ".join(get_allreduce_methods())
+        raise InvalidArgument("to_allreduce_method", "name", name, f"one of {expected}")
+    return AllReduceMethod(name)
+
+
+class AllReduceContext(collective_context.CollectiveContext):
+    """Symmetric memory for all-reduces, of any dtype. A context manager."""
+
+    name = "all_reduce"
+
+    @classmethod
+    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        """Both ways share it: parts of up to a few MB from each rank; or parts of a shard, then
+        sums of all shards."""
+        one_shot = collective_context.shard_bytes(min(workspace_nbytes, ONE_SHOT_BYTES), 1)
+        two_shot = 2 * collective_context.shard_bytes(workspace_nbytes, num_ranks)
+        return num_ranks * max(one_shot, two_shot)
+
+    def piece_elements(self, method: AllReduceMethod, item_bytes: int) -> int:
+        """Elements of ``item_bytes`` that one launch can sum."""
+        nbytes = self.workspace_nbytes
+        if method is AllReduceMethod.ONE_SHOT:
+            nbytes = min(nbytes, ONE_SHOT_BYTES)
+        most = nbytes // item_bytes
+        return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
+
+
+def create_allreduce_ctx(
+    workspace_nbytes: int,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> AllReduceContext:
+    """Allocate what ``all_reduce`` needs. Collective over ``group`` (default: the world, else this
+    process).
+
+    Takes about four times ``workspace_nbytes`` on each rank, or twice ``world_size`` times up to 4
+    MB of it, whichever is more.
+
+    Args:
+        workspace_nbytes: the largest tensor that one launch sums; larger ones take several.
+        rank, world_size: this rank in the group, and the group's size.
+        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+    return collective_context.create(
+        AllReduceContext, "create_allreduce_ctx", workspace_nbytes, rank, world_size,
+        local_world_size, group,
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""Symmetric memory of the plain collectives, and their launches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.errors import InvalidArgument, WaitTimeout
+from triton_dist.kernels.common import exchange
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.runtime import symmetric, waits
+from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+
+MAX_CTAS: int = exchange.MAX_CTAS.value
+MAX_PIECES: int = exchange.MAX_PIECES.value
+_SHARD_ALIGNMENT: int = exchange.SHARD_ALIGNMENT.value
+_PHASES = 2
+_LINE = 32  # int32 in a cache line
+_VECTOR_BYTES = 16
+# Triton compiles kernels of whole vectors for sizes that are multiples of this.
+VECTOR_ELEMENTS = 16
+_MOST_POLLS, _GAVE_UP = 0, 1
+# Beside the waits themselves, the longest that a call's kernel takes, compiling not counted.
+_LAUNCH_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a launch is laid out.
+
+    num_ctas: programs, at most ``MAX_CTAS``. block_bytes: what a program moves at a time, a power
+    of two from 512 on. num_pieces: in how many pieces its share travels, at most ``MAX_PIECES``.
+    """
+
+    num_ctas: int
+    block_bytes: int
+    num_pieces: int = 1
+
+    @property
+    def num_warps(self) -> int:
+        """A vector of 16 bytes for each thread, up to 16 warps; then several."""
+        return max(1, min(16, self.block_bytes // (32 * _VECTOR_BYTES)))
+
+
+DEFAULT_SHAPE = Shape(32, 8192)
+SMALL_SHAPES = (
+    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64)),
+    *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
+)
+"""For few bytes: what counts is how soon the last program is done."""
+LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pieces in (1, 4, 8))
+"""For many: what counts is how many bytes are under way."""
+
+
+PUSHED_FROM = 1 << 20
+"""Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
+
+
+def tunables_of(shape: Shape | None) -> dict[str, int | None]:
+    """A shape as tunables of an op; ``None``: of what has no shape."""
+    return {
+        name: None if shape is None else getattr(shape, name)
+        for name in ("num_ctas", "block_bytes", "num_pieces")
+    }
+
+
+@functools.cache
+def shape_of(num_ctas: int | None, block_bytes: int | None, num_pieces: int | None) -> Shape:
+    """The other way round; what is ``None`` takes its default.
+
+    Raises:
+        InvalidArgument: a number that no launch can have.
+    """
+    asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_pieces": num_pieces}
+    shape = replace(DEFAULT_SHAPE, **{name: n for name, n in asked.items() if n is not None})
+    if not 1 <= shape.num_ctas <= MAX_CTAS:
+        raise InvalidArgument("shape_of", "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
+    if shape.block_bytes < 512 or shape.block_bytes & (shape.block_bytes - 1):
+        expected = "a power of two from 512 on"
+        raise InvalidArgument("shape_of", "block_bytes", shape.block_bytes, expected)
+    if not 1 <= shape.num_pieces <= MAX_PIECES:
+        raise InvalidArgument("shape_of", "num_pieces", shape.num_pieces, f"1 to {MAX_PIECES}")
+    return shape
+
+
+def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
+    """Whether a shard of so many bytes has a block for each program and piece. The smallest shape
+    always is: something has to be left."""
+    blocks = -(-shard_bytes // shape.block_bytes)
+    return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One launch of a kernel of ``exchange_kernels.py``: shards of ``elements`` elements, ``total``
+    in all. phases: how often a program waits for what peers send in a piece."""
+
+    kernel: Any
+    elements: int
+    total: int
+    shape: Shape
+    phases: int = 1
+
+
+def shard_elements(elements: int) -> int:
+    """What a shard of ``elements`` elements takes in a slot."""
+    return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
+
+
+class ExchangeBuffer:
+    """Two slots of ``slot_bytes`` bytes that peers write to, and the flags of the exchanges that
+    use them (``kernels/common/exchange.py``). Creation is collective.
+
+    Args:
+        name: says in errors whose memory it is.
+    """
+
+    def __init__(self, slot_bytes: int, group: dist.ProcessGroup | None, name: str) -> None:
+        self._ranks = group_for(group)
+        self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        self.device = current_device()
+        self._name = name
+        unit = 4 * _SHARD_ALIGNMENT  # a slot holds whole shards of every dtype
+        self.slot_bytes = -(-slot_bytes // unit) * unit
+        self.memory = symmetric.allocate(
+            name,
+            {
+                "slots": ((2 * self.slot_bytes,), torch.uint8),
+                "arrivals": ((_PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
+                "calls": ((_LINE,), torch.int64),
+                "guard": ((_LINE,), torch.int32),
+            },
+            group,
+        )
+        # In one cache line: a program that has looked up where its flags go has both.
+        self._tables = torch.cat(
+            [self.memory[region].pointers for region in ("slots", "arrivals")]
+        ).split(self.num_ranks)
+        self._launcher = Launcher()
+        self._most_polls = 0
+        self._last: Exchange | None = None
+
+    def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        """The launch of an exchange; x and out contiguous."""
+        slots, arrivals = self.memory["slots"], self.memory["arrivals"]
+        slots_table, arrivals_table = self._tables
+        arguments = (
+            x, out, slots.local.view(x.dtype), slots_table, arrivals.local, arrivals_table,
+            self.memory["calls"].local, self.memory["guard"].local,
+            self.slot_bytes // x.element_size(), shard_elements(exchange.elements),
+            exchange.elements, exchange.total, self.rank,
+        )  # fmt: skip
+        options = {
+            "NUM_RANKS": self.num_ranks,
+            "LANES": triton.next_power_of_2(self.num_ranks),
+            "BLOCK": exchange.shape.block_bytes // x.element_size(),
+            "NUM_PIECES": exchange.shape.num_pieces,
+            "num_warps": exchange.shape.num_warps,
+        }
+        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+
+    def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch an exchange; every rank launches the same.
+
+        Raises:
+            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
+                settles such things later.
+        """
+        most_polls = waits.limit_polls()
+        if most_polls != self._most_polls:
+            guard = self.memory["guard"].local
+            if not self._most_polls:
+                guard[_GAVE_UP] = 0  # in trials before these, after which nobody looked
+            guard[_MOST_POLLS] = most_polls
+            self._most_polls = most_polls
+        addresses = (x.data_ptr(), out.data_ptr())
+        # Triton compiles another kernel for pointers that are no multiples of 16 bytes.
+        misaligned = tuple(address % _VECTOR_BYTES for address in addresses)
+        self._last = exchange
+        self._launcher.run(
+            (exchange, x.dtype, misaligned),
+            lambda: self.launch(exchange, x, out),
+            addresses,
+            ("x_ptr", "out_ptr"),
+        )
+        if most_polls:
+            self._see_to_waits()
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.device.synchronize(waits.limit_seconds())
+        self._ranks.barrier(f"no rank uses the memory of {self._name}")
+        for region in ("arrivals", "calls", "guard"):
+            self.memory[region].local.zero_()
+        self._most_polls = 0
+        self.device.synchronize()
+        self._ranks.barrier(f"the flags of {self._name} are reset")
+
+    def barrier(self, phase: str) -> None:
+        """Wait on the host until every rank has come here; ``phase`` for errors."""
+        self._ranks.barrier(phase)
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        self._last = None
+        self.memory.free()
+
+    def _see_to_waits(self) -> None:
+        """Leave it to the tuner to look whether a wait gave up, or look now if nobody will."""
+        if waits.leave(self._gave_up) or self.device.is_capturing():
+            return
+        limit = waits.limit_seconds() or 0.0
+        self.device.synchronize(_PHASES * limit + _LAUNCH_SECONDS)
+        overdue = self._gave_up()
+        if overdue is not None:
+            raise overdue
+
+    def _gave_up(self) -> WaitTimeout | None:
+        """Once the device is done: the error of the last call, if a wait gave up."""
+        if self._last is None:  # never used, or freed
+            return None
+        guard = self.memory["guard"].local
+        if not int(guard[_GAVE_UP]):
+            return None
+        guard[_GAVE_UP] = 0
+        flag, expected, seen = self._overdue(self._last)
+        return WaitTimeout(
+            rank=self.rank,
+            program="a kernel of a collective",
+            flag=flag,
+            expected=expected,
+            seen=seen,
+            seconds=waits.limit_seconds() or 0.0,
+        )
+
+    def _overdue(self, last: Exchange) -> tuple[str, int, int]:
+        """The first flag that the last call waited for in vain: its name, what it had to reach, and
+        its value."""
+        epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
+        expected = epoch * MAX_PIECES + last.shape.num_pieces
+        flags = self.memory["arrivals"].local
+        seen = flags.view(_PHASES, MAX_CTAS, self.num_ranks)[: last.phases, : last.shape.num_ctas]
+        late = seen < expected
+        late[..., self.rank] = False
+        found = late.nonzero()
+        if not len(found):
+            return "which has arrived since", expected, expected
+        phase, program, source = found[0].tolist()
+        index = (phase * MAX_CTAS + program) * self.num_ranks + source
+        address = flags.data_ptr() + index * flags.element_size()
+        return describe_address(address), expected, int(flags[index])

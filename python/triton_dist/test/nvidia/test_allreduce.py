@@ -1,0 +1,184 @@
+"""All-reduce on all ranks: ``bash scripts/launch.sh test_allreduce.py --stress``.
+
+With ``--stress``: random sizes against a sum in fp32, then calls back to back with nothing between
+them. Without: latency and bandwidth beside the library's, each size four times the one before. On
+CPU ranks all is scaled down to what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.nvidia import (
+    AllReduceContext,
+    AllReduceMethod,
+    all_reduce,
+    create_allreduce_ctx,
+    get_allreduce_methods,
+    to_allreduce_method,
+)
+from triton_dist.profiler_utils import group_profile
+from triton_dist.runtime.device import current_device
+from triton_dist.test.utils import assert_allclose, assert_bitwise_equal
+from triton_dist.testing.collective_peers import (
+    IN_PLACE,
+    LIBRARY,
+    TOLERANCE,
+    collective_peers,
+    expected_of,
+)
+from triton_dist.testing.timing import captured, interleaved
+from triton_dist.utils import (
+    dist_print,
+    finalize_distributed,
+    init_seed,
+    initialize_distributed,
+    is_cuda,
+    rand_tensor,
+)
+
+_CPU_SCALE = 256
+_FIRST_BYTES = 128
+_LATE_CYCLES = 17_000_000  # 10 ms
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def get_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--max_nbytes", type=int, default=4 << 20, help="of the largest tensor")
+    parser.add_argument("--iters", type=int, default=10, help="rounds that count, or of --stress")
+    parser.add_argument("--warmup_iters", type=int, default=5, help="rounds before those")
+    parser.add_argument("--verify_shapes", type=int, default=25, help="of a round of --stress")
+    parser.add_argument("--verify_hang", type=int, default=100, help="calls back to back")
+    parser.add_argument("--seed", type=int, default=40, help="of sizes, data and stragglers")
+    parser.add_argument("--alignment", type=int, default=16, help="sizes are multiples of it")
+    parser.add_argument("--method", choices=get_allreduce_methods(), help="default: tuned")
+    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--simulate_straggler", action="store_true", help="a rank is late, by turns"
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--stress", action="store_true", help="compare results, measure nothing")
+    parser.add_argument("--debug", action="store_true", help="data that a person can follow")
+    parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
+    args = parser.parse_args()
+    if not is_cuda():
+        args.max_nbytes = max(256, args.max_nbytes // _CPU_SCALE)
+        args.iters, args.verify_shapes = min(args.iters, 3), min(args.verify_shapes, 6)
+        args.verify_hang = min(args.verify_hang, 12)
+    return args
+
+
+def run_all_reduce(
+    args: argparse.Namespace,
+    x: torch.Tensor,
+    ctx: AllReduceContext,
+    straggler: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """One call as the command line asks for it."""
+    method = None if args.method is None else to_allreduce_method(args.method)
+    total: torch.Tensor = all_reduce(
+        x, ctx, method=method, straggler_option=straggler, autotune=args.autotune
+    )
+    return total
+
+
+def make_data(args: argparse.Namespace, elements: int) -> torch.Tensor:
+    """U(-1, 1) [elements]; with ``--debug`` (rank + 1) / 128."""
+    dtype, device = DTYPES[args.dtype], current_device().torch_device
+    if args.debug:
+        return torch.full((elements,), (dist.get_rank() + 1) / 128, dtype=dtype, device=device)
+    return rand_tensor([elements], dtype, device)
+
+
+def stress(args: argparse.Namespace, ctx: AllReduceContext) -> None:
+    sizes = random.Random(args.seed)  # the same on all ranks
+    dtype = DTYPES[args.dtype]
+    most = max(1, args.max_nbytes // dtype.itemsize // args.alignment)
+    for _ in range(args.iters):
+        inputs = [
+            make_data(args, args.alignment * sizes.randint(1, most))
+            for _ in range(args.verify_shapes)
+        ]
+        outputs = [run_all_reduce(args, x, ctx) for x in inputs]
+        again = [run_all_reduce(args, x, ctx, _straggler(args, sizes)) for x in inputs]
+        for x, output, repeated in zip(inputs, outputs, again, strict=True):
+            assert_allclose(
+                output, expected_of("all_reduce", x), TOLERANCE[dtype], TOLERANCE[dtype]
+            )
+            if args.method != AllReduceMethod.COLLECTIVE.value:
+                assert_bitwise_equal(repeated, output)
+        for x in itertools.islice(itertools.cycle(inputs), args.verify_hang):
+            run_all_reduce(args, x, ctx, _straggler(args, sizes))
+        current_device().synchronize()
+    calls = args.iters * (2 * args.verify_shapes + args.verify_hang)
+    dist_print(
+        f"✅ check passed: {dist.get_world_size()} ranks, {current_device().name}, {args.dtype}, "
+        f"{args.method or 'tuned'}, {calls} calls"
+    )
+
+
+def _straggler(args: argparse.Namespace, sizes: random.Random) -> tuple[int, int] | None:
+    if not args.simulate_straggler:
+        return None
+    return sizes.randrange(dist.get_world_size()), sizes.randint(0, _LATE_CYCLES)
+
+
+def sizes_to_measure(args: argparse.Namespace) -> Iterator[int]:
+    """Elements: from 128 bytes on, four times as many each, up to the largest."""
+    nbytes = _FIRST_BYTES
+    while nbytes <= args.max_nbytes:
+        yield nbytes // DTYPES[args.dtype].itemsize
+        nbytes *= 4
+
+
+def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
+    dist_print(f"{'bytes':>10}{'us':>10}{'GB/s':>8}{'library':>10}{'in place':>10}{'x':>6}  config")
+    for elements in sizes_to_measure(args):
+        x = make_data(args, elements)
+        tolerance = TOLERANCE[x.dtype]
+        output = run_all_reduce(args, x, ctx)
+        assert_allclose(output, expected_of("all_reduce", x), tolerance, tolerance)
+        peers = collective_peers("all_reduce", x)
+        calls = {name: captured(peers[name].call) for name in (LIBRARY, IN_PLACE)}
+        calls["ours"] = captured(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
+        samples = interleaved(calls, max(2, args.iters), args.warmup_iters)
+        own, library, in_place = (
+            samples[name].median * 1e3 for name in ("ours", LIBRARY, IN_PLACE)
+        )
+        dist_print(
+            f"{x.nbytes:10}{own:10.1f}{x.nbytes / own / 1e3:8.1f}{library:10.1f}{in_place:10.1f}"
+            f"{min(library, in_place) / own:6.2f}  {_config(args, x, ctx)}"
+        )
+    with group_profile("allreduce_perf", args.profile):
+        for _ in range(20 if args.profile else 0):
+            run_all_reduce(args, x, ctx)
+
+
+def _config(args: argparse.Namespace, x: torch.Tensor, ctx: AllReduceContext) -> object:
+    if not args.autotune:
+        return "the default"
+    method = None if args.method is None else to_allreduce_method(args.method)
+    return all_reduce.best_config(x, ctx, method=method)
+
+
+def main() -> None:
+    args = get_args()
+    initialize_distributed(args.seed)
+    init_seed(args.seed + dist.get_rank())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with create_allreduce_ctx(args.max_nbytes, rank, size, size) as ctx:
+        (stress if args.stress else perf)(args, ctx)
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

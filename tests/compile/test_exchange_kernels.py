@@ -1,0 +1,156 @@
+"""The kernels of the plain collectives x the shapes of their spaces, for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+import triton
+
+from triton_dist.kernels.common import exchange_kernels as kernels
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.nvidia.exchange import (
+    DEFAULT_SHAPE,
+    LARGE_SHAPES,
+    SMALL_SHAPES,
+    Shape,
+    shard_elements,
+)
+from triton_dist.testing.compile_only import compile_kernel, compile_only
+
+ACQUIRE = "ld.global.sys.acquire.b64"
+RELEASE = "atom.global.sys.release.exch.b64"
+COUNT = "atom.global.gpu.relaxed.add.u64"
+ONE_LAUNCH = {
+    "one shot": kernels.kernel_all_reduce_one_shot,
+    "two shot": kernels.kernel_all_reduce_two_shot,
+    "reduce-scatter": kernels.kernel_reduce_scatter,
+    "all-gather": kernels.kernel_all_gather,
+}
+PUSHED = {"add": kernels.kernel_add_pushed, "copy": kernels.kernel_copy_pushed}
+SHAPES = (DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES)
+
+
+def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, rank=1):
+    """A launch for shards of ``elements``; without memory."""
+
+    def meta(count, of=dtype):
+        return torch.empty(count, dtype=of, device="meta")
+
+    total = elements if name == "one shot" else elements * num_ranks
+    block = shape.block_bytes // dtype.itemsize
+    counts = shard_elements(elements), elements, total, rank
+    options = {"NUM_RANKS": num_ranks, "BLOCK": block, "num_warps": shape.num_warps}
+    pieces = 1 if name == "one shot" else shape.num_pieces
+    if name in PUSHED:
+        words = meta(256, torch.int32)
+        arguments = (meta(1), meta(1), meta(1), words, words, *counts)
+        return Launch(PUSHED[name], (64,), arguments, {**options, "NUM_PIECES": pieces})
+    table, flags, guard = (
+        meta(num_ranks, torch.int64),
+        meta(256, torch.int64),
+        meta(32, torch.int32),
+    )
+    arguments = (
+        meta(1), meta(1), meta(1), table, flags, table, flags, guard, 1 << 26, *counts,
+    )  # fmt: skip
+    options |= {"LANES": triton.next_power_of_2(num_ranks), "NUM_PIECES": pieces}
+    return Launch(ONE_LAUNCH[name], (shape.num_ctas,), arguments, options)
+
+
+def compile_launch(launch):
+    return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
+
+
+@functools.cache
+def compiled(name, shape, arch=90, **options):
+    with compile_only(arch):
+        return compile_launch(prepared(name, shape, **options))
+
+
+def only_vectors(ptx):
+    """Whether data is read and written 16 bytes at a time alone."""
+    narrow = re.findall(r"(?:ld|st)\.global(?:\.cg)?\.(?:b16|b32|v2\.b32)\b", ptx)
+    # What is not data: entries of tables, and the two words of the guard.
+    return [
+        each for each in narrow if each.startswith("st") or "b16" in each or ".cg" in each
+    ] == []
+
+
+@pytest.mark.parametrize("name", list(ONE_LAUNCH))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_exchange_moves_vectors_and_spills_nothing(name, shape):
+    kernel = compiled(name, shape)
+    assert kernel.stack_bytes == 0
+    assert kernel.registers * kernel.num_warps * 32 <= 65536
+    assert "ld.global.v4.b32" in kernel.ptx
+    assert "st.global.v4.b32" in kernel.ptx
+    assert only_vectors(kernel.ptx)
+
+
+def test_flags_come_after_stores_and_loads_after_flags():
+    """In the order of the program: count the call, store to peers, a barrier of the threads,
+    release; acquire, then load what came."""
+    ptx = compiled("one shot", Shape(64, 8192)).ptx
+    release, acquire = ptx.index(RELEASE), ptx.index(ACQUIRE)
+    assert ptx.index(COUNT) < ptx.index("st.global.v4.b32") < release < acquire
+    # Every address that a store or a release needs is looked up before the first of them.
+    assert not re.search(
+        r"ld\.global\.b64", ptx[ptx.rindex("st.global.v4.b32", 0, release) : release]
+    )
+    assert acquire < ptx.index("ld.global.cg.v4.b32")
+
+
+@pytest.mark.parametrize("name", list(ONE_LAUNCH))
+def test_threads_meet_before_one_tells_the_peers(name):
+    """One instruction tells all of them, a thread each; nothing is stored after the barrier."""
+    ptx = compiled(name, Shape(64, 16384, 4)).ptx
+    releases = [found.start() for found in re.finditer(re.escape(RELEASE), ptx)]
+    assert len(releases) == (2 if name == "two shot" else 1)
+    for release in releases:
+        barrier = ptx.rindex("bar.sync", 0, release)
+        assert not re.search(r"st\.global|\bbra\b", ptx[barrier:release])
+
+
+@pytest.mark.parametrize("name", list(PUSHED))
+@pytest.mark.parametrize("shape", [Shape(16, 16384, 1), Shape(64, 16384, 4)], ids=str)
+def test_what_copy_engines_push_is_read_in_vectors(name, shape):
+    kernel = compiled(name, shape)
+    assert kernel.stack_bytes == 0
+    assert only_vectors(kernel.ptx)
+    assert kernel.ptx.index("ld.global.sys.acquire") < kernel.ptx.index("ld.global.cg.v4.b32")
+    assert RELEASE not in kernel.ptx
+
+
+@pytest.mark.parametrize("name", [*ONE_LAUNCH, *PUSHED])
+@pytest.mark.parametrize("elements", [1, 4097])
+def test_odd_sizes(name, elements):
+    kernel = compiled(name, DEFAULT_SHAPE, elements=elements)
+    # An element at a time takes more addresses than vectors do: some spill, in Triton 3.6.
+    assert kernel.stack_bytes <= 256
+
+
+@pytest.mark.parametrize("name", list(ONE_LAUNCH))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_dtypes_and_numbers_of_ranks(name, dtype, num_ranks):
+    kernel = compiled(name, Shape(64, 8192), dtype=dtype, num_ranks=num_ranks)
+    assert kernel.stack_bytes <= 64  # a few addresses, in Triton 3.6
+    assert only_vectors(kernel.ptx)
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("name", [*ONE_LAUNCH, *PUSHED])
+def test_other_generations(name, arch):
+    assert f".target sm_{arch}" in compiled(name, DEFAULT_SHAPE, arch).ptx
+
+
+@pytest.mark.parametrize("name", list(ONE_LAUNCH))
+def test_one_compiled_kernel_serves_all_ranks_and_sizes(sm90, name):
+    kernels = {
+        id(compile_launch(prepared(name, DEFAULT_SHAPE, elements, rank=rank)).kernel)
+        for rank, elements in ((0, 4096), (1, 1 << 20), (3, 8192))
+    }
+    assert len(kernels) == 1

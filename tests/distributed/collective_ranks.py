@@ -1,0 +1,435 @@
+"""What every rank does in the tests of the plain collectives, on CPU ranks and on GPUs alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.collective_calls import (
+    NAN,
+    OPS,
+    WAYS,
+    Calls,
+    addend,
+    expected_result,
+    sum_in_order,
+    way,
+)
+from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
+from triton_dist.kernels.common import exchange_kernels
+from triton_dist.kernels.common.launch import Launcher
+from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
+from triton_dist.kernels.nvidia.exchange import MAX_CTAS, MAX_PIECES
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.waits import bounded_waits
+from triton_dist.testing.assertions import assert_bitwise_equal
+from triton_dist.testing.timing import captured
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ROOM = 1 << 16  # bytes of a workspace
+# (programs, bytes of a block, pieces): shares of none, one and several blocks.
+SHAPES = ((1, 512, 1), (8, 512, 1), (3, 2048, 4), (2, 1024, 16))
+
+
+def shape(number: int) -> dict[str, int]:
+    names = ("num_ctas", "block_bytes", "num_pieces")
+    return dict(zip(names, SHAPES[number % len(SHAPES)], strict=True))
+
+
+def every_size(op: str, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
+    """Ways x dtypes x sizes x shapes of the launch, whole vectors and not."""
+    calls = Calls(op, ROOM)
+    for name in WAYS[op]:
+        for dtype in dtypes:
+            for number, elements in enumerate((1, 7, 128, 1000, 1024, 2047)):
+                for turn in range(2):
+                    calls(
+                        elements, dtype, misaligned=(number + turn) % 3 == 2,
+                        **way(op, name), **shape(number + turn),
+                    )  # fmt: skip
+    return calls.finish()
+
+
+def back_to_back(op: str, rounds: int) -> int:
+    """Different calls one after another in two contexts; nothing lines the ranks up in between."""
+    first, second = Calls(op, ROOM), Calls(op, ROOM)
+    for number in range(rounds):
+        name = WAYS[op][number % len(WAYS[op])]
+        first(1 + 613 * number % 2000, **way(op, name), **shape(number))
+        if number % 3 == 0:
+            second(1 + number, torch.float32, **way(op, name), **shape(number + 1))
+        if number % 5 == 0:
+            first(64, **way(op, "collective"))
+    return first.finish() + second.finish()
+
+
+def in_place_and_large() -> int:
+    """Sums that replace x, and sums that take several launches."""
+    calls = Calls("all_reduce", 4096)
+    for name in WAYS["all_reduce"]:
+        for elements in (5, 2048, 2049, 5000):
+            calls(elements, in_place=True, **way("all_reduce", name))
+            calls(elements, torch.float32, **way("all_reduce", name), **shape(elements))
+    calls(77, in_place=True, **way("all_reduce", "collective"))
+    return calls.finish()
+
+
+def stragglers(op: str) -> int:
+    """Each rank in turn is late: on its stream within a call, and on the host before one."""
+    cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
+    calls = Calls(op, ROOM)
+    for late in range(dist.get_world_size()):
+        for name in WAYS[op]:
+            calls(1000, straggler_option=(late, cycles), **way(op, name), **shape(late))
+        if dist.get_rank() == late:
+            time.sleep(0.05)
+        calls(300, **way(op, WAYS[op][0]))
+    return calls.finish()
+
+
+def late_readers(op: str) -> int:
+    """One rank, by turns, sleeps between its waits and its reads, while the others may go on to the
+    next call: what it has yet to read is not overwritten. Only interpreted kernels can sleep."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = [name for name in WAYS[op] if name != "copy_engine"]
+    calls = Calls(op, ROOM)
+    wait = exchange_kernels.await_peers
+    late = [0]
+
+    def wait_and_sleep(*args: Any) -> Any:
+        token = wait(*args)
+        time.sleep(0.1 if rank == late[0] else 0.0)
+        return token
+
+    exchange_kernels.await_peers = wait_and_sleep
+    for number in range(4 * len(names)):
+        late[0] = number // 2 % size
+        calls(300, num_ctas=1, **way(op, names[number % len(names)]))
+    return calls.finish()
+
+
+def poisoned(rounds: int) -> int:
+    """What peers write to is overwritten between calls, when no rank is in one: nothing of a call
+    before is read."""
+    count = 0
+    for op in OPS:
+        calls = Calls(op, ROOM)
+        for number in range(rounds):
+            for name in WAYS[op]:
+                calls(500 + number, **way(op, name), **shape(number))
+            current_device().synchronize()
+            dist.barrier()
+            calls.poison()
+            dist.barrier()
+        count += calls.finish()
+    return count
+
+
+def same_bits(rounds: int) -> int:
+    """Every way and shape gives the same bits on every rank, whoever is late."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seen = 0
+    with create_allreduce_ctx(ROOM, rank, size, size) as ctx:
+        for number in range(rounds):
+            parts = [addend(100 * number + peer, 1111, torch.bfloat16) for peer in range(size)]
+            expected = sum_in_order(parts)
+            for name in WAYS["all_reduce"]:
+                late = (number % size, 10_000_000)
+                options = way("all_reduce", name) | shape(number)
+                result = all_reduce.fn(parts[rank], ctx, straggler_option=late, **options)
+                current_device().synchronize()
+                assert_bitwise_equal(result, expected)
+                seen += 1
+    return seen
+
+
+def every_config(op: str, elements: int = 3000) -> int:
+    """Every candidate of the tuner, and the defaults of those that are not given."""
+    calls = Calls(op, ROOM)
+    for config in calls.op.config_space:
+        arguments = dict(config)
+        if current_device().name == "cpu" and (arguments["num_ctas"] or 0) > 32:
+            arguments["num_ctas"] = 32  # the interpreter's programs that have nothing to do
+        if arguments.get("algorithm") is AllReduceMethod.COLLECTIVE:
+            arguments["method"] = AllReduceMethod.COLLECTIVE  # for the comparison
+        calls(elements, **arguments)
+    calls(elements)
+    calls(elements, tuned=True, autotune=False)
+    return calls.finish()
+
+
+def tuned(op: str) -> tuple[int, int]:
+    """Tuned calls of two sizes, of an all-reduce in place; (tunings, checked calls)."""
+    calls = Calls(op, ROOM)
+    for _ in range(3):
+        calls(400, tuned=True, in_place=op == "all_reduce")
+        calls(33, torch.float32, tuned=True)
+    return calls.op.tuning_count, calls.finish()
+
+
+def tuned_for_a_method() -> list[str]:
+    """What a method that the caller names is tuned to."""
+    calls = Calls("all_reduce", ROOM)
+    found = []
+    for method in (AllReduceMethod.OneShot, AllReduceMethod.TwoShot):
+        calls(512, tuned=True, method=method)
+        x = torch.zeros(512, dtype=torch.float16, device=current_device().torch_device)
+        found.append(calls.op.best_config(x, calls.ctx, method=method)["algorithm"].name)
+    calls.finish()
+    return found
+
+
+def in_groups(members: Sequence[Sequence[int]]) -> int:
+    """Disjoint groups at once, each with contexts of its own."""
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
+    count = 0
+    for op in OPS:
+        calls = Calls(op, ROOM, group=groups[mine])
+        for number in range(3):
+            name = WAYS[op][number % len(WAYS[op])]
+            calls(100 + mine + number, **way(op, name), **shape(number))
+        calls(10, **way(op, "collective"))
+        count += calls.finish()
+    return count
+
+
+def calls_without_end(op: str) -> tuple[int, int]:
+    """Past what 32 bits can count: (the number that the calls got to, checked calls)."""
+    calls = Calls(op, ROOM)
+    before = 2**33 - 3
+    memory = calls.ctx.buffer.memory
+    memory["calls"].local.fill_(before * MAX_CTAS)
+    memory["arrivals"].local.fill_(before * MAX_PIECES)
+    current_device().synchronize()
+    dist.barrier()
+    for number in range(6):
+        names = [name for name in WAYS[op] if name != "copy_engine"]  # which has epochs of its own
+        calls(700, **way(op, names[number % len(names)]), **shape(number))
+    count = calls.check()
+    reached = int(memory["calls"].local[0])
+    assert reached % MAX_CTAS == 0
+    calls.ctx.finalize()
+    return reached // MAX_CTAS - before, count
+
+
+def pushed_epochs_wrap_around(op: str) -> int:
+    """Flags and epochs of what copy engines push pass the largest int32."""
+    calls, nearly = Calls(op, ROOM), 2**31 - 3
+    memory = calls.ctx.pushed.slots.memory
+    for flags in ("arrivals0", "arrivals1", "consumed"):
+        memory[flags].local.fill_(nearly)
+    counts = memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
+    current_device().synchronize()
+    dist.barrier()
+    for number in range(6):
+        calls(700, **way(op, "copy_engine"), **shape(number))
+    count = calls.check()
+    assert counts.max() < 0
+    calls.ctx.finalize()
+    return count
+
+
+def replayed(op: str, rounds: int) -> int:
+    """Calls captured in CUDA graphs and replayed, several times one graph, beside calls that are
+    not; fresh data each time. CPU ranks capture nothing: they call again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    eager, calls = Calls(op, ROOM), Calls(op, ROOM)
+    x = addend(1, 240 * size, torch.float16)
+    results = []
+    outputs: dict[str, torch.Tensor] = {}
+
+    def call_of(name: str) -> Callable[[], object]:
+        def call() -> None:
+            outputs[name] = calls.op.fn(x, calls.ctx, **way(op, name))
+
+        return captured(call)
+
+    replays = {name: call_of(name) for name in WAYS[op]}
+    for turn in range(rounds):
+        for number, (name, replay) in enumerate(replays.items()):
+            for again in range(2):
+                seed = 1000 * turn + 100 * number + 10 * again
+                parts = [addend(seed + peer, x.numel(), torch.float16) for peer in range(size)]
+                x.copy_(parts[rank])
+                replay()
+                x.fill_(NAN)
+                results.append((outputs[name].clone(), expected_result(op, parts, rank)))
+            calls.op.fn(x, calls.ctx, **way(op, WAYS[op][0]))
+        eager(200 + turn, **way(op, WAYS[op][1]))
+    current_device().synchronize()
+    for result, expected in results:
+        assert_bitwise_equal(result, expected)
+    calls.finish()
+    return len(results) + eager.finish()
+
+
+def give_up_and_start_again(op: str) -> list[str]:
+    """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
+    overdue = []
+    calls = Calls(op, ROOM)
+    calls(300)
+    calls.check()
+    for name in WAYS[op]:
+        for number in range(2):
+            options = way(op, name) | shape(2 * number)
+            if dist.get_rank() == 0:
+                try:
+                    with bounded_waits(0.2):
+                        calls(300, **options)
+                except WaitTimeout as error:
+                    overdue.append(error.flag.split("[")[0])
+            else:
+                calls.skip()
+            dist.barrier()
+            calls.ctx.reset()
+            for elements in (5, 300, 1111):
+                calls(elements, **options)
+    calls.finish()
+    return overdue
+
+
+def context_ends(op: str) -> list[str]:
+    """A context manager frees once; after that, and after an error inside, nothing works."""
+    seen = []
+    calls = Calls(op, ROOM)
+    with calls.ctx as ctx:
+        calls(5)
+        calls.check()
+    ctx.finalize()
+    x = torch.empty(4)
+    for use in (
+        lambda: calls.op(x, ctx),
+        lambda: calls.op(x, ctx, autotune=False),
+        lambda: calls.op.fn(x, ctx),
+    ):
+        try:
+            use()
+        except ContextFinalized as error:
+            seen.append(str(error))
+    failing = Calls(op, ROOM)
+    try:
+        with failing.ctx as ctx:
+            raise KeyError("inside")
+    except KeyError:
+        seen.append("raised through")
+    ctx.finalize()
+    return seen
+
+
+def trainable_and_inference(op: str) -> int:
+    """Operands that require grad leave no history; contexts made and used in inference mode."""
+    calls = Calls(op, ROOM)
+    x = torch.ones(8 * calls.ctx.num_ranks, device=current_device().torch_device)
+    for name in (*WAYS[op], "collective"):
+        assert not calls.op.fn(x.requires_grad_(), calls.ctx, **way(op, name)).requires_grad
+    calls.finish()
+    with torch.inference_mode():
+        calls = Calls(op, ROOM)
+        calls(40)
+        return calls.finish()
+
+
+def bad_calls(op: str, size: int) -> dict[str, dict[str, Any]]:
+    """By argument: what is refused. ``x`` is good where it is not named."""
+    device = current_device().torch_device
+    good = torch.ones(4 * size, device=device)
+    bad: dict[str, dict[str, Any]] = {
+        "x.dtype": {"x": torch.ones(4 * size, dtype=torch.int32, device=device)},
+        "x.device": {"x": good.to("meta")},
+        "x.stride()": {"x": torch.ones(4 * size, 2, device=device)[:, 0]},
+        "x.shape": {"x": good[:0]},
+        "output.dtype": {"output": good.half()},
+        "output.device": {"output": good.to("meta")},
+        "output.shape": {"output": good[:3]},
+        "output.stride()": {"output": torch.ones(4 * size, 2, device=device)[:, 0]},
+        "method": {"method": "one_shot"},
+    }
+    if op != "all_reduce":
+        bad["x.nbytes"] = {"x": torch.ones(ROOM // 4 + size, device=device)}
+        bad["x.shape (no rows)"] = {"x": torch.ones((), device=device)}
+    if op == "reduce_scatter":
+        bad["x.shape (not a multiple)"] = {"x": good[:-1]}
+    return bad
+
+
+def refusal(call: Callable[[], object]) -> TritonDistError | None:
+    try:
+        call()
+    except TritonDistError as error:
+        return error
+    return None
+
+
+def every_bad_call(op: str) -> dict[str, tuple[str, str, int]]:
+    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
+    size = dist.get_world_size()
+    calls, launched, seen = Calls(op, ROOM), [0], {}
+    run = Launcher.run
+
+    def counted(*args: Any, **options: Any) -> None:
+        launched[0] += 1
+        run(*args, **options)
+
+    Launcher.run = counted  # type: ignore[method-assign]
+    good = {"x": torch.ones(4 * size, device=current_device().torch_device), "ctx": calls.ctx}
+    for name, changes in bad_calls(op, size).items():
+        arguments = good | changes
+        error = refusal(lambda a=arguments: calls.op.fn(**a))
+        assert isinstance(error, InvalidArgument), name
+        if "method" not in changes:
+            assert str(refusal(lambda a=arguments: calls.op(**a))) == str(error)
+        seen[name] = (error.argument, str(error), launched[0])
+    for name, value in (("num_ctas", 0), ("block_bytes", 1000), ("num_pieces", 17)):
+        options = way(op, WAYS[op][-1]) | {name: value}
+        error = refusal(lambda o=options: calls.op.fn(**good, **o))
+        seen[name] = (error.argument, f"{op}: {error}".replace("shape_of: ", ""), launched[0])
+    calls(40)
+    assert launched[0] == 1  # all of a call
+    calls.finish()
+    return seen
+
+
+def every_bad_context(op: str) -> dict[str, tuple[str, str]]:
+    """Per bad context, on all ranks: argument and message of its error."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    create = OPS[op][1]
+    good = {
+        "workspace_nbytes": ROOM, "rank": rank, "world_size": size, "local_world_size": size,
+    }  # fmt: skip
+    seen = {}
+    for argument, value in (
+        ("world_size", size + 1),
+        ("rank", rank + 1),
+        ("local_world_size", 0),
+        ("workspace_nbytes", 0),
+    ):
+        error = refusal(lambda c={argument: value}: create(**(good | c)))
+        assert isinstance(error, InvalidArgument), argument
+        seen[argument] = (error.argument, str(error))
+    differing = good | {"workspace_nbytes": ROOM + rank}
+    error = refusal(lambda: create(**differing))
+    seen["one rank differs"] = (type(error).__name__, str(error))
+    return seen
+
+
+def large_calls(rounds: int) -> int:
+    """Sizes that keep a whole GPU and its links busy; too much for the interpreter."""
+    count = 0
+    for op in OPS:
+        calls = Calls(op, 64 << 20)
+        for number in range(rounds):
+            name = WAYS[op][number % len(WAYS[op])]
+            options = {"num_ctas": (16, 64, 128)[number % 3], "block_bytes": 16384}
+            calls(
+                (1 << 20) + 997 * (number % 4), torch.bfloat16,
+                num_pieces=(1, 4, 8)[number % 3] if name != "one_shot" else 1,
+                straggler_option=(number % dist.get_world_size(), 1_000_000),
+                **way(op, name), **options,
+            )  # fmt: skip
+        count += calls.finish()
+    return count

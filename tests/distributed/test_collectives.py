@@ -1,0 +1,141 @@
+"""The plain collectives over real processes: the kernels in the interpreter, memory in /dev/shm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import collective_ranks
+from tests.distributed.collective_calls import OPS, WAYS
+
+WORLD_SIZES = [2, 4]
+EACH_OP = pytest.mark.parametrize("op", list(OPS))
+EACH_SIZE = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+@EACH_OP
+@pytest.mark.parametrize("dtype", collective_ranks.DTYPES)
+def test_every_size_and_shape(spawn_ranks, op, dtype):
+    count = 12 * len(WAYS[op])
+    assert spawn_ranks(2, collective_ranks.every_size, op, (dtype,)) == [count] * 2
+
+
+@EACH_OP
+def test_every_size_on_more_ranks(spawn_ranks, op):
+    dtype = (collective_ranks.DTYPES[1],)
+    for world_size in (3, 4):
+        counts = spawn_ranks(world_size, collective_ranks.every_size, op, dtype)
+        assert counts == [12 * len(WAYS[op])] * world_size
+
+
+@EACH_OP
+@EACH_SIZE
+def test_calls_need_nothing_between_them(spawn_ranks, op, world_size):
+    counts = spawn_ranks(world_size, collective_ranks.back_to_back, op, 15)
+    assert counts == [15 + 5 + 3] * world_size
+
+
+@EACH_SIZE
+def test_in_place_and_in_several_launches(spawn_ranks, world_size):
+    counts = spawn_ranks(world_size, collective_ranks.in_place_and_large)
+    assert counts == [17] * world_size
+
+
+@EACH_OP
+@EACH_SIZE
+def test_any_rank_may_be_late(spawn_ranks, op, world_size):
+    count = world_size * (len(WAYS[op]) + 1)
+    assert spawn_ranks(world_size, collective_ranks.stragglers, op) == [count] * world_size
+
+
+@EACH_OP
+def test_nothing_is_overwritten_before_it_is_read(spawn_ranks, op):
+    counts = spawn_ranks(2, collective_ranks.late_readers, op)
+    assert counts == [4 * (2 if op == "all_reduce" else 1)] * 2
+
+
+def test_nothing_old_is_read(spawn_ranks):
+    assert spawn_ranks(2, collective_ranks.poisoned, 3) == [3 * sum(map(len, WAYS.values()))] * 2
+
+
+@EACH_SIZE
+def test_all_ranks_and_ways_give_the_same_bits(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, collective_ranks.same_bits, 3) == [6] * world_size
+
+
+@EACH_OP
+def test_every_candidate_gives_the_same(spawn_ranks, op):
+    first, second = spawn_ranks(2, collective_ranks.every_config, op)
+    assert first == second == len(OPS[op][0].config_space) + 2
+
+
+@EACH_OP
+def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, op):
+    assert spawn_ranks(2, collective_ranks.tuned, op) == [(2, 6)] * 2
+    assert spawn_ranks(2, collective_ranks.tuned, op) == [(0, 6)] * 2
+
+
+def test_a_method_that_is_named_is_tuned_for_itself(spawn_ranks):
+    found = spawn_ranks(2, collective_ranks.tuned_for_a_method)
+    assert found == [["ONE_SHOT", "TWO_SHOT"]] * 2
+
+
+def test_disjoint_groups_work_at_once(spawn_ranks):
+    assert spawn_ranks(4, collective_ranks.in_groups, [[0, 2], [1, 3]]) == [12] * 4
+
+
+@EACH_OP
+def test_calls_are_counted_without_end(spawn_ranks, op):
+    assert spawn_ranks(2, collective_ranks.calls_without_end, op) == [(6, 6)] * 2
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather"])
+def test_epochs_of_copy_engines_may_wrap_around(spawn_ranks, op):
+    assert spawn_ranks(2, collective_ranks.pushed_epochs_wrap_around, op) == [6] * 2
+
+
+@EACH_OP
+def test_calls_of_two_contexts_alternate(spawn_ranks, op):
+    assert spawn_ranks(2, collective_ranks.replayed, op, 3) == [3 * 4 + 3] * 2
+
+
+@EACH_OP
+def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, op):
+    first, second = spawn_ranks(2, collective_ranks.give_up_and_start_again, op)
+    pushed = f"{op}.pushed.arrivals"  # of a slot, whose number follows
+    flags = [flag.rstrip("01") for flag in first]
+    assert flags == [
+        pushed if name == "copy_engine" else f"{op}.arrivals" for name in WAYS[op] for _ in "12"
+    ]
+    assert second == []
+
+
+@EACH_OP
+def test_a_context_ends_once(spawn_ranks, op):
+    for seen in spawn_ranks(2, collective_ranks.context_ends, op):
+        assert all("was finalized" in message for message in seen[:3])
+        assert seen[3:] == ["raised through"]
+
+
+@EACH_OP
+def test_autograd_and_inference_mode(spawn_ranks, op):
+    assert spawn_ranks(2, collective_ranks.trainable_and_inference, op) == [1] * 2
+
+
+@EACH_OP
+def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks, op):
+    for seen in spawn_ranks(2, collective_ranks.every_bad_call, op):
+        for case, (argument, message, launched) in seen.items():
+            assert argument == case.split(" (")[0]
+            assert message.startswith(f"{op}: {argument} is ")
+            assert launched == 0, case
+
+
+@EACH_OP
+def test_a_bad_context_names_the_argument(spawn_ranks, op):
+    for seen in spawn_ranks(2, collective_ranks.every_bad_context, op):
+        kind, message = seen.pop("one rank differs")
+        assert kind == "RankDisagreement"
+        assert "rank 1: (65537," in message
+        for case, (argument, message) in seen.items():
+            assert argument == case
+            assert f": {argument} is " in message

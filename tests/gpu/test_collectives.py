@@ -1,0 +1,98 @@
+"""The plain collectives on GPUs: compiled kernels, NVLink; what CPU ranks check, and graphs.
+
+The functions of the ranks are those of tests/distributed.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.distributed import collective_ranks
+from tests.distributed.collective_calls import OPS, WAYS
+from triton_dist.testing import spawn_ranks
+
+pytestmark = pytest.mark.timeout(600)
+EACH_OP = pytest.mark.parametrize("op", list(OPS))
+
+
+@pytest.fixture(
+    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
+)
+def on_gpus(request):
+    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
+    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
+
+
+@EACH_OP
+def test_every_size_and_shape(on_gpus, op):
+    assert set(on_gpus(collective_ranks.every_size, op)) == {36 * len(WAYS[op])}
+
+
+@EACH_OP
+def test_calls_need_nothing_between_them(on_gpus, op):
+    assert set(on_gpus(collective_ranks.back_to_back, op, 300)) == {300 + 100 + 60}
+
+
+def test_sizes_that_fill_gpu_and_links(on_gpus):
+    assert set(on_gpus(collective_ranks.large_calls, 30)) == {90}
+
+
+def test_in_place_and_in_several_launches(on_gpus):
+    assert set(on_gpus(collective_ranks.in_place_and_large)) == {17}
+
+
+@EACH_OP
+def test_any_rank_may_be_late(on_gpus, op):
+    counts = on_gpus(collective_ranks.stragglers, op)
+    assert counts == [(len(WAYS[op]) + 1) * len(counts)] * len(counts)
+
+
+def test_nothing_old_is_read(on_gpus):
+    (count,) = set(on_gpus(collective_ranks.poisoned, 20))
+    assert count == 20 * sum(map(len, WAYS.values()))
+
+
+def test_all_ranks_and_ways_give_the_same_bits(on_gpus):
+    assert set(on_gpus(collective_ranks.same_bits, 20)) == {40}
+
+
+@EACH_OP
+def test_every_candidate_gives_the_same(on_gpus, op):
+    (count,) = set(on_gpus(collective_ranks.every_config, op))
+    assert count > 15
+
+
+@EACH_OP
+def test_tuned_over_the_ranks(on_gpus, op):
+    assert set(on_gpus(collective_ranks.tuned, op)) == {(2, 6)}
+
+
+@EACH_OP
+def test_captured_in_graphs(on_gpus, op):
+    assert set(on_gpus(collective_ranks.replayed, op, 20)) == {20 * 4 + 20}
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather"])
+def test_epochs_of_copy_engines_may_wrap_around(on_gpus, op):
+    assert set(on_gpus(collective_ranks.pushed_epochs_wrap_around, op)) == {6}
+
+
+@EACH_OP
+def test_calls_are_counted_without_end(on_gpus, op):
+    assert all(checked == 6 for _, checked in on_gpus(collective_ranks.calls_without_end, op))
+
+
+@EACH_OP
+def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus, op):
+    first, *others = on_gpus(collective_ranks.give_up_and_start_again, op)
+    assert len(first) == 2 * len(WAYS[op])
+    assert all("arrivals" in flag for flag in first)
+    assert others == [[]] * len(others)
+
+
+@EACH_OP
+def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus, op):
+    for seen in on_gpus(collective_ranks.every_bad_call, op):
+        assert {launched for _, _, launched in seen.values()} == {0}

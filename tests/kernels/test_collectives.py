@@ -1,0 +1,164 @@
+"""The plain collectives in a world of one, and their config spaces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.collective_calls import OPS, WAYS, Calls, way
+from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.nvidia import (
+    AllReduceMethod,
+    GatherMethod,
+    ReduceScatterMethod,
+    all_gather_op,
+    allreduce,
+    create_allreduce_ctx,
+    get_allreduce_methods,
+    reduce_scatter_op,
+    to_allreduce_method,
+)
+from triton_dist.kernels.nvidia.exchange import (
+    LARGE_SHAPES,
+    MAX_CTAS,
+    MAX_PIECES,
+    SMALL_SHAPES,
+    Shape,
+    shape_of,
+    shard_elements,
+)
+
+EACH_OP = pytest.mark.parametrize("op", list(OPS))
+MODULES = {
+    "all_reduce": allreduce,
+    "reduce_scatter": reduce_scatter_op,
+    "all_gather": all_gather_op,
+}
+METHODS = {
+    "all_reduce": AllReduceMethod,
+    "reduce_scatter": ReduceScatterMethod,
+    "all_gather": GatherMethod,
+}
+
+
+def chosen(config):
+    return config["algorithm"] if "algorithm" in config else config["method"]
+
+
+@EACH_OP
+def test_a_world_of_one_is_a_copy(op):
+    calls = Calls(op, 4096)
+    for name in (*WAYS[op], "collective"):
+        calls(37, **way(op, name))
+    calls(100, tuned=True)
+    calls(100, tuned=True, autotune=False)
+    assert calls.finish() == len(WAYS[op]) + 3
+
+
+def test_names_of_methods():
+    assert get_allreduce_methods() == ["one_shot", "two_shot", "collective"]
+    for name in get_allreduce_methods():
+        assert to_allreduce_method(name).value == name
+    assert AllReduceMethod.OneShot is AllReduceMethod.ONE_SHOT
+    with pytest.raises(InvalidArgument, match="name is 'double_tree', expected one of one_shot, t"):
+        to_allreduce_method("double_tree")
+
+
+@EACH_OP
+def test_the_space_has_every_method_once_a_shape(op):
+    space = MODULES[op].config_space()
+    assert len({str(config) for config in space}) == len(space)
+    assert {chosen(config) for config in space} - {None} >= set(METHODS[op]) - {
+        METHODS[op].COLLECTIVE
+    }
+    assert OPS[op][0].config_space.names == set(space[0])
+
+
+def test_torch_is_a_candidate_on_gpus(monkeypatch):
+    x = torch.empty(64, dtype=torch.float16)
+    ctx = SimpleNamespace(num_ranks=2)
+    for device, count in (("cpu", 0), ("cuda", 1)):
+        for op, module in MODULES.items():
+            monkeypatch.setattr(module, "current_device", lambda d=device: SimpleNamespace(name=d))
+            kept = [each for each in module.config_space() if module.prune_fn(each, x, ctx)]
+            methods = [chosen(config) for config in kept]
+            assert methods.count(METHODS[op].COLLECTIVE) == count, (op, device)
+
+
+@EACH_OP
+@pytest.mark.parametrize("nbytes", [2, 1 << 14, 1 << 18, 1 << 28])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
+    module, ctx = MODULES[op], SimpleNamespace(num_ranks=num_ranks)
+    x = torch.empty(nbytes // 2, dtype=torch.float16, device="meta")
+    kept = [config for config in module.config_space() if module.prune_fn(config, x, ctx)]
+    assert kept
+    methods = {chosen(config) for config in kept}
+    if num_ranks > 1 and op == "all_reduce":
+        assert (AllReduceMethod.ONE_SHOT in methods) is (nbytes < 1 << 28)
+    if op != "all_reduce":
+        whole = nbytes * num_ranks if op == "all_gather" else nbytes
+        pushed = METHODS[op].COPY_ENGINE in methods
+        assert pushed is (num_ranks > 1 and whole >= 1 << 20)
+
+
+def test_a_method_that_is_named_is_the_only_one():
+    x, ctx = torch.empty(64, dtype=torch.float16), SimpleNamespace(num_ranks=2)
+    for method in AllReduceMethod:
+        kept = [
+            config
+            for config in allreduce.config_space()
+            if allreduce.prune_fn(config, x, ctx, method=method)
+        ]
+        assert {config["algorithm"] for config in kept} == {method}
+
+
+def test_keys_differ_in_what_a_tuning_depends_on():
+    x = torch.empty(4096, dtype=torch.float16)
+    with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
+        keys = [
+            allreduce.key_fn(x, ctx),
+            allreduce.key_fn(x[:1000], ctx),
+            allreduce.key_fn(x[:-1], ctx),
+            allreduce.key_fn(x[1:4081], ctx),
+            allreduce.key_fn(x.float(), ctx),
+            allreduce.key_fn(x, ctx, method=AllReduceMethod.ONE_SHOT),
+        ]
+        assert len(set(keys)) == len(keys) - 1  # both whose vectors do not fit are alike
+        assert keys[0] == allreduce.key_fn(x.view(64, 64), ctx, output=x.clone())
+        assert keys[0] != allreduce.key_fn(x, ctx, output=x)
+
+
+def test_shapes_stay_within_what_a_launch_can_have():
+    for shape in (*SMALL_SHAPES, *LARGE_SHAPES):
+        assert 1 <= shape.num_ctas <= MAX_CTAS
+        assert 1 <= shape.num_pieces <= MAX_PIECES
+        assert shape.num_warps * 32 * 16 <= shape.block_bytes
+    assert Shape(1, 512).num_warps == 1
+    assert shape_of(None, None, None).num_pieces == 1
+    assert [shard_elements(n) for n in (1, 128, 129)] == [128, 128, 256]
+
+
+def test_attributes_of_a_context():
+    ctx = create_allreduce_ctx(1 << 14, 0, 1, 8)
+    assert (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size) == (0, 1, 1, 1)
+    assert ctx.workspace_nbytes == 1 << 14
+    ctx.finalize()
+    ctx.finalize()
+    with pytest.raises(ContextFinalized, match="AllReduceContext was finalized"):
+        ctx.buffer  # noqa: B018
+
+
+def test_a_method_and_another_algorithm_are_refused():
+    with (
+        create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx,
+        pytest.raises(InvalidArgument, match=r"algorithm is .*TWO_SHOT, expected the method"),
+    ):
+        allreduce.all_reduce.fn(
+            torch.ones(4),
+            ctx,
+            method=AllReduceMethod.ONE_SHOT,
+            algorithm=AllReduceMethod.TWO_SHOT,
+        )
