@@ -94,17 +94,11 @@ def _fused(*rows: tuple[int, ...]) -> tuple[tuple[triton.Config, int, int], ...]
 
 FUSED_TILES = _fused(
     (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 4),
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 1),
     (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 2),
     (128, 256, 64, 8, 3, 8, ALL_SHARDS, 16, 8),
     (128, 256, 64, 8, 3, 8, ALL_SHARDS, 8, 4),
     (128, 256, 64, 8, 3, 8, ALL_SHARDS, 20, 4),
-    (128, 256, 64, 8, 3, 8, ALL_SHARDS, 32, 4),
-    (128, 256, 64, 8, 3, 8, 1, 16, 4),
     (64, 256, 64, 4, 4, 8, ALL_SHARDS, 16, 4),
-    (128, 128, 64, 8, 4, 8, ALL_SHARDS, 16, 4),
-    (128, 128, 64, 4, 4, 8, ALL_SHARDS, 16, 4),
-    (64, 128, 128, 4, 4, 8, ALL_SHARDS, 16, 4),
 )
 INTERPRETED_FUSED_TILES = _fused(
     (32, 64, 64, 4, 2, 2, ALL_SHARDS, 1, 2),
