@@ -30,7 +30,7 @@ from triton_dist._tuning.values import (
     unpack,
 )
 from triton_dist.errors import TuningFrozen
-from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia import ag_gemm, gemm_rs
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -89,9 +89,37 @@ def ag_gemm_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (meta(rows, K), B, ctx), {} if local_copy else {"local_copy": False}
 
 
+def gemm_rs_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the largest M of the bucket."""
+    rows, N, K, dtype, layout, contiguous, num_ranks, adds = value
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    M = rows * num_ranks
+    A = meta(M, K) if contiguous else meta(K, M).T
+    B = {
+        "row-major": lambda: meta(K, N),
+        "column-major": lambda: meta(N, K).T,
+        "strided": lambda: meta(K, 2 * N)[:, ::2],
+    }[layout]()
+    slots = SimpleNamespace(epoch=meta(1))
+    ctx = SimpleNamespace(
+        N=N,
+        max_M=M,
+        output_dtype=dtype,
+        num_ranks=num_ranks,
+        reduce_st=adds,
+        accepted={},
+        buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
+    )
+    return (A, B, ctx), {}
+
+
 # By the full name of an op: a call that has a key.
 CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "triton_dist.kernels.nvidia.allgather_gemm.ag_gemm": ag_gemm_call,
+    "triton_dist.kernels.nvidia.gemm_reduce_scatter.gemm_rs": gemm_rs_call,
 }
 
 
@@ -147,31 +175,39 @@ def test_every_shipped_record_is_a_hit(on):
         assert every_record_is_a_hit(path, on) > 0, path
 
 
-def made(on: On, folder: Path, change: Callable[[Any], None] = lambda tree: None) -> Path:
-    """A file as a tuning on four H200 would leave it, for keys of all kinds."""
-    on(ag_gemm, "NVIDIA H200", FOUR)
-    origin = Origin.of(ag_gemm.fn, ag_gemm.config_space.names)
-    hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
-    records = []
+def keys_of(op: Any) -> Iterator[tuple[Any, ...]]:
+    """Keys of all kinds."""
     for rows in (1, 4, 1024, 4096):
         for layout in ("row-major", "column-major", "strided"):
-            for local_copy in (True, False):
-                value = (rows, 7168, 8192, torch.bfloat16, layout, 4, local_copy)
-                args, kwargs = ag_gemm_call(value)
-                kept, _ = ag_gemm.config_space.prune(ag_gemm.prune_fn, args, kwargs)
-                trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
-                records.append(
-                    TuningRecord(
-                        Key.of(origin, value, hardware),
-                        ag_gemm.fingerprint(),
-                        (trial,),
-                        "2030-01-02T03:04:05+00:00",
-                        60.0,
-                    )
-                )
+            for flag in (True, False):
+                if op is ag_gemm:
+                    yield (rows, 7168, 8192, torch.bfloat16, layout, 4, flag)
+                else:
+                    yield (rows, 8192, 7168, torch.bfloat16, layout, flag, 4, False)
+
+
+def made(
+    on: On,
+    folder: Path,
+    change: Callable[[Any], None] = lambda tree: None,
+    op: Any = ag_gemm,
+) -> Path:
+    """A file as a tuning on four H200 would leave it."""
+    on(op, "NVIDIA H200", FOUR)
+    origin = Origin.of(op.fn, op.config_space.names)
+    hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
+    records = []
+    for value in keys_of(op):
+        key = Key.of(origin, value, hardware)
+        args, kwargs = CALLS[key.full_name](value)
+        kept, _ = op.config_space.prune(op.prune_fn, args, kwargs)
+        trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
+        records.append(
+            TuningRecord(key, op.fingerprint(), (trial,), "2030-01-02T03:04:05+00:00", 60.0)
+        )
     tree = json.loads(readable_json(pack(records)))
     change(tree)
-    path = folder / "packs" / "ag_gemm.NVIDIA_H200.json"
+    path = folder / "packs" / f"{op.fn.__name__}.NVIDIA_H200.json"
     path.parent.mkdir()
     path.write_text(readable_json(tree, 200))
     return path
@@ -183,8 +219,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_every_record_of_a_file_made_here_is_a_hit(on, folder):
-    assert every_record_is_a_hit(made(on, folder), on) == 24
+@pytest.mark.parametrize("op", [ag_gemm, gemm_rs], ids=["ag_gemm", "gemm_rs"])
+def test_every_record_of_a_file_made_here_is_a_hit(on, folder, op):
+    assert every_record_is_a_hit(made(on, folder, op=op), on) == 24
 
 
 def drop_a_config(tree: Any) -> None:
