@@ -16,18 +16,14 @@ from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm_launch import GatheredShards, ShardPush, sharded_gemm
 from triton_dist.kernels.common.split_k import SplitWorkspace
-from triton_dist.kernels.nvidia.allgather import (
-    kernel_await_consumption,
-    kernel_exchange_staged,
-    kernel_finish_epoch,
-    kernel_release_copies,
-)
+from triton_dist.kernels.nvidia.allgather import kernel_exchange_staged, kernel_release_copies
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
     FEW_ROWS_TILES,
     FUSED_TILES,
     MOST_PARTIALS,
     MOST_SPLIT_TILES,
 )
+from triton_dist.kernels.nvidia.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
 
@@ -296,7 +292,7 @@ def test_consumption_is_looked_at_with_acquire(sm90):
 @pytest.mark.parametrize("function", [kernel_exchange_staged, kernel_finish_epoch])
 def test_peers_are_told_with_release(sm90, function):
     table = torch.empty(4, dtype=torch.int64, device="meta")
-    kernel = compile_kernel(function, words(), words(), table, 32, 1, 4, num_warps=1)
+    kernel = compile_kernel(function, words(), words(), table, 1, 4, num_warps=1)
     assert kernel.stack_bytes == 0
     release = RELEASE.search(kernel.ptx)
     if function is kernel_exchange_staged:  # what peers copy flags from is there before they know
@@ -305,7 +301,7 @@ def test_peers_are_told_with_release(sm90, function):
     else:
         assert kernel.ptx.rindex("st.global") > release.start()
         assert ACQUIRE not in kernel.ptx
-    again = compile_kernel(function, words(), words(), table, 1, 0, 2, num_warps=1)
+    again = compile_kernel(function, words(), words(), table, 0, 2, num_warps=1)
     assert again.kernel is kernel.kernel
 
 

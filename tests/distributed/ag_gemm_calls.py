@@ -14,6 +14,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia.epochs import SLOTS
 from triton_dist.kernels.nvidia.gemm import get_config_space, prune_fn_by_shared_memory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -86,7 +87,8 @@ class Calls:
             max_rows * ranks.size, columns * ranks.size, K, dtype, ranks.rank, ranks.size,
             group=group,
         )  # fmt: skip
-        self.ctx.buffer._memory["shards"].local.fill_(NAN)
+        for slot in range(SLOTS):
+            self.ctx.buffer.slots.of_slot(slot, "shards").local.fill_(NAN)
         self.ctx.symm_workspace.fill_(NAN)
         current_device().synchronize()
         ranks.barrier("memory is poisoned")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
 from triton_dist.errors import ContextFinalized, WaitTimeout
-from triton_dist.kernels.nvidia import VendorMethod, ag_gemm, allgather, vendor
+from triton_dist.kernels.nvidia import VendorMethod, ag_gemm, vendor
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
     ag_gemm_persistent,
@@ -22,6 +22,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     local_copy_and_barrier_all,
 )
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fused_tiles
+from triton_dist.kernels.nvidia.epochs import SLOTS, kernel_await_consumption
 from triton_dist.kernels.nvidia.gemm import warp_specialized_tiles
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
@@ -256,10 +257,11 @@ def in_groups(members: Sequence[Sequence[int]], tune: bool) -> int:
 def epochs_wrap_around() -> int:
     """Flags and epochs that pass the largest int32."""
     calls = Calls(max_rows=5, columns=40, K=72)
-    memory, nearly = calls.ctx.buffer._memory, 2**31 - 3
+    slots, nearly = calls.ctx.buffer.slots, 2**31 - 3
     for flags in ("arrivals", "pushed", "consumed", "staged"):
-        memory[flags].local.fill_(nearly)
-    epochs = memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
+        for slot in range(SLOTS):
+            slots.of_slot(slot, flags).local.fill_(nearly)
+    epochs = slots.memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
     current_device().synchronize()
     dist.barrier()
     for _ in range(4):
@@ -389,13 +391,13 @@ def looks_at_peers() -> list[int]:
     """How often a call looked whether its peers are done with a slot, after each kind of call."""
     calls = Calls(max_rows=20, columns=40, K=72)
     buffer, looks = calls.ctx.buffer, []
-    run = buffer._launcher.run
+    run = buffer.slots.launcher.run
 
     def counted(key: Any, *rest: Any, **options: Any) -> None:
-        looks[-1] += key[0] is allgather.kernel_await_consumption
+        looks[-1] += key[0] is kernel_await_consumption
         run(key, *rest, **options)
 
-    buffer._launcher.run = counted  # type: ignore[method-assign]
+    buffer.slots.launcher.run = counted  # type: ignore[method-assign]
 
     def call(**options: Any) -> None:
         looks.append(0)
@@ -538,7 +540,7 @@ def trainable_operands() -> None:
         expected = (torch.cat(shards).double() @ B.detach().double()).half()
         assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
         dist.barrier()  # no peer writes while we look
-        for region in calls.ctx.buffer._memory._regions.values():
+        for region in calls.ctx.buffer.slots.memory._regions.values():
             assert not any(peer.requires_grad for peer in region.peers), region.name
     calls.finish()
 

@@ -19,22 +19,20 @@ from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist import tune
 from triton_dist._tuning.values import Failure
 from triton_dist.kernels.common import fused_push, sharded_gemm
-from triton_dist.kernels.nvidia import ag_gemm, allgather
+from triton_dist.kernels.nvidia import ag_gemm, epochs
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.device.cpu import CpuCopyStream
 
 LATE_SECONDS = 0.12
 
 
-@triton_dist.jit(do_not_specialize=["rank", "num_ranks", "offset"])
-def kernel_epoch_stands_still(epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks):
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_epoch_stands_still(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
     tl.store(epoch_ptr, tl.load(epoch_ptr))
 
 
-@triton_dist.jit(do_not_specialize=["rank", "num_ranks", "offset"])
-def kernel_consumption_is_not_told(
-    epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks
-):
+@triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_consumption_is_not_told(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
     tl.store(epoch_ptr, tl.load(epoch_ptr) + 1)
 
 
@@ -72,7 +70,7 @@ def _consumer_does_not_wait() -> None:
 
 
 def _epoch_stands_still() -> None:
-    allgather.kernel_finish_epoch = kernel_epoch_stands_still
+    epochs.kernel_finish_epoch = kernel_epoch_stands_still
 
 
 def _waits_for_the_first_shard_only() -> None:
@@ -88,7 +86,7 @@ def _waits_for_the_first_shard_only() -> None:
 def _consumption_is_not_told() -> None:
     """``finish`` says nothing to the peers, and each call has to look, as in CUDA graphs."""
     finish = AllGatherBuffer.finish
-    allgather.kernel_finish_epoch = kernel_consumption_is_not_told
+    epochs.kernel_finish_epoch = kernel_consumption_is_not_told
     AllGatherBuffer.finish = lambda buffer, _=False: finish(buffer)  # type: ignore[method-assign]
 
 

@@ -201,7 +201,7 @@ def epochs_wrap_around() -> int:
     """Flags and epochs that pass the largest int32."""
     calls = Calls(max_rows=20, columns=72, K=72, reduce_st=True)
     memory, nearly = calls.ctx.buffer.slots.memory, 2**31 - 3
-    for flags in ("arrivals0", "arrivals1", "consumed"):
+    for flags in ("arrivals0", "arrivals1", "consumed0", "consumed1"):
         memory[flags].local.fill_(nearly)
     counts = memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
     current_device().synchronize()

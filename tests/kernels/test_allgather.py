@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import uniform
 from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.epochs import GAVE_UP
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 
 K = 8
-GUARD = 2  # the word of a slot's epoch line that says that a wait gave up
 METHODS = [method for method in AllGatherMethod if not method.is_fused]
 SCHEDULES = [
     (method, streams, chunks)
@@ -55,7 +55,7 @@ def gather_by_every_schedule():
                 assert torch.equal(received, shard(peer, number, rows)), (method, streams, chunks)
         numbers.append(int(gathered.epoch[0]))
         buffer.finish(awaited=number % 5 != 0)  # all arrived; the next call need not know
-    buffer._memory.barrier()
+    buffer.slots.memory.barrier()
     buffer.free()
     return numbers
 
@@ -87,7 +87,7 @@ def fail_then_start_again(method):
             if peer != buffer.rank:
                 assert torch.equal(received, shard(peer, number, 2))
         buffer.finish()
-    buffer._memory.barrier()
+    buffer.slots.memory.barrier()
     buffer.free()
     return failures
 
@@ -96,7 +96,7 @@ def fail_then_start_again(method):
 def test_a_reset_brings_all_ranks_back_to_one_state(spawn_ranks, method):
     failures = spawn_ranks(2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
     if method is AllGatherMethod.FULL_MESH_PULL:  # only a pull waits for its peers to stage
-        assert "test.staged" in failures[0]
+        assert "test.staged1" in failures[0]
 
 
 def counting_waits():
@@ -111,13 +111,13 @@ def settled_by_the_caller(method):
     device after each step, whether the error names the flag, what it expects and has seen)."""
     buffer = AllGatherBuffer(2 * dist.get_world_size(), K, torch.float32, None, "test")
     peer, waits_seen = (buffer.rank + 1) % buffer.num_ranks, counting_waits()
-    lines, steps = buffer._memory["epoch"].local, []
+    steps = []
 
     def call(number, gives_up=False):
         gathered = buffer.start(shard(buffer.rank, number, 2), method, 1, 1)
         arrived(buffer, gathered, 2)
         if gives_up:  # as a kernel on a GPU does; interpreted ones raise
-            lines[buffer._slot, GUARD] = 1
+            buffer.slots.epoch[GAVE_UP.value] = 1
         buffer.finish(awaited=True)
         steps.append(len(waits_seen))
 
@@ -129,7 +129,7 @@ def settled_by_the_caller(method):
             call(3, gives_up=True)
             call(4)
             dist.barrier()  # nobody writes flags while one is taken back
-            flags = buffer._memory["arrivals"].local[buffer._slot - 1]  # of call 3
+            flags = buffer.slots.of_slot(0, "arrivals").local  # of call 3
             flags[peer * MAX_CHUNKS] -= 1
             with pytest.raises(WaitTimeout) as overdue:
                 settle()
@@ -151,10 +151,10 @@ def settled_by_the_caller(method):
                 assert torch.equal(received, shard(rank, number, 2))
         buffer.finish()
     assert len(waits_seen) == before  # production waits for nothing
-    buffer._memory.barrier()
+    buffer.slots.memory.barrier()
     buffer.free()
     error = overdue.value
-    return steps, error.flag == f"test.arrivals[{peer * MAX_CHUNKS}]", error.expected, error.seen
+    return steps, error.flag == f"test.arrivals0[{peer * MAX_CHUNKS}]", error.expected, error.seen
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -174,7 +174,7 @@ def released_copies():
         begin = time.monotonic()
         if buffer.rank != 1:
             buffer.start(shard(buffer.rank, 0, 2), ring, 2, 2)
-            buffer._memory["epoch"].local[buffer._slot, GUARD] = 1
+            buffer.slots.epoch[GAVE_UP.value] = 1
             buffer.finish()  # joins copies that wait for what rank 1 would have brought
             with pytest.raises(WaitTimeout):
                 settle()
@@ -188,7 +188,7 @@ def released_copies():
                     assert torch.equal(received, shard(rank, number, 2))
             buffer.finish()
             settle()
-    buffer._memory.barrier()
+    buffer.slots.memory.barrier()
     buffer.free()
     return seconds
 
@@ -200,7 +200,7 @@ def test_copies_that_would_be_handed_on_are_released(spawn_ranks):
 def test_a_freed_buffer_has_nothing_to_say():
     buffer = AllGatherBuffer(7, K, torch.float32, None, "freed")
     buffer.free()
-    assert buffer._gave_up() is None
+    assert buffer.slots._gave_up() is None
 
 
 def test_a_gather_of_one_rank_has_nothing_to_bring():
@@ -214,9 +214,9 @@ def test_a_gather_of_one_rank_has_nothing_to_bring():
 
 def test_the_workspace_is_apart_from_what_peers_write():
     buffer = AllGatherBuffer(6, K, torch.float32, None, "apart")
-    before = {name: each.local.clone() for name, each in buffer._memory._regions.items()}
+    before = {name: each.local.clone() for name, each in buffer.slots.memory._regions.items()}
     buffer.workspace.fill_(float("nan"))
-    for region in buffer._memory._regions.values():
+    for region in buffer.slots.memory._regions.values():
         if region.name != "workspace":
             assert torch.equal(region.local, before[region.name]), region.name
     buffer.free()
@@ -235,5 +235,5 @@ def test_a_transfer_that_the_consumer_does_is_not_started_alone():
     buffer = AllGatherBuffer(7, K, torch.float32, None, "fused")
     with pytest.raises(InvalidArgument, match="start_fused"):
         buffer.start(shard(0, 0, 5), AllGatherMethod.FUSED_PUSH, 1, 1)
-    assert buffer._slot == 0
+    assert buffer.slots.index == 0
     buffer.free()

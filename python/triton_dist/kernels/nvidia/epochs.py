@@ -1,16 +1,29 @@
 """Double-buffered symmetric memory that counts its uses: what calls of an op take turns with.
 
-The protocol is that of the all-gather (``allgather.py`` says why it is right): a slot has an epoch
-in device memory, flags are set to it and never reset, and at its end a call tells the peers that
-this rank has consumed what they wrote. Only a call of which the host cannot know that its peers are
-done with the slot looks before it begins: in and after CUDA graphs, while candidates are tried, and
-after a call whose kernels did not wait for something of every peer.
+Protocol, per slot (calls alternate between two slots):
+
+* The *epoch* of a slot is the number of its present use. It lives in device memory and ``finish``
+  advances it, so a captured CUDA graph counts on at each replay. What a call sends, it marks with a
+  flag that it sets to the epoch, and who waits for it waits until the flag has reached the epoch:
+  so flags are never reset, and no value is baked into a graph.
+* ``finish`` tells every peer that this rank has *consumed* what they sent, then advances the epoch.
+  One block on the main stream, after the call's kernels and the own copies.
+* A peer's slot may be written to once the peer has consumed what the slot last held. In calls that
+  take turns nobody has to look: this rank's last call waited for something of each peer, a peer
+  sent that after its call before, and that was the last to read this slot. Only a call of which the
+  host cannot know that it follows such a call on the other slot looks at the peers first, by a
+  block before its kernels: in and after CUDA graphs, which repeat one slot at each replay, while
+  candidates are tried, and after a call that waited for less. (That block is no side stream's: it
+  might never get an SM beside a full grid that waits for it.)
+
+All ranks must make the same sequence of calls, and replay graphs equally often; the calls of one
+``EpochSlots`` follow one another on the device, whatever streams they are made on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,15 +42,17 @@ from triton_dist.runtime.symmetric import Region
 T = TypeVar("T")
 
 SLOTS = 2
-LINE = 32
-"""int32 in a cache line. What has a line of its own is always aligned."""
+_LINE = 32  # int32 in a cache line: what has a line of its own is always aligned
 # Words of a slot's "epoch" line. Words 1 and 2 are the guard of its waits (language.wait).
 EPOCH, MOST_POLLS = 0, 1
 GAVE_UP = tl.constexpr(2)
-SOUND = tl.constexpr(4)  # the last epoch that ended before any wait gave up
-LAUNCH_SECONDS = 10.0
-"""Beside the waits themselves, the longest that a call's kernels take, compiling not counted."""
+SOUND = tl.constexpr(3)  # the last epoch that ended before any wait gave up
+OWN_WORD = tl.constexpr(4)  # for the op's own use; 0 after a reset
+# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
+_LAUNCH_SECONDS = 10.0
 
+Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each region, by name."""
 Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
 """Which int32 flags of which regions the kernels of a slot's last use wait for."""
 
@@ -53,14 +68,14 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, rank, num_ranks):
         peer += 1
 
 
-@jit(do_not_specialize=["rank", "num_ranks", "offset"])
-def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, offset, rank, num_ranks):
+@jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
     """Tell every peer that what it sent is consumed, and advance the slot's epoch. Grid (1,)."""
     epoch = tl.load(epoch_ptr)
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + offset + rank, epoch)
+            dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + rank, epoch)
         peer += 1
     tl.store(epoch_ptr + SOUND, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
     tl.store(epoch_ptr, epoch + 1)
@@ -71,36 +86,35 @@ class EpochSlots:
 
     Args:
         name: says in errors whose memory it is.
-        regions: shape and dtype of each region of a slot.
+        regions: what each slot has.
         zeroed: those of them that ``reset`` fills with zero, as they are at first: flags, sums.
         kernels: what waits for flags in them, for errors.
+        single: what there is once, beside the slots.
     """
 
     def __init__(
         self,
         name: str,
-        regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        regions: Regions,
         zeroed: tuple[str, ...],
         kernels: str,
         group: dist.ProcessGroup | None,
+        single: Regions | None = None,
     ) -> None:
         self._ranks = group_for(group)
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
         self.device = current_device()
         self.launcher = Launcher()
         self.index = 0
-        self._name, self._zeroed, self._kernels = name, zeroed, kernels
-        words = -(-self.num_ranks // LINE) * LINE
+        self._name, self._kernels = name, kernels
+        self._zeroed = (*zeroed, "consumed")
+        doubled = {**regions, "consumed": ((self.num_ranks,), torch.int32)}
         self.memory = symmetric.allocate(
             name,
             {
-                f"{region}{slot}": layout
-                for region, layout in regions.items()
-                for slot in range(SLOTS)
-            }
-            | {
-                "consumed": ((SLOTS, words), torch.int32),
-                "epoch": ((SLOTS, LINE), torch.int32),
+                **(single or {}),
+                **{f"{each}{slot}": doubled[each] for each in doubled for slot in range(SLOTS)},
+                "epoch": ((SLOTS, _LINE), torch.int32),
             },
             group,
         )
@@ -112,16 +126,24 @@ class EpochSlots:
 
     def __getitem__(self, region: str) -> Region:
         """A region of the current slot."""
-        return self.memory[f"{region}{self.index}"]
+        return self.of_slot(self.index, region)
+
+    def of_slot(self, slot: int, region: str) -> Region:
+        return self.memory[f"{region}{slot}"]
 
     @property
     def epoch(self) -> torch.Tensor:
         """int32 of the current slot: its epoch, then the guard of its waits."""
         return self.memory["epoch"].local[self.index]
 
-    def take(self) -> None:
+    @property
+    def waits_are_bounded(self) -> bool:
+        """Whether a wait of the current call may give up: while candidates are tried."""
+        return self._most_polls != 0
+
+    def take(self, look: bool = True) -> None:
         """Go on to the other slot; queue a look at the peers where the host does not know that they
-        are done with it."""
+        are done with it. No ``look``: the call's kernel does so itself."""
         self.index = (self.index + 1) % SLOTS
         if self.num_ranks == 1:
             return
@@ -130,48 +152,40 @@ class EpochSlots:
         self._capturing = self.device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
-        if self._in_graphs or most_polls or not self._in_turn:
+        if look and (self._in_graphs or most_polls or not self._in_turn):
             self._look_at_peers(self.index)
         self._in_turn = False
 
-    def finish(
-        self,
-        awaited: bool = False,
-        expected: Expected = dict,
-        join: Callable[[], object] | None = None,
-    ) -> None:
-        """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch.
+    def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
+        """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch. The
+        current stream has joined the call's side streams.
 
         Args:
             awaited: what was queued waits for something of every peer, which the peer sends in the
                 same call; then the next call can begin without a look at the peers.
             expected: which flags the call's kernels wait for, for errors; asked once a wait gave
                 up.
-            join: lets the current stream wait for side streams of the call. What these wait for
-                must come even if a wait in a kernel gave up.
 
         Raises:
             WaitTimeout: while candidates are tried and nobody settles, when a wait gave up.
         """
         if self.num_ranks == 1:
             return
-        if join is not None:
-            join()
-        region = self.memory["consumed"]
-        offset = self.index * region.local.shape[1]
-        self.launcher.run(
-            (kernel_finish_epoch, self.index),
-            lambda: Launch(
-                kernel_finish_epoch,
-                (1,),
-                (self.epoch, region.local, region.pointers, offset, self.rank, self.num_ranks),
-                {"num_warps": 1},
-            ),
-        )
+        self.tell(kernel_finish_epoch, "consumed")
         self._in_turn = awaited and not self._capturing and not self._most_polls
         if self._most_polls:
             self._expected[self.index] = expected
             self._see_to_waits()
+
+    def tell(self, kernel: Any, flags: str) -> None:
+        """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
+
+        def launch() -> Launch:
+            region = self[flags]
+            arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
+            return Launch(kernel, (1,), arguments, {"num_warps": 1})
+
+        self.launcher.run((kernel, self.index), launch)
 
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which uses none of this memory.
@@ -195,11 +209,10 @@ class EpochSlots:
         Collective."""
         self.device.synchronize(waits.limit_seconds())
         self._ranks.barrier(f"no rank uses the memory of {self._name}")
-        for region in ("consumed", "epoch"):
-            self.memory[region].local.zero_()
         for region in self._zeroed:
             for slot in range(SLOTS):
-                self.memory[f"{region}{slot}"].local.zero_()
+                self.of_slot(slot, region).local.zero_()
+        self.memory["epoch"].local.zero_()
         self.memory["epoch"].local[:, EPOCH] = 1
         self.index = self._most_polls = 0
         self._in_turn = False
@@ -215,7 +228,7 @@ class EpochSlots:
         """Queue a wait until every peer is done with ``slot``."""
 
         def launch() -> Launch:
-            epoch, consumed = (self.memory[name].local[slot] for name in ("epoch", "consumed"))
+            epoch, consumed = self.memory["epoch"].local[slot], self.of_slot(slot, "consumed").local
             arguments = (epoch, consumed, self.rank, self.num_ranks)
             return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
@@ -235,7 +248,7 @@ class EpochSlots:
         if waits.leave(self._gave_up) or self.device.is_capturing():
             return
         # The look at the peers and two kernels of the op may each wait for the limit.
-        self.device.synchronize(3 * (waits.limit_seconds() or 0.0) + LAUNCH_SECONDS)
+        self.device.synchronize(3 * (waits.limit_seconds() or 0.0) + _LAUNCH_SECONDS)
         overdue = self._gave_up()
         if overdue is not None:
             raise overdue
@@ -267,14 +280,11 @@ class EpochSlots:
     def _overdue(self, slot: int, epoch: int) -> tuple[str, int]:
         """The first flag of ``slot`` that has not reached ``epoch``, and its value."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        consumed = self.memory["consumed"].local[slot]
-        for flags, indices, value in (
-            *(
-                (self.memory[f"{region}{slot}"].local, indices, epoch)
-                for region, indices in self._expected[slot]().items()
-            ),
-            (consumed, peers, epoch - 1),
+        for region, indices, value in (
+            *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
+            ("consumed", peers, epoch - 1),
         ):
+            flags = self.of_slot(slot, region).local
             seen = flags.tolist()
             for index in indices:
                 if seen[index] < value:

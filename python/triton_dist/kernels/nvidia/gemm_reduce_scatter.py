@@ -283,10 +283,10 @@ def gemm_rs(
             pushes.queue()
         awaited = True  # an own tile waits for each peer
     finally:
+        if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
+            pushes.join(stream)
         buffer.slots.finish(
-            awaited,
-            expected=lambda: buffer.expected(num_chunks if scatter == "slab" else tiles),
-            join=None if pushes is None else lambda: pushes.join(stream),
+            awaited, lambda: buffer.expected(num_chunks if scatter == "slab" else tiles)
         )
     return C
 
