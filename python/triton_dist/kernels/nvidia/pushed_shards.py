@@ -79,11 +79,9 @@ class PushedShards:
             )
             awaited = True
         finally:
-            slots.finish(
-                awaited,
-                expected=lambda: self._expected(exchange, x.element_size()),
-                join=None if transfer is None else lambda: transfer.join(stream),
-            )
+            if transfer is not None:
+                transfer.join(stream)
+            slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
