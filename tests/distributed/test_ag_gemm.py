@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.nvidia.allgather_gemm import config_space
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles, fused_tiles
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import fused_tiles, split_k_tiles
 
 WORLD_SIZES = [2, 4]
 
@@ -39,7 +39,7 @@ def test_every_candidate_gives_the_same(spawn_ranks, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_tiles_that_are_cut_along_k(spawn_ranks, world_size):
-    calls = world_size * (3 * len(few_rows_tiles()) + 1)
+    calls = world_size * (3 * len(split_k_tiles()) + 1)
     assert spawn_ranks(world_size, ag_gemm_ranks.split_tiles) == [calls] * world_size
 
 
@@ -50,7 +50,7 @@ def test_shards_that_the_consumer_sends_itself(spawn_ranks, world_size):
 
 
 def test_counts_of_parts_are_reset(spawn_ranks):
-    assert spawn_ranks(2, ag_gemm_ranks.counts_are_reset) == [[0, len(few_rows_tiles())]] * 2
+    assert spawn_ranks(2, ag_gemm_ranks.counts_are_reset) == [[0, len(split_k_tiles())]] * 2
 
 
 def test_tuned_over_the_ranks(spawn_ranks):

@@ -17,7 +17,7 @@ from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
     FUSED_TILES,
-    WARP_SPECIALIZED_FEW_ROWS_TILES,
+    WARP_SPECIALIZED_SPLIT_K_TILES,
 )
 from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES
 from triton_dist.testing import spawn_ranks
@@ -72,7 +72,7 @@ hopper = pytest.mark.skipif(
 
 @hopper
 def test_specialized_warps(on_gpus):
-    tiles = len(WARP_SPECIALIZED_TILES) + len(WARP_SPECIALIZED_FEW_ROWS_TILES)
+    tiles = len(WARP_SPECIALIZED_TILES) + len(WARP_SPECIALIZED_SPLIT_K_TILES)
     assert on_gpus(ag_gemm_ranks.specialized_warps)[0] == [3 * tiles] * 3
 
 

@@ -21,7 +21,7 @@ from triton_dist.kernels.nvidia import (
     vendor,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import few_rows_tiles
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import split_k_tiles
 from triton_dist.runtime.device import current_device
 
 
@@ -93,8 +93,9 @@ def test_a_ring_of_two_is_pruned(monkeypatch):
     [
         (128, 8192, 64, torch.float16, 4, True),
         (512, 8192, 64, torch.float16, 4, True),
-        (513, 8192, 64, torch.float16, 4, False),  # as 1024 rows, 16 MiB
-        (1024, 2048, 64, torch.float16, 4, True),
+        (1024, 8192, 64, torch.float16, 4, True),  # 16 MiB
+        (1024, 8200, 64, torch.float16, 4, False),
+        (513, 8200, 64, torch.float16, 4, False),  # as 1024 rows
         (1025, 64, 64, torch.float16, 4, False),
         (128, 8192, 64, torch.float16, 1, False),
         (128, 8192, 64, torch.float32, 4, False),  # without matrix units: by pointers
@@ -206,7 +207,7 @@ def test_the_workspace_for_parts_of_tiles_is_allocated_once_when_it_is_needed():
     calls(20)
     assert "split_workspace" not in vars(calls.ctx)
     seen = set()
-    for config in few_rows_tiles():
+    for config in split_k_tiles():
         calls(20, gemm_config=config)
         seen.add(vars(calls.ctx)["split_workspace"].partials.data_ptr())
     assert len(seen) == 1

@@ -40,30 +40,30 @@ def workspace(partials, counters):
     )
 
 
-CUTS = (
-    {"SPLIT_K": 2, "SPLIT_TAIL_ONLY": False},
-    {"SPLIT_K": 7, "SPLIT_TAIL_ONLY": False},  # more than K has steps
-    {"SPLIT_K": 3, "SPLIT_TAIL_ONLY": True},
-)
+# (parts, programs): some waves, and less than one. Seven are more than K has steps.
+CUTS = ((2, 4), (3, 4), (2, 100), (7, 100))
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("parts", "num_sms"), CUTS)
 @pytest.mark.parametrize("size", [(16, 32, 4), (32, 64, 8), (64, 64, 4), (128, 16, 4)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_sum_of_parts_is_the_product(size, cut, dtype):
+def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
     m, n, warps = size
-    config = tiles(m, n, warps=warps, **cut)
+    config = tiles(m, n, warps=warps, SPLIT_K=parts)
+    cut = 0
     for M, N, K in ((70, 136, 96), (1, 24, 16), (33, 72, 40)):
         count = triton.cdiv(M, m) * triton.cdiv(N, n)
-        split = workspace(*split_tiles(config, count, 3))
+        split = workspace(*split_tiles(config, count, num_sms))
+        cut += split.counters.numel()
         for layout in ("row-major", "column-major"):
             A, B = uniform(1, (M, K), dtype), LAYOUTS[layout](uniform(2, (K, N), dtype))
             for _ in range(2):  # the second finds the counters as the first left them
                 C = torch.full((M, N), NAN, dtype=dtype, device=A.device)
-                sharded_gemm(A, B, C, config, num_sms=3, persistent=True, split=split).run()
+                sharded_gemm(A, B, C, config, num_sms=num_sms, persistent=True, split=split).run()
                 expected = (A.double() @ B.double()).to(dtype)
                 assert_allclose(C, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         assert not split.counters.any()
+    assert cut > 0
 
 
 @triton_dist.jit
@@ -78,21 +78,21 @@ def kernel_publish(
         part = tl.load(order_ptr + turn)
         value = tl.load(values_ptr + part * M * N + offsets)
         if publish_partial(value, partials_ptr, counters_ptr, tile, part, SPLIT_K, NUM_WARPS):
-            total = sum_of_partials(partials_ptr, tile, SPLIT_K, NUM_WARPS, M, N)
+            total = sum_of_partials(value, partials_ptr, tile, part, SPLIT_K, NUM_WARPS)
             tl.store(out_ptr + offsets, tl.load(out_ptr + offsets) + total)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize(("m", "n", "warps"), [(16, 16, 4), (32, 64, 8), (128, 32, 4)])
-def test_the_sum_does_not_depend_on_who_is_last(m, n, warps):
-    """Bit by bit: values whose fp32 sum depends on the order of its terms."""
-    parts, tile = 4, 2
-    values = uniform(3, (parts, m * n), torch.float32) * torch.tensor(
-        [[1e6], [1e-3], [-1e6], [1.0]]
-    )
+def test_the_sum_does_not_depend_on_who_is_last(m, n, warps, parts):
+    """Bit by bit: values whose fp32 sum, of more than two, depends on the order of its terms."""
+    tile = 2
+    values = uniform(3, (parts, m * n), torch.float32)
+    values *= torch.tensor([[1e6], [1e-3], [-1e6], [1.0]])[:parts]
     expected = values[0]
     for value in values[1:]:
         expected = expected + value
-    assert (expected != values.flip(0).cumsum(0)[-1]).any()
+    assert (expected != values.flip(0).cumsum(0)[-1]).any() == (parts > 2)
     for order in itertools.permutations(range(parts)):
         split = workspace((tile + 1) * parts * m * n, tile + 1)
         out = torch.zeros(m, n)
@@ -168,9 +168,9 @@ def test_shards_that_are_visited_together_share_columns_of_b():
 def test_a_workspace_that_is_too_small_is_refused(split, there):
     A, B = uniform(1, (70, 96), torch.float16), uniform(2, (96, 136), torch.float16)
     C = torch.empty(70, 136, dtype=torch.float16)
-    config = tiles(64, 64, SPLIT_K=1, SPLIT_TAIL_ONLY=False)
+    config = tiles(64, 64, SPLIT_K=1)
     sharded_gemm(A, B, C, config, num_sms=3, persistent=True)  # needs none
-    config = tiles(32, 64, SPLIT_K=2, SPLIT_TAIL_ONLY=True)
+    config = tiles(32, 64, SPLIT_K=2)
     message = f"split is {there}, expected a workspace of 36864 fp32 and 9 counters"
     with pytest.raises(InvalidArgument, match=message):
         sharded_gemm(
@@ -183,4 +183,4 @@ def test_the_kernel_on_pointers_cuts_nothing():
     A, B = uniform(1, (70, 96), torch.float16), uniform(2, (96, 137), torch.float16)
     C = torch.empty(70, 137, dtype=torch.float16)
     launch = sharded_gemm(A, B, C, tiles(SPLIT_K=4), num_sms=3, persistent=True)
-    assert not {"SPLIT_K", "SPLIT_TAIL_ONLY", "GROUP_SIZE_SHARDS"} & set(launch.options)
+    assert not {"SPLIT_K", "GROUP_SIZE_SHARDS"} & set(launch.options)

@@ -14,9 +14,9 @@ from triton_dist.kernels.common.gemm_launch import sharded_gemm
 from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
 from triton_dist.kernels.nvidia import AllGatherMethod, allgather_gemm
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
-    WARP_SPECIALIZED_FEW_ROWS_TILES,
-    few_rows_tiles,
+    WARP_SPECIALIZED_SPLIT_K_TILES,
     fits_shape,
+    split_k_tiles,
 )
 from triton_dist.kernels.nvidia.gemm import (
     WARP_SPECIALIZED_TILES,
@@ -73,13 +73,13 @@ def test_on_hopper_all_are_candidates_once(hopper, monkeypatch):
     gpu = SimpleNamespace(name="cuda", num_sms=132, prefers_descriptors=True)
     for function in (allgather_gemm.key_fn, get_config_space, fits_shape):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
-    assert candidates() == [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_FEW_ROWS_TILES]
+    assert candidates() == [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]
     # Those that a user gets for kernels of his own are for the ordinary kernel.
     assert not any("WARP_SPECIALIZED" in config.kwargs for config in get_config_space())
 
 
 def test_without_gluon_there_is_none(hopper, monkeypatch):
-    assert few_rows_tiles()
+    assert split_k_tiles()
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language", None)
     triton_compat.has_gluon_for_hopper.cache_clear()
     try:
@@ -144,16 +144,10 @@ def test_elsewhere_it_is_pruned():
 
 
 def test_cuts_are_tried_where_they_save_waves(hopper, monkeypatch):
-    """4 x 512 rows: 448 tiles are 3.39 waves. 4 x 2048: 13.6, of which a cut saves too little."""
+    """4 x 512 rows: 448 tiles are 3.39 waves. 4 x 2048: 13.58, and cut as many."""
     gpu = SimpleNamespace(name="cuda", num_sms=132)
     monkeypatch.setattr(sys.modules[fits_shape.__module__], "current_device", lambda: gpu)
 
-    def parts(rows):
-        return {
-            config.kwargs["SPLIT_K"]
-            for config in WARP_SPECIALIZED_FEW_ROWS_TILES
-            if fits_shape(config, rows, 7168, 4)
-        }
-
-    assert {2, 5} <= parts(512)
-    assert parts(2048) == set()
+    for config in WARP_SPECIALIZED_SPLIT_K_TILES:
+        assert fits_shape(config, 512, 7168, 4)
+        assert not fits_shape(config, 2048, 7168, 4)

@@ -17,12 +17,7 @@ from triton_dist.kernels.common.sharded_gemm import (
 from triton_dist.kernels.common.split_k import SplitWorkspace, split_tiles
 from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
 
-_DESCRIPTOR_ONLY = (
-    "EPILOGUE_SUBTILE",
-    "GROUP_SIZE_SHARDS",
-    "SPLIT_K",
-    "SPLIT_TAIL_ONLY",
-)
+_DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ def sharded_gemm(
         B: [K, N], any strides.
         C: [M, N], contiguous.
         config: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, optionally EPILOGUE_SUBTILE,
-            GROUP_SIZE_SHARDS, SPLIT_K, SPLIT_TAIL_ONLY: of the persistent kernel alone.
+            GROUP_SIZE_SHARDS, SPLIT_K: of the persistent kernel alone.
             WARP_SPECIALIZED: the persistent kernel of that kind, where it can serve the operands
             (``can_specialize_warps``), else the ordinary one; num_warps are those that multiply, 8.
         num_sms: programs of the persistent kernel.

@@ -13,8 +13,8 @@ one: same registers, shared memory and instructions for sm_90) or by a mask.
 Flags of shard s are ``arrivals_ptr[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows; a
 chunk is there when its flag has reached the epoch at ``epoch_ptr``.
 
-Where tiles are too few to fill the GPU's last wave, or all of it, the persistent kernel cuts them
-along K (``split_k.py``).
+The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
+(``split_k.py``).
 
 With ``NUM_COMM_SMS`` above 0 the kernel sends the own shard itself, by its first so many programs,
 and flags stand for chunks of K instead of rows (``fused_push.py``).
@@ -109,7 +109,7 @@ def finish_tile(
             )
             if is_complete:
                 accumulator = sum_of_partials(
-                    partials_ptr, split_tile, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N
+                    accumulator, partials_ptr, split_tile, part, SPLIT_K, NUM_WARPS
                 )
     if is_complete:
         store_tile(
@@ -144,7 +144,6 @@ def kernel_gemm_persistent(
     EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_SIZE_SHARDS: tl.constexpr = 1,
     SPLIT_K: tl.constexpr = 1,
-    SPLIT_TAIL_ONLY: tl.constexpr = False,
     NUM_WARPS: tl.constexpr = 4,
     partials_ptr=None,
     counters_ptr=None,
@@ -157,10 +156,11 @@ def kernel_gemm_persistent(
     """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid
     (min(NUM_SMS, units + NUM_COMM_SMS),).
 
-    A unit of work is a tile, or one of its ``SPLIT_K`` parts. Two loops over units, own shard and
-    gathered shards, because the K loop has to read from one descriptor to be pipelined; the second
-    goes on with the program after the one that had the last unit of the first. Loops stay nested:
-    flattened with a wait inside they lose their pipelining (622 -> 2201 us, H200).
+    A unit of work is a tile, or one of ``SPLIT_K`` parts of a tile of the last wave, if that is not
+    full. Two loops over units, own shard and gathered shards, because the K loop has to read from
+    one descriptor to be pipelined; the second goes on with the program after the one that had the
+    last unit of the first. Loops stay nested: flattened with a wait inside they lose their
+    pipelining (622 -> 2201 us, H200).
 
     ``partials_ptr``, ``counters_ptr``, ``NUM_WARPS``: of a ``SPLIT_K`` above 1 only.
     ``NUM_CHUNKS``, ``shards_table``, ``arrivals_table``, ``consumed_ptr``: of a ``NUM_COMM_SMS``
@@ -182,9 +182,7 @@ def kernel_gemm_persistent(
     tiles_per_shard = tiles_m * tiles_n
     store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
     tiles = tiles_per_shard * num_ranks
-    whole = tiles
-    if SPLIT_K > 1:
-        whole = tiles // NUM_SMS * NUM_SMS if SPLIT_TAIL_ONLY else 0
+    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
     own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])

@@ -1,9 +1,10 @@
 """Split-K: a tile of C as the sum of parts along K, computed by different programs.
 
-Each part is written as an fp32 *partial* to a workspace, then counted. Who counts the last part of
-a tile adds all of them, always in the order of K, so the result does not depend on who was last; it
-also sets the counter back to 0 for the next launch. Nobody waits, so no program depends on another
-one being resident.
+Cut are the tiles of the last wave, if it is not full; so all of them, if there are fewer than
+programs. Each part is written as an fp32 *partial* to a workspace, then counted. Who counts the
+last part of a tile adds all of them, in the order of K or two in either order, so the result does
+not depend on who was last; it also sets the counter back to 0 for the next launch. Nobody waits, so
+no program depends on another one being resident.
 
 A partial lies in the workspace in the order in which the registers of a Hopper accumulator hold it
 (wgmma: 16 rows a warp; a thread has 2 neighbouring columns of every 8, in 2 rows). So 16 bytes a
@@ -40,7 +41,7 @@ def split_tiles(config: triton.Config, tiles: int, num_sms: int) -> tuple[int, i
     parts = tile.get("SPLIT_K", 1)
     if parts == 1:
         return 0, 0
-    split = tiles % num_sms if tile.get("SPLIT_TAIL_ONLY") else tiles
+    split = tiles % num_sms
     return split * parts * tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"], split
 
 
@@ -111,18 +112,21 @@ def publish_partial(
 
 @jit
 def sum_of_partials(
-    partials_ptr,
-    tile,
-    SPLIT_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
+    accumulator, partials_ptr, tile, part, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
-    """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N], the sum of all parts of the ``tile``-th split tile."""
-    size: tl.constexpr = BLOCK_SIZE_M * BLOCK_SIZE_N
+    """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N], the sum of all parts of the ``tile``-th split tile;
+    ``accumulator`` is its ``part``-th."""
+    block_m: tl.constexpr = accumulator.shape[0]
+    block_n: tl.constexpr = accumulator.shape[1]
+    size: tl.constexpr = block_m * block_n
     part_ptr = partials_ptr + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
-    total = tl.load(part_ptr, cache_modifier=".cg")  # not from L1, where old ones may be
-    for _ in range(1, SPLIT_K):
-        part_ptr += size
-        total += tl.load(part_ptr, cache_modifier=".cg")
-    return _in_rows(total, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N)
+    # Not from L1, where old ones may be.
+    if SPLIT_K == 2:  # the other's is enough: a + b = b + a
+        other = tl.load(part_ptr + (1 - part) * size, cache_modifier=".cg")
+        return accumulator + _in_rows(other, NUM_WARPS, block_m, block_n)
+    else:
+        total = tl.load(part_ptr, cache_modifier=".cg")
+        for _ in range(1, SPLIT_K):
+            part_ptr += size
+            total += tl.load(part_ptr, cache_modifier=".cg")
+        return _in_rows(total, NUM_WARPS, block_m, block_n)

@@ -63,17 +63,6 @@ def _stage_before(stage, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _whole_tiles(tiles, NUM_SMS: gl.constexpr, SPLIT_K: gl.constexpr, TAIL_ONLY: gl.constexpr):
-    """How many of ``tiles`` tiles, the first ones, are not cut along K."""
-    if SPLIT_K == 1:
-        return tiles
-    elif TAIL_ONLY:
-        return tiles // NUM_SMS * NUM_SMS
-    else:
-        return tiles * 0
-
-
-@gluon.jit
 def _place_of_tile(
     tile, tiles_m, tiles_n, rank, num_ranks, GATHERED: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr,
@@ -122,7 +111,6 @@ def _produce(
     stride_b, rank, num_ranks, chunk_rows, GATHERED: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
     FLAGS_PER_RANK: gl.constexpr, NUM_SMS: gl.constexpr, BLOCK_SIZE_N: gl.constexpr,
     GROUP_SIZE_M: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
-    SPLIT_TAIL_ONLY: gl.constexpr,
 ):  # fmt: skip
     """The producer warp. Own and gathered shards have a loop each: the second descriptor is made
     while consumers are busy with the ring, not before the first load."""
@@ -133,7 +121,7 @@ def _produce(
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
-    whole = _whole_tiles(tiles, NUM_SMS, SPLIT_K, SPLIT_TAIL_ONLY)
+    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
     own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
 
     own_desc = tma.make_tensor_descriptor(
@@ -235,6 +223,7 @@ def _finish_part(
     is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
     if is_last:
         gl.atomic_add(counters_ptr + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
+        # Both, if there are two: to keep the own one in registers spills with Triton 3.9.
         accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
             first_ptr += 2 * SIZE
@@ -269,7 +258,6 @@ def _consume(
     N, K, rank, num_ranks, GATHERED: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
     NUM_SMS: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
-    SPLIT_TAIL_ONLY: gl.constexpr,
 ):  # fmt: skip
     """The ``GROUP``-th group of consumer warps: the same units in the same order as the
     producer."""
@@ -284,7 +272,7 @@ def _consume(
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_shard = tiles_m * tiles_n
     tiles = tiles_per_shard * num_ranks
-    whole = _whole_tiles(tiles, NUM_SMS, SPLIT_K, SPLIT_TAIL_ONLY)
+    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
     c_desc = tma.make_tensor_descriptor(
         c_ptr,
         [num_ranks, rows, N],
@@ -345,7 +333,6 @@ def kernel_gemm_warp_specialized(
     EPILOGUE_SUBTILE: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr = 1,
     SPLIT_K: gl.constexpr = 1,
-    SPLIT_TAIL_ONLY: gl.constexpr = False,
     partials_ptr=None,
     counters_ptr=None,
 ):
@@ -374,18 +361,17 @@ def kernel_gemm_warp_specialized(
             (_consume, (
                 0, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty,
                 M, N, K, rank, num_ranks, GATHERED, B_COLUMN_MAJOR, NUM_SMS, BLOCK_SIZE_N,
-                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K, SPLIT_TAIL_ONLY,
+                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_consume, (
                 1, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty,
                 M, N, K, rank, num_ranks, GATHERED, B_COLUMN_MAJOR, NUM_SMS, BLOCK_SIZE_N,
-                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K, SPLIT_TAIL_ONLY,
+                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_produce, (
                 own_ptr, gathered_ptr, b_ptr, arrivals_ptr, epoch_ptr, a_ring, b_ring, full, empty,
                 M, N, K, stride_b, rank, num_ranks, chunk_rows, GATHERED, B_COLUMN_MAJOR,
                 FLAGS_PER_RANK, NUM_SMS, BLOCK_SIZE_N, GROUP_SIZE_M, GROUP_SIZE_SHARDS, SPLIT_K,
-                SPLIT_TAIL_ONLY,
             )),
         ],
         [4, 1],

@@ -73,10 +73,10 @@ from triton_dist.kernels.nvidia.allgather_gemm_context import (
     create_ag_gemm_context,
 )
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
-    few_rows_tiles,
     fits_fused,
     fits_shape,
     fused_tiles,
+    split_k_tiles,
 )
 from triton_dist.kernels.nvidia.gemm import (
     gemm_non_persistent,
@@ -140,7 +140,7 @@ def config_space() -> list[dict[str, Any]]:
 
     Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
     one chunk), then every other schedule with the default tiles, then tiles for specialised warps
-    and for shards of few rows, then those with the transfer in the same grid, then what torch
+    and those that are cut along K, then those with the transfer in the same grid, then what torch
     brings.
     """
     descriptors = current_device().prefers_descriptors
@@ -161,7 +161,7 @@ def config_space() -> list[dict[str, Any]]:
     default, persistent = tiles[0]
     by_descriptor = descriptors or current_device().name == "cpu"
     specialized = warp_specialized_tiles()
-    more = [*specialized, *(few_rows_tiles() if by_descriptor else ())]
+    more = [*specialized, *(split_k_tiles() if by_descriptor else ())]
     fused = fused_tiles() if by_descriptor else []
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]

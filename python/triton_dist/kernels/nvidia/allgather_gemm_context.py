@@ -14,7 +14,7 @@ from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreeme
 from triton_dist.kernels.common.launch import Launcher, fits_descriptor
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import MOST_PARTIALS, MOST_SPLIT_TILES
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting
@@ -64,8 +64,9 @@ class AllGatherGEMMTensorParallelContext:
         self.accepted: dict[Any, Operands] = {}
         with torch.inference_mode(False):
             # Now: zeros that are written in a capture would be there from its first replay on.
+            _, counters = room_for_parts(self.device.num_sms)
             self._split_counters = torch.zeros(
-                MOST_SPLIT_TILES, dtype=torch.int32, device=self.device.torch_device
+                counters, dtype=torch.int32, device=self.device.torch_device
             )
         self.device.synchronize()  # calls may come on any stream
 
@@ -95,9 +96,8 @@ class AllGatherGEMMTensorParallelContext:
     def split_workspace(self) -> SplitWorkspace:
         """What tiles that are cut along K are added up in; allocated at the first use, once."""
         with torch.inference_mode(False):
-            partials = torch.empty(
-                MOST_PARTIALS, dtype=torch.float32, device=self.device.torch_device
-            )
+            elements, _ = room_for_parts(self.device.num_sms)
+            partials = torch.empty(elements, dtype=torch.float32, device=self.device.torch_device)
         return SplitWorkspace(partials, self._split_counters)
 
     def own_rows(self, rows: int) -> torch.Tensor:
