@@ -221,7 +221,7 @@ def pushed_epochs_wrap_around(op: str) -> int:
     """Flags and epochs of what copy engines push pass the largest int32."""
     calls, nearly = Calls(op, ROOM), 2**31 - 3
     memory = calls.ctx.pushed.slots.memory
-    for flags in ("arrivals0", "arrivals1", "consumed"):
+    for flags in ("arrivals0", "arrivals1", "consumed0", "consumed1"):
         memory[flags].local.fill_(nearly)
     counts = memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
     current_device().synchronize()

@@ -250,11 +250,16 @@ class AllGatherBuffer:
         steps = schedule(slot, method, num_streams, num_chunks)
         gathered = self.describe(rows, num_chunks)
         pulls = method is AllGatherMethod.FULL_MESH_PULL
+        hands_on = method is AllGatherMethod.RING_PUSH_1D
+        if hands_on:
+            # Loads the kernel: for that CUDA may wait for the device, and once it is needed, copies
+            # wait for the kernel (4 H200, a ring with a rank missing: hung).
+            self._release_copies()
         return _Plan(
             gathered,
             self._expects("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS, pulls),
             self._device.transfer(steps, self._streams[:num_streams]),
-            hands_on=method is AllGatherMethod.RING_PUSH_1D,
+            hands_on=hands_on,
         )
 
     def _expects(self, region: str, number: int, distance: int, pulls: bool = False) -> Expected:
