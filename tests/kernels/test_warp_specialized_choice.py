@@ -69,11 +69,14 @@ def test_interpreted_the_ordinary_kernel_takes_its_place():
     torch.testing.assert_close(C, (A.double() @ B.double()).half(), rtol=2e-3, atol=2e-3)
 
 
-def test_on_hopper_all_are_candidates_once(hopper, monkeypatch):
+def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
     gpu = SimpleNamespace(name="cuda", num_sms=132, prefers_descriptors=True)
     for function in (allgather_gemm.key_fn, get_config_space, fits_shape):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
-    assert candidates() == [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]
+    tiles = [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]
+    assert list(dict.fromkeys(candidates())) == tiles
+    whole = [c for c in allgather_gemm.config_space() if c["num_chunks"] == 1]
+    assert [c["gemm_config"] for c in whole if c["gemm_config"] in tiles] == tiles
     # Those that a user gets for kernels of his own are for the ordinary kernel.
     assert not any("WARP_SPECIALIZED" in config.kwargs for config in get_config_space())
 
