@@ -59,6 +59,6 @@ if ((${#interpreted[@]} > 0)); then
 fi
 if ((${#compiled[@]} > 0)); then
     unset TRITON_INTERPRET
-    run_pytest "${compiled[@]}"
+    run_pytest -n 2 --dist loadfile "${compiled[@]}"
 fi
 exit $status
