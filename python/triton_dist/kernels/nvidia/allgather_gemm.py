@@ -8,6 +8,7 @@ Abstraction
     *consumer* kernel, a GEMM over all tiles, waits for a tile's flags before it reads the tile's
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
+    Small shards are pushed by the first programs of the consumer itself (``common/fused_push.py``).
 
 Stream timeline of one call (W = 4, push)
     main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
