@@ -6,7 +6,7 @@ rounds, each to the candidates that are left (the numbers are those of GPUs):
 =====  ===============  ==========================================================================
 round  samples in all   leaves
 =====  ===============  ==========================================================================
-1      1                who took more than twice as long as the fastest
+1      1                who took more than twice as long as the fastest, by half a millisecond
 2, 3   2, then 5        who is behind by more than the noise explains; after 3 all but the first 8
 final  5 + ``repeat``   nobody: finalists are measured in turn, forward and backward (A B C C B A),
                         so that drifting clocks and temperature hit all alike
@@ -42,6 +42,9 @@ from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
 CLEARLY_SLOWER = 2.0
 """Times the fastest, after a single sample, when the noise is not known yet."""
+HICCUP = 0.5
+"""Milliseconds that a single sample may be late: a first collective of its size, a host that was
+busy. Behind by less, nobody leaves after one sample; the second costs no more than that."""
 STANDARD_ERRORS = 4.0
 FINALISTS = 8
 
@@ -111,8 +114,11 @@ class Racing:
         ranked = self._ranked(candidates)
         if not ranked:
             return []
-        margin = CLEARLY_SLOWER if samples == 1 else 1 + self._margin(ranked, samples)
-        limit = margin * self._standing(ranked[0])
+        fastest = self._standing(ranked[0])
+        if samples == 1:
+            limit = max(CLEARLY_SLOWER * fastest, fastest + HICCUP)
+        else:
+            limit = fastest * (1 + self._margin(ranked, samples))
         return [
             config
             for config in ranked
