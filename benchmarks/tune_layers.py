@@ -22,7 +22,9 @@ from overlap.workload import Choice
 from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-_ROWS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+_ROWS = [
+    *(16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
+]
 _CPU_SCALE = 512
 
 

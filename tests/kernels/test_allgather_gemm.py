@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, Calls, default_tiles
-from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument, NoValidConfig
+from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,
@@ -95,7 +95,7 @@ def test_a_ring_of_two_is_pruned(monkeypatch):
         (512, 8192, 64, torch.float16, 4, True),
         (1024, 8192, 64, torch.float16, 4, True),  # 16 MiB
         (1024, 8200, 64, torch.float16, 4, False),
-        (513, 8200, 64, torch.float16, 4, False),  # as 1024 rows
+        (769, 8200, 64, torch.float16, 4, False),  # as 1024 rows
         (1025, 64, 64, torch.float16, 4, False),
         (128, 8192, 64, torch.float16, 1, False),
         (128, 8192, 64, torch.float32, 4, False),  # without matrix units: by pointers
@@ -151,7 +151,7 @@ def test_a_key_serves_a_bucket_of_rows():
     B = torch.empty(64, 48, dtype=torch.float16)
     with create_ag_gemm_context(64, 48, 64, torch.float16, 0, 1, num_local_ranks=3) as ctx:
         buckets = [key_fn(torch.empty(m, 64).half(), B, ctx)[0] for m in range(1, 65)]
-    assert buckets == [tune.bucket(m) for m in range(1, 65)]
+    assert buckets == [row_bucket(m) for m in range(1, 65)]
     assert len(set(buckets)) == 7
 
 

@@ -140,6 +140,15 @@ def test_bucket(n, rounded):
     assert bucket(n) == rounded
 
 
+@pytest.mark.parametrize(
+    ("n", "rounded"),
+    [(0, 0), (2, 2), (3, 4), (256, 256), (257, 384), (384, 384), (385, 512), (3000, 3072)],
+)
+def test_a_bucket_with_half_steps(n, rounded):
+    assert bucket(n, half_steps_from=256) == rounded
+    assert bucket(rounded, half_steps_from=256) == rounded
+
+
 def test_a_negative_size_has_no_bucket():
     with pytest.raises(InvalidArgument, match="n is -1"):
         bucket(-1)

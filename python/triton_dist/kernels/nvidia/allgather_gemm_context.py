@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.launch import Launcher, fits_descriptor
+from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
@@ -233,7 +233,7 @@ def check_operands(
         _refuse_operands(A, B, ctx, buffer)
         if len(ctx.accepted) >= _MOST_FORMS:
             ctx.accepted.clear()
-        key = (tune.bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, _layout(B))
+        key = (row_bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, _layout(B))
         known = ctx.accepted[looks] = Operands(key, A.dtype)
     return known
 

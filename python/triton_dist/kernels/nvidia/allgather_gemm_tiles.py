@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from triton_dist import tune
 from triton_dist.kernels.common.gemm_launch import can_specialize_warps
 from triton_dist.kernels.common.launch import dot_precision, fits_descriptor
+from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import split_tiles
 from triton_dist.runtime.device import current_device
 
@@ -121,7 +121,7 @@ def fused_tiles() -> list[tuple[triton.Config, int, int]]:
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
     """Whether it is worth trying that the consumer sends A [M_per_rank, K] itself: there are peers,
     the shard is small, and the kernel on descriptors can serve the operands."""
-    rows, K = tune.bucket(A.shape[0]), A.shape[1]
+    rows, K = row_bucket(A.shape[0]), A.shape[1]
     return (
         num_ranks > 1
         and rows <= _MOST_FUSED_ROWS
@@ -133,7 +133,7 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Whether ``config`` is worth trying for shards of up to ``tune.bucket(rows)`` rows and a B of
+    """Whether ``config`` is worth trying for shards of up to ``row_bucket(rows)`` rows and a B of
     ``columns`` columns.
 
     * A cut along K saves ``_LEAST_SAVING`` of the waves.
@@ -141,7 +141,7 @@ def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -
     * Tiles of 64 rows do not have ``_MANY_WAVES`` waves.
     """
     tile, sms = config.kwargs, current_device().num_sms
-    rows = tune.bucket(rows)
+    rows = row_bucket(rows)
     own = triton.cdiv(rows, tile["BLOCK_SIZE_M"]) * triton.cdiv(columns, tile["BLOCK_SIZE_N"])
     full, last = divmod(own * num_ranks, sms)
     waves = full + (last > 0)

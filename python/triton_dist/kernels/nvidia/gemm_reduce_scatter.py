@@ -47,6 +47,7 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
     Scattering,
@@ -113,7 +114,7 @@ def prune_fn(
         return True
     num_chunks = config.get("num_chunks") or 1
     if num_chunks > 1:
-        rows = tune.bucket(A.shape[0] // ctx.num_ranks)
+        rows = row_bucket(A.shape[0] // ctx.num_ranks)
         chunks = chunks_of_slab(config["gemm_config"], rows, B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.launch import fits_descriptor
+from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -191,7 +191,7 @@ def check_operands(
         _refuse_operands(A, B, bias, ctx, buffer.slots.epoch.device)
         if len(ctx.accepted) >= _MOST_FORMS:
             ctx.accepted.clear()
-        rows = tune.bucket(A.shape[0] // ctx.num_ranks)
+        rows = row_bucket(A.shape[0] // ctx.num_ranks)
         known = ctx.accepted[looks] = (
             rows, ctx.N, A.shape[1], A.dtype, _layout(B), A.is_contiguous(), ctx.num_ranks,
         )  # fmt: skip
