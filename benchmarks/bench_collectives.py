@@ -8,8 +8,9 @@ For each size the op is tuned, or its cached config used. Then the winner, the b
 way by the tuning record, the library's collective and, for all-reduce, torch's own over symmetric
 memory are each checked against a sum in fp32 and timed: interleaved, ranks lined up, cold L2, the
 slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
-may differ too. Sizes are of the whole: the result of an all-gather, the input of the others. On CPU
-ranks they are divided.
+may differ too. With --calls 20 a sample is of 20 calls after one another, in graph mode all in one
+graph: its launch, and how far apart the ranks begin, then count for a twentieth of each. Sizes are
+of the whole: the result of an all-gather, the input of the others. On CPU ranks they are divided.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--best", type=int, default=1, help="configs of each way, by the record")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")
+    parser.add_argument("--calls", type=int, default=1, help="in a sample, after one another")
     parser.add_argument("--limit", type=int, default=300, help="seconds for a size, tuning too")
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each size")
     parser.add_argument("--from-json", type=Path, help="measure nothing: show this file")
@@ -85,6 +87,7 @@ def run(options: argparse.Namespace) -> Tree:
         "benchmark": "collectives",
         "dtype": options.dtype,
         "rounds": rounds,
+        "calls": options.calls,
         "command": sys.argv,
         "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "hardware": {**current_device().facts(), "ranks": str(dist.get_world_size())},
@@ -97,7 +100,9 @@ def run(options: argparse.Namespace) -> Tree:
             faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end
             begin = time.perf_counter()
             with open_collective(op, nbytes, dtype_named(options.dtype), options.best) as work:
-                rows, failures = measure(work, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
+                rows, failures = measure(
+                    work, modes, rounds, 2 if is_cuda() else 1, num_calls=options.calls
+                )
                 took = time.perf_counter() - begin
                 tree = {
                     "op": op, "bytes": nbytes, "tuning": work.note, "seconds": round(took, 2),
@@ -142,7 +147,8 @@ def show(result: Tree) -> None:
         hardware = result["hardware"]
         table = Table(
             title=f"{op}, {mode}, {result['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}: "
-            f"us, slowest rank, medians of {result['rounds']} interleaved rounds",
+            f"us, slowest rank, medians of {result['rounds']} interleaved rounds"
+            + (f" of {result['calls']} calls each" if result["calls"] > 1 else ""),
             title_justify="left",
         )
         for name in ("bytes", TUNED, "A/A", "x library", "x best peer", *names):

@@ -26,7 +26,7 @@ _SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in a mode, and its samples."""
+    """A candidate in a mode, and its samples, of one call each."""
 
     name: str
     mode: str
@@ -39,9 +39,14 @@ class Failed(Exception):
 
 
 def measure(
-    workload: Workload, modes: Sequence[str], rounds: int, warmup_rounds: int
+    workload: Workload, modes: Sequence[str], rounds: int, warmup_rounds: int, num_calls: int = 1
 ) -> tuple[list[Row], dict[str, str]]:
-    """Rows in the order of the candidates, and why the others failed, by ``name, mode``."""
+    """Rows in the order of the candidates, and why the others failed, by ``name, mode``.
+
+    A sample is of ``num_calls`` calls with nothing between them, in graph mode in one graph,
+    divided by their number: as in a model, where the launch of a graph, and how far apart the
+    ranks begin, is shared by many calls.
+    """
     ready: dict[str, tuple[str, str, Candidate]] = {}
     calls: dict[str, Callable[[], Any]] = {}
     failures: dict[str, str] = {}
@@ -50,23 +55,27 @@ def measure(
             label = f"{name}, {mode}"
             workload.refresh()
             try:
-                calls[label] = _checked(candidate, label, mode == "graph", workload.tolerance)
+                graph = mode == "graph"
+                calls[label] = _checked(candidate, label, graph, workload.tolerance, num_calls)
                 ready[label] = name, mode, candidate
             except Failed as failure:
                 failures[label] = str(failure)
                 workload.recover()
     samples = interleaved(calls, rounds, warmup_rounds)
-    return [Row(*ready[label], samples[label]) for label in calls], failures
+    return [Row(*ready[label], samples[label].divided_by(num_calls)) for label in calls], failures
 
 
-def _checked(candidate: Candidate, label: str, graph: bool, tolerance: float) -> Callable[[], Any]:
-    """What to time, after one run of it whose output was right on every rank."""
-    call: Callable[[], Any] = candidate.call
+def _checked(
+    candidate: Candidate, label: str, graph: bool, tolerance: float, num_calls: int
+) -> Callable[[], Any]:
+    """What to time, after one run of it whose last output was right on every rank."""
     latest: dict[str, torch.Tensor] = {}
 
     def keep() -> None:
-        latest.update(output=candidate.call())
+        for _ in range(num_calls):
+            latest.update(output=candidate.call())
 
+    call: Callable[[], Any] = keep
     if graph:
         call = _together(f"{label}: capture", lambda: current_device().capture(keep, _SECONDS))
 
@@ -75,7 +84,7 @@ def _checked(candidate: Candidate, label: str, graph: bool, tolerance: float) ->
             for output in latest.values():  # none on CPU ranks, where nothing has run yet
                 output.fill_(float("nan"))
         with poisoned_empty():
-            call() if graph else keep()
+            call()
 
     def check() -> None:
         if candidate.expected is not None:

@@ -35,7 +35,8 @@ def finished(tmp_path_factory):
     path = folder / "collectives.json"
     done = run(
         "bash", str(ROOT / "scripts" / "launch.sh"), SCRIPT, "--sizes", "1K,4100",
-        "--scale", "1", "--mode", "eager,graph", "--rounds", "2", "--json", str(path),
+        "--scale", "1", "--mode", "eager,graph", "--rounds", "2", "--calls", "2",
+        "--json", str(path),
         TRITON_DIST_CACHE_DIR=str(folder / "cache"), GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,6 +64,7 @@ def test_the_tables_say_how_much_faster(finished):
         for op in OWN:
             assert f"{op}, graph, bfloat16, 2 ranks" in text
         assert "x library" in text
+        assert "of 2 calls each" in text
 
 
 def test_a_size_that_is_none_is_refused():

@@ -20,6 +20,10 @@ class Samples:
 
     milliseconds: tuple[float, ...]
 
+    def divided_by(self, number: int) -> Samples:
+        """Those of one of ``number`` calls that were timed together."""
+        return Samples(tuple(each / number for each in self.milliseconds))
+
     @property
     def median(self) -> float:
         return statistics.median(self.milliseconds)
