@@ -142,8 +142,15 @@ class ThreadRank:
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.gather(phase, None)
 
-    def align(self, phase: str = "align", seconds: float | None = None) -> None:
+    def align(
+        self,
+        phase: str = "align",
+        seconds: float | None = None,
+        hold: Callable[[], object] | None = None,
+    ) -> None:
         self.gather(phase, None)
+        if hold is not None:
+            hold()
 
 
 def thread_ranks(size: int, seconds: float = SECONDS) -> list[ThreadRank]:

@@ -8,10 +8,15 @@ from triton_dist._tuning.values import Failure, Measurement, Policy
 from triton_dist.runtime.device.cpu import CpuDevice
 
 
+def aligned(hold):
+    """One rank: there is nobody to wait for."""
+    hold()
+
+
 def test_warm_up_runs_are_not_samples():
     device, durations = FakeDevice(), iter([50.0, 40.0, 1.0, 2.0, 3.0])
     measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: device.advance(next(durations)), Policy(warmup=2), lambda: None, 3
+        lambda: device.advance(next(durations)), Policy(warmup=2), aligned, 3
     )
     assert measured == Measurement((1.0, 2.0, 3.0), 2)
     assert measured.median == 2.0
@@ -21,7 +26,7 @@ def test_warm_up_runs_are_not_samples():
 def test_the_default_is_three_and_ten():
     device, runs = FakeDevice(), []
     measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: runs.append(1), Policy(), lambda: None, Policy().repeat
+        lambda: runs.append(1), Policy(), aligned, Policy().repeat
     )
     assert len(runs) == 13
     assert len(measured.samples) == 10
@@ -30,16 +35,51 @@ def test_the_default_is_three_and_ten():
 def test_what_happens_while_aligning_is_not_timed():
     device = FakeDevice()
     measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: device.advance(1.0), Policy(0), lambda: device.advance(100.0), 2
+        lambda: device.advance(1.0), Policy(0), lambda hold: device.advance(100.0), 2
     )
     assert measured.samples == (1.0, 1.0)
 
 
+def test_ranks_are_lined_up_after_what_holds_the_device():
+    order = []
+
+    class Recording(FakeDevice):
+        def flush_cache(self):
+            order.append("flush")
+
+        def hold(self):
+            order.append("hold")
+
+    def align(hold):
+        order.append("meet")
+        hold()
+        order.append("line up")
+
+    DeviceBenchmarker(Recording(), 1.0).measure(
+        lambda: order.append("run"), Policy(warmup=0), align, 2
+    )
+    assert order == ["meet", "flush", "hold", "line up", "run"] * 2
+
+
+def test_a_rank_that_cannot_flush_lines_up_all_the_same():
+    lined_up, runs = [], []
+
+    class Full(FakeDevice):
+        def flush_cache(self):
+            raise MemoryError("no room for the buffer")
+
+    def align(hold):
+        hold()
+        lined_up.append(1)
+
+    with pytest.raises(MemoryError):
+        DeviceBenchmarker(Full(), 1.0).measure(lambda: runs.append(1), Policy(1), align, 4)
+    assert (len(lined_up), len(runs)) == (5, 0)
+
+
 def test_no_flush_when_the_policy_says_so():
     device = FakeDevice()
-    DeviceBenchmarker(device, 1.0).measure(
-        lambda: None, Policy(warmup=1, flush=False), lambda: None, 1
-    )
+    DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(warmup=1, flush=False), aligned, 1)
     assert device.flushes == 0
 
 
@@ -53,7 +93,7 @@ def test_a_call_that_fails_is_not_repeated_but_aligning_is():
 
     with pytest.raises(ValueError, match="second run"):
         DeviceBenchmarker(FakeDevice(), 1.0).measure(
-            call, Policy(warmup=1), lambda: aligned.append(1), 4
+            call, Policy(warmup=1), lambda hold: aligned.append(1), 4
         )
     assert (len(runs), len(aligned)) == (2, 5)
 
@@ -62,7 +102,7 @@ def test_a_device_that_does_not_finish_is_a_timeout():
     device = FakeDevice()
     device.synchronize_error = TimeoutError("not finished")
     with pytest.raises(TimeoutError):
-        DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(), lambda: None, 1)
+        DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(), aligned, 1)
 
 
 def test_a_graph_is_captured_after_the_first_run_and_its_replay_is_measured():

@@ -73,7 +73,7 @@ def test_a_config_is_run_once_before_it_is_measured(space):
 def test_it_is_the_benchmarker_of_a_tuning(space):
     replay, aligned = Replay(space.runs), []
     measured = replay.measure(
-        lambda: replay(n=1), Policy(warmup=1), lambda: aligned.append(1), samples=2
+        lambda: replay(n=1), Policy(warmup=1), lambda hold: aligned.append(1), samples=2
     )
     assert measured == Measurement((1.0, 2.0), 1)
     assert len(aligned) == 3

@@ -7,7 +7,7 @@ are implemented by shape: ``runtime`` never imports this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from triton_dist._tuning.values import (
@@ -108,9 +108,19 @@ class RankGroup(Protocol):
         """Element-wise maximum over the ranks: the slowest rank decides."""
 
     def barrier(self, phase: str, seconds: float | None = None) -> None: ...
-    def align(self, phase: str = "align", seconds: float | None = None) -> None:
+    def align(
+        self,
+        phase: str = "align",
+        seconds: float | None = None,
+        hold: Callable[[], object] | None = None,
+    ) -> None:
         """Line up the ranks' devices, so that a timed region starts together. Does not block the
-        host for longer than it takes the slowest rank to arrive."""
+        host for longer than it takes the slowest rank to arrive.
+
+        ``hold`` queues what keeps the device busy until the host has queued that region; it must
+        not raise. It is called when all ranks have come, and what it queued is lined up too: a
+        spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few percent.
+        """
 
 
 class Search(Protocol):
@@ -194,11 +204,15 @@ class Log(Protocol):
     def close(self) -> None: ...
 
 
+Align: TypeAlias = Callable[[Callable[[], object]], None]
+"""Lines up the ranks, with a ``hold`` (:meth:`RankGroup.align`)."""
+
+
 class Benchmarker(Protocol):
     """Turns a call into samples on this rank."""
 
     def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None], samples: int
+        self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
     ) -> Measurement:
         """Run ``call`` as ``policy`` says, ``samples`` times timed; ``align`` lines up the ranks
         before each run."""

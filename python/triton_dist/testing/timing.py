@@ -50,13 +50,17 @@ def interleaved(
     Before each sample the cache is flushed and the ranks are lined up. Collective over ``group``.
     """
     device, ranks = current_device(), group_for(group)
+    device.flush_cache()  # what it needs is allocated before ranks wait for one another
     own: dict[str, list[float]] = {name: [] for name in candidates}
+
+    def hold() -> None:
+        device.flush_cache()
+        device.hold()
+
     for round_number in range(warmup_rounds + rounds):
         for name, call in candidates.items():
-            device.flush_cache()
-            ranks.align()
-            device.hold()
             timer = device.timer()
+            ranks.align("interleaved timing", hold=hold)
             timer.start()
             call()
             timer.stop()

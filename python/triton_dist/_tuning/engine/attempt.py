@@ -238,7 +238,7 @@ class Attempts:
         # One watch for all runs, because setting one up takes longer than some functions.
         with self._ranks.user_code(phase) as watch:
 
-            def align() -> None:
+            def align(hold: Callable[[], object]) -> None:
                 nonlocal failure
                 try:  # if this raises, the others align now all the same: so does this rank
                     if failure is None:
@@ -248,7 +248,7 @@ class Attempts:
                 except Exception as error:
                     failure = error
                 watch.end()
-                self._ranks.align(phase)
+                self._ranks.align(phase, hold)
 
             def run() -> None:
                 if failure is not None:

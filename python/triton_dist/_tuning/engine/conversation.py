@@ -54,9 +54,9 @@ class Conversation:
         limit = self._limit(after)
         return self._say(phase, lambda: self._ranks.gather(self._full(phase), value, limit))
 
-    def align(self, phase: str) -> None:
+    def align(self, phase: str, hold: Callable[[], object]) -> None:
         limit = self._limit(self._seconds)
-        self._say(phase, lambda: self._ranks.align(self._full(phase), limit))
+        self._say(phase, lambda: self._ranks.align(self._full(phase), limit, hold))
 
     def leave(self, error: BaseException) -> None:
         """Spare the others the wait for this rank, which goes away because of ``error``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from triton_dist._tuning.protocols import Device
+from triton_dist._tuning.protocols import Align, Device
 from triton_dist._tuning.values import Measurement, Policy
 
 
@@ -22,7 +22,7 @@ class DeviceBenchmarker:
         self._seconds = seconds
 
     def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None], samples: int
+        self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
     ) -> Measurement:
         """``policy.warmup`` untimed, then ``samples`` timed runs; ``align`` before each.
 
@@ -35,15 +35,22 @@ class DeviceBenchmarker:
         """
         failure: Exception | None = None
         timers = []
+
+        def hold() -> None:
+            nonlocal failure
+            try:
+                if failure is None and policy.flush:
+                    self._device.flush_cache()
+                self._device.hold()
+            except Exception as error:
+                failure = error
+
         for _ in range(policy.warmup + samples):
             timer = self._device.timer()
-            align()
+            align(hold)
             if failure is not None:
                 continue
             try:
-                if policy.flush:
-                    self._device.flush_cache()
-                self._device.hold()
                 timer.start()
                 call()
                 timer.stop()

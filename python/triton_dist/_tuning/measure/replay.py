@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triton_dist._tuning.protocols import Align
 from triton_dist._tuning.values import (
     Config,
     Failure,
@@ -96,13 +97,13 @@ class Replay:
         self.milliseconds += runs[taken % len(runs)]
 
     def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Callable[[], None], samples: int
+        self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
     ) -> Measurement:
         """Samples of ``call``, which runs this; see
         :class:`~triton_dist._tuning.protocols.Benchmarker`."""
         times = []
         for _ in range(policy.warmup + samples):
-            align()
+            align(_nothing)
             begin = self.milliseconds
             call()
             times.append(self.milliseconds - begin)
@@ -116,8 +117,10 @@ class Replay:
             return runs
         if request.config.digest not in self._taken:
             self.run(request.config)
-        return self.measure(lambda: self.run(request.config), policy, _nothing, request.samples)
+        return self.measure(
+            lambda: self.run(request.config), policy, lambda hold: None, request.samples
+        )
 
 
 def _nothing() -> None:
-    """There are no ranks to align."""
+    """There is no device to hold."""

@@ -9,7 +9,7 @@ pytorch/pytorch#176920.)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -117,13 +117,20 @@ class ProcessGroupRanks:
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.gather(phase, None, seconds)
 
-    def align(self, phase: str = "align", seconds: float | None = None) -> None:
+    def align(
+        self,
+        phase: str = "align",
+        seconds: float | None = None,
+        hold: Callable[[], object] | None = None,
+    ) -> None:
         """On GPUs a one-element all-reduce, queued on the current stream; on CPU ranks a barrier.
 
         The all-reduce follows a barrier over the store, so every rank is known to be about to queue
-        it.
+        it; ``hold`` comes between them.
         """
         self.barrier(phase, seconds)
+        if hold is not None:
+            hold()
         if torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.process_group):
             if self._align_word is None:
                 self._align_word = torch.zeros(1, device="cuda")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -40,5 +40,11 @@ class SoloRank:
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         pass
 
-    def align(self, phase: str = "align", seconds: float | None = None) -> None:
-        pass
+    def align(
+        self,
+        phase: str = "align",
+        seconds: float | None = None,
+        hold: Callable[[], object] | None = None,
+    ) -> None:
+        if hold is not None:
+            hold()
