@@ -1,15 +1,17 @@
-"""The benchmark of the plain collectives: on CPU ranks, from the command to the table and JSON."""
+"""The benchmark of the plain collectives: on CPU ranks, up to the table and JSON."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import subprocess
-import sys
+import re
+from contextlib import redirect_stderr
 
 import pytest
 
 from tests.architecture.source import ROOT
+from tests.docs.run_blocks import run_program
+from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(180)
 SCRIPT = str(ROOT / "benchmarks" / "bench_collectives.py")
@@ -21,33 +23,22 @@ OWN = {
 }
 
 
-def run(*command, **variables):
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TRITON_INTERPRET")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    environment = kept | {"PYTHON": sys.executable, "TRITON_DIST_DEVICE": "cpu"} | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run on two ranks, and the file that it wrote."""
+    """What a run on two ranks printed, and the file that it wrote."""
     folder = tmp_path_factory.mktemp("collectives")
     path = folder / "collectives.json"
-    done = run(
-        "bash", str(ROOT / "scripts" / "launch.sh"), SCRIPT, "--sizes", "1K,4100",
-        "--scale", "1", "--mode", "eager,graph", "--rounds", "2", "--calls", "2",
-        "--json", str(path),
-        TRITON_DIST_CACHE_DIR=str(folder / "cache"), GLOO_SOCKET_IFNAME="lo",
+    printed, _ = spawn_ranks(
+        2, run_program, SCRIPT, "--sizes", "4100", "--scale", "1", "--mode", "eager,graph",
+        "--rounds", "2", "--calls", "2", "--json", str(path),
+        init=False, timeout=150, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done, path
+    return printed, path
 
 
 def test_every_peer_and_way_is_there_in_both_modes(finished):
     tree = json.loads(finished[1].read_text())
-    assert [(each["op"], each["bytes"]) for each in tree["sizes"]] == [
-        (op, nbytes) for op in OWN for nbytes in (1024, 4100)
-    ]
+    assert [(each["op"], each["bytes"]) for each in tree["sizes"]] == [(op, 4100) for op in OWN]
     for size in tree["sizes"]:
         assert size["failures"] == {}
         in_place = {"library, in place"} if size["op"] == "all_reduce" else set()
@@ -58,16 +49,31 @@ def test_every_peer_and_way_is_there_in_both_modes(finished):
             assert all(len(row["milliseconds"]) == 2 for row in rows)
 
 
-def test_the_tables_say_how_much_faster(finished):
-    shown = run(sys.executable, SCRIPT, "--from-json", str(finished[1]), PYTHONPATH="python")
-    for text in (finished[0].stdout, shown.stdout):
+def test_the_tables_say_how_much_faster(finished, tmp_path):
+    """A line a size: that of the run, and of another one in a file."""
+    printed, path = finished
+    tree = json.loads(path.read_text())
+    tree["sizes"] += [size | {"bytes": 1027} for size in tree["sizes"]]
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps(tree))
+    (shown,) = spawn_ranks(1, run_program, SCRIPT, "--from-json", str(more), init=False)
+    for text in (printed, shown):
         for op in OWN:
             assert f"{op}, graph, bfloat16, 2 ranks" in text
         assert "x library" in text
         assert "of 2 calls each" in text
+    for nbytes in (4100, 1027):
+        assert len(re.findall(rf"│ +{nbytes} ", shown)) == 2 * len(OWN)  # both modes
+
+
+def refusal(*arguments):
+    """Status of a command that is refused, and what it says."""
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+        run_program(SCRIPT, *arguments)
+    return ended.value.code, said.getvalue()
 
 
 def test_a_size_that_is_none_is_refused():
-    refused = run(sys.executable, SCRIPT, "--sizes", "16K,many", PYTHONPATH="python")
-    assert refused.returncode == 2
-    assert "is not a list of sizes such as 16K,1M" in refused.stderr
+    ((status, said),) = spawn_ranks(1, refusal, "--sizes", "16K,many", init=False)
+    assert status == 2
+    assert "is not a list of sizes such as 16K,1M" in said

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
 
 import pytest
@@ -16,17 +14,11 @@ from benchmarks.overlap import plot, shapes, table
 from benchmarks.overlap.shapes import Shape
 from tests.architecture.source import ROOT
 from tests.benchmarks import overlap_ranks
+from tests.commands import launch, python
 
 pytestmark = pytest.mark.timeout(180)
 SCRIPT = str(ROOT / "benchmarks" / "bench_overlap.py")
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def run(*command, **variables):
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TRITON_INTERPRET")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    environment = kept | {"PYTHON": sys.executable, "TRITON_DIST_DEVICE": "cpu"} | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +26,10 @@ def finished(tmp_path_factory):
     """A run on two ranks, and the file that it wrote."""
     folder = tmp_path_factory.mktemp("overlap")
     path = folder / "overlap.json"
-    done = run(
-        "bash", str(ROOT / "scripts" / "launch.sh"), SCRIPT, "--scale", "1",
-        "--shapes", "24:64:32,10:32:16", "--mode", "eager,graph", "--rounds", "3", "--best", "2",
-        "--json", str(path),
-        TRITON_DIST_CACHE_DIR=str(folder / "cache"), GLOO_SOCKET_IFNAME="lo",
+    done = launch(
+        SCRIPT, "--scale", "1", "--shapes", "24:64:32,10:32:16", "--mode", "eager,graph",
+        "--rounds", "3", "--best", "2", "--json", str(path),
+        TRITON_DIST_CACHE_DIR=str(folder / "cache"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done, path
@@ -104,10 +95,7 @@ def test_the_summary_comes_last(finished):
 def test_a_file_is_shown_and_drawn_alone(finished, tmp_path):
     """Without matplotlib the error says what to do."""
     png = tmp_path / "overlap.png"
-    done = run(
-        sys.executable, SCRIPT, "--from-json", str(finished[1]), "--png", str(png),
-        PYTHONPATH=os.pathsep.join([str(ROOT / "python"), *sys.path]), TRITON_INTERPRET="1",
-    )  # fmt: skip
+    done = python(SCRIPT, "--from-json", str(finished[1]), "--png", str(png), TRITON_INTERPRET="1")
     if importlib.util.find_spec("matplotlib") is None:
         assert done.returncode == 1
         assert "pip install matplotlib" in done.stderr

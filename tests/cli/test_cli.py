@@ -30,18 +30,6 @@ def _fresh():
     ops.Layer.forward.clear()
 
 
-@pytest.fixture
-def run(capsys):
-    """Status, standard output and standard error of a command."""
-
-    def of(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(arguments)
-        return status, *capsys.readouterr()
-
-    return of
-
-
 def cache() -> Path:
     return Path(os.environ["TRITON_DIST_CACHE_DIR"])
 

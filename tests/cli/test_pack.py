@@ -28,16 +28,6 @@ def tuned(version: str | None = "1", space: tuple[int, ...] = (1, 2, 3), **optio
 
 
 @pytest.fixture
-def run(capsys):
-    def of(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(arguments)
-        return status, *capsys.readouterr()
-
-    return of
-
-
-@pytest.fixture
 def shipped(tmp_path, monkeypatch) -> Path:
     """Where a pack is looked for."""
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(tmp_path / "shipped"))

@@ -137,8 +137,9 @@ def test_odd_sizes(name, elements):
 
 
 @pytest.mark.parametrize("name", list(ONE_LAUNCH))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks"), [(torch.float16, 2), (torch.float32, 3), (torch.float16, 8)]
+)
 def test_dtypes_and_numbers_of_ranks(name, dtype, num_ranks):
     kernel = compiled(name, Shape(64, 8192), dtype=dtype, num_ranks=num_ranks)
     assert kernel.stack_bytes <= 64  # a few addresses, in Triton 3.6

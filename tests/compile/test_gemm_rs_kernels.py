@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from tests.compile.test_gemm_kernels import first_of_each, kernel_of
 from triton_dist.kernels.common.scattered_gemm_launch import Scattering, scattered_gemm
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
@@ -57,7 +58,8 @@ def compiled(
 
 def every_tile():
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for index, config in enumerate(tiles):
+        for index in first_of_each(map(kernel_of, tiles)):
+            config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             kind = "persistent" if persistent else "pointers"
             name = f"{kind}-{sizes}-{config.num_warps}x{config.num_stages}-{index}"

@@ -40,13 +40,14 @@ def shape(number: int) -> dict[str, int]:
     return dict(zip(names, SHAPES[number % len(SHAPES)], strict=True))
 
 
-def every_size(op: str, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
-    """Ways x dtypes x sizes x shapes of the launch, whole vectors and not."""
+def every_size(op: str, dtypes: Sequence[torch.dtype] = DTYPES, turns: int = 2) -> int:
+    """Ways x dtypes x sizes x shapes of the launch, whole vectors and not; in each turn a size has
+    another shape."""
     calls = Calls(op, ROOM)
     for name in WAYS[op]:
         for dtype in dtypes:
             for number, elements in enumerate((1, 7, 128, 1000, 1024, 2047)):
-                for turn in range(2):
+                for turn in range(turns):
                     calls(
                         elements, dtype, misaligned=(number + turn) % 3 == 2,
                         **way(op, name), **shape(number + turn),
@@ -72,7 +73,7 @@ def in_place_and_large() -> int:
     calls = Calls("all_reduce", 4096)
     for name in WAYS["all_reduce"]:
         for elements in (5, 2048, 2049, 5000):
-            calls(elements, in_place=True, **way("all_reduce", name))
+            calls(elements, in_place=True, num_ctas=4, **way("all_reduce", name))
             calls(elements, torch.float32, **way("all_reduce", name), **shape(elements))
     calls(77, in_place=True, **way("all_reduce", "collective"))
     return calls.finish()
@@ -87,7 +88,7 @@ def stragglers(op: str) -> int:
             calls(1000, straggler_option=(late, cycles), **way(op, name), **shape(late))
         if dist.get_rank() == late:
             time.sleep(0.05)
-        calls(300, **way(op, WAYS[op][0]))
+        calls(300, **way(op, WAYS[op][0]), **shape(late))
     return calls.finish()
 
 
@@ -152,8 +153,8 @@ def every_config(op: str, elements: int = 3000) -> int:
     calls = Calls(op, ROOM)
     for config in calls.op.config_space:
         arguments = dict(config)
-        if current_device().name == "cpu" and (arguments["num_ctas"] or 0) > 32:
-            arguments["num_ctas"] = 32  # the interpreter's programs that have nothing to do
+        if current_device().name == "cpu" and (arguments["num_ctas"] or 0) > 8:
+            arguments["num_ctas"] = 8  # the interpreter's programs that have nothing to do
         if arguments.get("algorithm") is AllReduceMethod.COLLECTIVE:
             arguments["method"] = AllReduceMethod.COLLECTIVE  # for the comparison
         calls(elements, **arguments)
@@ -245,7 +246,7 @@ def replayed(op: str, rounds: int) -> int:
 
     def call_of(name: str) -> Callable[[], object]:
         def call() -> None:
-            outputs[name] = calls.op.fn(x, calls.ctx, **way(op, name))
+            outputs[name] = calls.op.fn(x, calls.ctx, num_ctas=4, **way(op, name))
 
         return captured(call)
 
@@ -259,8 +260,8 @@ def replayed(op: str, rounds: int) -> int:
                 replay()
                 x.fill_(NAN)
                 results.append((outputs[name].clone(), expected_result(op, parts, rank)))
-            calls.op.fn(x, calls.ctx, **way(op, WAYS[op][0]))
-        eager(200 + turn, **way(op, WAYS[op][1]))
+            calls.op.fn(x, calls.ctx, num_ctas=4, **way(op, WAYS[op][0]))
+        eager(200 + turn, num_ctas=4, **way(op, WAYS[op][1]))
     current_device().synchronize()
     for result, expected in results:
         assert_bitwise_equal(result, expected)

@@ -78,7 +78,7 @@ def test_one_rank_that_differs_is_an_error_on_all(spawn_ranks, world_size):
 
 def test_a_rank_that_does_not_come_is_named_in_time(spawn_ranks):
     first, _ = spawn_ranks(2, bad_input_ranks.one_rank_does_not_come, env=LIMITS)
-    assert 0.9 < first < 3.5
+    assert 0.9 < first < 20  # and not the minute that there is by default
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

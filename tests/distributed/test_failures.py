@@ -67,8 +67,10 @@ def test_an_overdue_flag_is_named(spawn_ranks):
         assert f"flag ag_gemm.consumed1[{1 - rank}] to reach 1, it is 0" in failure.message
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
-@pytest.mark.parametrize(("world_size", "ending_rank"), [(2, 1), (4, 0)])
+@pytest.mark.parametrize(
+    ("how", "world_size", "ending_rank"),
+    [("kill", 2, 1), ("kill", 4, 0), ("exit", 2, 1), ("raise", 4, 0)],
+)
 def test_a_lost_rank_ends_the_others(spawn_ranks, how, world_size, ending_rank):
     before = set(os.listdir("/dev/shm"))
     failed = failures(spawn_ranks, world_size, failing_ranks.end_before_call, how, ending_rank)
@@ -91,8 +93,16 @@ def test_a_rank_that_calls_alone_ends(spawn_ranks):
     assert "flag ag_gemm.arrivals0[8] to reach 1, it is 0" in failure.message
 
 
-@pytest.mark.parametrize("left_out", ["the first run", "a sample"])
-@pytest.mark.parametrize("method", AllGatherMethod)
+@pytest.mark.parametrize(
+    ("method", "left_out"),
+    [
+        (PUSH, "the first run"),
+        (PUSH, "a sample"),
+        (PULL, "a sample"),
+        (RING, "the first run"),
+        (FUSED, "a sample"),
+    ],
+)
 def test_a_rank_that_leaves_out_a_trial_costs_only_that_candidate(spawn_ranks, method, left_out):
     limits = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "6"}
     trials = spawn_ranks(

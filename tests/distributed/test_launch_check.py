@@ -1,14 +1,18 @@
-"""``scripts/launch.sh test_<op>.py``: from a command to a checked, tuned, cached result."""
+"""``scripts/launch.sh test_<op>.py``: from a command to a checked, tuned, cached result.
+
+Each command costs seconds before its ranks begin, so what only differs in the script's options is
+run in ranks that are there at once.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests import commands
 from tests.architecture.source import ROOT
+from tests.docs.run_blocks import run_program
+
+SCRIPTS = ROOT / "python" / "triton_dist" / "test" / "nvidia"
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -16,24 +20,21 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture
 def launch(tmp_path):
     """Runs launch.sh on CPU ranks, with a cache that the test's runs share."""
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TRITON_INTERPRET", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    environment |= {
-        "PYTHON": sys.executable,
-        "TRITON_DIST_DEVICE": "cpu",
-        "TRITON_DIST_CACHE_DIR": str(tmp_path / "cache"),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
 
     def run(*arguments, **variables):
-        return subprocess.run(
-            ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments],
-            env=environment | variables,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        cache = {"TRITON_DIST_CACHE_DIR": str(tmp_path / "cache")}
+        return commands.launch(*arguments, cwd=tmp_path, **cache, **variables)
+
+    return run
+
+
+@pytest.fixture
+def run_script(spawn_ranks):
+    """Runs a script on two ranks; what rank 0 prints."""
+
+    def run(name, *options):
+        path = str(SCRIPTS / name)
+        return spawn_ranks(2, run_program, path, *options, init=False, timeout=100)[0]
 
     return run
 
@@ -65,70 +66,75 @@ def test_check_on_four_ranks_without_tuning(launch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_perf_shows_the_peers_and_the_limit(launch):
+def test_perf_shows_the_peers_and_the_limit(run_script):
     perf = ("--case", "perf", "--M", "512", "--shape_id", "LLaMA-7B", "--no-autotune")
-    run = launch("test_ag_gemm.py", *perf)
-    assert run.returncode == 0, run.stdout + run.stderr
-    table = run.stdout[run.stdout.index("x serial") :]
+    printed = run_script("test_ag_gemm.py", *perf)
+    table = printed[printed.index("x serial") :]
     rows = ["ag_gemm", "GEMM alone", "all-gather alone", "copy-engine all-gather alone"]
     for row in [*rows, "all-gather + matmul", "limit max(GEMM, all-gather)"]:
         assert f"\n{row} " in table
 
 
+GEMM_RS = ("--check", "-M", "1300", "-N", "4672", "-K", "9024")
+
+
+def test_gemm_rs_checks_what_it_tuned(launch):
+    assert "tuned now" in passed(launch("test_gemm_rs.py", *GEMM_RS), 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        (),
-        ("--no-autotune", "--no-persistent", "--no-trans_b", "--has_bias", "--dtype", "float16"),
-        ("--no-autotune", "--no-fuse_scatter", "--M_range", "1000-2000-1000", "--verify-iters=2"),
-        ("--no-autotune", "--reduce_st", "--dtype", "float32", "--seed", "1"),
+        ("--no-persistent", "--no-trans_b", "--has_bias", "--dtype", "float16"),
+        ("--no-fuse_scatter", "--M_range", "1000-2000-1000", "--verify-iters=2"),
+        ("--reduce_st", "--dtype", "float32", "--seed", "1"),
     ],
 )
-def test_gemm_rs_checks(launch, options):
-    small = ("-M", "1300", "-N", "4672", "-K", "9024")
-    run = launch("test_gemm_rs.py", "--check", *small, *options)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("✅ check passed: 2 ranks, cpu") == 1 + ("--M_range" in options)
-    assert ("tuned now" in run.stdout) is (options == ())
+def test_gemm_rs_checks(run_script, options):
+    printed = run_script("test_gemm_rs.py", "--no-autotune", *GEMM_RS, *options)
+    assert printed.count("✅ check passed: 2 ranks, cpu") == 1 + ("--M_range" in options)
+    assert "tuned now" not in printed
 
 
-def test_gemm_rs_shows_the_peers_and_the_limit(launch):
+def test_gemm_rs_shows_the_peers_and_the_limit(run_script):
     small = ("-M", "512", "-N", "2048", "-K", "4096", "--iters", "2", "--warmup", "0")
-    run = launch("test_gemm_rs.py", "--no-autotune", *small)
-    assert run.returncode == 0, run.stdout + run.stderr
-    table = run.stdout[run.stdout.index("x serial") :]
+    printed = run_script("test_gemm_rs.py", "--no-autotune", *small)
+    table = printed[printed.index("x serial") :]
     rows = ["gemm_rs", "GEMM alone", "reduce-scatter alone", "matmul + reduce-scatter"]
     for row in [*rows, "limit max(GEMM, reduce-scatter)"]:
         assert f"\n{row} " in table
 
 
+STRESS = ("--stress", "--verify_shapes", "2", "--verify_hang", "6", "--iters", "1")
+
+
+def test_allreduce_stress_of_what_it_tuned(launch):
+    passed(launch("test_allreduce.py", *STRESS, "--simulate_straggler"), 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ("--simulate_straggler",),
-        ("--no-autotune", "--dtype", "fp32", "--alignment", "1", "--iters", "1"),
-        ("--no-autotune", "--method", "two_shot", "--dtype", "fp16", "--debug", "--iters", "1"),
-        ("--method", "collective", "--iters", "1", "--seed", "3"),
+        ("--no-autotune", "--dtype", "fp32", "--alignment", "1"),
+        ("--no-autotune", "--method", "two_shot", "--dtype", "fp16", "--debug"),
+        ("--method", "collective", "--seed", "3"),
     ],
 )
-def test_allreduce_stress(launch, options):
-    run = launch("test_allreduce.py", "--stress", "--verify_shapes", "3", *options)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "✅ check passed: 2 ranks, cpu" in run.stdout
+def test_allreduce_stress(run_script, options):
+    printed = run_script("test_allreduce.py", *STRESS, *options)
+    assert "✅ check passed: 2 ranks, cpu" in printed
 
 
-def test_allreduce_and_all_gather_beside_the_library(launch):
+def test_allreduce_and_all_gather_beside_the_library(run_script):
     few = ("--no-autotune", "--iters", "2", "--warmup_iters", "0")
-    run = launch("test_allreduce.py", "--max_nbytes", "262144", *few)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert [line.split()[0] for line in run.stdout.splitlines() if "the default" in line] == [
+    printed = run_script("test_allreduce.py", "--max_nbytes", "262144", *few)
+    assert [line.split()[0] for line in printed.splitlines() if "the default" in line] == [
         "128",
         "512",
     ]
-    run = launch("test_all_gather.py", "--max_nbytes", "1048576", *few)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "✅ check passed: 2 ranks, cpu" in run.stdout
-    assert "2048 bytes:" in run.stdout
+    printed = run_script("test_all_gather.py", "--max_nbytes", "1048576", *few)
+    assert "✅ check passed: 2 ranks, cpu" in printed
+    assert "2048 bytes:" in printed
 
 
 FAILING = """

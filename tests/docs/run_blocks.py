@@ -38,9 +38,10 @@ def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
     return printed
 
 
-def run_program(path: str) -> str:
+def run_program(path: str, *arguments: str) -> str:
     """What the program at ``path`` prints in this rank."""
-    sys.argv = [path]
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
     with redirect_stdout(io.StringIO()) as output:
         runpy.run_path(path, run_name="__main__")
     return output.getvalue()

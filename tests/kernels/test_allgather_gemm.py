@@ -17,6 +17,7 @@ from triton_dist.kernels.nvidia import (
     ag_gemm,
     allgather_gemm,
     allgather_gemm_context,
+    allgather_gemm_space,
     create_ag_gemm_context,
     vendor,
 )
@@ -48,7 +49,7 @@ def test_the_first_config_is_the_default_of_all_arguments():
 def on_gpus(monkeypatch):
     """Whose torch has no async tensor parallelism."""
     gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
-    for module in (vendor, allgather_gemm):
+    for module in (vendor, allgather_gemm_space):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor, "_has_async_tp", lambda: False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +32,11 @@ from triton_dist.kernels.nvidia.exchange import (
 )
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
-MODULES = {
+# What has the op's ``config_space`` and ``prune_fn``.
+TUNINGS = {
     "all_reduce": allreduce,
-    "reduce_scatter": reduce_scatter_op,
-    "all_gather": all_gather_op,
+    "reduce_scatter": reduce_scatter_op.COLLECTIVE,
+    "all_gather": all_gather_op.COLLECTIVE,
 }
 METHODS = {
     "all_reduce": AllReduceMethod,
@@ -68,7 +70,7 @@ def test_names_of_methods():
 
 @EACH_OP
 def test_the_space_has_every_method_once_a_shape(op):
-    space = MODULES[op].config_space()
+    space = TUNINGS[op].config_space()
     assert len({str(config) for config in space}) == len(space)
     assert {chosen(config) for config in space} - {None} >= set(METHODS[op]) - {
         METHODS[op].COLLECTIVE
@@ -80,9 +82,10 @@ def test_torch_is_a_candidate_on_gpus(monkeypatch):
     x = torch.empty(64, dtype=torch.float16)
     ctx = SimpleNamespace(num_ranks=2)
     for device, count in (("cpu", 0), ("cuda", 1)):
-        for op, module in MODULES.items():
+        for op, tuning in TUNINGS.items():
+            module = sys.modules[tuning.config_space.__module__]
             monkeypatch.setattr(module, "current_device", lambda d=device: SimpleNamespace(name=d))
-            kept = [each for each in module.config_space() if module.prune_fn(each, x, ctx)]
+            kept = [each for each in tuning.config_space() if tuning.prune_fn(each, x, ctx)]
             methods = [chosen(config) for config in kept]
             assert methods.count(METHODS[op].COLLECTIVE) == count, (op, device)
 
@@ -91,9 +94,9 @@ def test_torch_is_a_candidate_on_gpus(monkeypatch):
 @pytest.mark.parametrize("nbytes", [2, 1 << 14, 1 << 18, 1 << 28])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
-    module, ctx = MODULES[op], SimpleNamespace(num_ranks=num_ranks)
+    tuning, ctx = TUNINGS[op], SimpleNamespace(num_ranks=num_ranks)
     x = torch.empty(nbytes // 2, dtype=torch.float16, device="meta")
-    kept = [config for config in module.config_space() if module.prune_fn(config, x, ctx)]
+    kept = [config for config in tuning.config_space() if tuning.prune_fn(config, x, ctx)]
     assert kept
     methods = {chosen(config) for config in kept}
     if num_ranks > 1 and op == "all_reduce":

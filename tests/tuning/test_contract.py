@@ -32,13 +32,13 @@ def _fresh():
 
 
 def make(space, cost=None, key_fn=lambda x, *_, **__: x, **options):
-    """A tuned function that lists its runs in ``fn.runs``; 'cost' gives milliseconds."""
+    """A tuned function that lists its runs in ``fn.runs``; 'cost' gives units of 4 ms."""
     runs = []
 
     def run(x, n=0, **others):
         runs.append(n)
         if cost is not None:
-            threading.Event().wait(cost(n) * 1e-3)
+            threading.Event().wait(cost(n) * 4e-3)
         return x, n
 
     tuned = autotune(space, key_fn, **options)(run)

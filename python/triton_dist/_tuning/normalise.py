@@ -106,7 +106,8 @@ def constants(code: types.CodeType) -> list[str]:
     ]
 
 
-def global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Global names that ``code`` or a function inside it reads, and those that it binds anew."""
     read: set[str] = set()
     bound: set[str] = set()
@@ -116,7 +117,7 @@ def global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
                 read.add(instruction.argval)
             elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 bound.add(instruction.argval)
-    return read, bound
+    return frozenset(read), frozenset(bound)
 
 
 def _walk(node: ast.AST, dropped: frozenset[ast.expr]) -> Iterator[ast.AST]:

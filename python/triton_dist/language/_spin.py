@@ -26,7 +26,8 @@ def _deadline_interpreted() -> float:
 def _spin_interpreted(
     ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any
 ) -> int:
-    """Give other programs, threads and processes a turn; raise once a flag is overdue."""
+    """Give other programs, threads and processes a turn; raise once a flag is overdue. Counts the
+    looks at it."""
     if time.monotonic() > deadline:
         latest = int(np.argmin((seen - value).handle.data))  # of a block
         raise WaitTimeout(
@@ -37,8 +38,8 @@ def _spin_interpreted(
             seen=int(seen.handle.data.flat[latest]),
             seconds=waits.interpreted_limit_seconds(),
         )
-    interpreter.pause()
-    return polls
+    interpreter.pause(int(polls))
+    return polls + 1
 
 
 @jit

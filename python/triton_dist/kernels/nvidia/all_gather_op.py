@@ -12,10 +12,6 @@ Elements are copied as they are: the result is exact.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -23,19 +19,11 @@ from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_all_gather, kernel_copy_pushed
 from triton_dist.kernels.nvidia import collective_context, vendor
-from triton_dist.kernels.nvidia.exchange import (
-    DEFAULT_SHAPE,
-    LARGE_SHAPES,
-    PUSHED_FROM,
-    SMALL_SHAPES,
-    VECTOR_ELEMENTS,
-    Exchange,
-    Shape,
-    is_worth_trying,
-    shape_of,
-    tunables_of,
+from triton_dist.kernels.nvidia.pushed_collective import (
+    PushedCollective,
+    PushingContext,
+    PushMethod,
 )
-from triton_dist.runtime.device import current_device
 
 __all__ = [
     "AllGatherContext",
@@ -45,7 +33,7 @@ __all__ = [
 ]
 
 
-class GatherMethod(enum.Enum):
+class GatherMethod(PushMethod):
     """How tensors travel."""
 
     PUSH = "push"
@@ -55,25 +43,11 @@ class GatherMethod(enum.Enum):
     COLLECTIVE = "collective"
     """The group's all-gather: NCCL, gloo on CPU ranks."""
 
-    def __repr__(self) -> str:
-        return str(self)
 
-
-_KERNELS = {
-    GatherMethod.PUSH: kernel_all_gather,
-    GatherMethod.COPY_ENGINE: kernel_copy_pushed,
-}
-
-
-class AllGatherContext(collective_context.PushingContext):
+class AllGatherContext(PushingContext):
     """Symmetric memory for all-gathers, of any dtype. A context manager."""
 
     name = "all_gather"
-
-    @classmethod
-    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """The tensor of each rank."""
-        return num_ranks * collective_context.shard_bytes(workspace_nbytes, num_ranks)
 
 
 def create_all_gather_ctx(
@@ -119,74 +93,23 @@ def _check(x: torch.Tensor, ctx: AllGatherContext, output: torch.Tensor | None) 
         collective_context.check_output("all_gather", output, x, numel, device)
 
 
-def key_fn(
-    x: torch.Tensor,
-    ctx: AllGatherContext,
-    output: torch.Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Any:
-    """What a tuning is for. Elements count in buckets, and whether vectors fit."""
-    _check(x, ctx, output)
-    vectors = x.numel() % VECTOR_ELEMENTS == 0 and x.data_ptr() % 16 == 0
-    return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks
-
-
-def prune_fn(
-    config: Mapping[str, Any], x: torch.Tensor, ctx: AllGatherContext, *_: Any, **__: Any
-) -> bool:
-    if config["method"] is GatherMethod.COLLECTIVE:
-        return ctx.num_ranks > 1
-    if config["method"] is GatherMethod.COPY_ENGINE and (
-        ctx.num_ranks == 1 or x.nbytes * ctx.num_ranks < PUSHED_FROM
-    ):
-        return False
-    shape = Shape(config["num_ctas"], config["block_bytes"], config["num_pieces"])
-    return is_worth_trying(shape, x.nbytes)
-
-
-def config_space() -> list[dict[str, Any]]:
-    """The default; every other shape; on GPUs also what torch brings (CPU ranks are there to run
-    our kernels)."""
-    shapes = dict.fromkeys((DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES))
-    space = [{"method": GatherMethod.PUSH, **tunables_of(shape)} for shape in shapes]
-    pushed = [Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4)]
-    space += [{"method": GatherMethod.COPY_ENGINE, **tunables_of(shape)} for shape in pushed]
-    if current_device().name == "cuda":
-        space.append({"method": GatherMethod.COLLECTIVE, **tunables_of(None)})
-    return space
-
-
-def _prepare(
-    x: torch.Tensor,
-    ctx: AllGatherContext,
-    output: torch.Tensor | None = None,
-    method: GatherMethod = GatherMethod.PUSH,
-    num_ctas: int | None = None,
-    block_bytes: int | None = None,
-    num_pieces: int | None = None,
-    straggler_option: tuple[int, int] | None = None,
-) -> None:
-    """Compile a candidate's kernel without launching anything."""
-    if method in _KERNELS and ctx.num_ranks > 1:
-        shape = shape_of(num_ctas, block_bytes, num_pieces)
-        out = x.new_empty(x.numel() * ctx.num_ranks) if output is None else output
-        memory = ctx.pushed if method is GatherMethod.COPY_ENGINE else ctx.buffer
-        memory.launch(_exchange(method, x, ctx, shape), x, out).compile()
-
-
-def _recover(x: torch.Tensor, ctx: AllGatherContext, *_: Any, **__: Any) -> None:
-    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.reset()
+COLLECTIVE = PushedCollective(
+    GatherMethod,
+    gathers=True,
+    push=kernel_all_gather,
+    take_pushed=kernel_copy_pushed,
+    collective=vendor.all_gather_into,
+    check=_check,
+)
 
 
 @tune.autotune(
-    config_space=config_space,
-    key_fn=key_fn,
-    prune_fn=prune_fn,
-    prepare_fn=_prepare,
-    recover_fn=_recover,
-    agree_fn=lambda x, *_, **__: f"x of {x.numel()} elements",
+    config_space=COLLECTIVE.config_space,
+    key_fn=COLLECTIVE.key_fn,
+    prune_fn=COLLECTIVE.prune_fn,
+    prepare_fn=COLLECTIVE.prepare,
+    recover_fn=collective_context.recover,
+    agree_fn=collective_context.exact_size,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def all_gather(
@@ -219,26 +142,5 @@ def all_gather(
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    _check(x, ctx, output)
-    if not isinstance(method, GatherMethod):
-        raise InvalidArgument("all_gather", "method", method, "a GatherMethod")
-    shape = shape_of(num_ctas, block_bytes, num_pieces)
-    x = x.detach()
-    rows = x.shape[0] * ctx.num_ranks
-    gathered = x.new_empty((rows, *x.shape[1:])) if output is None else output
-    ctx.sleep(straggler_option)
-    flat, flat_gathered = x.view(-1), gathered.detach().view(-1)
-    if ctx.num_ranks == 1:
-        flat_gathered.copy_(flat)
-    elif method is GatherMethod.COLLECTIVE:
-        vendor.all_gather_into(flat_gathered, flat, ctx.group)
-    else:
-        memory = ctx.pushed if method is GatherMethod.COPY_ENGINE else ctx.buffer
-        memory.run(_exchange(method, flat, ctx, shape), flat, flat_gathered)
-    return gathered
-
-
-def _exchange(
-    method: GatherMethod, x: torch.Tensor, ctx: AllGatherContext, shape: Shape
-) -> Exchange:
-    return Exchange(_KERNELS[method], x.numel(), x.numel() * ctx.num_ranks, shape)
+    shape = num_ctas, block_bytes, num_pieces
+    return COLLECTIVE.call(x, ctx, output, method, shape, straggler_option)

@@ -3,8 +3,7 @@
 Abstraction
     A tensor-parallel layer holds A sharded by rows, [M / W, K] on each of W ranks, and B by
     columns, [K, N / W]. Every rank needs all rows of A. Serial code gathers, then multiplies. Here
-    a
-    *producer* gathers shards by copy engine and sets a flag for each chunk of rows, while one
+    a *producer* gathers shards by copy engine and sets a flag for each chunk of rows, while one
     *consumer* kernel, a GEMM over all tiles, waits for a tile's flags before it reads the tile's
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
@@ -37,13 +36,12 @@ Measured (H200, NVLink, multicast off, torch 2.11, Triton 3.6): docs/explanation
 
 Vocabulary
     shard: the rows of one rank. chunk: the rows that share a flag. slot: one half of the double
-    buffer.
-    epoch: how often a slot was used; a flag that has reached it says that the chunk is there.
+    buffer. epoch: how often a slot was used; a flag that has reached it says that the chunk is
+    there.
 
 Built this way because
     * tiles that straddle two shards would need two sources: every shard is tiled on its own, and
-    stores
-      are clipped at its end;
+      stores are clipped at its end;
     * a flattened tile loop loses its pipelining once a wait stands in it: loops are nested;
     * flags that are reset need a barrier between calls: epochs count up instead;
     * whatever a waiting full grid depends on must need no SM: flags are written by copy engine too;
@@ -52,7 +50,6 @@ Built this way because
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,11 +58,11 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
-from triton_dist.kernels.common.launch import Launch, fits_descriptor
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
-from triton_dist.kernels.nvidia import gemm, vendor
+from triton_dist.kernels.nvidia import vendor
 from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_context import (
     AllGatherGEMMTensorParallelContext,
@@ -73,18 +70,8 @@ from triton_dist.kernels.nvidia.allgather_gemm_context import (
     check_operands,
     create_ag_gemm_context,
 )
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
-    fits_fused,
-    fits_shape,
-    fused_tiles,
-    split_k_tiles,
-)
-from triton_dist.kernels.nvidia.gemm import (
-    gemm_non_persistent,
-    gemm_persistent,
-    get_config_space,
-    warp_specialized_tiles,
-)
+from triton_dist.kernels.nvidia.allgather_gemm_space import config_space, prune_fn
+from triton_dist.kernels.nvidia.gemm import gemm_non_persistent, gemm_persistent
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
 
@@ -117,87 +104,6 @@ def key_fn(
         ctx.num_ranks,
         kwargs.get("local_copy", True),
     )
-
-
-def prune_fn(
-    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any
-) -> bool:
-    if isinstance(config.get("method"), VendorMethod):
-        return bool(ctx.num_ranks > 1)  # one rank gathers nothing
-    if ctx.num_ranks <= 2 and config.get("method") is AllGatherMethod.RING_PUSH_1D:
-        return False  # with two ranks a ring is a full mesh
-    if not gemm.prune_fn(config, A, B, ctx):
-        return False
-    if config.get("method") is AllGatherMethod.FUSED_PUSH and not fits_fused(A, B, ctx.num_ranks):
-        return False
-    tiles = config["gemm_config"]
-    if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
-        return False  # on pointers it would be the same as another one
-    return fits_shape(tiles, A.shape[0], B.shape[1], ctx.num_ranks)
-
-
-def config_space() -> list[dict[str, Any]]:
-    """Tiles and communication together; the first is the default.
-
-    Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
-    one chunk), then every other schedule with the default tiles, then tiles for specialised warps
-    and those that are cut along K, then those with the transfer in the same grid, then what torch
-    brings.
-    """
-    descriptors = current_device().prefers_descriptors
-    tiles = [
-        (config, persistent)
-        for persistent in (descriptors, not descriptors)
-        for config in get_config_space(persistent)
-    ]
-    schedules = [
-        (AllGatherMethod.FULL_MESH_PUSH, 1, 2),
-        (AllGatherMethod.FULL_MESH_PUSH, 2, 2),
-        (AllGatherMethod.FULL_MESH_PUSH, 1, 4),
-        (AllGatherMethod.FULL_MESH_PULL, 1, 1),
-        (AllGatherMethod.FULL_MESH_PULL, 2, 2),
-        (AllGatherMethod.RING_PUSH_1D, 1, 1),
-        (AllGatherMethod.RING_PUSH_1D, 1, 4),
-    ]
-    default, persistent = tiles[0]
-    by_descriptor = descriptors or current_device().name == "cpu"
-    specialized = warp_specialized_tiles()
-    more = [*specialized, *(split_k_tiles() if by_descriptor else ())]
-    fused = fused_tiles() if by_descriptor else []
-    return (
-        [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
-        + [_config(default, persistent, *schedule) for schedule in schedules]
-        + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in more]
-        + [
-            _config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, num_chunks)
-            for config in specialized[:2]
-            for num_chunks in (2, 4)
-        ]
-        + [
-            _config(config, True, AllGatherMethod.FUSED_PUSH, 1, chunks, num_comm_sms)
-            for config, num_comm_sms, chunks in fused
-        ]
-        + [_config(None, None, method, 1, 1) for method in vendor.candidates_here()]
-    )
-
-
-def _config(
-    gemm_config: triton.Config | None,
-    persistent: bool | None,
-    method: AllGatherMethod | VendorMethod,
-    num_streams: int,
-    num_chunks: int,
-    num_comm_sms: int | None = None,
-) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "gemm_config": gemm_config,
-        "persistent": persistent,
-        "method": method,
-        "num_streams": num_streams,
-        "num_chunks": num_chunks,
-    }
-    # Of fused methods alone, so that results of the others are found as before.
-    return config if num_comm_sms is None else config | {"num_comm_sms": num_comm_sms}
 
 
 def _comm_sms(
@@ -317,17 +223,16 @@ def ag_gemm(
 
     Args:
         A: [M_per_rank, K], contiguous; not to be overwritten on other streams before the call is
-        done.
+            done.
         B: [K, N_per_rank], any strides; TMA serves unit stride in one dimension and multiples of 16
-        bytes
-            in the other, pointers the rest.
+            bytes in the other, pointers the rest.
         ctx: from ``create_ag_gemm_context``; M_per_rank * num_ranks may be less than its max_M.
         gemm_config, persistent: tiles and kind of the consumer kernel (tuned); a vendor's method
             has none.
         method, num_streams, num_chunks: how shards travel (tuned); default method: the context's.
         local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.
         straggler_option: (rank, cycles): that rank sleeps so long after its copies are queued, for
-        tests.
+            tests.
         num_comm_sms: SMs that send in ``FUSED_PUSH`` (tuned), whose chunks are along K and which
             has no streams; default 16. No other method takes SMs.
 

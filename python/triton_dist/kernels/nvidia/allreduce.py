@@ -42,10 +42,11 @@ from triton_dist.kernels.nvidia.exchange import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     SMALL_SHAPES,
-    VECTOR_ELEMENTS,
     Exchange,
     Shape,
+    fits_vectors,
     is_worth_trying,
+    shape_in,
     shape_of,
     shard_elements,
     tunables_of,
@@ -85,7 +86,7 @@ def key_fn(
     """What a tuning is for. Elements count in buckets, whether vectors fit, and whether the sum
     replaces x, of which a library need not make a copy then."""
     _check(x, ctx, output, method)
-    vectors = x.numel() % VECTOR_ELEMENTS == 0 and x.data_ptr() % 16 == 0
+    vectors = fits_vectors(x, x.numel())
     in_place = output is not None and output.data_ptr() == x.data_ptr()
     return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, method, in_place
 
@@ -112,11 +113,7 @@ def prune_fn(
         nbytes = -(-nbytes // ctx.num_ranks)
     elif method is None and nbytes > ONE_SHOT_BYTES:
         return False
-    return is_worth_trying(_shape(config), nbytes)
-
-
-def _shape(config: Mapping[str, Any]) -> Shape:
-    return Shape(config["num_ctas"], config["block_bytes"], config["num_pieces"])
+    return is_worth_trying(shape_in(config), nbytes)
 
 
 def config_space() -> list[dict[str, Any]]:
@@ -152,18 +149,13 @@ def _prepare(
     ctx.buffer.launch(_exchange(chosen, total, ctx, shape), x, out).compile()
 
 
-def _recover(x: torch.Tensor, ctx: AllReduceContext, *_: Any, **__: Any) -> None:
-    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.reset()
-
-
 @tune.autotune(
     config_space=config_space,
     key_fn=key_fn,
     prune_fn=prune_fn,
     prepare_fn=_prepare,
-    recover_fn=_recover,
-    agree_fn=lambda x, *_, **__: f"x of {x.numel()} elements",
+    recover_fn=collective_context.recover,
+    agree_fn=collective_context.exact_size,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def all_reduce(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
-from triton_dist.kernels.nvidia.pushed_shards import PushedShards
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting
@@ -17,14 +17,15 @@ from triton_dist.runtime.triton_compat import is_interpreting
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class CollectiveContext:
+class CollectiveContext(ABC):
     """Symmetric memory for one kind of collective. A context manager.
 
     Attributes:
         workspace_nbytes: the largest tensor that one launch serves; larger ones take several.
     """
 
-    name = "collective"
+    name: str
+    """Of the collective, for errors."""
 
     def __init__(
         self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
@@ -40,9 +41,9 @@ class CollectiveContext:
         self.device = current_device()
 
     @classmethod
+    @abstractmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
         """What a slot has to hold."""
-        raise NotImplementedError
 
     @property
     def buffer(self) -> ExchangeBuffer:
@@ -86,32 +87,6 @@ class CollectiveContext:
         if self._buffer is not None:
             self._buffer.free()
         self._buffer = None
-
-
-class PushingContext(CollectiveContext):
-    """Also with memory for shards that copy engines push."""
-
-    def __init__(
-        self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
-    ) -> None:
-        super().__init__(workspace_nbytes, local_world_size, group)
-        self._pushed = PushedShards(shard_bytes(workspace_nbytes, self.num_ranks), group, self.name)
-
-    @property
-    def pushed(self) -> PushedShards:
-        if self._buffer is None:
-            raise ContextFinalized(type(self).__name__)
-        return self._pushed
-
-    def reset(self) -> None:
-        """Bring the flags of all ranks back to one state after a call that failed on some rank.
-        Collective."""
-        super().reset()
-        self.pushed.slots.reset()
-
-    def _free(self) -> None:
-        self._pushed.free()
-        super()._free()
 
 
 _C = TypeVar("_C", bound=CollectiveContext)
@@ -174,6 +149,17 @@ def _refusal(
             "TRITON_INTERPRET", "unset", "1, set before kernels are imported, to run on CPU ranks"
         )
     return None
+
+
+def recover(x: torch.Tensor, ctx: CollectiveContext, *_: Any, **__: Any) -> None:
+    """``recover_fn`` of a collective: bring the context of all ranks back to one state after a
+    candidate failed on some rank."""
+    ctx.reset()
+
+
+def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
+    """``agree_fn`` of a collective: what ranks have to agree about besides the key."""
+    return f"x of {x.numel()} elements"
 
 
 def shard_bytes(nbytes: int, num_ranks: int) -> int:

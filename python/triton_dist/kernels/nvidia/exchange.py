@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,9 +72,14 @@ def tunables_of(shape: Shape | None) -> dict[str, int | None]:
     }
 
 
+def shape_in(config: Mapping[str, Any]) -> Shape:
+    """The shape in a config that has one."""
+    return Shape(config["num_ctas"], config["block_bytes"], config["num_pieces"])
+
+
 @functools.cache
 def shape_of(num_ctas: int | None, block_bytes: int | None, num_pieces: int | None) -> Shape:
-    """The other way round; what is ``None`` takes its default.
+    """The shape of tunables; what is ``None`` takes its default.
 
     Raises:
         InvalidArgument: a number that no launch can have.
@@ -95,6 +101,12 @@ def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
     always is: something has to be left."""
     blocks = -(-shard_bytes // shape.block_bytes)
     return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces
+
+
+def fits_vectors(x: torch.Tensor, elements: int) -> bool:
+    """Whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
+    ``elements`` elements in it."""
+    return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % _VECTOR_BYTES == 0
 
 
 @dataclass(frozen=True)

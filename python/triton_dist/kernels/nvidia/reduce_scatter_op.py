@@ -15,10 +15,6 @@ Numerics
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -26,19 +22,11 @@ from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_add_pushed, kernel_reduce_scatter
 from triton_dist.kernels.nvidia import collective_context, vendor_reduce_scatter
-from triton_dist.kernels.nvidia.exchange import (
-    DEFAULT_SHAPE,
-    LARGE_SHAPES,
-    PUSHED_FROM,
-    SMALL_SHAPES,
-    VECTOR_ELEMENTS,
-    Exchange,
-    Shape,
-    is_worth_trying,
-    shape_of,
-    tunables_of,
+from triton_dist.kernels.nvidia.pushed_collective import (
+    PushedCollective,
+    PushingContext,
+    PushMethod,
 )
-from triton_dist.runtime.device import current_device
 
 __all__ = [
     "ReduceScatterContext",
@@ -48,7 +36,7 @@ __all__ = [
 ]
 
 
-class ReduceScatterMethod(enum.Enum):
+class ReduceScatterMethod(PushMethod):
     """How the shards of the sum are come by."""
 
     PUSH = "push"
@@ -58,25 +46,11 @@ class ReduceScatterMethod(enum.Enum):
     COLLECTIVE = "collective"
     """The group's reduce-scatter: NCCL, gloo on CPU ranks."""
 
-    def __repr__(self) -> str:
-        return str(self)
 
-
-_KERNELS = {
-    ReduceScatterMethod.PUSH: kernel_reduce_scatter,
-    ReduceScatterMethod.COPY_ENGINE: kernel_add_pushed,
-}
-
-
-class ReduceScatterContext(collective_context.PushingContext):
+class ReduceScatterContext(PushingContext):
     """Symmetric memory for reduce-scatters, of any dtype. A context manager."""
 
     name = "reduce_scatter"
-
-    @classmethod
-    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """A part of the shard from each rank."""
-        return num_ranks * collective_context.shard_bytes(workspace_nbytes, num_ranks)
 
 
 def create_reduce_scatter_ctx(
@@ -120,75 +94,23 @@ def _check(x: torch.Tensor, ctx: ReduceScatterContext, output: torch.Tensor | No
         collective_context.check_output("reduce_scatter", output, x, numel, device)
 
 
-def key_fn(
-    x: torch.Tensor,
-    ctx: ReduceScatterContext,
-    output: torch.Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Any:
-    """What a tuning is for. Elements of a shard count in buckets, and whether vectors fit."""
-    _check(x, ctx, output)
-    elements = x.numel() // ctx.num_ranks
-    vectors = elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % 16 == 0
-    return tune.bucket(elements), x.dtype, vectors, ctx.num_ranks
-
-
-def prune_fn(
-    config: Mapping[str, Any], x: torch.Tensor, ctx: ReduceScatterContext, *_: Any, **__: Any
-) -> bool:
-    if config["method"] is ReduceScatterMethod.COLLECTIVE:
-        return ctx.num_ranks > 1
-    if config["method"] is ReduceScatterMethod.COPY_ENGINE and (
-        ctx.num_ranks == 1 or x.nbytes < PUSHED_FROM
-    ):
-        return False
-    shape = Shape(config["num_ctas"], config["block_bytes"], config["num_pieces"])
-    return is_worth_trying(shape, x.nbytes // ctx.num_ranks)
-
-
-def config_space() -> list[dict[str, Any]]:
-    """The default; every other shape; on GPUs also what torch brings (CPU ranks are there to run
-    our kernels)."""
-    shapes = dict.fromkeys((DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES))
-    space = [{"method": ReduceScatterMethod.PUSH, **tunables_of(shape)} for shape in shapes]
-    pushed = [Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4)]
-    space += [{"method": ReduceScatterMethod.COPY_ENGINE, **tunables_of(shape)} for shape in pushed]
-    if current_device().name == "cuda":
-        space.append({"method": ReduceScatterMethod.COLLECTIVE, **tunables_of(None)})
-    return space
-
-
-def _prepare(
-    x: torch.Tensor,
-    ctx: ReduceScatterContext,
-    output: torch.Tensor | None = None,
-    method: ReduceScatterMethod = ReduceScatterMethod.PUSH,
-    num_ctas: int | None = None,
-    block_bytes: int | None = None,
-    num_pieces: int | None = None,
-    straggler_option: tuple[int, int] | None = None,
-) -> None:
-    """Compile a candidate's kernel without launching anything."""
-    if method in _KERNELS and ctx.num_ranks > 1:
-        shape = shape_of(num_ctas, block_bytes, num_pieces)
-        out = x.new_empty(x.numel() // ctx.num_ranks) if output is None else output
-        memory = ctx.pushed if method is ReduceScatterMethod.COPY_ENGINE else ctx.buffer
-        memory.launch(_exchange(method, x, ctx, shape), x, out).compile()
-
-
-def _recover(x: torch.Tensor, ctx: ReduceScatterContext, *_: Any, **__: Any) -> None:
-    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.reset()
+COLLECTIVE = PushedCollective(
+    ReduceScatterMethod,
+    gathers=False,
+    push=kernel_reduce_scatter,
+    take_pushed=kernel_add_pushed,
+    collective=vendor_reduce_scatter.reduce_scatter_into,
+    check=_check,
+)
 
 
 @tune.autotune(
-    config_space=config_space,
-    key_fn=key_fn,
-    prune_fn=prune_fn,
-    prepare_fn=_prepare,
-    recover_fn=_recover,
-    agree_fn=lambda x, *_, **__: f"x of {x.numel()} elements",
+    config_space=COLLECTIVE.config_space,
+    key_fn=COLLECTIVE.key_fn,
+    prune_fn=COLLECTIVE.prune_fn,
+    prepare_fn=COLLECTIVE.prepare,
+    recover_fn=collective_context.recover,
+    agree_fn=collective_context.exact_size,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def reduce_scatter(
@@ -225,26 +147,5 @@ def reduce_scatter(
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    _check(x, ctx, output)
-    if not isinstance(method, ReduceScatterMethod):
-        raise InvalidArgument("reduce_scatter", "method", method, "a ReduceScatterMethod")
-    shape = shape_of(num_ctas, block_bytes, num_pieces)
-    x = x.detach()
-    rows = x.shape[0] // ctx.num_ranks
-    sums = x.new_empty((rows, *x.shape[1:])) if output is None else output
-    ctx.sleep(straggler_option)
-    flat, flat_sums = x.view(-1), sums.detach().view(-1)
-    if ctx.num_ranks == 1:
-        flat_sums.copy_(flat)
-    elif method is ReduceScatterMethod.COLLECTIVE:
-        vendor_reduce_scatter.reduce_scatter_into(flat_sums, flat, ctx.group)
-    else:
-        memory = ctx.pushed if method is ReduceScatterMethod.COPY_ENGINE else ctx.buffer
-        memory.run(_exchange(method, flat, ctx, shape), flat, flat_sums)
-    return sums
-
-
-def _exchange(
-    method: ReduceScatterMethod, x: torch.Tensor, ctx: ReduceScatterContext, shape: Shape
-) -> Exchange:
-    return Exchange(_KERNELS[method], x.numel() // ctx.num_ranks, x.numel(), shape)
+    shape = num_ctas, block_bytes, num_pieces
+    return COLLECTIVE.call(x, ctx, output, method, shape, straggler_option)
