@@ -73,8 +73,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or (25 if is_cuda() else 3)
     dtype = dtype_named(options.dtype)
     choice = Choice(options.best, options.all_candidates)
-    trees = []
-    for shape in dict.fromkeys(each.scaled(scale, num_ranks) for each in wanted(options)):
+    trees, any_rows = [], OPS[options.op].any_rows
+    asked = (each.scaled(scale, num_ranks, any_rows) for each in wanted(options))
+    for shape in dict.fromkeys(asked):
         faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end, and tell
         with OPS[options.op].open(shape, dtype, choice) as workload:
             begin = time.perf_counter()

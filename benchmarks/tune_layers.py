@@ -52,7 +52,8 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[Shape]:
     if OPS[options.op].sums_over_ranks:  # the second GEMM of the layer, back to the model's size
         layers = [(K, N) for N, K in layers]
     rows = sorted(options.M, reverse=True)
-    asked = (Shape(M, N, K).scaled(scale, num_ranks) for N, K in layers for M in rows)
+    any_rows = OPS[options.op].any_rows
+    asked = (Shape(M, N, K).scaled(scale, num_ranks, any_rows) for N, K in layers for M in rows)
     return list(dict.fromkeys(asked))
 
 

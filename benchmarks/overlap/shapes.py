@@ -17,9 +17,12 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.M}x{self.N}x{self.K}"
 
-    def scaled(self, divisor: int, num_ranks: int) -> Shape:
-        """Every size divided; M and N rounded down to positive multiples of the ranks."""
+    def scaled(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
+        """Every size divided; M and N rounded down to positive multiples of the ranks, M not with
+        ``any_rows``."""
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
+        if any_rows:
+            M = max(1, self.M // divisor)
         return Shape(M, N, max(1, self.K // divisor))
 
 

@@ -35,6 +35,8 @@ NAMES = {
         "create_ag_gemm_context",
         "gemm_rs",
         "create_gemm_rs_context",
+        "gemm_ar",
+        "create_gemm_ar_context",
         "all_reduce",
         "create_allreduce_ctx",
     ],

@@ -8,18 +8,19 @@ import re
 import pytest
 import torch
 
+from tests.compile.scattered import (
+    ACQUIRE,
+    RELEASE,
+    TMA_LOAD,
+    TMA_STORE,
+    assert_announced_at_once,
+    assert_announced_later,
+    compile_launch,
+)
 from tests.compile.test_gemm_kernels import first_of_each, kernel_of
 from triton_dist.kernels.common.scattered_gemm_launch import Scattering, scattered_gemm
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
-from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
-
-ACQUIRE = "ld.global.sys.acquire"
-RELEASE = re.compile(r"(atom|red)\.global\.sys\.release|(atom|red)\.release\.sys\.global")
-TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.shared")
-TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.global")
-FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+0")
-PROXY_FENCE = "fence.proxy.async.global"
-SCATTERS = ("tile", "slab", "add")
+from triton_dist.testing.compile_only import HARDWARE, compile_only
 
 
 def prepared(
@@ -35,16 +36,14 @@ def prepared(
     B = matrix(columns, 4096).T if layout == "column-major" else matrix(4096, columns)
     words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
     partials = matrix(1, of=torch.float32 if scatter == "add" else dtype)
-    to = Scattering(scatter, rank, num_ranks, partials, 1 << 21, table, table, words, words)
+    to = Scattering(
+        scatter, rank, num_ranks, partials, 1 << 21, table, table, words, words, table, table
+    )
     vector = matrix(columns) if bias else None
     return scattered_gemm(
         A, B, C, vector, config, to,
         num_sms=132, persistent=persistent, num_chunks=num_chunks,
     )  # fmt: skip
-
-
-def compile_launch(launch):
-    return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
 
 
 @functools.cache
@@ -64,41 +63,6 @@ def every_tile():
             kind = "persistent" if persistent else "pointers"
             name = f"{kind}-{sizes}-{config.num_warps}x{config.num_stages}-{index}"
             yield pytest.param(persistent, index, id=name)
-
-
-def assert_announced_later(ptx):
-    """Before each release, and with nothing in between but what leads there: the full wait (one
-    that ends in .read only says that shared memory may be reused), the fence between the proxies,
-    and a barrier, since the release is another thread's. The first lies between the K loop of the
-    program's next tile and that one's store."""
-    for release in RELEASE.finditer(ptx):
-        wait = [*FULL_WAIT.finditer(ptx, 0, release.start())][-1]
-        between = ptx[wait.start() : release.start()]
-        assert not TMA_STORE.search(between)
-        assert not re.search(r"\bbra\b", between)
-        assert PROXY_FENCE in between
-        assert "bar.sync" in between.split(PROXY_FENCE)[1]
-    loaded = [*TMA_LOAD.finditer(ptx)][-1].end()
-    assert RELEASE.search(ptx, loaded, TMA_STORE.search(ptx).start())
-    assert_own_tiles_are_complete(ptx)
-
-
-def assert_announced_at_once(ptx):
-    """The same after the store, before anything else happens."""
-    store = [*TMA_STORE.finditer(ptx)][-1]
-    until_wait = ptx[store.end() : FULL_WAIT.search(ptx, store.end()).start()]
-    assert not re.search(r"\bbra\b", until_wait)
-    assert not RELEASE.search(until_wait)
-    assert_own_tiles_are_complete(ptx)
-
-
-def assert_own_tiles_are_complete(ptx):
-    """After the store there is the full wait, the fence and a barrier, before flags are awaited and
-    the tile is read back."""
-    store = [*TMA_STORE.finditer(ptx)][-1]
-    between = ptx[store.end() : ptx.index(ACQUIRE, store.end())]
-    after_wait = between[FULL_WAIT.search(between).start() :]
-    assert "bar.sync" in after_wait.split(PROXY_FENCE)[1]
 
 
 @pytest.mark.parametrize(("persistent", "index"), list(every_tile()))

@@ -1,5 +1,5 @@
 """GEMM-ReduceScatter calls with fresh data, checked after the last: the same on CPU ranks and on
-GPUs.
+GPUs; and what calls of GEMM-AllReduce share with them.
 
 Every operand is a function of the rank and of the call, so a rank knows what to expect by itself:
 no collective of a check lines the ranks up, and calls follow one another as in production.
@@ -23,12 +23,17 @@ from triton_dist.testing import assert_allclose
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4}
 
 
-class Calls:
-    """Calls in one context over ``group`` (default: the world). Collective.
+class SummedCalls:
+    """Calls in one context over ``group`` (default: the world) of an op that sums products over
+    ranks. Collective.
 
     Parts that peers write hold NaN before the first call and are never lined up after it. A becomes
     NaN as soon as a call returned.
     """
+
+    op: Any
+    poisoned: tuple[str, ...]
+    """Regions of a slot."""
 
     def __init__(
         self,
@@ -46,31 +51,48 @@ class Calls:
             else [0]
         )
         self.dtype, self.columns, self.K = dtype, columns, K
-        self.ctx = create_gemm_rs_context(
-            max_rows * ranks.size, columns, ranks.rank, ranks.size, ranks.size, dtype,
+        self.ctx = self.create(
+            self.rows_of_a(max_rows), columns, ranks.rank, ranks.size, ranks.size, dtype,
             tp_group=group, **options,
         )  # fmt: skip
-        for slot in range(2):
-            self.ctx.buffer.slots.memory[f"partials{slot}"].local.fill_(NAN)
+        for region in self.poisoned:
+            for slot in range(2):
+                self.ctx.buffer.slots.of_slot(slot, region).local.fill_(NAN)
         current_device().synchronize()
         ranks.barrier("memory is poisoned")
         self.results: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._number = 0
+
+    def create(self, *args: Any, **options: Any) -> Any:
+        """The context."""
+        raise NotImplementedError
+
+    def rows_of_a(self, rows: int) -> int:
+        """Rows of A in a call with ``rows``."""
+        raise NotImplementedError
+
+    def own_rows(self, rows: int) -> slice:
+        """Rows of the sum that this rank gets."""
+        raise NotImplementedError
+
+    def bias_seed(self) -> int:
+        raise NotImplementedError
 
     def __call__(
         self,
         rows: int,
         layout: str = "row-major",
         a_layout: str = "row-major",
-        op: Callable[..., torch.Tensor] = gemm_rs.fn,
+        op: Callable[..., torch.Tensor] | None = None,
         has_bias: bool = False,
         **options: Any,
     ) -> None:
-        """One call with ``rows`` rows a rank; ``op`` is ``gemm_rs`` or its function."""
+        """One call with ``rows`` rows; ``op`` is the tuned op or, by default, its function."""
         self._number += 1
-        if op is gemm_rs.fn:
+        if op is None:
+            op = self.op.fn
             options.setdefault("gemm_config", default_tiles(self.dtype))
-        M = rows * len(self.members)
+        M = self.rows_of_a(rows)
         seed = 1000 * self._number
         operands = [
             (
@@ -79,18 +101,18 @@ class Calls:
             )
             for member in self.members
         ]
-        mine = slice(self.ctx.rank * rows, (self.ctx.rank + 1) * rows)
+        mine = self.own_rows(rows)
         total = sum(a.double()[mine] @ b.double() for a, b in operands)
         A, B = operands[self.ctx.rank]
         if has_bias:
-            bias = uniform(seed + 900 + self.ctx.rank, (1, self.columns), self.dtype)[0]
+            bias = uniform(seed + 900 + self.bias_seed(), (1, self.columns), self.dtype)[0]
             total = total + bias.double()
             options["bias"] = bias
         A = LAYOUTS[a_layout](A.clone())
         C = op(A, LAYOUTS[layout](B), self.ctx, **options)
         A.fill_(NAN)
         shown = {name: value for name, value in options.items() if name != "bias"}
-        what = f"call {self._number}: {rows} rows a rank, A {a_layout}, B {layout}, {shown}"
+        what = f"call {self._number}: {rows} rows, A {a_layout}, B {layout}, {shown}"
         self.results.append((what, C, total.to(self.dtype)))
 
     def skip(self) -> None:
@@ -115,3 +137,21 @@ class Calls:
         count = self.check()
         self.ctx.finalize()
         return count
+
+
+class Calls(SummedCalls):
+    """Of GEMM-ReduceScatter; ``rows`` are those of a rank."""
+
+    op, poisoned = gemm_rs, ("partials",)
+
+    def create(self, *args: Any, **options: Any) -> Any:
+        return create_gemm_rs_context(*args, **options)
+
+    def rows_of_a(self, rows: int) -> int:
+        return rows * len(self.members)
+
+    def own_rows(self, rows: int) -> slice:
+        return slice(self.ctx.rank * rows, (self.ctx.rank + 1) * rows)
+
+    def bias_seed(self) -> int:
+        return int(self.ctx.rank)

@@ -16,10 +16,14 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import (
+    GEMMAllReduceMethod,
     ag_gemm,
     allgather_gemm,
     create_ag_gemm_context,
+    create_gemm_ar_context,
     create_gemm_rs_context,
+    gemm_allreduce,
+    gemm_ar,
     gemm_reduce_scatter,
     gemm_rs,
 )
@@ -27,6 +31,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.ag_gemm_peers import is_own_algorithm
 from triton_dist.testing.assertions import count_mismatches
+from triton_dist.testing.gemm_ar_peers import summed_product
 from triton_dist.testing.gemm_rs_peers import summed_rows
 from triton_dist.testing.reference import all_gather_matmul
 from triton_dist.utils import init_seed
@@ -86,6 +91,12 @@ def _gemm_rs_context(load: Load) -> Any:
     return create_gemm_rs_context(load.max_rows * size, load.columns, rank, size, size, load.dtype)
 
 
+def _gemm_ar_context(load: Load) -> Any:
+    """The same; ``max_rows`` are all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return create_gemm_ar_context(load.max_rows, load.columns, rank, size, size, load.dtype)
+
+
 OPS = {
     "ag_gemm": StressedOp(
         ag_gemm,
@@ -105,6 +116,16 @@ OPS = {
         summed_rows,
         lambda config: config["method"] is None,
         lambda config: (config["fuse_scatter"], config["num_chunks"]),
+        {torch.float16: 1e-2, torch.bfloat16: 6e-2},
+    ),
+    "gemm_ar": StressedOp(
+        gemm_ar,
+        gemm_allreduce,
+        _gemm_ar_context,
+        lambda rows: rows,
+        summed_product,
+        lambda config: config["method"] is not GEMMAllReduceMethod.COLLECTIVE,
+        lambda config: (config["method"], config["num_chunks"]),
         {torch.float16: 1e-2, torch.bfloat16: 6e-2},
     ),
 }

@@ -26,10 +26,12 @@ PUBLIC_MODULES = [
     "triton_dist.profiler_utils",
     "triton_dist.kernels.nvidia",
     "triton_dist.kernels.nvidia.allgather_gemm",
+    "triton_dist.kernels.nvidia.gemm_allreduce",
     "triton_dist.kernels.nvidia.gemm_reduce_scatter",
     "triton_dist.kernels.nvidia.allreduce",
     "triton_dist.kernels.nvidia.reduce_scatter_op",
     "triton_dist.kernels.nvidia.all_gather_op",
+    "triton_dist.layers.nvidia",
     "triton_dist.testing",
     "triton_dist.test.utils",
 ]
@@ -41,6 +43,7 @@ OTHER_NAMES = {
     ],
     "triton_dist.testing.overlap": ["Candidate", "overlap_limit"],
     "triton_dist.testing.ag_gemm_peers": ["ag_gemm_peers", "gather_alone", "is_own_algorithm"],
+    "triton_dist.testing.gemm_ar_peers": ["gemm_ar_peers", "summed_product"],
     "triton_dist.testing.gemm_rs_peers": ["gemm_rs_peers", "summed_rows"],
     "triton_dist.testing.compile_only": ["compile_only", "install", "compile_kernel", "Compiled"],
     "triton_dist.testing.assertions": [

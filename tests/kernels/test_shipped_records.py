@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common import gemm_launch
-from triton_dist.kernels.nvidia import ag_gemm, gemm_rs
+from triton_dist.kernels.nvidia import ag_gemm, gemm_ar, gemm_rs
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -92,13 +92,24 @@ def ag_gemm_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def gemm_rs_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with the largest M of the bucket."""
-    rows, N, K, dtype, layout, contiguous, num_ranks, adds = value
+    rows, *others, adds = value
+    return _summed_call((rows * value[6], *others), reduce_st=adds), {}
+
+
+def gemm_ar_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same."""
+    *looks, copy_to_local = value
+    return _summed_call(looks), {"copy_to_local": copy_to_local}
+
+
+def _summed_call(looks: Sequence[Any], **attributes: Any) -> tuple[Any, ...]:
+    """A, B and a context of an op that sums products over ranks."""
+    M, N, K, dtype, layout, contiguous, num_ranks = looks
 
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    M = rows * num_ranks
-    A = meta(M, K) if contiguous else meta(K, M).T
+    A = meta(M, K) if contiguous else meta(M, 2 * K)[:, ::2]
     B = {
         "row-major": lambda: meta(K, N),
         "column-major": lambda: meta(N, K).T,
@@ -110,16 +121,17 @@ def gemm_rs_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         max_M=M,
         output_dtype=dtype,
         num_ranks=num_ranks,
-        reduce_st=adds,
         accepted={},
         buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
+        **attributes,
     )
-    return (A, B, ctx), {}
+    return A, B, ctx
 
 
 # By the full name of an op: a call that has a key.
 CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "triton_dist.kernels.nvidia.allgather_gemm.ag_gemm": ag_gemm_call,
+    "triton_dist.kernels.nvidia.gemm_allreduce.gemm_ar": gemm_ar_call,
     "triton_dist.kernels.nvidia.gemm_reduce_scatter.gemm_rs": gemm_rs_call,
 }
 
@@ -185,7 +197,7 @@ def keys_of(op: Any) -> Iterator[tuple[Any, ...]]:
                 if op is ag_gemm:
                     yield (rows, 7168, 8192, torch.bfloat16, layout, 4, flag)
                 else:
-                    yield (rows, 8192, 7168, torch.bfloat16, layout, flag, 4, False)
+                    yield (rows, 8192, 7168, torch.bfloat16, layout, flag, 4, op is gemm_ar)
 
 
 def made(
@@ -221,7 +233,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("op", [ag_gemm, gemm_rs], ids=["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("op", [ag_gemm, gemm_ar, gemm_rs], ids=lambda op: op.fn.__name__)
 def test_every_record_of_a_file_made_here_is_a_hit(on, folder, op):
     assert every_record_is_a_hit(made(on, folder, op=op), on) == 24
 

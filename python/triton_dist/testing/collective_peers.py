@@ -49,7 +49,7 @@ def collective_peers(
         }[op]
     }
     if op == "all_reduce" and current_device().name == "cuda" and dist.get_world_size(group) > 1:
-        calls |= _over_symmetric_memory(x, group)
+        calls |= over_symmetric_memory(x, lambda staged: staged.copy_(x), group)
     peers = {name: Candidate("peer", call, expected) for name, call in calls.items()}
     if op == "all_reduce":
         zeros = torch.zeros_like(x)
@@ -80,24 +80,28 @@ def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     return out
 
 
-def _over_symmetric_memory(
-    x: torch.Tensor, group: dist.ProcessGroup | None
+def over_symmetric_memory(
+    like: torch.Tensor,
+    fill: Callable[[torch.Tensor], object],
+    group: dist.ProcessGroup | None,
 ) -> dict[str, Callable[[], torch.Tensor]]:
+    """torch's all-reduces of a tensor like ``like`` in symmetric memory, which ``fill`` writes to
+    at each call. Collective over ``group``; for GPUs."""
     import torch.distributed._symmetric_memory as symm_mem  # registers the operators
 
     members = group or dist.distributed_c10d._get_default_group()
-    staged = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
+    staged = symm_mem.empty(like.shape, dtype=like.dtype, device=like.device)
     symm_mem.rendezvous(staged, members)
 
     def one_shot() -> torch.Tensor:
-        staged.copy_(x)
+        fill(staged)
         out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
             staged, "sum", members.group_name
         )
         return out
 
     def two_shot() -> torch.Tensor:
-        staged.copy_(x)
+        fill(staged)
         torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", members.group_name)
         return staged
 

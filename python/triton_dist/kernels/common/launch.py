@@ -128,6 +128,14 @@ def fits_descriptor(*matrices: torch.Tensor) -> bool:
     )
 
 
+def as_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix``; a contiguous one with the strides of such a one, since of a single row any
+    stride counts as contiguous."""
+    if matrix.shape[0] == 1 and matrix.is_contiguous():
+        return matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
+    return matrix
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """``input_precision`` of ``tl.dot`` that means for ``dtype`` what torch's matmul means now."""
     return (

@@ -1,13 +1,13 @@
 """GEMM whose tiles go to the ranks that own their rows, and the sum of what arrives.
 
 ``A[M, K] @ B[K, N]`` is this rank's addend of a product; M consists of ``NUM_RANKS`` slabs of
-``rows`` rows, one owned by each rank. A tile belongs to one slab and is stored, rounded to the
-output's dtype, into this rank's part of the owner's slot:
+``rows`` rows, one owned by each rank; the last ones may be short, or empty. A tile belongs to one
+slab and is stored, rounded to the output's dtype, into this rank's part of the owner's slot:
 
     partials of a slot, on each rank: [source rank, max_rows, N], ``slot_stride`` elements a rank
 
 Where the tiles of slab s go is ``targets_ptr[s]``, an address; what says that they are there are
-int32 from ``flags_ptr[s]`` on, also an address. Three ways (``SCATTER``):
+int32 from ``flags_ptr[s]`` on, also an address. Four ways (``SCATTER``):
 
 ``"tile"``      target: the owner's slot; flag ``[tile * NUM_RANKS + rank]`` on the owner is set to
                 the epoch.
@@ -16,13 +16,22 @@ int32 from ``flags_ptr[s]`` on, also an address. Three ways (``SCATTER``):
                 copy engine sets flag ``[chunk * NUM_RANKS + rank]`` on the owner to the epoch.
 ``"add"``       target: one fp32 sum on the owner, to which tiles are added by atomics; flags as of
                 ``"tile"``. Who finishes a tile of the own slab waits, rounds, and leaves zeros.
+``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own slab
+                stores the sum to C and to ``sums_ptr[p]`` of each peer p, addresses, and then sets
+                flag ``[tile * NUM_RANKS + rank]`` from ``sum_flags_ptr[p]`` on. ``copy_sums.py``
+                brings what arrives there to C.
 
 The own slab comes last: the program that has computed one of its tiles waits for the same tile, or
-its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"`` and
-``"slab"`` give the same bits on every call; ``"add"`` adds in the order of arrival.
+its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"``, ``"slab"``
+and ``"all"`` give the same bits on every call; ``"add"`` adds in the order of arrival.
 
-Nothing waits before its own tiles for others are announced, and programs start in the order of
-their numbers, so ranks cannot wait in a circle.
+With ``"all"``, slabs come in chunks (``tile_in_scatter_order``), of each chunk the own slab last:
+so sums travel while later chunks are multiplied.
+
+Ranks cannot wait in a circle. A wait at one place of the order is for tiles that peers have at
+earlier places of theirs. Programs start in the order of their numbers, one that waits has announced
+its tiles of earlier places, and nothing but these waits keeps it from its next tile. So of all that
+wait in the end, the one at the earliest place would have nobody left to wait for.
 """
 
 from __future__ import annotations
@@ -34,16 +43,17 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.scattered_tiles import (
     add_partials,
     announce_tile,
+    announce_to_all,
     await_partials,
     store_tile_by_pointers,
     target_at,
 )
 from triton_dist.kernels.common.sharded_gemm import store_tile
 from triton_dist.kernels.common.tile_product import multiply_tile, multiply_tile_by_pointers
-from triton_dist.kernels.common.tiles import slab_in_scatter_order, tile_in_group
+from triton_dist.kernels.common.tiles import tile_in_scatter_order
 
 
-@jit(do_not_specialize=["rows", "chunk_tiles_m", "rank"])
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
 def kernel_gemm_scatter_persistent(
     a_ptr,
     b_ptr,
@@ -54,6 +64,9 @@ def kernel_gemm_scatter_persistent(
     flags_ptr,
     arrivals_ptr,
     epoch_ptr,
+    sums_ptr,
+    sum_flags_ptr,
+    M,
     rows,
     N,
     K,
@@ -82,15 +95,18 @@ def kernel_gemm_scatter_persistent(
 
     ``ANNOUNCE_LATER``: a tile is announced when its program has multiplied its next one. Then its
     TMA store, which takes 10 us and more over NVLink, is complete, and nobody waits for it.
+
+    Of ``"all"``, a tile of the own slab is added when the next tile is stored, and its sum is
+    announced when the one after that is multiplied: the own slab comes in the middle of the work,
+    where the peers' parts are announced no sooner. The tile that is stored by then is unannounced
+    yet, but its place is later than that of the sum.
     """
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_slab = tiles_m * tiles_n
     store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
 
-    a_desc = tl.make_tensor_descriptor(
-        a_ptr, [rows * NUM_RANKS, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
-    )
+    a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
     if B_COLUMN_MAJOR:
         b_desc = tl.make_tensor_descriptor(
             b_ptr, [N, K], [stride_b, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
@@ -110,12 +126,19 @@ def kernel_gemm_scatter_persistent(
             )  # fmt: skip
             target_descs = target_descs + (desc,)  # noqa: RUF005  # a star is no Triton
 
+    own_begin = 0  # of the own rows in C
+    if SCATTER == "all":
+        own_begin = rank.to(tl.int64) * rows * N
+    own_rows = min(rows, M - rank * rows)
     stored_slab, stored_unit = rank, 0  # what is to be announced yet; of the own slab: nothing
     awaited = -1
+    # Of "all": an own tile that is to be added yet, and one whose sum is to be announced yet.
+    due, due_row, due_column, summed = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_per_slab, NUM_SMS):
-        slab = slab_in_scatter_order(index // tiles_per_slab, rank, NUM_RANKS)
-        tile = index % tiles_per_slab
-        m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+        slab, tile, m, n = tile_in_scatter_order(
+            index, rank, NUM_RANKS, tiles_m, tiles_n,
+            chunk_tiles_m if SCATTER == "all" else tiles_m, GROUP_SIZE_M,
+        )  # fmt: skip
         unit = m // chunk_tiles_m if SCATTER == "slab" else tile
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         accumulator = multiply_tile(
@@ -129,6 +152,10 @@ def kernel_gemm_scatter_persistent(
                     flags_ptr, epoch_ptr, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER
                 )
                 stored_slab = rank
+        if SCATTER == "all":  # noqa: SIM102  # a constexpr: not to be joined with the other condition
+            if summed >= 0:
+                announce_to_all(sum_flags_ptr, epoch_ptr, summed, rank, NUM_RANKS)
+                summed = -1
         if SCATTER == "add":
             store_tile_by_pointers(
                 target_at(targets_ptr, slab, partials_ptr), accumulator, row, column, rows, N,
@@ -153,21 +180,45 @@ def kernel_gemm_scatter_persistent(
         else:
             if ANNOUNCE_LATER:
                 dl.publish_tile()  # to the other threads of this program
-            token = 0
-            if unit != awaited:  # tiles of a chunk arrive together
-                token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
-                awaited = unit
-            add_partials(
-                partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
-                NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
-            )  # fmt: skip
+            if SCATTER != "all":
+                token = 0
+                if unit != awaited:  # tiles of a chunk arrive together
+                    token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
+                    awaited = unit
+                add_partials(
+                    partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
+                    rank, sums_ptr, own_begin,
+                    NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
+                )  # fmt: skip
+        if SCATTER == "all":
+            if due >= 0:
+                token = await_partials(arrivals_ptr, epoch_ptr, due, rank, NUM_RANKS)
+                add_partials(
+                    partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, due_row, due_column,
+                    own_rows, N, token, rank, sums_ptr, own_begin,
+                    NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
+                )  # fmt: skip
+                summed, due = due, -1
+            if slab == rank:
+                due, due_row, due_column = tile, row, column
     if ANNOUNCE_LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-        if stored_slab != rank:  # of a program that has no tile of the own slab
+        if stored_slab != rank:  # of a program whose last tile is for others
             dl.publish_tile()
             announce_tile(flags_ptr, epoch_ptr, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER)
+    if SCATTER == "all":
+        if summed >= 0:
+            announce_to_all(sum_flags_ptr, epoch_ptr, summed, rank, NUM_RANKS)
+        if due >= 0:
+            token = await_partials(arrivals_ptr, epoch_ptr, due, rank, NUM_RANKS)
+            add_partials(
+                partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, due_row, due_column,
+                own_rows, N, token, rank, sums_ptr, own_begin,
+                NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
+            )  # fmt: skip
+            announce_to_all(sum_flags_ptr, epoch_ptr, due, rank, NUM_RANKS)
 
 
-@jit(do_not_specialize=["rows", "chunk_tiles_m", "rank"])
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
 def kernel_gemm_scatter_non_persistent(
     a_ptr,
     b_ptr,
@@ -178,6 +229,9 @@ def kernel_gemm_scatter_non_persistent(
     flags_ptr,
     arrivals_ptr,
     epoch_ptr,
+    sums_ptr,
+    sum_flags_ptr,
+    M,
     rows,
     N,
     K,
@@ -201,15 +255,16 @@ def kernel_gemm_scatter_non_persistent(
     """One tile a program on pointers, for any strides of A and B; grid (tiles,)."""
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
-    tiles_per_slab = tiles_m * tiles_n
-    slab = slab_in_scatter_order(tl.program_id(0) // tiles_per_slab, rank, NUM_RANKS)
-    tile = tl.program_id(0) % tiles_per_slab
-    m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+    slab, tile, m, n = tile_in_scatter_order(
+        tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
+        chunk_tiles_m if SCATTER == "all" else tiles_m, GROUP_SIZE_M,
+    )  # fmt: skip
     unit = m // chunk_tiles_m if SCATTER == "slab" else tile
     row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
     a_slab_ptr = a_ptr + slab.to(tl.int64) * rows * stride_am
+    rows_left = min(rows, M - slab * rows) - row
     accumulator = multiply_tile_by_pointers(
-        a_slab_ptr, b_ptr, row, rows - row, column, N, K,
+        a_slab_ptr, b_ptr, row, rows_left, column, N, K,
         stride_am, stride_ak, stride_bk, stride_bn,
         INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
     )  # fmt: skip
@@ -220,8 +275,14 @@ def kernel_gemm_scatter_non_persistent(
     if slab != rank:
         announce_tile(flags_ptr, epoch_ptr, slab, unit, rank, NUM_RANKS, SCATTER)
     else:
+        own_begin = 0  # of the own rows in C
+        if SCATTER == "all":
+            own_begin = rank.to(tl.int64) * rows * N
         token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
         add_partials(
-            partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
+            partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, row, column,
+            min(rows, M - rank * rows), N, token, rank, sums_ptr, own_begin,
             NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
         )  # fmt: skip
+        if SCATTER == "all":
+            announce_to_all(sum_flags_ptr, epoch_ptr, unit, rank, NUM_RANKS)

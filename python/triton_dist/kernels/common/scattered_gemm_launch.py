@@ -8,16 +8,21 @@ from typing import Any, Literal
 import torch
 import triton
 
+from triton_dist.kernels.common.copy_sums import kernel_copy_sums
 from triton_dist.kernels.common.gemm_launch import config_for
-from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
+from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
 from triton_dist.kernels.common.scattered_gemm import (
     kernel_gemm_scatter_non_persistent,
     kernel_gemm_scatter_persistent,
 )
 
-Scatter = Literal["tile", "slab", "add"]
+Scatter = Literal["tile", "slab", "add", "all"]
 # Elements of all parts that are read at a time: at 8 warps and 2 bytes each, 64 registers a thread.
 _READ_AT_ONCE = 32768
+# Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
+_COPIED_AT_ONCE = 8192
+# Rows of which the slabs of an all-reduce are multiples: those of the smallest tile.
+_SLAB_ROWS = 16
 # Waves of tiles of a slab from which on a chunk is worth more waiting than each of its tiles.
 _MANY_WAVES = 2
 
@@ -29,6 +34,7 @@ class Scattering:
     partials: what is read for the own rows: [num_ranks, slot_stride] of the output's dtype, or
         fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.
         arrivals: int32, flags of the own slab. epoch: int32, the epoch and the guard of waits.
+        sums, sum_flags: of ``"all"``, int64 [num_ranks], addresses; else anything.
     """
 
     scatter: Scatter
@@ -40,6 +46,8 @@ class Scattering:
     flags: torch.Tensor
     arrivals: torch.Tensor
     epoch: torch.Tensor
+    sums: torch.Tensor
+    sum_flags: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,12 @@ def chunks_of_slab(config: triton.Config, rows: int, N: int, num_chunks: int) ->
     )
 
 
+def slab_rows(M: int, num_ranks: int) -> int:
+    """Rows of each slab of an all-reduce of M rows, but for the last ones, which may be short or
+    empty."""
+    return int(triton.cdiv(M, num_ranks * _SLAB_ROWS)) * _SLAB_ROWS
+
+
 def tiles_of_slab(config: triton.Config, rows: int, N: int) -> int:
     """Tiles of [rows, N]."""
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
@@ -100,20 +114,23 @@ def scattered_gemm(
     """The launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
 
     Args:
-        A: [num_ranks * rows, K]. B: [K, N], any strides, both. C: [rows, N], contiguous.
+        A: [M, K]. B: [K, N], any strides, both. C: [M / num_ranks, N], the own rows of the sum;
+            of ``"all"`` [M, N], of which the own ones are written. Contiguous.
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
             the kernel on pointers too.
-        num_chunks: of a slab, each pushed for itself; of ``"slab"`` alone.
+        num_chunks: of a slab: each pushed for itself, or of ``"all"`` in turn with those of the
+            other slabs.
     """
-    rows, N = C.shape
-    K = A.shape[1]
+    A = as_rows(A)
+    M, K = A.shape
+    rows, N = slab_rows(M, to.num_ranks) if to.scatter == "all" else C.shape[0], C.shape[1]
     precision = dot_precision(A.dtype)
     tiles_per_slab = tiles_of_slab(config, rows, N)
     tiles = to.num_ranks * tiles_per_slab
     operands = (
         A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals,
-        to.epoch, rows, N, K,
+        to.epoch, to.sums, to.sum_flags, M, rows, N, K,
     )  # fmt: skip
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     options: dict[str, Any] = {
@@ -122,10 +139,10 @@ def scattered_gemm(
         "SCATTER": to.scatter,
         "HAS_BIAS": bias is not None,
         "INPUT_PRECISION": precision,
-        "REDUCE_ROWS": _rows_at_once(block_m, block_n, to.num_ranks * A.element_size()),
+        "REDUCE_ROWS": rows_at_once(block_m, block_n, to.num_ranks * A.element_size()),
     }
     chunk_tiles_m = 1
-    if to.scatter == "slab":
+    if to.scatter in ("slab", "all"):
         chunks = chunks_of_slab(config, rows, N, num_chunks)
         chunk_tiles_m, options["GROUP_SIZE_M"] = chunks.tiles_m, chunks.group_size_m
     where = (to.slot_stride, chunk_tiles_m, to.rank)
@@ -135,7 +152,7 @@ def scattered_gemm(
         options.setdefault("EPILOGUE_SUBTILE", False)
         # A chunk is pushed after its last tile, which is to be announced at once where the next one
         # is a large part of all.
-        later = to.scatter == "tile" or tiles_per_slab >= _MANY_WAVES * num_sms
+        later = to.scatter in ("tile", "all") or tiles_per_slab >= _MANY_WAVES * num_sms
         options |= {
             "B_COLUMN_MAJOR": B.stride(0) == 1,
             "NUM_SMS": num_sms,
@@ -156,7 +173,43 @@ def scattered_gemm(
     )
 
 
-def _rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:
+def rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:
     """Rows of a tile that are summed at a time; a power of two."""
     most = 2 * _READ_AT_ONCE // bytes_of_parts // block_n
     return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))
+
+
+def copy_sums(
+    C: torch.Tensor,
+    sums: torch.Tensor,
+    arrivals: torch.Tensor,
+    config: triton.Config,
+    to: Scattering,
+    *,
+    num_chunks: int,
+    copy: bool,
+) -> Launch:
+    """The launch that brings to C [M, N] what the GEMM ``scattered_gemm(…, to)`` on each peer adds,
+    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int32 [tile, rank].
+
+    Without ``copy`` it only waits until all is there; then C is ``sums``.
+    """
+    M, N = C.shape
+    rows = slab_rows(M, to.num_ranks)
+    chunks = chunks_of_slab(config, rows, N, num_chunks)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    options = {
+        "NUM_RANKS": to.num_ranks,
+        "COPY": copy,
+        "BLOCK_SIZE_M": block_m,
+        "BLOCK_SIZE_N": block_n,
+        "GROUP_SIZE_M": chunks.group_size_m,
+        "COPY_ROWS": max(1, min(block_m, _COPIED_AT_ONCE // block_n)),
+        "num_warps": 8,
+    }
+    return Launch(
+        kernel_copy_sums,
+        (to.num_ranks * tiles_of_slab(config, rows, N),),
+        (C, sums, arrivals, to.epoch, M, rows, N, chunks.tiles_m, to.rank),
+        options,
+    )

@@ -1,11 +1,12 @@
 """What becomes of a tile of the scattered GEMM (``scattered_gemm.py``): it is stored, announced to
-the rank that owns its rows, and there awaited and added.
+the rank that owns its rows, and there awaited and added; of an all-reduce, the sum goes to all.
 
 A *unit* is what has a flag: a tile, or a chunk of a slab.
 """
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from triton_dist import language as dl
@@ -36,6 +37,20 @@ def announce_tile(
 
 
 @jit
+def announce_to_all(flags_ptr, epoch_ptr, unit, rank, NUM_RANKS: tl.constexpr):
+    """Set this rank's flag of ``unit`` on every rank, the own one too, after everything that the
+    program stored; ``flags_ptr``: addresses of the flags by rank.
+
+    All at once, a thread each: one after another, each release would wait for the one before it to
+    have crossed the link.
+    """
+    peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
+    there = peer < NUM_RANKS
+    flags = tl.load(flags_ptr + peer, mask=there, other=0).to(epoch_ptr.dtype)
+    dl.notify(flags + unit * NUM_RANKS + rank, tl.load(epoch_ptr), mask=there)
+
+
+@jit
 def await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS: tl.constexpr):
     """Wait for ``unit`` of every peer; gives a token."""
     epoch = tl.load(epoch_ptr)
@@ -57,6 +72,9 @@ def add_partials(
     rows,
     N,
     token,
+    rank,
+    sums_ptr,
+    sums_begin,
     NUM_RANKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -65,7 +83,11 @@ def add_partials(
     REDUCE_ROWS: tl.constexpr,
 ):
     """Sum a tile over all ranks and store it to C [rows, N], some rows at a time, so that the
-    parts fit in registers."""
+    parts fit in registers.
+
+    With ``"all"`` also to each peer, ``sums_begin`` elements from ``sums_ptr[peer]``, an address,
+    on.
+    """
     column_index = column + tl.arange(0, BLOCK_SIZE_N)
     column_mask = column_index < N
     inside = tl.arange(0, REDUCE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
@@ -94,7 +116,12 @@ def add_partials(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + column_index, mask=column_mask, other=0.0)
             total += bias.to(tl.float32)[None, :]
-        tl.store(c_ptr + begin + inside, total.to(c_ptr.dtype.element_ty), mask=mask)
+        value = total.to(c_ptr.dtype.element_ty)
+        tl.store(c_ptr + begin + inside, value, mask=mask)
+        if SCATTER == "all":
+            for step in tl.static_range(1, NUM_RANKS):
+                peer_ptr = target_at(sums_ptr, (rank + step) % NUM_RANKS, c_ptr)
+                tl.store(peer_ptr + sums_begin + begin + inside, value, mask=mask)
 
 
 @jit

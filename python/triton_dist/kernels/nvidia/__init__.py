@@ -23,6 +23,12 @@ from triton_dist.kernels.nvidia.allreduce import (
     to_allreduce_method,
 )
 from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.kernels.nvidia.gemm_allreduce import (
+    GEMMAllReduceMethod,
+    GEMMAllReduceTensorParallelContext,
+    create_gemm_ar_context,
+    gemm_ar,
+)
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
     GEMMReduceScatterTensorParallelContext,
     create_gemm_rs_context,
@@ -42,6 +48,8 @@ __all__ = [
     "AllGatherMethod",
     "AllReduceContext",
     "AllReduceMethod",
+    "GEMMAllReduceMethod",
+    "GEMMAllReduceTensorParallelContext",
     "GEMMReduceScatterTensorParallelContext",
     "GatherMethod",
     "ReduceScatterContext",
@@ -53,8 +61,10 @@ __all__ = [
     "create_ag_gemm_context",
     "create_all_gather_ctx",
     "create_allreduce_ctx",
+    "create_gemm_ar_context",
     "create_gemm_rs_context",
     "create_reduce_scatter_ctx",
+    "gemm_ar",
     "gemm_non_persistent",
     "gemm_persistent",
     "gemm_rs",

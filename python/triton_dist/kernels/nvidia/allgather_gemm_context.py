@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
-from triton_dist.kernels.common.launch import Launcher, fits_descriptor
+from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
-from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import group_for
-from triton_dist.runtime.triton_compat import is_interpreting
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_FORMS = 4096
+from triton_dist.kernels.nvidia.gemm_context import (
+    Check,
+    GEMMContext,
+    accept,
+    agree_to_create,
+    group_checks,
+    kernel_checks,
+    kind_checks,
+    layout_of,
+    look_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +38,7 @@ class Operands:
     dtype: torch.dtype
 
 
-class AllGatherGEMMTensorParallelContext:
+class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     """Symmetric buffers and streams for AllGather-GEMMs of up to ``max_M`` rows. A context manager.
 
     Attributes:
@@ -41,6 +46,8 @@ class AllGatherGEMMTensorParallelContext:
             ``local_copy=False`` reads the own rows of A from it, and nothing else ever uses it.
         all_gather_method: method of a call that names none.
     """
+
+    title = "AllGather-GEMM"
 
     def __init__(
         self,
@@ -54,14 +61,9 @@ class AllGatherGEMMTensorParallelContext:
     ) -> None:
         self.max_M, self.N, self.K, self.dtype = max_M, N, K, dtype
         self.all_gather_method = all_gather_method
-        self._group = group
-        self._buffer: AllGatherBuffer | None = AllGatherBuffer(max_M, K, dtype, group, "ag_gemm")
-        self.rank, self.num_ranks = self._buffer.rank, self._buffer.num_ranks
+        super().__init__(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"), group)
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
-        self.device = current_device()
         self.launcher = Launcher()
-        # What was found to be good: checking takes several us, looking here less than one.
-        self.accepted: dict[Any, Operands] = {}
         with torch.inference_mode(False):
             # Now: zeros that are written in a capture would be there from its first replay on.
             _, counters = room_for_parts(self.device.num_sms)
@@ -69,16 +71,6 @@ class AllGatherGEMMTensorParallelContext:
                 counters, dtype=torch.int32, device=self.device.torch_device
             )
         self.device.synchronize()  # calls may come on any stream
-
-    @property
-    def buffer(self) -> AllGatherBuffer:
-        if self._buffer is None:
-            raise ContextFinalized(type(self).__name__)
-        return self._buffer
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._group
 
     @property
     def symm_workspace(self) -> torch.Tensor:
@@ -104,10 +96,6 @@ class AllGatherGEMMTensorParallelContext:
         """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
         return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
 
-    def barrier_all(self) -> None:
-        """Line up all ranks on their current streams."""
-        group_for(self._group).align()
-
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
@@ -115,31 +103,10 @@ class AllGatherGEMMTensorParallelContext:
         self._split_counters.zero_()
         self.device.synchronize()
 
-    def finalize(self) -> None:
-        """Free the symmetric memory; idempotent. Collective: it waits until every rank has
-        come here."""
-        if self._buffer is None:
-            return
-        buffer, self._buffer = self._buffer, None
-        self._forget_memory()
-        current_device().synchronize()
-        group_for(self._group).barrier("finalize of the AllGather-GEMM context")
-        buffer.free()
-
-    def _forget_memory(self) -> None:
+    def _free(self) -> None:
         for name in ("split_workspace", "collective_rows"):
             self.__dict__.pop(name, None)
-
-    def __enter__(self) -> AllGatherGEMMTensorParallelContext:
-        return self
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is None:
-            self.finalize()
-        elif self._buffer is not None:  # peers may never come: free without them
-            self._buffer.free()
-            self._buffer = None
-            self._forget_memory()
+        super()._free()
 
 
 def create_ag_gemm_context(
@@ -171,52 +138,20 @@ def create_ag_gemm_context(
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
         DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
     """
-    ranks = group_for(group)
-    refusal = _refuse_context(max_M, N, K, dtype, rank, num_ranks, ranks.rank, ranks.size)
-    asked = ranks.gather(
-        "creation of an AllGather-GEMM context", (max_M, N, K, str(dtype), str(refusal or ""))
-    )
-    if refusal is not None:
-        raise refusal
-    if len(set(asked)) > 1:
-        raise RankDisagreement(
-            "max_M, N, K, dtype or validity of an AllGather-GEMM context", dict(enumerate(asked))
-        )
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("num_ranks", num_ranks, rank, group)
+        expected = f"a positive multiple of num_ranks = {num_ranks}"
+        for name, size in (("max_M", max_M), ("N", N)):
+            yield name, size, size >= num_ranks and size % num_ranks == 0, expected
+        yield "K", K, K >= 1, "at least 1"
+        yield from kernel_checks("dtype", dtype)
+
+    asked = {"max_M": max_M, "N": N, "K": K, "dtype": str(dtype)}
+    agree_to_create("create_ag_gemm_context", "an AllGather-GEMM", asked, checks(), group)
     return AllGatherGEMMTensorParallelContext(
         max_M, N, K, dtype, num_local_ranks, group, all_gather_method
     )
-
-
-def _refuse_context(
-    max_M: int,
-    N: int,
-    K: int,
-    dtype: torch.dtype,
-    rank: int,
-    num_ranks: int,
-    own_rank: int,
-    size: int,
-) -> InvalidArgument | None:
-    def refuse(argument: str, value: object, expected: str) -> InvalidArgument:
-        return InvalidArgument("create_ag_gemm_context", argument, value, expected)
-
-    if num_ranks != size:
-        return refuse("num_ranks", num_ranks, f"{size}, the size of the group")
-    if rank != own_rank:
-        return refuse("rank", rank, f"{own_rank}, this process's rank in the group")
-    if max_M < num_ranks or max_M % num_ranks:
-        return refuse("max_M", max_M, f"a positive multiple of num_ranks = {num_ranks}")
-    if num_ranks > N or N % num_ranks:
-        return refuse("N", N, f"a positive multiple of num_ranks = {num_ranks}")
-    if K < 1:
-        return refuse("K", K, "at least 1")
-    if dtype not in _DTYPES:
-        return refuse("dtype", dtype, "torch.float16, torch.bfloat16 or torch.float32")
-    if current_device().name == "cpu" and not is_interpreting():
-        return refuse(
-            "TRITON_INTERPRET", "unset", "1, set before kernels are imported, to run on CPU ranks"
-        )
-    return None
 
 
 def check_operands(
@@ -224,52 +159,22 @@ def check_operands(
 ) -> Operands:
     """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
     buffer = ctx.buffer
-    looks = (
-        A.shape, A.stride(), A.dtype, A.device, B.shape, B.stride(), B.dtype, B.device,
-        B.data_ptr() % 16,
-    )  # fmt: skip
-    known = ctx.accepted.get(looks)
-    if known is None:
-        _refuse_operands(A, B, ctx, buffer)
-        if len(ctx.accepted) >= _MOST_FORMS:
-            ctx.accepted.clear()
-        key = (row_bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, _layout(B))
-        known = ctx.accepted[looks] = Operands(key, A.dtype)
-    return known
 
+    def checks() -> Iterator[Check]:
+        is_shard = A.ndim == 2 and A.shape[1] == ctx.K and A.shape[0] >= 1
+        yield "A.shape", tuple(A.shape), is_shard, f"[M_per_rank, K = {ctx.K}]"
+        M = A.shape[0] * buffer.num_ranks
+        yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
+        shape = (ctx.K, ctx.N // buffer.num_ranks)
+        expected = f"[K, N_per_rank] = {shape}"
+        yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, expected
+        yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, A=A, B=B)
+        expected = "a contiguous A; call A.contiguous()"
+        yield "A.stride()", A.stride(), A.is_contiguous(), expected
 
-def _layout(B: torch.Tensor) -> str:
-    """What decides which kernel can serve B, and how."""
-    if not fits_descriptor(B):
-        return "strided"
-    return "column-major" if B.stride(0) == 1 else "row-major"
+    def operands() -> Operands:
+        key = (row_bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, layout_of(B))
+        return Operands(key, A.dtype)
 
-
-def _refuse_operands(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: AllGatherGEMMTensorParallelContext,
-    buffer: AllGatherBuffer,
-) -> None:
-    def refuse(argument: str, value: object, expected: str) -> InvalidArgument:
-        return InvalidArgument("ag_gemm", argument, value, expected)
-
-    if A.ndim != 2 or A.shape[1] != ctx.K or A.shape[0] < 1:
-        raise refuse("A.shape", tuple(A.shape), f"[M_per_rank, K = {ctx.K}]")
-    if A.shape[0] * buffer.num_ranks > ctx.max_M:
-        raise refuse(
-            "M", A.shape[0] * buffer.num_ranks, f"at most the context's max_M = {ctx.max_M}"
-        )
-    if B.ndim != 2 or tuple(B.shape) != (ctx.K, ctx.N // buffer.num_ranks):
-        raise refuse(
-            "B.shape", tuple(B.shape), f"[K, N_per_rank] = {(ctx.K, ctx.N // buffer.num_ranks)}"
-        )
-    for name, matrix in (("A", A), ("B", B)):
-        if matrix.dtype != ctx.dtype:
-            raise refuse(f"{name}.dtype", matrix.dtype, f"the context's {ctx.dtype}")
-        if matrix.device != ctx.symm_workspace.device:
-            raise refuse(
-                f"{name}.device", matrix.device, f"the context's {ctx.symm_workspace.device}"
-            )
-    if not A.is_contiguous():
-        raise refuse("A.stride()", A.stride(), "a contiguous A; call A.contiguous()")
+    looks = (look_of(A, B), B.data_ptr() % 16)
+    return accept(ctx.accepted, looks, "ag_gemm", checks, operands)

@@ -128,7 +128,7 @@ def _config(algorithm: AllReduceMethod | None, shape: Shape | None) -> dict[str,
     return {"algorithm": algorithm, **tunables_of(shape)}
 
 
-def _prepare(
+def prepare(
     x: torch.Tensor,
     ctx: AllReduceContext,
     output: torch.Tensor | None = None,
@@ -153,7 +153,7 @@ def _prepare(
     config_space=config_space,
     key_fn=key_fn,
     prune_fn=prune_fn,
-    prepare_fn=_prepare,
+    prepare_fn=prepare,
     recover_fn=collective_context.recover,
     agree_fn=collective_context.exact_size,
     version="1",  # another one when results that are shipped (records/) should not be used any more

@@ -72,7 +72,7 @@ class CollectiveContext(ABC):
             return
         self.device.synchronize()
         group_for(self.group).barrier(f"finalize of the {self.name} context")
-        self._free()
+        self.free()
 
     def __enter__(self: _C) -> _C:
         return self
@@ -81,9 +81,10 @@ class CollectiveContext(ABC):
         if failure is None:
             self.finalize()
         elif self._buffer is not None:  # peers may never come: free without them
-            self._free()
+            self.free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """The same without waiting for anybody."""
         if self._buffer is not None:
             self._buffer.free()
         self._buffer = None

@@ -155,18 +155,25 @@ class ExchangeBuffer:
         self._tables = torch.cat(
             [self.memory[region].pointers for region in ("slots", "arrivals")]
         ).split(self.num_ranks)
-        self._launcher = Launcher()
+        self.launcher = Launcher()
         self._most_polls = 0
-        self._last: Exchange | None = None
+        self._last: tuple[int, int, int] | None = None
+
+    def regions(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What every kernel takes: slots, flags, count of calls and guard, and how many elements of
+        ``dtype`` a slot holds."""
+        slots, arrivals = self.memory["slots"], self.memory["arrivals"]
+        slots_table, arrivals_table = self._tables
+        return (
+            slots.local.view(dtype), slots_table, arrivals.local, arrivals_table,
+            self.memory["calls"].local, self.memory["guard"].local,
+            self.slot_bytes // dtype.itemsize,
+        )  # fmt: skip
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of an exchange; x and out contiguous."""
-        slots, arrivals = self.memory["slots"], self.memory["arrivals"]
-        slots_table, arrivals_table = self._tables
         arguments = (
-            x, out, slots.local.view(x.dtype), slots_table, arrivals.local, arrivals_table,
-            self.memory["calls"].local, self.memory["guard"].local,
-            self.slot_bytes // x.element_size(), shard_elements(exchange.elements),
+            x, out, *self.regions(x.dtype), shard_elements(exchange.elements),
             exchange.elements, exchange.total, self.rank,
         )  # fmt: skip
         options = {
@@ -185,6 +192,21 @@ class ExchangeBuffer:
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
+        self.begin(exchange.phases, exchange.shape.num_ctas, exchange.shape.num_pieces)
+        addresses = (x.data_ptr(), out.data_ptr())
+        # Triton compiles another kernel for pointers that are no multiples of 16 bytes.
+        misaligned = tuple(address % _VECTOR_BYTES for address in addresses)
+        self.launcher.run(
+            (exchange, x.dtype, misaligned),
+            lambda: self.launch(exchange, x, out),
+            addresses,
+            ("x_ptr", "out_ptr"),
+        )
+        self.end()
+
+    def begin(self, phases: int, num_ctas: int, num_pieces: int) -> None:
+        """Go on to a launch: so many programs wait in so many phases for so many pieces of their
+        peers. What waits by its guard, waits no longer than trials allow."""
         most_polls = waits.limit_polls()
         if most_polls != self._most_polls:
             guard = self.memory["guard"].local
@@ -192,17 +214,16 @@ class ExchangeBuffer:
                 guard[_GAVE_UP] = 0  # in trials before these, after which nobody looked
             guard[_MOST_POLLS] = most_polls
             self._most_polls = most_polls
-        addresses = (x.data_ptr(), out.data_ptr())
-        # Triton compiles another kernel for pointers that are no multiples of 16 bytes.
-        misaligned = tuple(address % _VECTOR_BYTES for address in addresses)
-        self._last = exchange
-        self._launcher.run(
-            (exchange, x.dtype, misaligned),
-            lambda: self.launch(exchange, x, out),
-            addresses,
-            ("x_ptr", "out_ptr"),
-        )
-        if most_polls:
+        self._last = phases, num_ctas, num_pieces
+
+    def end(self) -> None:
+        """After the launch.
+
+        Raises:
+            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
+                settles such things later.
+        """
+        if self._most_polls:
             self._see_to_waits()
 
     def reset(self) -> None:
@@ -243,7 +264,7 @@ class ExchangeBuffer:
         if not int(guard[_GAVE_UP]):
             return None
         guard[_GAVE_UP] = 0
-        flag, expected, seen = self._overdue(self._last)
+        flag, expected, seen = self._overdue(*self._last)
         return WaitTimeout(
             rank=self.rank,
             program="a kernel of a collective",
@@ -253,13 +274,13 @@ class ExchangeBuffer:
             seconds=waits.limit_seconds() or 0.0,
         )
 
-    def _overdue(self, last: Exchange) -> tuple[str, int, int]:
+    def _overdue(self, phases: int, num_ctas: int, num_pieces: int) -> tuple[str, int, int]:
         """The first flag that the last call waited for in vain: its name, what it had to reach, and
         its value."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
-        expected = epoch * MAX_PIECES + last.shape.num_pieces
+        expected = epoch * MAX_PIECES + num_pieces
         flags = self.memory["arrivals"].local
-        seen = flags.view(_PHASES, MAX_CTAS, self.num_ranks)[: last.phases, : last.shape.num_ctas]
+        seen = flags.view(_PHASES, MAX_CTAS, self.num_ranks)[:phases, :num_ctas]
         late = seen < expected
         late[..., self.rank] = False
         found = late.nonzero()

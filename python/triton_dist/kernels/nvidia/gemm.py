@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from triton_dist.runtime.peaks import device_peak
 _COMPUTE_BOUND = 2.0
 
 
-def _tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
+def tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
     """Configs from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages, GROUP_SIZE_M[,
     EPILOGUE_SUBTILE])."""
     names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
@@ -40,7 +40,7 @@ def _tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
     )
 
 
-PERSISTENT_TILES = _tiles(
+PERSISTENT_TILES = tiles(
     (128, 256, 64, 8, 3, 8, 0),
     (128, 256, 64, 8, 4, 8, 1),
     (128, 256, 64, 8, 3, 16, 0),
@@ -55,7 +55,7 @@ PERSISTENT_TILES = _tiles(
     (64, 64, 128, 4, 4, 8, 0),
     (128, 256, 64, 8, 3, 1, 0),
 )
-POINTER_TILES = _tiles(
+POINTER_TILES = tiles(
     (128, 256, 64, 8, 3, 8),
     (128, 128, 64, 8, 3, 8),
     (128, 128, 32, 4, 4, 8),
@@ -70,7 +70,7 @@ WARP_SPECIALIZED_TILES = tuple(
     triton.Config(
         config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
     )
-    for config in _tiles(
+    for config in tiles(
         (128, 256, 64, 8, 3, 8, 0),
         (128, 256, 64, 8, 3, 16, 0),
         (128, 256, 64, 8, 4, 8, 1),
@@ -79,7 +79,7 @@ WARP_SPECIALIZED_TILES = tuple(
     )
 )
 # Small, so that matrices that the interpreter can do in time have several tiles, and clipped ones.
-INTERPRETED_TILES = _tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
+INTERPRETED_TILES = tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
 
 
 def get_config_space(persistent: bool = True) -> list[triton.Config]:
@@ -90,6 +90,15 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
     if current_device().name == "cpu":
         return list(INTERPRETED_TILES)
     return list(PERSISTENT_TILES if persistent else POINTER_TILES)
+
+
+def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
+    """The first config of each tile shape, whatever its GROUP_SIZE_M."""
+    found: dict[Any, triton.Config] = {}
+    for config in configs:
+        options = dict(config.all_kwargs(), GROUP_SIZE_M=None)
+        found.setdefault(tuple(options.items()), config)
+    return list(found.values())
 
 
 def warp_specialized_tiles() -> list[triton.Config]:

@@ -38,7 +38,7 @@ Vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
 )
 from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
-from triton_dist.kernels.nvidia.gemm import get_config_space
+from triton_dist.kernels.nvidia.gemm import get_config_space, tile_shapes
+from triton_dist.kernels.nvidia.gemm_context import run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
@@ -136,19 +137,10 @@ def config_space() -> list[dict[str, Any]]:
     ]
     pushed = [
         _config(config, descriptors, False, num_chunks)
-        for number, config in enumerate(_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
+        for number, config in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
         for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
     ]
     return fused + pushed + [_vendor_config(method) for method in vendor.candidates_here()]
-
-
-def _shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
-    """The first config of each tile shape: GROUP_SIZE_M is what the chunk makes of it."""
-    found: dict[Any, triton.Config] = {}
-    for config in configs:
-        options = dict(config.all_kwargs(), GROUP_SIZE_M=None)
-        found.setdefault(tuple(options.items()), config)
-    return list(found.values())
 
 
 def _config(
@@ -258,7 +250,7 @@ def gemm_rs(
     looks = check_operands(A, B, bias, ctx)
     adds = _adds(ctx, reduce_st)
     if isinstance(method, VendorMethod):
-        _sleep(ctx, straggler_option)
+        ctx.sleep(straggler_option)
         return _vendor(A, B, ctx, method, bias)
     if method is not None:
         raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
@@ -272,7 +264,7 @@ def gemm_rs(
     tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
     pushes, awaited = None, False
     buffer.slots.take()
-    _sleep(ctx, straggler_option)
+    ctx.sleep(straggler_option)
     try:
         to = buffer.describe(scatter)
         stream = ctx.device.current_stream()
@@ -321,28 +313,14 @@ def _run_gemm(
     num_chunks: int,
     looks: tuple[Any, ...],
 ) -> None:
-    """Launch the GEMM; a call like one before only with other addresses."""
     tensors = {"a_ptr": A, "b_ptr": B, "c_ptr": C, "bias_ptr": C if bias is None else bias}
-    addresses = [tensor.data_ptr() for tensor in tensors.values()]
-    # Triton compiles another kernel for pointers that are no multiples of 16 bytes, TMA takes none
-    # such, and ``dot_precision`` asks whether fp32 may be multiplied as tf32.
-    misaligned = tuple(address % 16 for address in addresses)
-    tf32 = A.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (id(looks), misaligned, tf32, id(to), id(gemm_config), persistent, num_chunks)
-    ctx.buffer.slots.launcher.run(
-        key,
+    run_gemm(
+        ctx.buffer.slots.launcher,
+        (id(looks), id(to), id(gemm_config), persistent, num_chunks),
         lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent, num_chunks),
-        addresses,
-        tuple(tensors),
+        tensors,
         alive=(looks, to, gemm_config),
     )
-
-
-def _sleep(
-    ctx: GEMMReduceScatterTensorParallelContext, straggler_option: tuple[int, int] | None
-) -> None:
-    if straggler_option is not None and straggler_option[0] == ctx.rank:
-        ctx.device.sleep(straggler_option[1])
 
 
 def _vendor(

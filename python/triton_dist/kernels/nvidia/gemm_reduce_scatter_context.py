@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
-from triton_dist.kernels.common.launch import fits_descriptor
 from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.nvidia.gemm_context import (
+    Check,
+    GEMMContext,
+    accept,
+    addend_checks,
+    agree_to_create,
+    group_checks,
+    kernel_checks,
+    layout_of,
+    look_of,
+)
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
-from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.runtime.triton_compat import is_interpreting
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_FORMS = 4096
 
 
-class GEMMReduceScatterTensorParallelContext:
+class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
     """Symmetric memory for GEMM-ReduceScatters of up to ``max_M`` rows of ``N`` columns. A context
     manager.
 
@@ -27,6 +32,8 @@ class GEMMReduceScatterTensorParallelContext:
         output_dtype: of A, B, the parts that travel, and the output.
         reduce_st: whether a call that does not say adds its tiles to the owner's sum.
     """
+
+    title = "GEMM-ReduceScatter"
 
     def __init__(
         self,
@@ -39,47 +46,14 @@ class GEMMReduceScatterTensorParallelContext:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
-        self.reduce_st, self.group = reduce_st, group
-        size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self._buffer: PartialsBuffer | None = PartialsBuffer(
+        self.reduce_st = reduce_st
+        size = group_for(group).size
+        buffer = PartialsBuffer(
             max_M // size, N, output_dtype, reduce_st, rs_stream, group, "gemm_rs"
         )
-        self.rank, self.num_ranks = self._buffer.rank, self._buffer.num_ranks
+        super().__init__(buffer, group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
-        self.device = current_device()
-        # What was found to be good: checking takes several us, looking here less than one.
-        self.accepted: dict[Any, tuple[Any, ...]] = {}
-
-    @property
-    def buffer(self) -> PartialsBuffer:
-        if self._buffer is None:
-            raise ContextFinalized(type(self).__name__)
-        return self._buffer
-
-    def barrier_all(self) -> None:
-        """Line up all ranks on their current streams."""
-        group_for(self.group).align()
-
-    def finalize(self) -> None:
-        """Free the symmetric memory; idempotent. Collective: it waits until every rank has
-        come here."""
-        if self._buffer is None:
-            return
-        buffer, self._buffer = self._buffer, None
-        self.device.synchronize()
-        group_for(self.group).barrier("finalize of the GEMM-ReduceScatter context")
-        buffer.free()
-
-    def __enter__(self) -> GEMMReduceScatterTensorParallelContext:
-        return self
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is None:
-            self.finalize()
-        elif self._buffer is not None:  # peers may never come: free without them
-            self._buffer.free()
-            self._buffer = None
 
 
 def create_gemm_rs_context(
@@ -116,57 +90,22 @@ def create_gemm_rs_context(
         RankDisagreement: ranks ask for different contexts.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
-    ranks = group_for(tp_group)
-    refusal = _refuse_context(
-        max_M, N, rank, world_size, local_world_size, output_dtype, ranks.rank, ranks.size
-    )
-    asked = ranks.gather(
-        "creation of a GEMM-ReduceScatter context",
-        (max_M, N, str(output_dtype), bool(reduce_st), str(refusal or "")),
-    )
-    if refusal is not None:
-        raise refusal
-    if len(set(asked)) > 1:
-        raise RankDisagreement(
-            "max_M, N, output_dtype, reduce_st or validity of a GEMM-ReduceScatter context",
-            dict(enumerate(asked)),
-        )
+    asked = {
+        "max_M": max_M, "N": N, "output_dtype": str(output_dtype), "reduce_st": bool(reduce_st)
+    }  # fmt: skip
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, tp_group)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        fits = max_M >= world_size and max_M % world_size == 0
+        yield "max_M", max_M, fits, f"a positive multiple of world_size = {world_size}"
+        yield "N", N, N >= 1, "at least 1"
+        yield from kernel_checks("output_dtype", output_dtype)
+
+    agree_to_create("create_gemm_rs_context", "a GEMM-ReduceScatter", asked, checks(), tp_group)
     return GEMMReduceScatterTensorParallelContext(
         max_M, N, output_dtype, local_world_size, rs_stream, bool(reduce_st), tp_group
     )
-
-
-def _refuse_context(
-    max_M: int,
-    N: int,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    output_dtype: torch.dtype,
-    own_rank: int,
-    size: int,
-) -> InvalidArgument | None:
-    def refuse(argument: str, value: object, expected: str) -> InvalidArgument:
-        return InvalidArgument("create_gemm_rs_context", argument, value, expected)
-
-    if world_size != size:
-        return refuse("world_size", world_size, f"{size}, the size of the group")
-    if rank != own_rank:
-        return refuse("rank", rank, f"{own_rank}, this process's rank in the group")
-    if local_world_size < 1:
-        return refuse("local_world_size", local_world_size, "at least 1")
-    if max_M < size or max_M % size:
-        return refuse("max_M", max_M, f"a positive multiple of world_size = {size}")
-    if N < 1:
-        return refuse("N", N, "at least 1")
-    if output_dtype not in _DTYPES:
-        expected = "torch.float16, torch.bfloat16 or torch.float32"
-        return refuse("output_dtype", output_dtype, expected)
-    if current_device().name == "cpu" and not is_interpreting():
-        return refuse(
-            "TRITON_INTERPRET", "unset", "1, set before kernels are imported, to run on CPU ranks"
-        )
-    return None
 
 
 def check_operands(
@@ -180,57 +119,21 @@ def check_operands(
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
     """
-    buffer = ctx.buffer
-    looks = (
-        A.shape, A.stride(), A.dtype, A.device, B.shape, B.stride(), B.dtype, B.device,
-        B.data_ptr() % 16,
-        bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device),
+    device = ctx.buffer.slots.epoch.device
+
+    def row_checks() -> Iterator[Check]:
+        M, size = A.shape[0], ctx.num_ranks
+        fits = size <= M and M % size == 0
+        yield "M", M, fits, f"a positive multiple of world_size = {size}"
+        yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
+
+    return accept(
+        ctx.accepted,
+        (look_of(A, B, bias), B.data_ptr() % 16),
+        "gemm_rs",
+        lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
+        lambda: (
+            row_bucket(A.shape[0] // ctx.num_ranks), ctx.N, A.shape[1], A.dtype, layout_of(B),
+            A.is_contiguous(), ctx.num_ranks,
+        ),
     )  # fmt: skip
-    known = ctx.accepted.get(looks)
-    if known is None:
-        _refuse_operands(A, B, bias, ctx, buffer.slots.epoch.device)
-        if len(ctx.accepted) >= _MOST_FORMS:
-            ctx.accepted.clear()
-        rows = row_bucket(A.shape[0] // ctx.num_ranks)
-        known = ctx.accepted[looks] = (
-            rows, ctx.N, A.shape[1], A.dtype, _layout(B), A.is_contiguous(), ctx.num_ranks,
-        )  # fmt: skip
-    return known
-
-
-def _layout(B: torch.Tensor) -> str:
-    """What decides which kernel can serve B, and how."""
-    if not fits_descriptor(B):
-        return "strided"
-    return "column-major" if B.stride(0) == 1 else "row-major"
-
-
-def _refuse_operands(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    device: torch.device,
-) -> None:
-    def refuse(argument: str, value: object, expected: str) -> InvalidArgument:
-        return InvalidArgument("gemm_rs", argument, value, expected)
-
-    if A.ndim != 2 or A.shape[1] < 1:
-        raise refuse("A.shape", tuple(A.shape), "[M, K_per_rank]")
-    if A.shape[0] < ctx.num_ranks or A.shape[0] % ctx.num_ranks:
-        raise refuse("M", A.shape[0], f"a positive multiple of world_size = {ctx.num_ranks}")
-    if A.shape[0] > ctx.max_M:
-        raise refuse("M", A.shape[0], f"at most the context's max_M = {ctx.max_M}")
-    if B.ndim != 2 or tuple(B.shape) != (A.shape[1], ctx.N):
-        raise refuse("B.shape", tuple(B.shape), f"[K_per_rank, N] = {(A.shape[1], ctx.N)}")
-    if bias is not None and tuple(bias.shape) != (ctx.N,):
-        raise refuse("bias.shape", tuple(bias.shape), f"[N] = {(ctx.N,)}")
-    if bias is not None and not bias.is_contiguous():
-        raise refuse("bias.stride()", bias.stride(), "a contiguous bias; call bias.contiguous()")
-    for name, tensor in (("A", A), ("B", B), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype != ctx.output_dtype:
-            raise refuse(f"{name}.dtype", tensor.dtype, f"the context's {ctx.output_dtype}")
-        if tensor.device != device:
-            raise refuse(f"{name}.device", tensor.device, f"the context's {device}")

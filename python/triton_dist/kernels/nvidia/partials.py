@@ -141,7 +141,7 @@ class PartialsBuffer:
             )
         return Scattering(
             scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch,
+            arrivals.local, self.slots.epoch, targets, flags,
         )  # fmt: skip
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:

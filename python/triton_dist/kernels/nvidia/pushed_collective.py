@@ -81,9 +81,9 @@ class PushingContext(CollectiveContext):
         super().reset()
         self.pushed.slots.reset()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         self._pushed.free()
-        super()._free()
+        super().free()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""What GEMM-AllReduce tries: tiles for few rows and for many, and how products are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab, slab_rows
+from triton_dist.kernels.nvidia import gemm
+from triton_dist.kernels.nvidia.allreduce_context import ONE_SHOT_BYTES, AllReduceMethod
+from triton_dist.kernels.nvidia.exchange import SMALL_SHAPES, Shape, is_worth_trying, shape_of
+from triton_dist.kernels.nvidia.gemm_allreduce_context import GEMMAllReduceMethod
+from triton_dist.runtime.device import current_device
+
+# A product of few rows takes as long as reading B: deep pipelines of narrow tiles, one wave of
+# them on 132 multiprocessors at N = 4096 to 16384.
+FEW_ROWS_TILES = gemm.tiles(
+    (16, 32, 128, 4, 5, 8),
+    (16, 32, 256, 4, 4, 8),
+    (16, 64, 64, 4, 5, 8),
+    (16, 64, 128, 4, 5, 8),
+    (16, 64, 256, 4, 3, 8),
+    (16, 128, 128, 4, 4, 8),
+    (64, 32, 128, 4, 5, 8),
+    (64, 32, 256, 4, 4, 8),
+    (64, 64, 64, 4, 5, 8),
+    (64, 64, 256, 4, 3, 8),
+)
+FEW_ROWS_POINTER_TILES = gemm.tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
+_MOST_VALUES_OF_A_WARP = 64 * 128 // 4
+# Rows up to which tiles of 16 rows are worth trying: they read B once for each 16.
+_FEW_ROWS = 64
+
+_CHUNKS, _CHUNKED_TILES = (2, 4), 7
+_SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
+    AllReduceMethod.ONE_SHOT: (Shape(16, 2048), Shape(64, 2048), Shape(64, 8192)),
+    AllReduceMethod.TWO_SHOT: (
+        SMALL_SHAPES[0],
+        Shape(32, 8192),
+        Shape(128, 8192),
+        Shape(64, 16384, 4),
+        Shape(128, 16384),
+    ),
+}
+
+
+def config_space() -> list[dict[str, Any]]:
+    """The default, whose way goes by size; then tiles that go to all, tiles that go to their
+    owners, whole products, and what torch brings. Interpreted, of each a few."""
+    device = current_device()
+    descriptors, interpreted = device.prefers_descriptors, device.name == "cpu"
+    first = gemm.get_config_space(descriptors)[0]
+    one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
+    space = [config(gemm_config=first, persistent=descriptors, method=None)]
+    for persistent in (descriptors, not descriptors):
+        tiles = gemm.get_config_space(persistent)
+        space += [
+            config(gemm_config=each, persistent=persistent, method=one_shot)
+            for each in (*_few_rows_tiles(persistent), *one_shot_tiles(tiles))
+        ]
+        space += [
+            config(gemm_config=each, persistent=persistent, method=two_shot) for each in tiles
+        ]
+    chunked = gemm.tile_shapes(gemm.get_config_space(descriptors))
+    space += [
+        config(gemm_config=each, persistent=descriptors, method=two_shot, num_chunks=num_chunks)
+        for each in chunked[: 1 if interpreted else _CHUNKED_TILES]
+        for num_chunks in _CHUNKS
+    ]
+    space += [
+        config(
+            method=GEMMAllReduceMethod.SERIAL,
+            reduction=reduction,
+            num_chunks=shape.num_pieces,
+            num_ctas=shape.num_ctas,
+            block_bytes=shape.block_bytes,
+        )
+        for reduction, shapes in _SERIAL.items()
+        for shape in (shapes[:1] if interpreted else shapes)
+    ]
+    return [*space, config(method=GEMMAllReduceMethod.COLLECTIVE)]
+
+
+def config(
+    *,
+    gemm_config: triton.Config | None = None,
+    persistent: bool | None = None,
+    method: GEMMAllReduceMethod | None,
+    num_chunks: int = 1,
+    reduction: AllReduceMethod | None = None,
+    num_ctas: int | None = None,
+    block_bytes: int | None = None,
+) -> dict[str, Any]:
+    """All tunables; a way has ``None`` for what it does not know."""
+    return {
+        "gemm_config": gemm_config,
+        "persistent": persistent,
+        "method": method,
+        "num_chunks": num_chunks,
+        "reduction": reduction,
+        "num_ctas": num_ctas,
+        "block_bytes": block_bytes,
+    }
+
+
+def one_shot_tiles(configs: Sequence[triton.Config]) -> list[triton.Config]:
+    """Each tile shape among ``configs`` that leaves registers for the addresses on all ranks."""
+
+    def values_of_a_warp(config: triton.Config) -> int:
+        tile = config.kwargs
+        return int(tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // config.num_warps)
+
+    return [
+        config
+        for config in gemm.tile_shapes(configs)
+        if values_of_a_warp(config) <= _MOST_VALUES_OF_A_WARP
+    ]
+
+
+def _few_rows_tiles(persistent: bool) -> tuple[triton.Config, ...]:
+    if current_device().name == "cpu":  # the interpreter's tiles are small anyway
+        return ()
+    return FEW_ROWS_TILES if persistent else FEW_ROWS_POINTER_TILES
+
+
+def prune_fn(
+    config: Mapping[str, Any],
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    """What is dropped goes by the largest M of the key, since a winner serves all of them."""
+    method = config["method"]
+    if ctx.num_ranks == 1:  # a plain product, by torch
+        return method is GEMMAllReduceMethod.COLLECTIVE
+    rows, N = row_bucket(A.shape[0]), B.shape[1]
+    nbytes = rows * N * A.element_size()
+    if method is GEMMAllReduceMethod.COLLECTIVE:
+        # CPU ranks are there to run our kernels.
+        return current_device().name == "cuda"
+    if method is GEMMAllReduceMethod.SERIAL:
+        return _is_worth_reducing(config, nbytes, ctx.num_ranks)
+    tiles = config["gemm_config"]
+    if method is None or tiles is None:
+        return False
+    if method is GEMMAllReduceMethod.ONE_SHOT:
+        if nbytes > ONE_SHOT_BYTES or config["num_chunks"] > 1:
+            return False
+    else:
+        rows = slab_rows(rows, ctx.num_ranks)
+        chunks = chunks_of_slab(tiles, rows, N, config["num_chunks"])
+        if len(chunks.rows) < config["num_chunks"]:  # the same as with fewer
+            return False
+    return _suits(tiles, rows) and gemm.prune_fn({"gemm_config": tiles}, A, B)
+
+
+def _suits(tiles: triton.Config, rows: int) -> bool:
+    """Whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
+    block_m = tiles.kwargs["BLOCK_SIZE_M"]
+    if current_device().name == "cpu":
+        return True
+    return bool(rows <= _FEW_ROWS if block_m == 16 else block_m <= 64 or block_m < 2 * rows)
+
+
+def _is_worth_reducing(config: Mapping[str, Any], nbytes: int, num_ranks: int) -> bool:
+    if config["reduction"] is None:
+        return False
+    if config["reduction"] is AllReduceMethod.ONE_SHOT:
+        if nbytes > ONE_SHOT_BYTES:
+            return False
+    else:
+        nbytes = -(-nbytes // num_ranks)
+    shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+    return is_worth_trying(shape, nbytes)

@@ -1,0 +1,1 @@
+"""Layers of models on the ops of this package."""

@@ -1,0 +1,5 @@
+"""Tensor-parallel layers for NVIDIA GPUs; the same run interpreted on CPU ranks."""
+
+from triton_dist.layers.nvidia.gemm_allreduce_layer import GEMMARLayer
+
+__all__ = ["GEMMARLayer"]

@@ -1,0 +1,101 @@
+"""GEMM-AllReduce on all ranks: ``bash scripts/launch.sh test_gemm_ar.py 128 8192 28672 --check``.
+
+Without ``--check`` it measures: the op beside its two parts alone, the two one after the other, and
+torch's own over symmetric memory. With it, rounds of fresh data, of M rows and fewer, with a rank
+that is late, are compared with a product and sum in torch. On CPU ranks shapes are scaled down to
+what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import torch.distributed as dist
+
+from triton_dist.kernels.nvidia import (
+    GEMMAllReduceMethod,
+    GEMMAllReduceTensorParallelContext,
+    create_gemm_ar_context,
+    gemm_ar,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.test import summed_gemm
+from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
+from triton_dist.test.utils import dtype_named
+from triton_dist.testing.gemm_ar_peers import SERIAL, gemm_ar_peers, summed_product
+from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
+
+_LATE_CYCLES = 17_000_000  # 10 ms
+Shape = tuple[int, int, int]
+
+
+def get_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("M", type=int, help="rows, any number")
+    parser.add_argument("N", type=int, help="columns of B")
+    parser.add_argument("K", type=int, help="global K")
+    summed_gemm.add_options(parser)
+    parser.add_argument(
+        "--low-latency", action=flag, help="one shot, or with --no- two; default: tuned"
+    )
+    parser.add_argument(
+        "--copy-to-local", action=flag, default=True, help="off: the result may be a view"
+    )
+    return parser.parse_args()
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """(M, N, K_per_rank) as the command line asks for, scaled on CPU ranks, few rows not."""
+    scale = 1 if is_cuda() else CPU_SCALE
+    M = args.M if is_cuda() else min(args.M, max(CPU_SCALE, args.M // CPU_SCALE))
+    N, K = (max(1, size // scale) for size in (args.N, args.K))
+    return M, N, max(1, K // dist.get_world_size())
+
+
+def script(args: argparse.Namespace) -> Script:
+    fixed = {} if args.persistent is None else {"persistent": args.persistent}
+    if args.low_latency is not None:
+        one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
+        fixed["method"] = one_shot if args.low_latency else two_shot
+    options = {"copy_to_local": args.copy_to_local}
+    return Script(gemm_ar, "all-reduce", SERIAL, options, fixed, summed_product, gemm_ar_peers)
+
+
+def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParallelContext) -> None:
+    """The first round with M rows, the others with some of the same key."""
+    M, N, K = shape
+    drawn = random.Random(args.seed)  # the same on all ranks
+    for turn in range(args.verify_iters):
+        rows = drawn.randint(M // 2 + 1, M) if turn else M
+        data = make_operands(args, rows, N, K)
+        late, cycles = drawn.randrange(dist.get_world_size()), drawn.randrange(_LATE_CYCLES)
+        if late == dist.get_rank():
+            current_device().sleep(cycles)
+        summed_gemm.check(script(args), args, data, ctx)
+    if args.verify_iters:
+        summed_gemm.report_tuning(script(args), args, data, ctx)
+    report_check(args, *shape)
+
+
+def main() -> None:
+    args = get_args()
+    initialize_distributed(args.seed)
+    init_seed(args.seed + dist.get_rank())
+    shape = shape_of(args)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with create_gemm_ar_context(
+        shape[0], shape[1], rank, size, size, dtype_named(args.dtype)
+    ) as ctx:
+        if args.check:
+            check(args, shape, ctx)
+        else:
+            summed_gemm.perf(script(args), args, make_operands(args, *shape), ctx)
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

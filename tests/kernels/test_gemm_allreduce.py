@@ -1,0 +1,177 @@
+"""GEMM-AllReduce in a world of one, its config space, and the order of its tiles."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
+from tests.distributed.gemm_ar_calls import WAYS, Calls
+from triton_dist.errors import ContextFinalized
+from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab, slab_rows
+from triton_dist.kernels.common.tiles import tile_in_scatter_order
+from triton_dist.kernels.nvidia import (
+    AllReduceMethod,
+    GEMMAllReduceMethod,
+    create_gemm_ar_context,
+    gemm_allreduce_space,
+    gemm_ar,
+)
+from triton_dist.kernels.nvidia.gemm import tiles
+from triton_dist.kernels.nvidia.gemm_allreduce import key_fn
+from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space, prune_fn
+from triton_dist.runtime.device import current_device
+
+ONE_SHOT, TWO_SHOT = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
+SERIAL, COLLECTIVE = GEMMAllReduceMethod.SERIAL, GEMMAllReduceMethod.COLLECTIVE
+
+
+def create(max_M=16, N=48, dtype=torch.float16):
+    return create_gemm_ar_context(max_M, N, 0, 1, 8, dtype)
+
+
+def test_a_world_of_one_is_a_plain_product():
+    calls = Calls(max_rows=37, columns=40, K=72)
+    for layout in LAYOUTS:
+        for way in WAYS:
+            calls(37, layout, **way)
+    calls(1, has_bias=True)
+    calls(5, method=COLLECTIVE, gemm_config=None)
+    calls(11, op=gemm_ar)
+    calls(11, op=gemm_ar, autotune=False, copy_to_local=False)
+    assert calls.finish() == len(WAYS) * len(LAYOUTS) + 4
+
+
+def test_the_first_config_is_the_default_of_all_arguments():
+    first = config_space()[0]
+    assert first["persistent"] is current_device().prefers_descriptors
+    assert (first["method"], first["num_chunks"]) == (None, 1)
+    assert str(first["gemm_config"]) == str(default_tiles())
+
+
+def test_the_space_has_tiles_and_ways():
+    space = config_space()
+    assert len({str(config) for config in space}) == len(space)
+    assert {config["persistent"] for config in space} == {True, False, None}
+    assert {config["method"] for config in space} == {None, *GEMMAllReduceMethod}
+    assert {config["num_chunks"] for config in space} == {1, 2, 4}
+    assert {config["reduction"] for config in space} == {
+        None, AllReduceMethod.ONE_SHOT, AllReduceMethod.TWO_SHOT,
+    }  # fmt: skip
+    assert gemm_ar.config_space.names == set(space[0])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    gpu = SimpleNamespace(
+        name="cuda", prefers_descriptors=True, shared_memory_bytes=lambda: 232448,
+        facts=lambda: {"gpu": "NVIDIA H200"},
+    )  # fmt: skip
+    for module in (gemm_allreduce_space, gemm_allreduce_space.gemm):
+        monkeypatch.setattr(module, "current_device", lambda: gpu)
+
+
+def left(rows, N=8192, num_ranks=4):
+    A = torch.empty(rows, 1024, dtype=torch.bfloat16, device="meta")
+    B = torch.empty(1024, N, dtype=torch.bfloat16, device="meta")
+    ctx = SimpleNamespace(num_ranks=num_ranks)
+    return [config for config in config_space() if prune_fn(config, A, B, ctx)]
+
+
+def test_one_rank_has_one_way(on_a_gpu):
+    assert [config["method"] for config in left(4, num_ranks=1)] == [COLLECTIVE]
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256, 257, 4091, 16384])
+def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
+    """Every way at any M, but that parts of more than 4 MB do not go to all, for the largest M of
+    the key."""
+    kept = left(rows)
+    assert {config["method"] for config in kept} == set(GEMMAllReduceMethod) - (
+        {ONE_SHOT} if rows > 256 else set()
+    )
+    assert 20 <= len(kept) <= 80
+    heights = {
+        method: {
+            config["gemm_config"].kwargs["BLOCK_SIZE_M"]
+            for config in kept
+            if config["method"] is method
+        }
+        for method in (ONE_SHOT, TWO_SHOT)
+    }
+    assert (16 in heights[ONE_SHOT]) is (rows <= 64)
+    assert min(heights[TWO_SHOT]) == 64
+    assert (256 in heights[TWO_SHOT]) is (rows > 512)
+
+
+def test_all_of_a_bucket_keep_the_same(on_a_gpu):
+    for bucket in (range(129, 257), range(257, 385), range(385, 513)):
+        first, *others = ([str(config) for config in left(rows)] for rows in bucket[::40])
+        assert all(each == first for each in others)
+
+
+def test_on_cpu_ranks_kernels_of_ours_are_tried():
+    kept = left(64, N=256)
+    assert {config["method"] for config in kept} == {ONE_SHOT, TWO_SHOT, SERIAL}
+
+
+def test_slabs_have_all_rows():
+    for M in (1, 15, 16, 17, 64, 100, 4091, 4096):
+        for num_ranks in (2, 3, 4, 8):
+            rows = slab_rows(M, num_ranks)
+            assert rows % 16 == 0
+            assert M <= rows * num_ranks < M + 16 * num_ranks
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_order_of_tiles_allows_no_circle_of_waits(num_ranks, num_chunks):
+    """Each tile once; and what the owner of a tile waits for, its peers have at earlier places."""
+    (config,) = tiles((16, 32, 64, 4, 2, 2))
+    rows, N = 16 * 7, 32 * 3
+    chunks = chunks_of_slab(config, rows, N, num_chunks)
+    place = {}
+    for rank in range(num_ranks):
+        for index in range(num_ranks * 21):
+            found = tile_in_scatter_order.fn(
+                index, rank, num_ranks, 7, 3, chunks.tiles_m, chunks.group_size_m
+            )
+            slab, tile, m, n = map(int, found)
+            place[rank, slab, tile] = index, (m, n)
+    assert len(place) == num_ranks * num_ranks * 21
+    for rank in range(num_ranks):
+        for tile in range(21):
+            own, where = place[rank, rank, tile]
+            peers = [place[peer, rank, tile] for peer in range(num_ranks) if peer != rank]
+            assert all(index < own and there == where for index, there in peers)
+    for slab in range(num_ranks):
+        assert len({place[0, slab, tile][1] for tile in range(21)}) == 21
+
+
+def test_keys_differ_in_what_a_tuning_depends_on():
+    A, B = torch.empty(16, 64, dtype=torch.float16), torch.empty(64, 48, dtype=torch.float16)
+    with create() as ctx:
+        keys = [
+            key_fn(A, B, ctx),
+            key_fn(A[:8], B, ctx),
+            key_fn(A[:, :32], B[:32], ctx),
+            key_fn(A.T.contiguous().T, B, ctx),
+            key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
+            key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
+            key_fn(A, B, ctx, copy_to_local=False),
+        ]
+        assert len(set(keys)) == len(keys)
+        bias = torch.empty(48, dtype=torch.float16)
+        assert keys[0] == key_fn(A[:13].clone(), B.clone(), ctx, bias=bias)
+
+
+def test_attributes_of_a_context():
+    ctx = create(11, 40, torch.bfloat16)
+    assert (ctx.rank, ctx.num_ranks, ctx.world_size, ctx.local_world_size) == (0, 1, 1, 1)
+    assert (ctx.max_M, ctx.N, ctx.output_dtype) == (11, 40, torch.bfloat16)
+    ctx.finalize()
+    ctx.finalize()
+    with pytest.raises(ContextFinalized, match="AllReduceTensorParallelContext was finalized"):
+        ctx.buffer  # noqa: B018

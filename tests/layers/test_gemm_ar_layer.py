@@ -1,0 +1,29 @@
+"""The linear layer on GEMM-AllReduce."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.layers import gemm_ar_layer_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_is_a_linear_layer(spawn_ranks, world_size):
+    assert spawn_ranks(world_size, gemm_ar_layer_ranks.as_a_linear_layer) == [10] * world_size
+
+
+def test_its_state_is_saved_and_loaded(spawn_ranks):
+    assert spawn_ranks(2, gemm_ar_layer_ranks.by_a_state_dict) == [["weight", "bias"]] * 2
+
+
+def test_mistakes_are_said(spawn_ranks):
+    starts = (
+        "GEMMARLayer: K is 15, expected a positive multiple of the group's size 2",
+        "create_gemm_ar_context: max_M is 0, expected at least 1",
+        "load_weight: weight.shape is (16, 8), expected [N, K] = (16, 16)",
+        "load_weight: bias is ",
+        "gemm_ar: M is 5, expected at most the context's max_M = 4",
+    )
+    for seen in spawn_ranks(2, gemm_ar_layer_ranks.mistakes):
+        assert len(seen) == len(starts)
+        assert all(map(str.startswith, seen, starts))
