@@ -180,13 +180,16 @@ class TuningAborted(TritonDistError, RuntimeError):
 
 
 class CaptureInProgress(TritonDistError, RuntimeError):
-    """A tuning was asked for while the current stream is captured into a CUDA graph."""
+    """Something was asked for that cannot be done while the current stream is captured into a CUDA
+    graph: a tuning, or memory that outlives the graph."""
 
-    def __init__(self, function: str) -> None:
-        super().__init__(
-            f"{function}: cannot be tuned during CUDA-graph capture, and this key has no record. "
-            "Call its tune() with the same arguments before the capture."
-        )
+    def __init__(
+        self,
+        function: str,
+        reason: str = "cannot be tuned during CUDA-graph capture, and this key has no record. "
+        "Call its tune() with the same arguments before the capture.",
+    ) -> None:
+        super().__init__(f"{function}: {reason}")
 
 
 class TuningFrozen(TritonDistError, RuntimeError):

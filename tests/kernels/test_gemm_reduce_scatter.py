@@ -11,7 +11,7 @@ import triton
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_rs_calls import Calls
 from tests.distributed.gemm_rs_ranks import WAYS
-from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Chunks,
     chunks_of_slab,
@@ -167,3 +167,17 @@ def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
                 calls(5)
     calls(5)
     assert calls.finish() == 1
+
+
+def test_one_call_before_a_capture_is_enough(monkeypatch):
+    """What a call makes for later ones is made for both slots: a graph may begin with either."""
+    with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
+        buffer, device = ctx.buffer, type(current_device())
+        before = buffer.describe("slab")
+        monkeypatch.setattr(device, "is_capturing", lambda _: True)
+        buffer.slots.take()
+        assert buffer.describe("slab") is not before
+    with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
+        assert ctx.buffer.describe("tile").scatter == "tile"
+        with pytest.raises(CaptureInProgress, match="before the capture"):
+            ctx.buffer.describe("slab")

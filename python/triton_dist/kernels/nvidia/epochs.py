@@ -134,7 +134,10 @@ class EpochSlots:
     @property
     def epoch(self) -> torch.Tensor:
         """int32 of the current slot: its epoch, then the guard of its waits."""
-        return self.memory["epoch"].local[self.index]
+        return self.epoch_of(self.index)
+
+    def epoch_of(self, slot: int) -> torch.Tensor:
+        return self.memory["epoch"].local[slot]
 
     @property
     def waits_are_bounded(self) -> bool:

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 import triton
 
+from triton_dist.errors import CaptureInProgress
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Chunks,
     Scatter,
     Scattering,
     chunks_of_slab,
 )
-from triton_dist.kernels.nvidia.epochs import EpochSlots
+from triton_dist.kernels.nvidia.epochs import SLOTS, EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 
@@ -72,16 +73,28 @@ class PartialsBuffer:
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
-        self._scatterings: dict[Any, Scattering] = {}
+        # Of both slots at once, and as far as it costs no memory now: what is made in a capture is
+        # no good outside of its graph.
+        ways: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
+        self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in ways}
         self._transfers: dict[Any, Any] = {}
 
     def describe(self, scatter: Scatter) -> Scattering:
-        """Where a GEMM of the current slot puts its tiles."""
-        key = (self.slots.index, scatter)
-        known = self._scatterings.get(key)
+        """Where a GEMM of the current slot puts its tiles.
+
+        Raises:
+            CaptureInProgress: the first ``"slab"`` comes in a capture.
+        """
+        known = self._scatterings.get(scatter)
         if known is None:
-            known = self._scatterings[key] = self._scattering(scatter)
-        return known
+            if self._device.is_capturing():
+                raise CaptureInProgress(
+                    "gemm_rs",
+                    "the first call that pushes slabs allocates memory, which must outlive the "
+                    "graph. Make one such call before the capture.",
+                )
+            known = self._scatterings[scatter] = self._of_each_slot(scatter)
+        return known[self.slots.index]
 
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
         """The transfer that pushes each peer's slab of ``rows`` rows, each chunk once its tiles are
@@ -120,19 +133,22 @@ class PartialsBuffer:
                 )
         return self._staging
 
-    def _scattering(self, scatter: Scatter) -> Scattering:
-        partials, arrivals = self.slots["partials"], self.slots["arrivals"]
+    def _of_each_slot(self, scatter: Scatter) -> list[Scattering]:
+        return [self._scattering(slot, scatter) for slot in range(SLOTS)]
+
+    def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
+        partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
         own_part = self.rank * self.slot_stride * partials.local.element_size()
         flags = arrivals.pointers
         if scatter == "tile":
             targets = partials.pointers + own_part
         elif scatter == "add":
-            partials = self.slots["sums"]
+            partials = self.slots.of_slot(slot, "sums")
             targets = partials.pointers
         else:
             addresses = [part.data_ptr() for part in self._staged()]
             addresses[self.rank] = partials.local.data_ptr() + own_part
-            counters = self.slots["counters"].local
+            counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
             flags = torch.tensor(
                 [counters[slab * MAX_CHUNKS].data_ptr() for slab in range(self.num_ranks)],
@@ -141,7 +157,7 @@ class PartialsBuffer:
             )
         return Scattering(
             scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch, targets, flags,
+            arrivals.local, self.slots.epoch_of(slot), targets, flags,
         )  # fmt: skip
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:

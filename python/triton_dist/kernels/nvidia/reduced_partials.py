@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.scattered_gemm_launch import Scattering, slab_rows
-from triton_dist.kernels.nvidia.epochs import EpochSlots
+from triton_dist.kernels.nvidia.epochs import SLOTS, EpochSlots
 from triton_dist.runtime.ranks import group_for
 
 # The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
@@ -42,14 +42,12 @@ class ReducedPartials:
         self.slots = EpochSlots(name, regions, flags, "the GEMM that adds over ranks", group)
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
         self._N = N
-        self._scatterings: dict[int, Scattering] = {}
+        # Beforehand: what is made in a capture is no good outside of its graph.
+        self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
 
     def describe(self) -> Scattering:
         """Where a GEMM of the current slot puts its tiles."""
-        known = self._scatterings.get(self.slots.index)
-        if known is None:
-            known = self._scatterings[self.slots.index] = self._scattering()
-        return known
+        return self._scatterings[self.slots.index]
 
     def sums(self, M: int) -> torch.Tensor:
         """[M, N] of the current slot, to which owners send what they added."""
@@ -66,11 +64,14 @@ class ReducedPartials:
         self._scatterings.clear()
         self.slots.free()
 
-    def _scattering(self) -> Scattering:
-        partials, arrivals = self.slots["partials"], self.slots["arrivals"]
+    def _scattering(self, slot: int) -> Scattering:
+        partials, arrivals, sums, sum_arrivals = (
+            self.slots.of_slot(slot, name)
+            for name in ("partials", "arrivals", "sums", "sum_arrivals")
+        )
         own_part = self.rank * self.slot_stride * partials.local.element_size()
         return Scattering(
             "all", self.rank, self.num_ranks, partials.local, self.slot_stride,
-            partials.pointers + own_part, arrivals.pointers, arrivals.local, self.slots.epoch,
-            self.slots["sums"].pointers, self.slots["sum_arrivals"].pointers,
+            partials.pointers + own_part, arrivals.pointers, arrivals.local,
+            self.slots.epoch_of(slot), sums.pointers, sum_arrivals.pointers,
         )  # fmt: skip
