@@ -10,7 +10,7 @@ from .table import median, title
 from .workload import TUNED
 
 Tree = dict[str, Any]
-_COLOURS = ("#1f5f99", "#7fb2d9", "#d98c3f", "#8c8c8c")
+_COLOURS = ("#1f5f99", "#7fb2d9", "#d98c3f", "#8c8c8c", "#5a9e6f", "#b65f7c")
 _WIDTH = 0.8
 """Of the bars of one shape, where shapes are 1 apart."""
 
