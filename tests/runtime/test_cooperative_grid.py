@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 
-from triton_dist.runtime.cooperative_grid import PAUSE_SECONDS, CooperativeGrid, pause
+from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
 
 
 @pytest.fixture(autouse=True)
@@ -182,18 +181,6 @@ def test_a_grid_within_a_program():
 
     run(2, outer)
     assert sorted(log) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_long_wait_leaves_the_core_to_others(monkeypatch, count):
-    """All programs wait for something outside: one sleep for all of them, longer each time."""
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    run(count, lambda _: [pause(looks) for looks in range(8)])
-    lengths = [PAUSE_SECONDS * factor for factor in (1, 2, 4, 8, 16, 32, 32, 32)]
-    assert slept == lengths if count == 1 else set(slept) <= set(lengths)
-    assert slept == sorted(slept)
-    assert 5 <= len(slept) <= len(lengths)
 
 
 @pytest.mark.parametrize("count", [1, 4])

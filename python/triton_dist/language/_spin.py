@@ -26,8 +26,7 @@ def _deadline_interpreted() -> float:
 def _spin_interpreted(
     ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any
 ) -> int:
-    """Give other programs, threads and processes a turn; raise once a flag is overdue. Counts the
-    looks at it."""
+    """Give other programs, threads and processes a turn; raise once a flag is overdue."""
     if time.monotonic() > deadline:
         latest = int(np.argmin((seen - value).handle.data))  # of a block
         raise WaitTimeout(
@@ -38,8 +37,8 @@ def _spin_interpreted(
             seen=int(seen.handle.data.flat[latest]),
             seconds=waits.interpreted_limit_seconds(),
         )
-    interpreter.pause(int(polls))
-    return polls + 1
+    interpreter.pause()
+    return polls
 
 
 @jit

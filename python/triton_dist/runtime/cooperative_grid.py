@@ -18,12 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 PAUSE_SECONDS = 50e-6
-"""How long a waiting program sleeps at first when nothing else of its grid can run. Long enough for
-a copy thread to take the GIL and for another process to take the core, short against a spin's own
-cost."""
-_MOST_DOUBLINGS = 5
-"""A wait that goes on leaves the core to who it waits for, up to 1.6 ms at a time: there may be
-more ranks than cores."""
+"""How long a waiting program sleeps when nothing else of its grid can run. Long enough for a copy
+thread to take the GIL and for another process to take the core, short against a spin's own cost."""
 
 
 class _Stop(BaseException):
@@ -95,9 +91,9 @@ class CooperativeGrid:
         if self._error is not None:
             raise self._error
 
-    def pause(self, looks: int = 0) -> bool:
+    def pause(self) -> bool:
         """End the running program's turn; ``False`` if no other program of the grid could take
-        one. ``looks``: how often it paused in this wait before."""
+        one."""
         seat = _local.seat
         assert seat is not None, "only a program of this grid can pause it"
         if self._starts_next(seat):
@@ -109,7 +105,7 @@ class CooperativeGrid:
         self._pauses += 1
         if self._pauses > len(self._ready):  # every program waits, for something outside this grid
             self._pauses = 0
-            _sleep(looks)
+            time.sleep(PAUSE_SECONDS)
         self._pass_turn(seat)
         return True
 
@@ -162,18 +158,13 @@ class CooperativeGrid:
             self._error = error
 
 
-def pause(looks: int = 0) -> bool:
-    """What a blocked wait calls on each round, with how often it did so before.
+def pause() -> bool:
+    """What a blocked wait calls on each round.
 
-    Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
-    copy threads and other processes get on, and returns ``False``.
+    Lets another program of the grid run and returns ``True``; where there is none, sleeps about
+    50 µs, so that copy threads and other processes get on, and returns ``False``.
     """
-    if _local.grid is not None and _local.grid.pause(looks):
+    if _local.grid is not None and _local.grid.pause():
         return True
-    _sleep(looks)
+    time.sleep(PAUSE_SECONDS)
     return False
-
-
-def _sleep(looks: int) -> None:
-    """50 us, and twice as long at each look of a wait."""
-    time.sleep(PAUSE_SECONDS * 2 ** min(looks, _MOST_DOUBLINGS))
