@@ -1,4 +1,7 @@
-"""Every kernel of GEMM-AllReduce x every tile of its space, for sm_90 without a GPU."""
+"""Every kernel of GEMM-AllReduce x every tile of its space, for sm_90 without a GPU.
+
+And of GEMM-ReduceScatter in one launch, whose kernel is that of the one-shot all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,26 @@ from tests.compile.scattered import (
     assert_announced_later,
     compile_launch,
 )
-from triton_dist.kernels.common.broadcast_gemm import broadcast_gemm
+from triton_dist.kernels.common.exchanged_gemm import exchanged_gemm
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scattering,
     copy_sums,
     scattered_gemm,
 )
+from triton_dist.kernels.nvidia.exchanged_tiles import POINTER_TILES_TO_ALL, TILES_TO_ALL
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES, tile_shapes
-from triton_dist.kernels.nvidia.gemm_allreduce_space import (
-    FEW_ROWS_POINTER_TILES,
-    FEW_ROWS_TILES,
-    one_shot_tiles,
-)
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
+IN_ONE_LAUNCH = ("one shot", "two shot, one launch", "reduce-scatter")
 ANY_ACQUIRE = re.compile(r"sys\.acquire")
 PEER_STORE = re.compile(r"st\.global\S*")
 KINDS = {
-    ("one shot", True): (*FEW_ROWS_TILES, *one_shot_tiles(PERSISTENT_TILES)),
-    ("one shot", False): (*FEW_ROWS_POINTER_TILES, *one_shot_tiles(POINTER_TILES)),
+    ("one shot", True): TILES_TO_ALL,
+    ("one shot", False): POINTER_TILES_TO_ALL,
+    # The tiles for few rows are those of one shot.
+    ("two shot, one launch", True): tuple(tile_shapes(PERSISTENT_TILES)),
+    ("two shot, one launch", False): tuple(tile_shapes(POINTER_TILES))[:1],
+    ("reduce-scatter", True): tuple(tile_shapes(PERSISTENT_TILES))[:3],
     ("two shot", True): tuple(tile_shapes(PERSISTENT_TILES)),
     ("two shot", False): tuple(tile_shapes(POINTER_TILES)),
 }
@@ -59,18 +63,20 @@ def prepared(
 ):  # fmt: skip
     """The launch for an A of ``rows`` x 4096 and a B of 4096 x 8192; no memory."""
     rows = rows or (100 if kind == "one shot" else 4000)
-    A, C = matrix(rows, 4096, of=dtype), matrix(rows, 8192, of=dtype)
+    own_rows = rows // num_ranks if kind == "reduce-scatter" else rows
+    A, C = matrix(rows, 4096, of=dtype), matrix(own_rows, 8192, of=dtype)
     B = matrix(4096, 8192, of=dtype)
     if layout == "column-major":
         B = matrix(8192, 4096, of=dtype).T
     vector = matrix(8192, of=dtype) if bias else None
-    if kind == "one shot":
+    if kind in IN_ONE_LAUNCH:
         flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
         words = matrix(32, of=torch.int32)
         slots = (matrix(1 << 23, of=dtype), table, flags, table, flags, words, 1 << 22)
-        return broadcast_gemm(
+        return exchanged_gemm(
             A, B, C, vector, config, slots, 1 << 20,
             rank=rank, num_ranks=num_ranks, num_sms=132, persistent=persistent,
+            to_owners=kind != "one shot", pass_on=kind == "two shot, one launch",
         )  # fmt: skip
     return scattered_gemm(
         A,
@@ -107,7 +113,7 @@ def test_a_tile_fits_pipelines_and_waits(kind, persistent, index):
     assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
     # The number of the call is found before the K loop and needed behind it: where a tile needs few
     # registers, the assembler puts it aside rather than to have fewer programs on a processor.
-    assert kernel.stack_bytes <= (16 if kind == "one shot" else 0)
+    assert kernel.stack_bytes <= (16 if kind in IN_ONE_LAUNCH else 0)
     # 16 rows are too few for the matrix units of a group of warps.
     is_low = config.kwargs["BLOCK_SIZE_M"] == 16
     assert ("mma.sync" if is_low else "wgmma.mma_async") in kernel.ptx
@@ -118,7 +124,7 @@ def test_a_tile_fits_pipelines_and_waits(kind, persistent, index):
         assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
     else:
         assert "cp.async.cg" in kernel.ptx
-    if kind == "one shot" or not persistent:
+    if kind in IN_ONE_LAUNCH or not persistent:
         assert not TMA_STORE.search(kernel.ptx)
         assert not re.search(r"st\.global\.b16", kernel.ptx)
         assert_ordered_stores_are_released(kernel.ptx)
@@ -208,8 +214,11 @@ def test_other_generations(kind, persistent, arch):
 @pytest.mark.parametrize(("kind", "persistent"), list(KINDS))
 def test_one_compiled_kernel_serves_all_ranks_and_rows(sm90, kind, persistent):
     config = KINDS[kind, persistent][0]
+    # Where rows have owners, all programs add, and how much at a time goes by the bucket.
+    of_owners = kind in IN_ONE_LAUNCH and kind != "one shot"
+    rows_of_all = (1024, 1020, 900, 772) if of_owners else (1008, 1007, 1, 16)
     kernels = {
         id(compile_launch(prepared(kind, persistent, config, rank=rank, rows=rows)).kernel)
-        for rank, rows in ((0, 1008), (1, 1007), (3, 1), (2, 16))
+        for rank, rows in enumerate(rows_of_all)
     }
     assert len(kernels) == 1

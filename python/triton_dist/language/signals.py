@@ -49,7 +49,7 @@ def _wait_together(ptr, count, value, guard):
     while (latest < 0) & (polls >= 0):
         seen = tl.atomic_add(ptr, 0, mask=among, sem="acquire", scope="sys")
         seen = tl.where(among, seen, value)
-        latest = tl.min(seen - value, 0)
+        latest = tl.min(tl.where(seen - value < 0, -1, 0), 0)
         if latest < 0:
             polls = spin(ptr, seen, value, deadline, polls, guard)
     tl.debug_barrier()  # each flag was acquired by a thread of its own

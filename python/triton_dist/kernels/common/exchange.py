@@ -62,27 +62,26 @@ def flag_offset(phase, NUM_RANKS: tl.constexpr):
 
 
 @jit
-def flags_at_peers(
+def flags_at_ranks(
     arrivals_ptr, arrivals_table, rank, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Where this program tells each peer of its first phase, [LANES]: the ranks, rounded up to a
+    """Where this program tells each rank of its first phase, [LANES]: the ranks, rounded up to a
     power of two. Looked up before there is anything to tell: a look-up takes as long as a load."""
     peer = tl.arange(0, LANES)
-    there = (peer < NUM_RANKS) & (peer != rank)
-    table = tl.load(arrivals_table + peer, mask=there, other=0)
+    table = tl.load(arrivals_table + peer, mask=peer < NUM_RANKS, other=0)
     return table.to(arrivals_ptr.dtype) + flag_offset(0, NUM_RANKS) + rank
 
 
 @jit
-def tell_peers(flags, phase, value, rank, NUM_RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Set the flag of this program at every peer, after everything that it stored (release).
+def tell_ranks(flags, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Set the flag of this program at every rank, the own one too, whose other programs may want to
+    know, after everything that it stored (release).
 
     All at once, a thread each: one after another, each release would wait for the one before it to
     have crossed the link.
     """
     tl.debug_barrier()  # a release is one thread's; all threads' stores come before it
-    peer = tl.arange(0, LANES)
-    there = (peer < NUM_RANKS) & (peer != rank)
+    there = tl.arange(0, LANES) < NUM_RANKS
     values = tl.zeros((LANES,), tl.int64) + value
     tl.atomic_xchg(
         flags + phase * MAX_CTAS * NUM_RANKS, values, mask=there, sem="release", scope="sys"
@@ -98,6 +97,15 @@ def await_peers(arrivals_ptr, guard_ptr, phase, value, rank, NUM_RANKS: tl.const
         flag = arrivals_ptr + flag_offset(phase, NUM_RANKS) + source
         token += dl.wait(flag, 1, value, guard_ptr)
     return token
+
+
+@jit
+def await_programs(arrivals_ptr, guard_ptr, phase, programs, value, NUM_RANKS: tl.constexpr):
+    """Wait until of each rank that of ``programs``, [ranks, rounded up to a power of two], has got
+    to ``value`` (acquire); gives a token. All flags are looked at together."""
+    sources = tl.arange(0, programs.shape[0])
+    flags = arrivals_ptr + (phase * MAX_CTAS + programs) * NUM_RANKS + sources
+    return dl.wait(flags, NUM_RANKS, value, guard_ptr)
 
 
 @jit

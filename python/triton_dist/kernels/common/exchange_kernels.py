@@ -19,13 +19,13 @@ from triton_dist.kernels.common.exchange import (
     begin_call,
     copy_shards,
     first_of,
-    flags_at_peers,
+    flags_at_ranks,
     pieces_of,
     push_shards,
     send_block,
     send_copies,
     slot_offset,
-    tell_peers,
+    tell_ranks,
 )
 
 
@@ -54,7 +54,7 @@ def kernel_all_reduce_one_shot(
     Once: a flag a program and peer, so ``NUM_PIECES`` is 1."""
     tl.static_assert(NUM_PIECES == 1)
     # What needs no number of the call comes first, so that it is under way while that is counted.
-    flags = flags_at_peers(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
+    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
     index = first_of(0, BLOCK) + tl.arange(0, BLOCK)
     mask = index < elements
     values = tl.load(x_ptr + index, mask=mask)
@@ -67,7 +67,7 @@ def kernel_all_reduce_one_shot(
         NUM_RANKS, BLOCK, False,
     )  # fmt: skip
     value = epoch * MAX_PIECES + 1
-    tell_peers(flags, 0, value, rank, NUM_RANKS, LANES)
+    tell_ranks(flags, 0, value, NUM_RANKS, LANES)
     token = await_peers(arrivals_ptr, guard_ptr, 0, value, rank, NUM_RANKS)
     add_parts(
         x_ptr, slots_ptr, out_ptr, slots_table, offset, offset, 0, 0, elements, total,
@@ -101,7 +101,7 @@ def kernel_all_reduce_two_shot(
     A slot is parts [NUM_RANKS, shard], then sums [NUM_RANKS, shard]. While one piece of the parts
     is sent, the one before it is added and its sums sent, and the one before that copied out.
     """
-    flags = flags_at_peers(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
+    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
     epoch = begin_call(calls_ptr)
     offset = slot_offset(epoch, slot_elements)
     gathered_offset = offset + NUM_RANKS * shard_elements.to(tl.int64)
@@ -115,7 +115,7 @@ def kernel_all_reduce_two_shot(
                 x_ptr, slots_ptr, slots_table, offset, elements, total, shard_elements,
                 first, first + blocks, rank, NUM_RANKS, BLOCK,
             )  # fmt: skip
-            tell_peers(flags, 0, value + piece + 1, rank, NUM_RANKS, LANES)
+            tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
         if (piece >= 1) & (piece <= NUM_PIECES):
             token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, rank, NUM_RANKS)
             add_parts(
@@ -123,7 +123,7 @@ def kernel_all_reduce_two_shot(
                 elements, total, shard_elements, first - blocks, first, token, rank,
                 NUM_RANKS, BLOCK, True,
             )  # fmt: skip
-            tell_peers(flags, 1, value + piece, rank, NUM_RANKS, LANES)
+            tell_ranks(flags, 1, value + piece, NUM_RANKS, LANES)
         if piece >= 2:
             token = await_peers(arrivals_ptr, guard_ptr, 1, value + piece - 1, rank, NUM_RANKS)
             copy_shards(
@@ -154,7 +154,7 @@ def kernel_reduce_scatter(
 ):
     """Every rank adds its shard of x [total] into out [elements]; ``total`` is ``NUM_RANKS *
     elements``."""
-    flags = flags_at_peers(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
+    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
     epoch = begin_call(calls_ptr)
     offset = slot_offset(epoch, slot_elements)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
@@ -167,7 +167,7 @@ def kernel_reduce_scatter(
                 x_ptr, slots_ptr, slots_table, offset, elements, total, shard_elements,
                 first, first + blocks, rank, NUM_RANKS, BLOCK,
             )  # fmt: skip
-            tell_peers(flags, 0, value + piece + 1, rank, NUM_RANKS, LANES)
+            tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
         if piece >= 1:
             token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, rank, NUM_RANKS)
             add_parts(
@@ -198,7 +198,7 @@ def kernel_all_gather(
 ):
     """Every rank sends x [elements] to all and copies what it gets into out [total]; ``total`` is
     ``NUM_RANKS * elements``."""
-    flags = flags_at_peers(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
+    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
     epoch = begin_call(calls_ptr)
     offset = slot_offset(epoch, slot_elements)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
@@ -210,7 +210,7 @@ def kernel_all_gather(
                 x_ptr, slots_ptr, out_ptr + rank.to(tl.int64) * elements, slots_table, offset,
                 elements, shard_elements, first, first + blocks, rank, NUM_RANKS, BLOCK, True,
             )  # fmt: skip
-            tell_peers(flags, 0, value + piece + 1, rank, NUM_RANKS, LANES)
+            tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
         if piece >= 1:
             token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, rank, NUM_RANKS)
             copy_shards(

@@ -136,9 +136,11 @@ def store_tile_by_pointers(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
-    """Store a tile, or add it, at its place in [rows, N] from ``target_ptr`` on."""
+    """Store a tile, or add it, at its place in [rows, N] from ``target_ptr`` on; of a tile that
+    begins before row 0, what lies behind."""
     local_row, local_column = tl.arange(0, BLOCK_SIZE_M), tl.arange(0, BLOCK_SIZE_N)
-    mask = (local_row < rows - row)[:, None] & (local_column < N - column)[None, :]
+    inside = (local_row >= -row) & (local_row < rows - row)
+    mask = inside[:, None] & (local_column < N - column)[None, :]
     # 64-bit only where it must be: an offset of 64 bits for each element would cost registers.
     tile_ptr = target_ptr + (row.to(tl.int64) * N + column)
     block = tile_ptr + (local_row[:, None] * N + local_column[None, :])

@@ -10,7 +10,8 @@ Ways, each a candidate
     one shot    each tile goes to all ranks as soon as it is multiplied; then every rank adds what
                 has come. One crossing of the link, W - 1 times the bytes: for few rows (decode).
     two shot    each tile goes to the owner of its rows, who adds it and sends the sum to all. Two
-                crossings, 2 (W - 1) / W times the bytes: for many rows.
+                crossings, 2 (W - 1) / W times the bytes: for many rows. With ``exchange`` in one
+                launch, one after the other, by all programs: for rows in between.
     serial      ``torch.matmul``, then our all-reduce.
     collective  ``torch.matmul``, then the group's: what users have now.
 
@@ -53,6 +54,7 @@ from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import allreduce
 from triton_dist.kernels.nvidia.allreduce import AllReduceMethod, all_reduce
+from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
 from triton_dist.kernels.nvidia.gemm_allreduce_context import (
     GEMMAllReduceMethod,
     GEMMAllReduceTensorParallelContext,
@@ -60,7 +62,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce_context import (
     create_gemm_ar_context,
 )
 from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space, prune_fn
-from triton_dist.kernels.nvidia.gemm_allreduce_tiles import OneShotCall, TwoShotCall
+from triton_dist.kernels.nvidia.gemm_allreduce_tiles import TwoShotCall
 from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 
 # Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
@@ -94,6 +96,7 @@ def _prepare(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     method: GEMMAllReduceMethod | None = None,
+    exchange: bool | None = False,
     num_chunks: int = 1,
     reduction: AllReduceMethod | None = None,
     num_ctas: int | None = None,
@@ -109,13 +112,11 @@ def _prepare(
         allreduce.prepare(product, ctx.reducer, **reducing)
     if method.is_whole or gemm_config is None or ctx.num_ranks == 1:
         return
+    if method is GEMMAllReduceMethod.ONE_SHOT or exchange:
+        _exchanged(A, B, bias, ctx, gemm_config, persistent, method).launch().compile()
+        return
     operands = A, B, bias, ctx, gemm_config, bool(persistent)
-    call = (
-        OneShotCall(*operands)
-        if method is GEMMAllReduceMethod.ONE_SHOT
-        else TwoShotCall(*operands, num_chunks, bool(copy_to_local))
-    )
-    for launch in call.launches():
+    for launch in TwoShotCall(*operands, num_chunks, bool(copy_to_local)).launches():
         launch.compile()
 
 
@@ -131,7 +132,7 @@ def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: A
     prepare_fn=_prepare,
     recover_fn=_recover,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="1",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # another one when results that are shipped (records/) should not be used any more
 )
 def gemm_ar(
     A: torch.Tensor,
@@ -140,6 +141,7 @@ def gemm_ar(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     method: GEMMAllReduceMethod | None = None,
+    exchange: bool | None = False,
     num_chunks: int = 1,
     reduction: AllReduceMethod | None = None,
     num_ctas: int | None = None,
@@ -166,6 +168,8 @@ def gemm_ar(
         ctx: from ``create_gemm_ar_context``.
         gemm_config, persistent: tiles and kind of the GEMM kernel, in one shot and in two (tuned).
         method: ``None``: one shot or two, by size (tuned).
+        exchange: of two shots: both in one launch, the first once all is multiplied; for an M of up
+            to the context's ``exchanged_rows`` (tuned).
         num_chunks: in which a slab is added and sent, at most, in two shots; of a serial call, the
             pieces of its all-reduce (tuned).
         reduction, num_ctas, block_bytes: of the all-reduce of a serial call (tuned).
@@ -183,20 +187,18 @@ def gemm_ar(
     if not 1 <= num_chunks <= MAX_CHUNKS:
         raise InvalidArgument("gemm_ar", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
     method = method or _default_method(A, ctx)
-    most = ctx.one_shot_rows
-    if method is GEMMAllReduceMethod.ONE_SHOT and A.shape[0] > most:
-        expected = f"another one for an M of more than {most}: parts of 4 MB at most go to all"
-        raise InvalidArgument("gemm_ar", "method", method, expected)
+    _check_size(A, ctx, method, exchange)
     if method.is_whole or ctx.num_ranks == 1:
         ctx.sleep(straggler_option)
         reducing = _reducing(reduction, num_ctas, block_bytes, num_chunks)
         return _whole(A, B, bias, ctx, method, reducing)
     if gemm_config is None:
         raise InvalidArgument("gemm_ar", "gemm_config", None, f"a triton.Config for {method}")
-    operands = A, B, bias, ctx, gemm_config, bool(persistent)
-    if method is GEMMAllReduceMethod.ONE_SHOT:
+    if method is GEMMAllReduceMethod.ONE_SHOT or exchange:
         ctx.sleep(straggler_option)
-        return ctx.buffer.slots.beside(lambda: OneShotCall(*operands).run(looks))
+        exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent, method)
+        return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
+    operands = A, B, bias, ctx, gemm_config, bool(persistent)
     call = TwoShotCall(*operands, num_chunks, bool(copy_to_local))
     buffer, tiles, awaited = ctx.buffer, call.awaited_tiles(), False
     buffer.slots.take()
@@ -207,6 +209,35 @@ def gemm_ar(
     finally:
         buffer.slots.finish(awaited, lambda: buffer.expected(tiles))
     return C
+
+
+def _check_size(
+    A: torch.Tensor, ctx: Any, method: GEMMAllReduceMethod, exchange: bool | None
+) -> None:
+    M = A.shape[0]
+    if method is GEMMAllReduceMethod.ONE_SHOT and ctx.one_shot_rows < M:
+        most = f"an M of more than {ctx.one_shot_rows}: parts of 4 MB at most go to all"
+        raise InvalidArgument("gemm_ar", "method", method, f"another one for {most}")
+    if method is GEMMAllReduceMethod.TWO_SHOT and exchange and ctx.exchanged_rows < M:
+        expected = f"False for an M of more than {ctx.exchanged_rows}"
+        raise InvalidArgument("gemm_ar", "exchange", exchange, expected)
+
+
+def _exchanged(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: Any,
+    gemm_config: triton.Config,
+    persistent: bool | None,
+    method: GEMMAllReduceMethod,
+) -> ExchangedCall:
+    """The call that is one launch."""
+    two = method is GEMMAllReduceMethod.TWO_SHOT
+    buffer = ctx.reducer.buffer
+    return ExchangedCall(
+        A, B, bias, buffer, gemm_config, bool(persistent), to_owners=two, pass_on=two
+    )
 
 
 def _whole(

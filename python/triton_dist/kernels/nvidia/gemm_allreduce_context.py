@@ -24,8 +24,9 @@ from triton_dist.kernels.nvidia.gemm_context import (
 )
 from triton_dist.kernels.nvidia.reduced_partials import ReducedPartials
 
-# Of a product that a serial call sums in one launch; of a larger one in several.
-_SERIAL_BYTES = 32 << 20
+SUMMED_BYTES = 32 << 20
+"""Of the largest product that one launch sums in two shots; a serial call sums larger ones in
+several launches."""
 
 
 class GEMMAllReduceMethod(enum.Enum):
@@ -56,6 +57,7 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
     Attributes:
         output_dtype: of A, B, the parts that travel, and the output.
         one_shot_rows: of the largest product that can go to all ranks.
+        exchanged_rows: of the largest product that is summed in two shots in one launch.
         reducer: memory in which one launch sums all: one shot, and products as a whole.
     """
 
@@ -74,8 +76,12 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // (N * output_dtype.itemsize))
-        nbytes = max_M * N * output_dtype.itemsize if self.num_ranks > 1 else 1
-        self.reducer = AllReduceContext(min(nbytes, _SERIAL_BYTES), local_world_size, group)
+        row_bytes = N * output_dtype.itemsize
+        rows = -(-max_M // self.num_ranks)  # of a rank
+        held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
+        self.exchanged_rows = min(max_M, held)
+        nbytes = held * row_bytes if self.num_ranks > 1 else 1
+        self.reducer = AllReduceContext(nbytes, local_world_size, group)
 
     def reset(self) -> None:
         """Bring the flags of all ranks back to one state after a call that failed on some rank.

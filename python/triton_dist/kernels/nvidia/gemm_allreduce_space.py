@@ -1,4 +1,4 @@
-"""What GEMM-AllReduce tries: tiles for few rows and for many, and how products are summed."""
+"""What GEMM-AllReduce tries: tiles, and how products are summed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,9 @@ from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab, sla
 from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia.allreduce_context import ONE_SHOT_BYTES, AllReduceMethod
 from triton_dist.kernels.nvidia.exchange import SMALL_SHAPES, Shape, is_worth_trying, shape_of
-from triton_dist.kernels.nvidia.gemm_allreduce_context import GEMMAllReduceMethod
+from triton_dist.kernels.nvidia.exchanged_tiles import suits_rows, tiles_to_all
+from triton_dist.kernels.nvidia.gemm_allreduce_context import SUMMED_BYTES, GEMMAllReduceMethod
 from triton_dist.runtime.device import current_device
-
-# A product of few rows takes as long as reading B: deep pipelines of narrow tiles, one wave of
-# them on 132 multiprocessors at N = 4096 to 16384.
-FEW_ROWS_TILES = gemm.tiles(
-    (16, 32, 128, 4, 5, 8),
-    (16, 32, 256, 4, 4, 8),
-    (16, 64, 64, 4, 5, 8),
-    (16, 64, 128, 4, 5, 8),
-    (16, 64, 256, 4, 3, 8),
-    (16, 128, 128, 4, 4, 8),
-    (64, 32, 128, 4, 5, 8),
-    (64, 32, 256, 4, 4, 8),
-    (64, 64, 64, 4, 5, 8),
-    (64, 64, 256, 4, 3, 8),
-)
-FEW_ROWS_POINTER_TILES = gemm.tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
-_MOST_VALUES_OF_A_WARP = 64 * 128 // 4
-# Rows up to which tiles of 16 rows are worth trying: they read B once for each 16.
-_FEW_ROWS = 64
 
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
@@ -60,10 +42,14 @@ def config_space() -> list[dict[str, Any]]:
         tiles = gemm.get_config_space(persistent)
         space += [
             config(gemm_config=each, persistent=persistent, method=one_shot)
-            for each in (*_few_rows_tiles(persistent), *one_shot_tiles(tiles))
+            for each in tiles_to_all(persistent)
         ]
         space += [
             config(gemm_config=each, persistent=persistent, method=two_shot) for each in tiles
+        ]
+        space += [
+            config(gemm_config=each, persistent=persistent, method=two_shot, exchange=True)
+            for each in gemm.tile_shapes(tiles)
         ]
     chunked = gemm.tile_shapes(gemm.get_config_space(descriptors))
     space += [
@@ -90,6 +76,7 @@ def config(
     gemm_config: triton.Config | None = None,
     persistent: bool | None = None,
     method: GEMMAllReduceMethod | None,
+    exchange: bool = False,
     num_chunks: int = 1,
     reduction: AllReduceMethod | None = None,
     num_ctas: int | None = None,
@@ -100,31 +87,12 @@ def config(
         "gemm_config": gemm_config,
         "persistent": persistent,
         "method": method,
+        "exchange": exchange,
         "num_chunks": num_chunks,
         "reduction": reduction,
         "num_ctas": num_ctas,
         "block_bytes": block_bytes,
     }
-
-
-def one_shot_tiles(configs: Sequence[triton.Config]) -> list[triton.Config]:
-    """Each tile shape among ``configs`` that leaves registers for the addresses on all ranks."""
-
-    def values_of_a_warp(config: triton.Config) -> int:
-        tile = config.kwargs
-        return int(tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // config.num_warps)
-
-    return [
-        config
-        for config in gemm.tile_shapes(configs)
-        if values_of_a_warp(config) <= _MOST_VALUES_OF_A_WARP
-    ]
-
-
-def _few_rows_tiles(persistent: bool) -> tuple[triton.Config, ...]:
-    if current_device().name == "cpu":  # the interpreter's tiles are small anyway
-        return ()
-    return FEW_ROWS_TILES if persistent else FEW_ROWS_POINTER_TILES
 
 
 def prune_fn(
@@ -152,20 +120,17 @@ def prune_fn(
     if method is GEMMAllReduceMethod.ONE_SHOT:
         if nbytes > ONE_SHOT_BYTES or config["num_chunks"] > 1:
             return False
+    elif config["exchange"]:
+        # Not by the rows of this context: others have the same key.
+        whole = -(-rows // ctx.num_ranks) * ctx.num_ranks
+        if whole * N * A.element_size() > SUMMED_BYTES:
+            return False
     else:
         rows = slab_rows(rows, ctx.num_ranks)
         chunks = chunks_of_slab(tiles, rows, N, config["num_chunks"])
         if len(chunks.rows) < config["num_chunks"]:  # the same as with fewer
             return False
-    return _suits(tiles, rows) and gemm.prune_fn({"gemm_config": tiles}, A, B)
-
-
-def _suits(tiles: triton.Config, rows: int) -> bool:
-    """Whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
-    block_m = tiles.kwargs["BLOCK_SIZE_M"]
-    if current_device().name == "cpu":
-        return True
-    return bool(rows <= _FEW_ROWS if block_m == 16 else block_m <= 64 or block_m < 2 * rows)
+    return suits_rows(tiles, rows) and gemm.prune_fn({"gemm_config": tiles}, A, B)
 
 
 def _is_worth_reducing(config: Mapping[str, Any], nbytes: int, num_ranks: int) -> bool:

@@ -1,4 +1,4 @@
-"""A GEMM-AllReduce by tiles: its launches, in one shot and in two."""
+"""A GEMM-AllReduce in two shots: its launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from triton_dist.kernels.common.broadcast_gemm import broadcast_gemm, programs_of
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
     copy_sums,
@@ -16,68 +15,23 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
     slab_rows,
     tiles_of_slab,
 )
-from triton_dist.kernels.nvidia.exchange import shard_elements
 from triton_dist.kernels.nvidia.gemm_allreduce_context import GEMMAllReduceTensorParallelContext
 from triton_dist.kernels.nvidia.gemm_context import run_gemm
 
 
 @dataclass  # made at each call: freezing it would take a us
-class _Call:
+class TwoShotCall:
+    """Tiles go to the owners of their rows, who add them and send the sums to all.
+
+    copy_to_local: the result is no memory of the context's.
+    """
+
     A: torch.Tensor
     B: torch.Tensor
     bias: torch.Tensor | None
     ctx: GEMMAllReduceTensorParallelContext
     gemm_config: triton.Config
     persistent: bool
-
-    def _tensors(self, C: torch.Tensor) -> dict[str, torch.Tensor]:
-        bias = C if self.bias is None else self.bias
-        return {"a_ptr": self.A, "b_ptr": self.B, "c_ptr": C, "bias_ptr": bias}
-
-
-@dataclass
-class OneShotCall(_Call):
-    """Tiles go to all ranks, who all add them."""
-
-    def run(self, looks: object) -> torch.Tensor:
-        """Launch it, and return the result. ``looks``: one object for operands that look alike."""
-        C = self._output()
-        buffer, M = self.ctx.reducer.buffer, self.A.shape[0]
-        num_ctas = programs_of(self.gemm_config, M, self.ctx.N, self.ctx.device.num_sms)
-        buffer.begin(phases=1, num_ctas=num_ctas, num_pieces=1)
-        run_gemm(
-            buffer.launcher,
-            (id(looks), id(self.gemm_config), self.persistent),
-            lambda: self._gemm(C),
-            self._tensors(C),
-            alive=(looks, self.gemm_config),
-        )
-        buffer.end()
-        return C
-
-    def launches(self) -> Iterator[Launch]:
-        """What ``run`` launches."""
-        yield self._gemm(self._output())
-
-    def _output(self) -> torch.Tensor:
-        return self.A.new_empty((self.A.shape[0], self.ctx.N))
-
-    def _gemm(self, C: torch.Tensor) -> Launch:
-        buffer = self.ctx.reducer.buffer
-        return broadcast_gemm(
-            self.A, self.B, C, self.bias, self.gemm_config, buffer.regions(C.dtype),
-            shard_elements(C.numel()), rank=buffer.rank, num_ranks=buffer.num_ranks,
-            num_sms=self.ctx.device.num_sms, persistent=self.persistent,
-        )  # fmt: skip
-
-
-@dataclass
-class TwoShotCall(_Call):
-    """Tiles go to the owners of their rows, who add them and send the sums to all.
-
-    copy_to_local: the result is no memory of the context's.
-    """
-
     num_chunks: int
     copy_to_local: bool
 
@@ -89,7 +43,9 @@ class TwoShotCall(_Call):
         to, launcher = buffer.describe(), buffer.slots.launcher
         key = (id(looks), id(to), id(self.gemm_config), self.persistent, self.num_chunks)
         alive = (looks, to, self.gemm_config)
-        run_gemm(launcher, key, lambda: self._gemm(C), self._tensors(C), alive)
+        bias = C if self.bias is None else self.bias
+        tensors = {"a_ptr": self.A, "b_ptr": self.B, "c_ptr": C, "bias_ptr": bias}
+        run_gemm(launcher, key, lambda: self._gemm(C), tensors, alive)
         address = C.data_ptr()
         launcher.run(
             ("copy", *key, self.copy_to_local, address % 16),

@@ -15,6 +15,9 @@ Timeline of one call (W = 4), on every rank at once
     ``False``: tiles stay here, and a copy engine pushes each slab, in ``num_chunks`` chunks, as
     their tiles are complete. Either way the program that computes an own tile waits until the peers
     have sent theirs, and adds them.
+    ``exchange=True``, for few rows: the same launch as ``fuse_scatter=True`` would be short of work
+    for most programs in the end. So all of them add, once all is multiplied; a tile has rows of
+    several ranks, so that B is read once; and nothing comes before the kernel or behind it.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
@@ -38,7 +41,6 @@ Vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,30 +49,23 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
     Scattering,
-    chunks_of_slab,
     scattered_gemm,
     tiles_of_slab,
 )
-from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
-from triton_dist.kernels.nvidia.gemm import get_config_space, tile_shapes
+from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
 from triton_dist.kernels.nvidia.gemm_context import run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
     create_gemm_rs_context,
 )
+from triton_dist.kernels.nvidia.gemm_reduce_scatter_space import config_space, prune_fn
 from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 from triton_dist.kernels.nvidia.vendor import VendorMethod
-from triton_dist.runtime.device import current_device
-
-# How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
-_PUSHED_TILES, _LARGEST_TILES = 7, 3
-_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 
 __all__ = ["GEMMReduceScatterTensorParallelContext", "create_gemm_rs_context", "gemm_rs"]
 
@@ -96,70 +91,6 @@ def _adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -
     return ctx.reduce_st if reduce_st is None else bool(reduce_st)
 
 
-def prune_fn(
-    config: Mapping[str, Any],
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: Any,
-    *args: Any,
-    reduce_st: bool | None = None,
-    **kwargs: Any,
-) -> bool:
-    is_vendor = config.get("method") is not None
-    # One rank scatters nothing, and a choice for the sum is one against the others.
-    if (is_vendor or not config.get("fuse_scatter", True)) and (
-        ctx.num_ranks == 1 or _adds(ctx, reduce_st)
-    ):
-        return False
-    if is_vendor:
-        return True
-    num_chunks = config.get("num_chunks") or 1
-    if num_chunks > 1:
-        rows = row_bucket(A.shape[0] // ctx.num_ranks)
-        chunks = chunks_of_slab(config["gemm_config"], rows, B.shape[1], num_chunks)
-        if len(chunks.rows) < num_chunks:  # the same as with fewer
-            return False
-    # A has all rows here: not to be multiplied by the context's ranks.
-    return gemm.prune_fn(config, A, B)
-
-
-def config_space() -> list[dict[str, Any]]:
-    """Tiles and transfer together; the first is the default.
-
-    Every tile shape with tiles sent one by one; then slabs that a copy engine pushes, the largest
-    tiles in any number of chunks, those for few rows in few; then what torch brings.
-    """
-    descriptors = current_device().prefers_descriptors
-    fused = [
-        _config(config, persistent, True)
-        for persistent in (descriptors, not descriptors)
-        for config in get_config_space(persistent)
-    ]
-    pushed = [
-        _config(config, descriptors, False, num_chunks)
-        for number, config in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
-        for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
-    ]
-    return fused + pushed + [_vendor_config(method) for method in vendor.candidates_here()]
-
-
-def _config(
-    gemm_config: triton.Config, persistent: bool, fuse_scatter: bool, num_chunks: int = 1
-) -> dict[str, Any]:
-    return {
-        "gemm_config": gemm_config,
-        "persistent": persistent,
-        "fuse_scatter": fuse_scatter,
-        "num_chunks": num_chunks,
-        "method": None,
-    }
-
-
-def _vendor_config(method: VendorMethod) -> dict[str, Any]:
-    names = ("gemm_config", "persistent", "fuse_scatter", "num_chunks")
-    return {**dict.fromkeys(names), "method": method}
-
-
 def _empty_rows(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
     return A.new_empty((A.shape[0] // ctx.num_ranks, B.shape[1]))
 
@@ -177,6 +108,7 @@ def _prepare(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     fuse_scatter: bool | None = True,
+    exchange: bool | None = False,
     num_chunks: int | None = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
@@ -185,6 +117,9 @@ def _prepare(
     """Compile a candidate's kernel without launching anything."""
     if method is not None or gemm_config is None:
         return
+    if exchange:
+        _exchanged(A, B, bias, ctx, gemm_config, persistent).launch().compile()
+        return
     to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
     C = _empty_rows(A, B, ctx)
     _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks or 1).compile()
@@ -192,7 +127,7 @@ def _prepare(
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
     """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.buffer.slots.reset()
+    ctx.reset()
 
 
 @tune.autotune(
@@ -202,7 +137,7 @@ def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: A
     prepare_fn=_prepare,
     recover_fn=_recover,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="1",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # another one when results that are shipped (records/) should not be used any more
 )
 def gemm_rs(
     A: torch.Tensor,
@@ -211,6 +146,7 @@ def gemm_rs(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     fuse_scatter: bool | None = True,
+    exchange: bool | None = False,
     num_chunks: int | None = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
@@ -238,6 +174,8 @@ def gemm_rs(
             none.
         fuse_scatter: the GEMM stores tiles to their owners; else a copy engine pushes slabs
             (tuned).
+        exchange: with ``fuse_scatter``: one launch in which all programs add, once all is
+            multiplied; for an M of up to the context's ``exchanged_rows`` (tuned).
         num_chunks: in which a slab is pushed, at most; only with ``fuse_scatter=False`` (tuned).
         method: ``None``: as ``fuse_scatter`` says; else by torch (tuned).
         bias: [N], contiguous; this rank's is added once to each of its rows.
@@ -259,6 +197,11 @@ def gemm_rs(
     num_chunks = 1 if num_chunks is None else num_chunks
     if not 1 <= num_chunks <= MAX_CHUNKS:
         raise InvalidArgument("gemm_rs", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
+    if exchange and ctx.num_ranks > 1:
+        _check_exchange(A, ctx, fuse_scatter, adds)
+        ctx.sleep(straggler_option)
+        call = _exchanged(A, B, bias, ctx, gemm_config, persistent)
+        return ctx.buffer.slots.beside(lambda: call.run(looks))
     scatter = _scatter(bool(fuse_scatter), adds)
     buffer, C = ctx.buffer, _empty_rows(A, B, ctx)
     tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
@@ -282,6 +225,26 @@ def gemm_rs(
             awaited, lambda: buffer.expected(num_chunks if scatter == "slab" else tiles)
         )
     return C
+
+
+def _check_exchange(A: torch.Tensor, ctx: Any, fuse_scatter: bool | None, adds: bool) -> None:
+    if adds or not fuse_scatter:
+        expected = "False with reduce_st=True or fuse_scatter=False"
+        raise InvalidArgument("gemm_rs", "exchange", True, expected)
+    if A.shape[0] > ctx.exchanged_rows:
+        expected = f"False for an M of more than {ctx.exchanged_rows}"
+        raise InvalidArgument("gemm_rs", "exchange", True, expected)
+
+
+def _exchanged(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: Any,
+    gemm_config: triton.Config,
+    persistent: bool | None,
+) -> ExchangedCall:
+    return ExchangedCall(A, B, bias, ctx.exchange, gemm_config, bool(persistent), to_owners=True)
 
 
 def _gemm(

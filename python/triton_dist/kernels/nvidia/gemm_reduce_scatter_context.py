@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.kernels.nvidia.gemm_context import (
     Check,
     GEMMContext,
@@ -23,6 +24,9 @@ from triton_dist.kernels.nvidia.gemm_context import (
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
 from triton_dist.runtime.ranks import group_for
 
+EXCHANGED_BYTES = 64 << 20
+"""Of the largest product that one launch multiplies and adds; beyond it other ways are faster."""
+
 
 class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
     """Symmetric memory for GEMM-ReduceScatters of up to ``max_M`` rows of ``N`` columns. A context
@@ -31,6 +35,8 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
     Attributes:
         output_dtype: of A, B, the parts that travel, and the output.
         reduce_st: whether a call that does not say adds its tiles to the owner's sum.
+        exchange: memory in which one launch multiplies and adds; exchanged_rows: of the largest
+            product that it holds.
     """
 
     title = "GEMM-ReduceScatter"
@@ -54,6 +60,22 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
         super().__init__(buffer, group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
+        rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
+        self.exchanged_rows = rows_of_each * size if size > 1 else 0
+        part_bytes = shard_elements(max(1, rows_of_each) * N) * output_dtype.itemsize
+        self.exchange = ExchangeBuffer(
+            size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs"
+        )
+
+    def reset(self) -> None:
+        """Bring the flags of all ranks back to one state after a call that failed on some rank.
+        Collective."""
+        self.buffer.slots.reset()
+        self.exchange.reset()
+
+    def _free(self) -> None:
+        super()._free()
+        self.exchange.free()
 
 
 def create_gemm_rs_context(
@@ -71,7 +93,8 @@ def create_gemm_rs_context(
     """Allocate what ``gemm_rs`` needs. Collective over ``tp_group`` (default: the world, else this
     process).
 
-    Takes about twice ``max_M * N`` elements on each rank, and as many again once slabs are pushed.
+    Takes about twice ``max_M * N`` elements on each rank, as many again for products that one
+    launch multiplies and adds, of these 128 MB at most, and as many again once slabs are pushed.
 
     Args:
         max_M: largest number of rows of A, a multiple of ``world_size``.

@@ -73,13 +73,21 @@ class CudaDevice:
         return CudaTimer()
 
     def flush_cache(self) -> None:
-        """Overwrite a buffer several times the size of the L2 cache."""
-        self._flush_buffer.zero_()
+        """Read a buffer several times the size of the L2 cache.
+
+        Not overwrite it: the next call would pay for writing back what is left of that in the
+        cache. On an H200 a product that reads 117 MB took 42 us then, and 31 us in a row of them.
+        """
+        torch.amax(self._flush_buffer, 0, out=self._flush_result)
 
     @functools.cached_property
     def _flush_buffer(self) -> torch.Tensor:
-        nbytes = max(4 * self._properties.L2_cache_size, 64 << 20)
-        return torch.empty(nbytes, dtype=torch.int8, device=self.torch_device)
+        elements = max(4 * self._properties.L2_cache_size, 64 << 20) // 4
+        return torch.zeros(elements, dtype=torch.float32, device=self.torch_device)
+
+    @functools.cached_property
+    def _flush_result(self) -> torch.Tensor:
+        return torch.empty((), dtype=torch.float32, device=self.torch_device)
 
     def facts(self) -> Mapping[str, str]:
         capability = f"{self._properties.major}.{self._properties.minor}"

@@ -1,0 +1,109 @@
+"""What GEMM-ReduceScatter tries: tiles, and how their sums come to those who own them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab
+from triton_dist.kernels.nvidia import gemm
+from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
+from triton_dist.kernels.nvidia.exchanged_tiles import suits_rows, tiles_to_owners
+from triton_dist.kernels.nvidia.gemm import get_config_space, tile_shapes
+from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import EXCHANGED_BYTES
+from triton_dist.kernels.nvidia.vendor import VendorMethod
+from triton_dist.runtime.device import current_device
+
+# How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
+_PUSHED_TILES, _LARGEST_TILES = 7, 3
+_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
+
+
+def config_space() -> list[dict[str, Any]]:
+    """Tiles and transfer together; the first is the default.
+
+    Every tile shape with tiles sent one by one; tiles of one launch that adds, too; then slabs that
+    a copy engine pushes, the largest tiles in any number of chunks, those for few rows in few; then
+    what torch brings.
+    """
+    descriptors = current_device().prefers_descriptors
+    kinds = (descriptors, not descriptors)
+    fused = [
+        config(gemm_config=each, persistent=persistent)
+        for persistent in kinds
+        for each in get_config_space(persistent)
+    ]
+    exchanged = [
+        config(gemm_config=each, persistent=persistent, exchange=True)
+        for persistent in kinds
+        for each in tiles_to_owners(persistent)
+    ]
+    pushed = [
+        config(gemm_config=each, persistent=descriptors, fuse_scatter=False, num_chunks=num_chunks)
+        for number, each in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
+        for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
+    ]
+    torchs = [
+        config(fuse_scatter=None, exchange=None, num_chunks=None, method=method)
+        for method in vendor.candidates_here()
+    ]
+    return fused + exchanged + pushed + torchs
+
+
+def config(
+    *,
+    gemm_config: triton.Config | None = None,
+    persistent: bool | None = None,
+    fuse_scatter: bool | None = True,
+    exchange: bool | None = False,
+    num_chunks: int | None = 1,
+    method: VendorMethod | None = None,
+) -> dict[str, Any]:
+    """All tunables; a way has ``None`` for what it does not know."""
+    return {
+        "gemm_config": gemm_config,
+        "persistent": persistent,
+        "fuse_scatter": fuse_scatter,
+        "exchange": exchange,
+        "num_chunks": num_chunks,
+        "method": method,
+    }
+
+
+def prune_fn(
+    config: Mapping[str, Any],
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: Any,
+    *args: Any,
+    reduce_st: bool | None = None,
+    **kwargs: Any,
+) -> bool:
+    """What is dropped goes by the most rows of the key, since a winner serves all of them."""
+    is_vendor = config.get("method") is not None
+    adds = ctx.reduce_st if reduce_st is None else reduce_st
+    is_plain = not is_vendor and config.get("fuse_scatter", True) and not config.get("exchange")
+    # One rank scatters nothing, and a choice for the sum is one against the others.
+    if not is_plain and (ctx.num_ranks == 1 or adds):
+        return False
+    if is_vendor:
+        return True
+    rows = row_bucket(A.shape[0] // ctx.num_ranks)
+    if config.get("exchange"):
+        M = rows * ctx.num_ranks
+        # Not by the rows of this context: others have the same key.
+        if M * B.shape[1] * B.element_size() > EXCHANGED_BYTES:
+            return False
+        if not suits_rows(config["gemm_config"], M):
+            return False
+    num_chunks = config.get("num_chunks") or 1
+    if num_chunks > 1:
+        chunks = chunks_of_slab(config["gemm_config"], rows, B.shape[1], num_chunks)
+        if len(chunks.rows) < num_chunks:  # the same as with fewer
+            return False
+    # A has all rows here: not to be multiplied by the context's ranks.
+    return gemm.prune_fn(config, A, B)
