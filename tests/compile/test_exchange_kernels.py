@@ -10,7 +10,9 @@ import torch
 import triton
 
 from triton_dist.kernels.common import exchange_kernels as kernels
+from triton_dist.kernels.common.double_tree import role_of
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.tree_all_reduce import kernel_all_reduce_double_tree
 from triton_dist.kernels.nvidia.exchange import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
@@ -28,6 +30,7 @@ ONE_LAUNCH = {
     "two shot": kernels.kernel_all_reduce_two_shot,
     "reduce-scatter": kernels.kernel_reduce_scatter,
     "all-gather": kernels.kernel_all_gather,
+    "double tree": kernel_all_reduce_double_tree,
 }
 PUSHED = {"add": kernels.kernel_add_pushed, "copy": kernels.kernel_copy_pushed}
 # The number of programs is not known to the compiler: one of each of the others.
@@ -43,7 +46,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     def meta(count, of=dtype):
         return torch.empty(count, dtype=of, device="meta")
 
-    total = elements if name == "one shot" else elements * num_ranks
+    total = elements * {"one shot": 1, "double tree": 2}.get(name, num_ranks)
     block = shape.block_bytes // dtype.itemsize
     counts = shard_elements(elements), elements, total, rank
     options = {"NUM_RANKS": num_ranks, "BLOCK": block, "num_warps": shape.num_warps}
@@ -59,6 +62,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     )
     arguments = (
         meta(1), meta(1), meta(1), table, flags, table, flags, guard, 1 << 26, *counts,
+        *(role_of(rank, num_ranks).arguments if name == "double tree" else ()),
     )  # fmt: skip
     options |= {"LANES": triton.next_power_of_2(num_ranks), "NUM_PIECES": pieces}
     return Launch(ONE_LAUNCH[name], (shape.num_ctas,), arguments, options)
@@ -112,7 +116,7 @@ def test_threads_meet_before_one_tells_the_peers(name):
     """One instruction tells all of them, a thread each; nothing is stored after the barrier."""
     ptx = compiled(name, Shape(64, 16384, 4)).ptx
     releases = [found.start() for found in re.finditer(re.escape(RELEASE), ptx)]
-    assert len(releases) == (2 if name == "two shot" else 1)
+    assert len(releases) == {"two shot": 2, "double tree": 3}.get(name, 1)
     for release in releases:
         barrier = ptx.rindex("bar.sync", 0, release)
         assert not re.search(r"st\.global|\bbra\b", ptx[barrier:release])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.double_tree import NOBODY, place_in
 from triton_dist.kernels.nvidia import (
     AllReduceMethod,
     GatherMethod,
@@ -22,6 +23,7 @@ from triton_dist.kernels.nvidia import (
     create_reduce_scatter_ctx,
     reduce_scatter,
 )
+from triton_dist.kernels.nvidia.exchange import shard_elements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
@@ -36,7 +38,7 @@ OPS = {
 
 
 WAYS = {
-    "all_reduce": ("one_shot", "two_shot"),
+    "all_reduce": ("one_shot", "two_shot", "double_tree"),
     "reduce_scatter": ("push", "copy_engine"),
     "all_gather": ("push", "copy_engine"),
 }
@@ -70,8 +72,33 @@ def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def expected_result(op: str, parts: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """What ``op`` must give on ``rank`` for the x of all ranks, flat."""
+def sum_along_trees(parts: list[torch.Tensor]) -> torch.Tensor:
+    """What one launch along two trees gives: in each half a rank adds its part and the rounded sums
+    of its children, left and right, in fp32."""
+    elements = shard_elements(-(-parts[0].numel() // 2))
+    places = [[place_in(tree, rank, len(parts)) for rank in range(len(parts))] for tree in (0, 1)]
+
+    def summed(tree: int, rank: int) -> torch.Tensor:
+        place, part = places[tree][rank], parts[rank].split(elements)[tree]
+        total = torch.zeros_like(part, dtype=torch.float32) + part.float()
+        for child in (place.left, place.right):
+            if child != NOBODY:
+                total += summed(tree, child).float()
+        return total.to(part.dtype)
+
+    roots = [[place.parent for place in tree].index(NOBODY) for tree in places]
+    halves = len(parts[0].split(elements))
+    return torch.cat([summed(tree, roots[tree]) for tree in range(halves)])
+
+
+def expected_result(
+    op: str, parts: list[torch.Tensor], rank: int, name: str = "", step: int | None = None
+) -> torch.Tensor:
+    """What ``op`` must give on ``rank`` for the x of all ranks, flat; ``name``: by which way;
+    ``step``: how many elements a launch sums."""
+    if name == "double_tree" and len(parts) > 1:
+        launches = zip(*(part.split(step or part.numel()) for part in parts), strict=True)
+        return torch.cat([sum_along_trees(list(pieces)) for pieces in launches])
     if op == "all_gather":
         return torch.cat(parts)
     if op == "reduce_scatter":
@@ -127,7 +154,11 @@ class Calls:
         length = elements * size if self.name == "reduce_scatter" else elements
         parts = [addend(1000 * self._number + rank, length, dtype) for rank in self.members]
         rank = self.ctx.rank
-        expected = expected_result(self.name, parts, rank)
+        asked = options.get("method") or options.get("algorithm")
+        step = None
+        if asked is AllReduceMethod.DOUBLE_TREE:
+            step = self.ctx.piece_elements(asked, dtype.itemsize)
+        expected = expected_result(self.name, parts, rank, asked.value if asked else "", step)
         around = torch.full((length + 1,), NAN, dtype=dtype, device=parts[0].device)
         x = around[1:] if misaligned else around[:length]
         x.copy_(parts[rank])

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import collective_ranks
 from tests.distributed.collective_calls import OPS, WAYS
+from triton_dist.kernels.common.double_tree import role_of
 
 WORLD_SIZES = [2, 4]
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
@@ -35,7 +36,7 @@ def test_calls_need_nothing_between_them(spawn_ranks, op):
 @EACH_SIZE
 def test_in_place_and_in_several_launches(spawn_ranks, world_size):
     counts = spawn_ranks(world_size, collective_ranks.in_place_and_large)
-    assert counts == [17] * world_size
+    assert counts == [8 * len(WAYS["all_reduce"]) + 1] * world_size
 
 
 @EACH_OP
@@ -47,7 +48,7 @@ def test_any_rank_may_be_late(spawn_ranks, op):
 @EACH_OP
 def test_nothing_is_overwritten_before_it_is_read(spawn_ranks, op):
     counts = spawn_ranks(2, collective_ranks.late_readers, op)
-    assert counts == [4 * (2 if op == "all_reduce" else 1)] * 2
+    assert counts == [4 * (3 if op == "all_reduce" else 1)] * 2
 
 
 def test_nothing_old_is_read(spawn_ranks):
@@ -56,7 +57,8 @@ def test_nothing_old_is_read(spawn_ranks):
 
 @EACH_SIZE
 def test_all_ranks_and_ways_give_the_same_bits(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, collective_ranks.same_bits, 3) == [6] * world_size
+    count = 3 * len(WAYS["all_reduce"])
+    assert spawn_ranks(world_size, collective_ranks.same_bits, 3) == [count] * world_size
 
 
 @EACH_OP
@@ -73,7 +75,7 @@ def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, op):
 
 def test_a_method_that_is_named_is_tuned_for_itself(spawn_ranks):
     found = spawn_ranks(2, collective_ranks.tuned_for_a_method)
-    assert found == [["ONE_SHOT", "TWO_SHOT"]] * 2
+    assert found == [["ONE_SHOT", "TWO_SHOT", "DOUBLE_TREE"]] * 2
 
 
 def test_disjoint_groups_work_at_once(spawn_ranks):
@@ -92,7 +94,8 @@ def test_epochs_of_copy_engines_may_wrap_around(spawn_ranks, op):
 
 @EACH_OP
 def test_calls_of_two_contexts_alternate(spawn_ranks, op):
-    assert spawn_ranks(2, collective_ranks.replayed, op, 3) == [3 * 4 + 3] * 2
+    count = 3 * 2 * len(WAYS[op]) + 3
+    assert spawn_ranks(2, collective_ranks.replayed, op, 3) == [count] * 2
 
 
 @EACH_OP
@@ -104,6 +107,14 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, op):
         pushed if name == "copy_engine" else f"{op}.arrivals" for name in WAYS[op] for _ in "12"
     ]
     assert second == []
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_wait_that_gave_up_in_a_tree_names_a_neighbour(spawn_ranks, world_size):
+    """Not one of the ranks that it does not hear from."""
+    for rank, named in enumerate(spawn_ranks(world_size, collective_ranks.overdue_in_trees)):
+        sources = role_of(rank, world_size).sources
+        assert named == [(phase, source) for phase in (0, 1) for source in sorted(sources[phase])]
 
 
 @EACH_OP

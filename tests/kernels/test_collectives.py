@@ -11,6 +11,7 @@ import torch
 from tests.distributed.collective_calls import OPS, WAYS, Calls, way
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.nvidia import (
+    AllReduceContext,
     AllReduceMethod,
     GatherMethod,
     ReduceScatterMethod,
@@ -60,12 +61,13 @@ def test_a_world_of_one_is_a_copy(op):
 
 
 def test_names_of_methods():
-    assert get_allreduce_methods() == ["one_shot", "two_shot", "collective"]
+    assert get_allreduce_methods() == ["one_shot", "two_shot", "double_tree", "collective"]
     for name in get_allreduce_methods():
         assert to_allreduce_method(name).value == name
     assert AllReduceMethod.OneShot is AllReduceMethod.ONE_SHOT
-    with pytest.raises(InvalidArgument, match="name is 'double_tree', expected one of one_shot, t"):
-        to_allreduce_method("double_tree")
+    assert AllReduceMethod.DoubleTree is AllReduceMethod.DOUBLE_TREE
+    with pytest.raises(InvalidArgument, match="name is 'multimem', expected one of one_shot, two_"):
+        to_allreduce_method("multimem")
 
 
 @EACH_OP
@@ -101,6 +103,8 @@ def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
     methods = {chosen(config) for config in kept}
     if num_ranks > 1 and op == "all_reduce":
         assert (AllReduceMethod.ONE_SHOT in methods) is (nbytes < 1 << 28)
+        tree = AllReduceMethod.DOUBLE_TREE in methods
+        assert tree is (num_ranks > 2 and nbytes >= 1 << 18)
     if op != "all_reduce":
         whole = nbytes * num_ranks if op == "all_gather" else nbytes
         pushed = METHODS[op].COPY_ENGINE in methods
@@ -109,7 +113,7 @@ def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
 
 def test_a_method_that_is_named_is_the_only_one():
     x, ctx = torch.empty(64, dtype=torch.float16), SimpleNamespace(num_ranks=2)
-    for method in AllReduceMethod:
+    for method in AllReduceMethod:  # a double tree of two ranks too
         kept = [
             config
             for config in allreduce.config_space()
@@ -142,6 +146,18 @@ def test_shapes_stay_within_what_a_launch_can_have():
     assert Shape(1, 512).num_warps == 1
     assert shape_of(None, None, None).num_pieces == 1
     assert [shard_elements(n) for n in (1, 128, 129)] == [128, 128, 256]
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("workspace_nbytes", [1, 4096, 100_000, (1 << 26) + 2])
+def test_a_slot_holds_what_every_way_needs(num_ranks, workspace_nbytes):
+    """Of the largest tensor of one launch."""
+    slot = AllReduceContext.slot_bytes(workspace_nbytes, num_ranks)
+    for item in (2, 4):
+        elements = -(-workspace_nbytes // item)
+        halves = 4 * shard_elements(-(-elements // 2))
+        shards = 2 * num_ranks * shard_elements(-(-elements // num_ranks))
+        assert max(halves, shards) * item <= slot
 
 
 def test_attributes_of_a_context():

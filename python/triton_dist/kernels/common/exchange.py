@@ -16,8 +16,8 @@ and does not wrap.
 *Why a slot is free.* Call n + 2 uses the slot of call n. A rank that begins it has ended call
 n + 1, in which each of its programs waited for every peer; a peer that sent in call n + 1 had begun
 it, and so ended call n, on the same stream before. So nobody waits for a consent. This holds as
-long as every call waits for something of every peer, and a kernel begins after the one before it
-has ended.
+long as every call waits for something of every peer, be it by way of others
+(``tree_all_reduce.py``), and a kernel begins after the one before it has ended.
 
 *Why nobody waits in a circle.* A program sends first and waits afterwards, and programs start in
 the order of their numbers: of all that wait, those with the smallest number have peers that are

@@ -4,14 +4,21 @@ Ways
     one shot    every rank sends all of x to all, and adds: one crossing of the link. For few bytes.
     two shot    every rank gets the parts of its shard, adds, and sends the sum to all: two
                 crossings, but 2 (W - 1) / W of the bytes instead of W - 1. For many.
+    double tree each half of x is added up a binary tree and sent down it: every rank talks to at
+                most four others, but in 2 floor(log2(W)) crossings, and sends up to twice x.
     collective  the group's own: NCCL, gloo on CPU ranks.
-    Both ours are one launch, without a barrier, and store to peers instead of reading from them: a
-    store needs no answer. ``kernels/common/exchange.py`` says why that is right.
+    Ours are one launch, without a barrier, and store to peers instead of reading from them: a store
+    needs no answer. ``kernels/common/exchange.py`` says why that is right, of the trees
+    ``kernels/common/tree_all_reduce.py``.
 
 Numerics
-    Parts travel as they are and are added in fp32 in the order of ranks; the sum is rounded once.
-    So every rank has the same bits, and the same inputs give the same bits, whoever is late and
-    whichever of our ways is taken. A collective adds as its library does.
+    In one shot and two, parts travel as they are and are added in fp32 in the order of ranks; the
+    sum is rounded once. So every rank has the same bits, and the same inputs give the same bits,
+    whoever is late and whichever of the two is taken.
+    In a double tree a rank adds its own part and those of its children in fp32 and rounds the sum,
+    which travels on: floor(log2(W)) roundings on the way to the root. Every rank has the same bits,
+    at every call, but of three ranks and more others than above.
+    A collective adds as its library does.
 """
 
 from __future__ import annotations
@@ -24,10 +31,12 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.double_tree import role_of
 from triton_dist.kernels.common.exchange_kernels import (
     kernel_all_reduce_one_shot,
     kernel_all_reduce_two_shot,
 )
+from triton_dist.kernels.common.tree_all_reduce import kernel_all_reduce_double_tree
 from triton_dist.kernels.nvidia import collective_context
 from triton_dist.kernels.nvidia.allreduce_context import (
     ONE_SHOT_BYTES,
@@ -62,6 +71,12 @@ __all__ = [
     "get_allreduce_methods",
     "to_allreduce_method",
 ]
+
+_TREE_SHAPES = (
+    SMALL_SHAPES[0],
+    *(Shape(ctas, 8192) for ctas in (16, 64)),
+    *(Shape(ctas, 16384, pieces) for ctas in (64, 128) for pieces in (4, 8)),
+)
 
 
 def _check(
@@ -109,11 +124,24 @@ def prune_fn(
         # CPU ranks are there to run our kernels.
         return method is algorithm or current_device().name == "cuda"
     nbytes = x.nbytes
-    if algorithm is AllReduceMethod.TWO_SHOT:
-        nbytes = -(-nbytes // ctx.num_ranks)
-    elif method is None and nbytes > ONE_SHOT_BYTES:
+    if method is None and not _may_win(algorithm, nbytes, ctx.num_ranks):
         return False
-    return is_worth_trying(shape_in(config), nbytes)
+    return is_worth_trying(shape_in(config), -(-nbytes // _num_shards(algorithm, ctx.num_ranks)))
+
+
+def _may_win(algorithm: AllReduceMethod, nbytes: int, num_ranks: int) -> bool:
+    """Whether one of our ways may be faster than the others. Of two ranks, a double tree sends what
+    two shots send; of more, few bytes take one crossing in one shot, and at least two in it."""
+    if algorithm is AllReduceMethod.ONE_SHOT:
+        return nbytes <= ONE_SHOT_BYTES
+    return algorithm is not AllReduceMethod.DOUBLE_TREE or (
+        num_ranks > 2 and nbytes >= TWO_SHOT_FROM
+    )
+
+
+def _num_shards(algorithm: AllReduceMethod, num_ranks: int) -> int:
+    """Into how many shards, or halves, x is divided."""
+    return {AllReduceMethod.ONE_SHOT: 1, AllReduceMethod.DOUBLE_TREE: 2}.get(algorithm, num_ranks)
 
 
 def config_space() -> list[dict[str, Any]]:
@@ -121,6 +149,7 @@ def config_space() -> list[dict[str, Any]]:
     space = [_config(None, DEFAULT_SHAPE)]
     space += [_config(AllReduceMethod.ONE_SHOT, shape) for shape in SMALL_SHAPES]
     space += [_config(AllReduceMethod.TWO_SHOT, shape) for shape in SMALL_SHAPES + LARGE_SHAPES]
+    space += [_config(AllReduceMethod.DOUBLE_TREE, shape) for shape in _TREE_SHAPES]
     return [*space, _config(AllReduceMethod.COLLECTIVE, None)]
 
 
@@ -172,8 +201,8 @@ def all_reduce(
     """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
     shape.
 
-    fp32 accumulation in the order of ranks, rounded once: the same bits on every rank and at every
-    call (see the module).
+    fp32 accumulation in the order of ranks, rounded once; in a double tree in the order of the
+    tree, rounded at each node. The same bits on every rank and at every call (see the module).
 
     All ranks call alike. Calls may follow one another without synchronisation and be captured in a
     CUDA graph, which all ranks then replay equally often. On the device, calls with one context
@@ -188,7 +217,7 @@ def all_reduce(
         straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
         algorithm: the method (tuned).
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
-        num_pieces: in how many pieces a program's share travels, in two shots (tuned).
+        num_pieces: in how many pieces a program's share travels, not in one shot (tuned).
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
@@ -226,7 +255,7 @@ def _default_method(nbytes: int) -> AllReduceMethod:
 def _shape_of(
     method: AllReduceMethod, num_ctas: int | None, block_bytes: int | None, num_pieces: int | None
 ) -> Shape:
-    pieces = num_pieces if method is AllReduceMethod.TWO_SHOT else 1
+    pieces = 1 if method is AllReduceMethod.ONE_SHOT else num_pieces
     return shape_of(num_ctas, block_bytes, pieces)
 
 
@@ -234,5 +263,11 @@ def _exchange(method: AllReduceMethod, total: int, ctx: AllReduceContext, shape:
     """One launch, for ``total`` elements."""
     if method is AllReduceMethod.ONE_SHOT:
         return Exchange(kernel_all_reduce_one_shot, total, total, shape)
-    elements = shard_elements(-(-total // ctx.num_ranks))
-    return Exchange(kernel_all_reduce_two_shot, elements, total, shape, phases=2)
+    elements = shard_elements(-(-total // _num_shards(method, ctx.num_ranks)))
+    if method is AllReduceMethod.TWO_SHOT:
+        return Exchange(kernel_all_reduce_two_shot, elements, total, shape, phases=2)
+    role = role_of(ctx.rank, ctx.num_ranks)
+    return Exchange(
+        kernel_all_reduce_double_tree, elements, total, shape, phases=2, sources=role.sources,
+        arguments=role.arguments,
+    )  # fmt: skip

@@ -22,11 +22,15 @@ class AllReduceMethod(enum.Enum):
     """Everything to everybody, who all add everything. In one launch up to 4 MB."""
     TWO_SHOT = "two_shot"
     """Every rank adds a shard and sends it to all."""
+    DOUBLE_TREE = "double_tree"
+    """Each half is added up a binary tree and sent down it. Of three ranks and more with other bits
+    than the two above."""
     COLLECTIVE = "collective"
     """The group's all-reduce: NCCL, gloo on CPU ranks."""
     # Names that scripts use.
     OneShot = "one_shot"  # noqa: PIE796
     TwoShot = "two_shot"  # noqa: PIE796
+    DoubleTree = "double_tree"  # noqa: PIE796
 
     def __repr__(self) -> str:
         return str(self)
@@ -56,11 +60,12 @@ class AllReduceContext(collective_context.CollectiveContext):
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """Both ways share it: parts of up to a few MB from each rank; or parts of a shard, then
-        sums of all shards."""
+        """All ways share it: parts of up to a few MB from each rank; or parts of a shard, then
+        sums of all shards; or a half from each of two children, then the sums of both halves."""
         one_shot = collective_context.shard_bytes(min(workspace_nbytes, ONE_SHOT_BYTES), 1)
         two_shot = 2 * collective_context.shard_bytes(workspace_nbytes, num_ranks)
-        return num_ranks * max(one_shot, two_shot)
+        double_tree = 4 * collective_context.shard_bytes(workspace_nbytes, 2)
+        return max(num_ranks * one_shot, num_ranks * two_shot, double_tree)
 
     def piece_elements(self, method: AllReduceMethod, item_bytes: int) -> int:
         """Elements of ``item_bytes`` that one launch can sum."""

@@ -109,16 +109,26 @@ def fits_vectors(x: torch.Tensor, elements: int) -> bool:
     return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % _VECTOR_BYTES == 0
 
 
+Sources = tuple[tuple[int, ...], ...]
+"""By phase, ranks."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """One launch of a kernel of ``exchange_kernels.py``: shards of ``elements`` elements, ``total``
-    in all. phases: how often a program waits for what peers send in a piece."""
+    in all.
+
+    phases: how often a program waits for what peers send in a piece. sources: for whom in each
+    phase; ``None``: for every peer. arguments: what the kernel takes besides.
+    """
 
     kernel: Any
     elements: int
     total: int
     shape: Shape
     phases: int = 1
+    sources: Sources | None = None
+    arguments: tuple[int, ...] = ()
 
 
 def shard_elements(elements: int) -> int:
@@ -157,7 +167,7 @@ class ExchangeBuffer:
         ).split(self.num_ranks)
         self.launcher = Launcher()
         self._most_polls = 0
-        self._last: tuple[int, int, int] | None = None
+        self._last: tuple[int, int, int, Sources | None] | None = None
 
     def regions(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """What every kernel takes: slots, flags, count of calls and guard, and how many elements of
@@ -174,7 +184,7 @@ class ExchangeBuffer:
         """The launch of an exchange; x and out contiguous."""
         arguments = (
             x, out, *self.regions(x.dtype), shard_elements(exchange.elements),
-            exchange.elements, exchange.total, self.rank,
+            exchange.elements, exchange.total, self.rank, *exchange.arguments,
         )  # fmt: skip
         options = {
             "NUM_RANKS": self.num_ranks,
@@ -192,7 +202,8 @@ class ExchangeBuffer:
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
-        self.begin(exchange.phases, exchange.shape.num_ctas, exchange.shape.num_pieces)
+        shape = exchange.shape
+        self.begin(exchange.phases, shape.num_ctas, shape.num_pieces, exchange.sources)
         addresses = (x.data_ptr(), out.data_ptr())
         # Triton compiles another kernel for pointers that are no multiples of 16 bytes.
         misaligned = tuple(address % _VECTOR_BYTES for address in addresses)
@@ -204,9 +215,12 @@ class ExchangeBuffer:
         )
         self.end()
 
-    def begin(self, phases: int, num_ctas: int, num_pieces: int) -> None:
+    def begin(
+        self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None = None
+    ) -> None:
         """Go on to a launch: so many programs wait in so many phases for so many pieces of their
-        peers. What waits by its guard, waits no longer than trials allow."""
+        peers, or of those in ``sources``. What waits by its guard, waits no longer than trials
+        allow."""
         most_polls = waits.limit_polls()
         if most_polls != self._most_polls:
             guard = self.memory["guard"].local
@@ -214,7 +228,7 @@ class ExchangeBuffer:
                 guard[_GAVE_UP] = 0  # in trials before these, after which nobody looked
             guard[_MOST_POLLS] = most_polls
             self._most_polls = most_polls
-        self._last = phases, num_ctas, num_pieces
+        self._last = phases, num_ctas, num_pieces, sources
 
     def end(self) -> None:
         """After the launch.
@@ -274,7 +288,9 @@ class ExchangeBuffer:
             seconds=waits.limit_seconds() or 0.0,
         )
 
-    def _overdue(self, phases: int, num_ctas: int, num_pieces: int) -> tuple[str, int, int]:
+    def _overdue(
+        self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None
+    ) -> tuple[str, int, int]:
         """The first flag that the last call waited for in vain: its name, what it had to reach, and
         its value."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
@@ -283,6 +299,9 @@ class ExchangeBuffer:
         seen = flags.view(_PHASES, MAX_CTAS, self.num_ranks)[:phases, :num_ctas]
         late = seen < expected
         late[..., self.rank] = False
+        for phase, awaited in enumerate(sources or ()):
+            others = [source for source in range(self.num_ranks) if source not in awaited]
+            late[phase, :, others] = False
         found = late.nonzero()
         if not len(found):
             return "which has arrived since", expected, expected
