@@ -22,7 +22,7 @@ from triton_dist.kernels.nvidia.exchange import (
 )
 from triton_dist.testing.compile_only import compile_kernel, compile_only
 
-ACQUIRE = "ld.global.sys.acquire.b64"
+ACQUIRE = "sys.acquire"
 RELEASE = "atom.global.sys.release.exch.b64"
 COUNT = "atom.global.gpu.relaxed.add.u64"
 ONE_LAUNCH = {

@@ -89,23 +89,24 @@ def tell_ranks(flags, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
 
 
 @jit
-def await_peers(arrivals_ptr, guard_ptr, phase, value, rank, NUM_RANKS: tl.constexpr):
-    """Wait until this program of every peer has got to ``value`` (acquire); gives a token."""
-    token = 0
-    for step in range(1, NUM_RANKS):
-        source = (rank + step) % NUM_RANKS
-        flag = arrivals_ptr + flag_offset(phase, NUM_RANKS) + source
-        token += dl.wait(flag, 1, value, guard_ptr)
-    return token
-
-
-@jit
 def await_programs(arrivals_ptr, guard_ptr, phase, programs, value, NUM_RANKS: tl.constexpr):
     """Wait until of each rank that of ``programs``, [ranks, rounded up to a power of two], has got
-    to ``value`` (acquire); gives a token. All flags are looked at together."""
+    to ``value`` (acquire); gives a token.
+
+    All flags are looked at together: one after another, each look takes as long as the first.
+    """
     sources = tl.arange(0, programs.shape[0])
     flags = arrivals_ptr + (phase * MAX_CTAS + programs) * NUM_RANKS + sources
     return dl.wait(flags, NUM_RANKS, value, guard_ptr)
+
+
+@jit
+def await_peers(
+    arrivals_ptr, guard_ptr, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
+):
+    """Wait until this program of every rank has got to ``value`` (acquire); gives a token."""
+    same = tl.zeros((LANES,), tl.int32) + tl.program_id(0)
+    return await_programs(arrivals_ptr, guard_ptr, phase, same, value, NUM_RANKS)
 
 
 @jit

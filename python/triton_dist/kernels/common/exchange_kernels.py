@@ -68,7 +68,7 @@ def kernel_all_reduce_one_shot(
     )  # fmt: skip
     value = epoch * MAX_PIECES + 1
     tell_ranks(flags, 0, value, NUM_RANKS, LANES)
-    token = await_peers(arrivals_ptr, guard_ptr, 0, value, rank, NUM_RANKS)
+    token = await_peers(arrivals_ptr, guard_ptr, 0, value, NUM_RANKS, LANES)
     add_parts(
         x_ptr, slots_ptr, out_ptr, slots_table, offset, offset, 0, 0, elements, total,
         shard_elements, 0, blocks, token, rank, NUM_RANKS, BLOCK, False,
@@ -117,7 +117,7 @@ def kernel_all_reduce_two_shot(
             )  # fmt: skip
             tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
         if (piece >= 1) & (piece <= NUM_PIECES):
-            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, rank, NUM_RANKS)
+            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, NUM_RANKS, LANES)
             add_parts(
                 x_ptr, slots_ptr, out_ptr, slots_table, offset, gathered_offset, own, own,
                 elements, total, shard_elements, first - blocks, first, token, rank,
@@ -125,7 +125,7 @@ def kernel_all_reduce_two_shot(
             )  # fmt: skip
             tell_ranks(flags, 1, value + piece, NUM_RANKS, LANES)
         if piece >= 2:
-            token = await_peers(arrivals_ptr, guard_ptr, 1, value + piece - 1, rank, NUM_RANKS)
+            token = await_peers(arrivals_ptr, guard_ptr, 1, value + piece - 1, NUM_RANKS, LANES)
             copy_shards(
                 slots_ptr, out_ptr, gathered_offset, elements, total, shard_elements,
                 first - 2 * blocks, first - blocks, token, rank, NUM_RANKS, BLOCK,
@@ -169,7 +169,7 @@ def kernel_reduce_scatter(
             )  # fmt: skip
             tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
         if piece >= 1:
-            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, rank, NUM_RANKS)
+            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, NUM_RANKS, LANES)
             add_parts(
                 x_ptr, slots_ptr, out_ptr, slots_table, offset, offset, own, 0, elements, total,
                 shard_elements, first - blocks, first, token, rank, NUM_RANKS, BLOCK, False,
@@ -212,7 +212,7 @@ def kernel_all_gather(
             )  # fmt: skip
             tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
         if piece >= 1:
-            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, rank, NUM_RANKS)
+            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, NUM_RANKS, LANES)
             copy_shards(
                 slots_ptr, out_ptr, offset, elements, total, shard_elements,
                 first - blocks, first, token, rank, NUM_RANKS, BLOCK,

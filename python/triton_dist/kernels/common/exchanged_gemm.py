@@ -46,6 +46,7 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange import (
     MAX_CTAS,
     MAX_PIECES,
+    await_peers,
     await_programs,
     begin_call,
     behind,
@@ -185,8 +186,7 @@ def kernel_gemm_exchange(
     if PASS_ON:
         tell_ranks(flags, 1, value, NUM_RANKS, LANES)
         # Strips of the same number are those of the programs of the same number.
-        same = tl.zeros((LANES,), tl.int32) + tl.program_id(0)
-        token = await_programs(arrivals_ptr, guard_ptr, 1, same, value, NUM_RANKS)
+        token = await_peers(arrivals_ptr, guard_ptr, 1, value, NUM_RANKS, LANES)
         for step in tl.static_range(1, NUM_RANKS):
             owner = (rank + step) % NUM_RANKS
             owned = min(rows, M - owner * rows)

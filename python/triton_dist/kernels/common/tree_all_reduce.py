@@ -49,7 +49,7 @@ from triton_dist.kernels.common.exchange import (
     behind,
     first_of,
     flag_offset,
-    flags_at_peers,
+    flags_at_ranks,
     pieces_of,
     slot_offset,
 )
@@ -198,7 +198,7 @@ def kernel_all_reduce_double_tree(
     """Sum x [total] over all ranks into out; ``elements`` is what a half has, of which the second
     may have less. What follows ``rank`` is its ``Role``: the tree in which it is a leaf, the parent
     there and whether this rank is its right child; the same of the other tree, and the children."""
-    flags = flags_at_peers(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
+    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
     epoch = begin_call(calls_ptr)
     offset = slot_offset(epoch, slot_elements)
     shard = shard_elements.to(tl.int64)
