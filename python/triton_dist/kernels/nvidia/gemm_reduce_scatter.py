@@ -14,7 +14,8 @@ Timeline of one call (W = 4), on every rank at once
     ``fuse_scatter=True``: the program that computed a tile stores it into its owner's memory.
     ``False``: tiles stay here, and a copy engine pushes each slab, in ``num_chunks`` chunks, as
     their tiles are complete. Either way the program that computes an own tile waits until the peers
-    have sent theirs, and adds them.
+    have sent theirs, and adds them; but for ``WARP_SPECIALIZED`` tiles, on Hopper, of a slab that
+    is pushed: there a second kernel adds the own rows.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
@@ -46,31 +47,38 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
-    Scattering,
     chunks_of_slab,
-    scattered_gemm,
     tiles_of_slab,
 )
 from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
-from triton_dist.kernels.nvidia.gemm import get_config_space, tile_shapes
-from triton_dist.kernels.nvidia.gemm_context import run_gemm
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+    WARP_SPECIALIZED_SPLIT_K_TILES,
+    fits_shape,
+)
+from triton_dist.kernels.nvidia.gemm import (
+    get_config_space,
+    tile_shapes,
+    warp_specialized_tiles,
+)
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
     create_gemm_rs_context,
 )
+from triton_dist.kernels.nvidia.gemm_reduce_scatter_tiles import ScatteredCall
 from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
 
 # How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
-_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
+_CHUNKS, _SPECIALIZED_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2, 4), (1, 2)
+# How many of those for specialised warps that are cut along K.
+_CUT_TILES = 1
 
 __all__ = ["GEMMReduceScatterTensorParallelContext", "create_gemm_rs_context", "gemm_rs"]
 
@@ -120,14 +128,19 @@ def prune_fn(
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
     # A has all rows here: not to be multiplied by the context's ranks.
-    return gemm.prune_fn(config, A, B)
+    if not gemm.prune_fn(config, A, B):
+        return False
+    tiles, rows = config["gemm_config"], A.shape[0] // ctx.num_ranks
+    is_cut = "SPLIT_K" in tiles.kwargs
+    return not is_cut or fits_shape(tiles, rows, B.shape[1], ctx.num_ranks)
 
 
 def config_space() -> list[dict[str, Any]]:
     """Tiles and transfer together; the first is the default.
 
     Every tile shape with tiles sent one by one; then slabs that a copy engine pushes, the largest
-    tiles in any number of chunks, those for few rows in few; then what torch brings.
+    tiles in any number of chunks, those for few rows in few; then the same with specialised warps,
+    where they can be compiled; then what torch brings.
     """
     descriptors = current_device().prefers_descriptors
     fused = [
@@ -140,7 +153,16 @@ def config_space() -> list[dict[str, Any]]:
         for number, config in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
         for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
     ]
-    return fused + pushed + [_vendor_config(method) for method in vendor.candidates_here()]
+    whole = warp_specialized_tiles()
+    cut = WARP_SPECIALIZED_SPLIT_K_TILES[:_CUT_TILES] if whole else ()
+    specialized = [
+        _config(config, True, False, num_chunks)
+        for tiles, chunks in ((whole, _SPECIALIZED_CHUNKS), (cut, _FEW_CHUNKS))
+        for config in tiles
+        for num_chunks in chunks
+    ]
+    by_vendors = [_vendor_config(method) for method in vendor.candidates_here()]
+    return fused + pushed + specialized + by_vendors
 
 
 def _config(
@@ -158,10 +180,6 @@ def _config(
 def _vendor_config(method: VendorMethod) -> dict[str, Any]:
     names = ("gemm_config", "persistent", "fuse_scatter", "num_chunks")
     return {**dict.fromkeys(names), "method": method}
-
-
-def _empty_rows(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
-    return A.new_empty((A.shape[0] // ctx.num_ranks, B.shape[1]))
 
 
 def _scatter(fuse_scatter: bool, adds: bool) -> Scatter:
@@ -186,13 +204,14 @@ def _prepare(
     if method is not None or gemm_config is None:
         return
     to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
-    C = _empty_rows(A, B, ctx)
-    _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks or 1).compile()
+    call = ScatteredCall(A, B, bias, ctx, gemm_config, bool(persistent), to, num_chunks or 1)
+    for launch in call.launches():
+        launch.compile()
 
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
     """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.buffer.slots.reset()
+    ctx.reset()
 
 
 @tune.autotune(
@@ -260,67 +279,30 @@ def gemm_rs(
     if not 1 <= num_chunks <= MAX_CHUNKS:
         raise InvalidArgument("gemm_rs", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
     scatter = _scatter(bool(fuse_scatter), adds)
-    buffer, C = ctx.buffer, _empty_rows(A, B, ctx)
-    tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
+    buffer, rows = ctx.buffer, A.shape[0] // ctx.num_ranks
+    tiles = tiles_of_slab(gemm_config, rows, ctx.N)
     pushes, awaited = None, False
     buffer.slots.take()
     ctx.sleep(straggler_option)
     try:
         to = buffer.describe(scatter)
+        call = ScatteredCall(A, B, bias, ctx, gemm_config, bool(persistent), to, num_chunks)
         stream = ctx.device.current_stream()
         if scatter == "slab" and ctx.num_ranks > 1:
-            pushes = buffer.pushes(C.shape[0], gemm_config, num_chunks)
+            pushes = buffer.pushes(rows, gemm_config, num_chunks, call.count)
             pushes.fork(stream)
-        _run_gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks, looks)
+        call.run_gemm(looks)
         if pushes is not None:
             pushes.queue()
-        awaited = True  # an own tile waits for each peer
+        call.run_sum(looks)
+        awaited = True  # who sums an own tile waits for each peer
     finally:
         if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
             pushes.join(stream)
         buffer.slots.finish(
             awaited, lambda: buffer.expected(num_chunks if scatter == "slab" else tiles)
         )
-    return C
-
-
-def _gemm(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
-    gemm_config: triton.Config,
-    to: Scattering,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    persistent: bool,
-    num_chunks: int,
-) -> Launch:
-    return scattered_gemm(
-        A, B, C, bias, gemm_config, to,
-        num_sms=ctx.device.num_sms, persistent=persistent, num_chunks=num_chunks,
-    )  # fmt: skip
-
-
-def _run_gemm(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
-    gemm_config: triton.Config,
-    to: Scattering,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    persistent: bool,
-    num_chunks: int,
-    looks: tuple[Any, ...],
-) -> None:
-    tensors = {"a_ptr": A, "b_ptr": B, "c_ptr": C, "bias_ptr": C if bias is None else bias}
-    run_gemm(
-        ctx.buffer.slots.launcher,
-        (id(looks), id(to), id(gemm_config), persistent, num_chunks),
-        lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent, num_chunks),
-        tensors,
-        alive=(looks, to, gemm_config),
-    )
+    return call.C
 
 
 def _vendor(

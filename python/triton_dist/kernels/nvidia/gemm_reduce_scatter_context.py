@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.gemm_context import (
     Check,
     GEMMContext,
@@ -21,6 +22,7 @@ from triton_dist.kernels.nvidia.gemm_context import (
     look_of,
 )
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
+from triton_dist.kernels.nvidia.split_room import SplitRoom
 from triton_dist.runtime.ranks import group_for
 
 
@@ -52,8 +54,24 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
             max_M // size, N, output_dtype, reduce_st, rs_stream, group, "gemm_rs"
         )
         super().__init__(buffer, group)
+        self._split_room = SplitRoom()
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
+
+    @property
+    def split_workspace(self) -> SplitWorkspace:
+        """What tiles that are cut along K are added up in; allocated at the first use, once."""
+        return self._split_room.workspace
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.buffer.slots.reset()
+        self._split_room.reset()
+
+    def _free(self) -> None:
+        self._split_room.free()
+        super()._free()
 
 
 def create_gemm_rs_context(
