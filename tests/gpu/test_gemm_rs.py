@@ -10,6 +10,8 @@ import functools
 import pytest
 
 from tests.distributed import gemm_rs_ranks
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import WARP_SPECIALIZED_SPLIT_K_TILES
+from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES
 from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -29,6 +31,17 @@ def test_every_way_and_both_kernels(on_gpus):
 
 def test_slabs_in_any_number_of_chunks(on_gpus):
     assert set(on_gpus(gemm_rs_ranks.chunked, 16)) == {48}
+
+
+def test_specialised_warps(on_gpus):
+    tiles = len(WARP_SPECIALIZED_TILES) + len(WARP_SPECIALIZED_SPLIT_K_TILES)
+    assert all(counts == [5 * tiles] * 3 for counts in on_gpus(gemm_rs_ranks.specialized_warps))
+
+
+def test_specialised_warps_that_give_up_leave_nothing_behind(on_gpus):
+    first, *others = on_gpus(gemm_rs_ranks.specialized_warps_give_up)
+    assert [flag[:-1] for flag in first] == ["gemm_rs.arrivals"] * 2
+    assert others == [[]] * len(others)
 
 
 def test_a_kernel_that_raises_leaves_nothing_queued(on_gpus):

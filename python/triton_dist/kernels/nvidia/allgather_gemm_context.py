@@ -14,7 +14,6 @@ from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
 from triton_dist.kernels.nvidia.gemm_context import (
     Check,
     GEMMContext,
@@ -26,6 +25,7 @@ from triton_dist.kernels.nvidia.gemm_context import (
     layout_of,
     look_of,
 )
+from triton_dist.kernels.nvidia.split_room import SplitRoom
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +64,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         super().__init__(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"), group)
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.launcher = Launcher()
-        with torch.inference_mode(False):
-            # Now: zeros that are written in a capture would be there from its first replay on.
-            _, counters = room_for_parts(self.device.num_sms)
-            self._split_counters = torch.zeros(
-                counters, dtype=torch.int32, device=self.device.torch_device
-            )
-        self.device.synchronize()  # calls may come on any stream
+        self._split_room = SplitRoom()
 
     @property
     def symm_workspace(self) -> torch.Tensor:
@@ -84,13 +78,10 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
                 self.max_M, self.K, dtype=self.dtype, device=self.device.torch_device
             )
 
-    @functools.cached_property
+    @property
     def split_workspace(self) -> SplitWorkspace:
         """What tiles that are cut along K are added up in; allocated at the first use, once."""
-        with torch.inference_mode(False):
-            elements, _ = room_for_parts(self.device.num_sms)
-            partials = torch.empty(elements, dtype=torch.float32, device=self.device.torch_device)
-        return SplitWorkspace(partials, self._split_counters)
+        return self._split_room.workspace
 
     def own_rows(self, rows: int) -> torch.Tensor:
         """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
@@ -100,12 +91,11 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
         self.buffer.reset()
-        self._split_counters.zero_()
-        self.device.synchronize()
+        self._split_room.reset()
 
     def _free(self) -> None:
-        for name in ("split_workspace", "collective_rows"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("collective_rows", None)
+        self._split_room.free()
         super()._free()
 
 

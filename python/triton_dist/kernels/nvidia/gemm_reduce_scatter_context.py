@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.kernels.nvidia.gemm_context import (
     Check,
@@ -22,6 +23,7 @@ from triton_dist.kernels.nvidia.gemm_context import (
     look_of,
 )
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
+from triton_dist.kernels.nvidia.split_room import SplitRoom
 from triton_dist.runtime.ranks import group_for
 
 EXCHANGED_BYTES = 64 << 20
@@ -58,6 +60,7 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
             max_M // size, N, output_dtype, reduce_st, rs_stream, group, "gemm_rs"
         )
         super().__init__(buffer, group)
+        self._split_room = SplitRoom()
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
@@ -67,13 +70,20 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
             size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs"
         )
 
+    @property
+    def split_workspace(self) -> SplitWorkspace:
+        """What tiles that are cut along K are added up in; allocated at the first use, once."""
+        return self._split_room.workspace
+
     def reset(self) -> None:
-        """Bring the flags of all ranks back to one state after a call that failed on some rank.
+        """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
         self.buffer.slots.reset()
         self.exchange.reset()
+        self._split_room.reset()
 
     def _free(self) -> None:
+        self._split_room.free()
         super()._free()
         self.exchange.free()
 
