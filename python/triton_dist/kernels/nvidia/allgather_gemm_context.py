@@ -15,12 +15,10 @@ from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
+from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.gemm_context import (
-    Check,
     GEMMContext,
     accept,
-    agree_to_create,
-    group_checks,
     kernel_checks,
     kind_checks,
     layout_of,
@@ -103,10 +101,10 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self._split_counters.zero_()
         self.device.synchronize()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         for name in ("split_workspace", "collective_rows"):
             self.__dict__.pop(name, None)
-        super()._free()
+        super().free()
 
 
 def create_ag_gemm_context(

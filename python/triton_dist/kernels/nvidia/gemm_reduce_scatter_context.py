@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.gemm_context import (
-    Check,
     GEMMContext,
     accept,
     addend_checks,
-    agree_to_create,
-    group_checks,
     kernel_checks,
     layout_of,
     look_of,
