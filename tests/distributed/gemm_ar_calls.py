@@ -7,28 +7,60 @@ from typing import Any
 
 import torch
 
-from tests.distributed.gemm_rs_calls import SummedCalls
-from triton_dist.kernels.nvidia import GEMMAllReduceMethod, create_gemm_ar_context, gemm_ar
+from tests.distributed.summed_gemm_calls import SummedCalls, Way
+from triton_dist.kernels.nvidia import (
+    GEMMAllReduceMethod,
+    create_gemm_ar_context,
+    gemm_allreduce_tiles,
+    gemm_ar,
+)
+from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 # How a product is summed.
-WAYS: tuple[dict[str, Any], ...] = (
+WAYS: tuple[Way, ...] = (
     {"method": GEMMAllReduceMethod.ONE_SHOT},
     {"method": GEMMAllReduceMethod.TWO_SHOT},
     {"method": GEMMAllReduceMethod.TWO_SHOT, "num_chunks": 3},
     {"method": GEMMAllReduceMethod.TWO_SHOT, "copy_to_local": False},
     {"method": GEMMAllReduceMethod.TWO_SHOT, "num_chunks": 2, "copy_to_local": False},
+    {"method": GEMMAllReduceMethod.TWO_SHOT, "exchange": True},
     {"method": GEMMAllReduceMethod.SERIAL},
 )
-TILED = WAYS[:5]
+TILED = WAYS[:6]
+COLLECTIVE: Way = {"method": GEMMAllReduceMethod.COLLECTIVE, "gemm_config": None}
 
 
 class Calls(SummedCalls):
     """``rows`` are all. A result in the context's memory is looked at when the next call has been
     made, as late as it is valid."""
 
-    op, poisoned = gemm_ar, ("partials", "sums")
+    name, op, create = "gemm_ar", gemm_ar, staticmethod(create_gemm_ar_context)
+    config_space, gemm_module = staticmethod(config_space), gemm_allreduce_tiles
+    poisoned, flags = ("partials", "sums"), ("arrivals", "sum_arrivals", "consumed")
+
+    ways, tiled, slabs = WAYS, TILED, WAYS[1]
+    epoch_ways, layout_ways = TILED, TILED
+    in_turn, in_trials = (*WAYS, COLLECTIVE), WAYS[:2]
+    looks = (0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
+    overdue = (
+        *("all_reduce.arrivals",) * 2,
+        *("gemm_ar.arrivals",) * 8,
+        *("all_reduce.arrivals",) * 4,
+    )
+
+    rounds, fewest_configs = 2, 60
+    every_rows, many, few = (137, 5, 1, 64, 3, 129, 63, 17), 77, 40
+    operand_ways = ((77, TILED), (1, TILED), (67, TILED), (5, TILED))
+    chunked_rows = (300, 65, 1)
+    tuned_calls = (
+        {"rows": 11, "layout": "column-major"},
+        {"rows": 5, "has_bias": True},
+        {"rows": 11, "copy_to_local": False},
+    )
+    # One launch; then, as it is the first in two shots, a look, the GEMM, the copy, and the end.
+    second_call, launches = WAYS[1], 5
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -38,16 +70,31 @@ class Calls(SummedCalls):
         group_for(self.ctx.group).barrier("the exchange is poisoned")
         self._borrowed: int | None = None  # which of the results
 
-    def create(self, *args: Any, **options: Any) -> Any:
-        return create_gemm_ar_context(*args, **options)
-
-    def rows_of_a(self, rows: int) -> int:
+    @staticmethod
+    def rows_of_a(rows: int, num_ranks: int) -> int:
         return rows
 
-    def own_rows(self, rows: int) -> slice:
+    @staticmethod
+    def own_rows(rows: int, rank: int) -> slice:
         return slice(0, rows)
 
-    def bias_seed(self) -> int:
+    @staticmethod
+    def bias_seed(rank: int) -> int:
+        return 0
+
+    @staticmethod
+    def full_rows(way: Way) -> int:
+        return 1021 if way["method"] is GEMMAllReduceMethod.ONE_SHOT else 4091
+
+    @staticmethod
+    def bad_calls(M: int, K: int) -> dict[str, dict[str, Any]]:
+        return {
+            "method": {"method": "two_shot"},
+            "gemm_config": {"gemm_config": None, "method": GEMMAllReduceMethod.TWO_SHOT},
+        }
+
+    @staticmethod
+    def bad_max_M(max_M: int) -> int:
         return 0
 
     def __call__(self, *args: Any, **options: Any) -> None:

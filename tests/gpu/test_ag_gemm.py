@@ -5,7 +5,6 @@ The functions of the ranks are those of tests/distributed.
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -23,14 +22,6 @@ from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES
 from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def on_gpus(request):
-    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
-    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
 
 
 def test_every_schedule_and_both_kernels(on_gpus):

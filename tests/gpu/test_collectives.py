@@ -5,24 +5,13 @@ The functions of the ranks are those of tests/distributed.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from tests.distributed import collective_ranks
 from tests.distributed.collective_calls import OPS, WAYS
-from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
-
-
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def on_gpus(request):
-    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
-    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
 
 
 @EACH_OP

@@ -17,8 +17,8 @@ from triton_dist.kernels.nvidia import (
     ag_gemm,
     allgather_gemm,
     allgather_gemm_space,
+    context,
     create_ag_gemm_context,
-    gemm_context,
     vendor,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
@@ -222,7 +222,7 @@ def test_a_rank_of_another_world_is_refused():
 
 
 def test_cpu_ranks_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(gemm_context, "is_interpreting", lambda: False)
+    monkeypatch.setattr(context, "is_interpreting", lambda: False)
     with pytest.raises(InvalidArgument, match="TRITON_INTERPRET is 'unset', expected 1"):
         create_ag_gemm_context(8, 8, 8, torch.float16, 0, 1)
 

@@ -9,8 +9,7 @@ import torch
 import triton
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
-from tests.distributed.gemm_rs_calls import Calls
-from tests.distributed.gemm_rs_ranks import WAYS
+from tests.distributed.gemm_rs_calls import WAYS, Calls
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Chunks,

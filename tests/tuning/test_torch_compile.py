@@ -3,9 +3,13 @@ graph once."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from tests.tuning import eager_then_compiled
 from triton_dist.tune import autotune, to_hashable
 
 pytestmark = pytest.mark.filterwarnings(
@@ -117,3 +121,8 @@ def test_clearing_is_seen_by_what_was_compiled():
     scaled.clear()
     torch.testing.assert_close(model(A), A * 3 + B)
     assert len(scaled._hits) == 1
+
+
+def test_what_compiles_is_imported_by_who_compiles():
+    program = [sys.executable, eager_then_compiled.__file__]
+    assert subprocess.run(program, check=True, capture_output=True, text=True).stdout == "2 1\n"

@@ -38,6 +38,7 @@ from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import software_versions
+from triton_dist.runtime.untraced import untraced
 from triton_dist.runtime.waits import bounded_waits, settling
 
 _SCOPES = ("world", "rank")
@@ -148,7 +149,7 @@ def autotune(
             Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn),
             composer.compose,
             composer.memory.clear,
-            torch.compiler.disable,
+            untraced,
         )
 
     return decorate

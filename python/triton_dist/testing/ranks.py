@@ -237,8 +237,7 @@ def _context(environment: Mapping[str, str]) -> Any:
     if settings != _server_settings:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo: the first call of a tuned function needs it, and it takes two seconds.
-    preload = ["torch", "torch._dynamo", "torch.distributed", "triton", "triton.language"]
+    preload = ["torch", "torch.distributed", "triton", "triton.language"]
     # Modules of tests import pytest, so ranks that run functions from them need it too.
     context.set_forkserver_preload(preload + (["pytest"] if "pytest" in sys.modules else []))
     forkserver.ensure_running()  # here, in the environment that the server must have

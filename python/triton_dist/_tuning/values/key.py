@@ -149,6 +149,5 @@ def bucket(n: int, half_steps_from: int | None = None) -> int:
         raise InvalidArgument("bucket", "n", n, "a size, 0 or more")
     rounded = 1 << (n - 1).bit_length() if n > 0 else 0
     half_step = rounded // 4 * 3
-    return (
-        half_step if half_steps_from is not None and half_steps_from < n <= half_step else rounded
-    )
+    fits_half_step = half_steps_from is not None and half_steps_from < n <= half_step
+    return half_step if fits_half_step else rounded

@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_all_gather, kernel_copy_pushed
 from triton_dist.kernels.nvidia import collective_context, vendor
@@ -103,15 +102,8 @@ COLLECTIVE = PushedCollective(
 )
 
 
-@tune.autotune(
-    config_space=COLLECTIVE.config_space,
-    key_fn=COLLECTIVE.key_fn,
-    prune_fn=COLLECTIVE.prune_fn,
-    prepare_fn=COLLECTIVE.prepare,
-    recover_fn=collective_context.recover,
-    agree_fn=collective_context.exact_size,
-    version="1",  # another one when results that are shipped (records/) should not be used any more
-)
+# Another version when results that are shipped (records/) should not be used any more.
+@COLLECTIVE.tuned(version="1")
 def all_gather(
     x: torch.Tensor,
     ctx: AllGatherContext,

@@ -14,12 +14,10 @@ from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.gemm_context import (
-    Check,
     GEMMContext,
     accept,
-    agree_to_create,
-    group_checks,
     kernel_checks,
     kind_checks,
     layout_of,
@@ -93,10 +91,10 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.buffer.reset()
         self._split_room.reset()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         self.__dict__.pop("collective_rows", None)
         self._split_room.free()
-        super()._free()
+        super().free()
 
 
 def create_ag_gemm_context(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.nvidia.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    OpContext,
+    agree_to_create,
+    device_checks,
+    group_checks,
+)
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
-from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.runtime.triton_compat import is_interpreting
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class CollectiveContext(ABC):
+class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     """Symmetric memory for one kind of collective. A context manager.
 
     Attributes:
@@ -30,64 +36,21 @@ class CollectiveContext(ABC):
     def __init__(
         self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
     ) -> None:
-        self.workspace_nbytes, self.group = workspace_nbytes, group
-        size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self._buffer: ExchangeBuffer | None = ExchangeBuffer(
-            self.slot_bytes(workspace_nbytes, size), group, self.name
-        )
-        self.rank, self.num_ranks = self._buffer.rank, self._buffer.num_ranks
+        self.workspace_nbytes = workspace_nbytes
+        slot_bytes = self.slot_bytes(workspace_nbytes, group_for(group).size)
+        super().__init__(self.name, ExchangeBuffer(slot_bytes, group, self.name), group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
-        self.device = current_device()
 
     @classmethod
     @abstractmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
         """What a slot has to hold."""
 
-    @property
-    def buffer(self) -> ExchangeBuffer:
-        if self._buffer is None:
-            raise ContextFinalized(type(self).__name__)
-        return self._buffer
-
     def reset(self) -> None:
         """Bring the flags of all ranks back to one state after a call that failed on some rank.
         Collective."""
         self.buffer.reset()
-
-    def barrier_all(self) -> None:
-        """Line up all ranks on their current streams."""
-        group_for(self.group).align()
-
-    def sleep(self, straggler_option: tuple[int, int] | None) -> None:
-        """``(rank, cycles)``: if this is that rank, keep the stream busy for so long."""
-        if straggler_option is not None and straggler_option[0] == self.rank:
-            self.device.sleep(straggler_option[1])
-
-    def finalize(self) -> None:
-        """Free the symmetric memory; idempotent. Collective: it waits until every rank has
-        come here."""
-        if self._buffer is None:
-            return
-        self.device.synchronize()
-        group_for(self.group).barrier(f"finalize of the {self.name} context")
-        self.free()
-
-    def __enter__(self: _C) -> _C:
-        return self
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is None:
-            self.finalize()
-        elif self._buffer is not None:  # peers may never come: free without them
-            self.free()
-
-    def free(self) -> None:
-        """The same without waiting for anybody."""
-        if self._buffer is not None:
-            self._buffer.free()
-        self._buffer = None
 
 
 _C = TypeVar("_C", bound=CollectiveContext)
@@ -109,47 +72,16 @@ def create(
         RankDisagreement: ranks ask for different contexts.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
-    ranks = group_for(group)
-    refusal = _refusal(
-        function, workspace_nbytes, rank, world_size, local_world_size, ranks.rank, ranks.size
-    )
-    asked = ranks.gather(
-        f"creation of a {kind.name} context", (workspace_nbytes, str(refusal or ""))
-    )
-    if refusal is not None:
-        raise refusal
-    if len(set(asked)) > 1:
-        raise RankDisagreement(
-            f"workspace_nbytes, or validity, of a {kind.name} context", dict(enumerate(asked))
-        )
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, group)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
+        yield from device_checks()
+
+    asked = {"workspace_nbytes": workspace_nbytes}
+    agree_to_create(function, f"a {kind.name}", asked, checks(), group)
     return kind(workspace_nbytes, local_world_size, group)
-
-
-def _refusal(
-    function: str,
-    workspace_nbytes: int,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    own_rank: int,
-    size: int,
-) -> InvalidArgument | None:
-    def refuse(argument: str, value: object, expected: str) -> InvalidArgument:
-        return InvalidArgument(function, argument, value, expected)
-
-    if world_size != size:
-        return refuse("world_size", world_size, f"{size}, the size of the group")
-    if rank != own_rank:
-        return refuse("rank", rank, f"{own_rank}, this process's rank in the group")
-    if local_world_size < 1:
-        return refuse("local_world_size", local_world_size, "at least 1")
-    if workspace_nbytes < 1:
-        return refuse("workspace_nbytes", workspace_nbytes, "at least 1")
-    if current_device().name == "cpu" and not is_interpreting():
-        return refuse(
-            "TRITON_INTERPRET", "unset", "1, set before kernels are imported, to run on CPU ranks"
-        )
-    return None
 
 
 def recover(x: torch.Tensor, ctx: CollectiveContext, *_: Any, **__: Any) -> None:
@@ -175,8 +107,7 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
         InvalidArgument: the call cannot work.
     """
     if tensor.dtype not in DTYPES:
-        expected = "torch.float16, torch.bfloat16 or torch.float32"
-        raise InvalidArgument(function, f"{argument}.dtype", tensor.dtype, expected)
+        raise InvalidArgument(function, f"{argument}.dtype", tensor.dtype, DTYPE_NAMES)
     if tensor.device != device:
         expected = f"the context's {device}"
         raise InvalidArgument(function, f"{argument}.device", tensor.device, expected)

@@ -11,13 +11,11 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.nvidia.allreduce_context import ONE_SHOT_BYTES, AllReduceContext
+from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.gemm_context import (
-    Check,
     GEMMContext,
     accept,
     addend_checks,
-    agree_to_create,
-    group_checks,
     kernel_checks,
     layout_of,
     look_of,
@@ -89,8 +87,8 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         self.buffer.slots.reset()
         self.reducer.reset()
 
-    def _free(self) -> None:
-        super()._free()
+    def free(self) -> None:
+        super().free()
         self.reducer.free()
 
 

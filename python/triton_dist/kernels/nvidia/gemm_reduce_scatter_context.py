@@ -10,14 +10,12 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
+from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.kernels.nvidia.gemm_context import (
-    Check,
     GEMMContext,
     accept,
     addend_checks,
-    agree_to_create,
-    group_checks,
     kernel_checks,
     layout_of,
     look_of,
@@ -82,9 +80,9 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
         self.exchange.reset()
         self._split_room.reset()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         self._split_room.free()
-        super()._free()
+        super().free()
         self.exchange.free()
 
 

@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument
-from triton_dist.kernels.nvidia.collective_context import CollectiveContext, shard_bytes
+from triton_dist.kernels.nvidia.collective_context import (
+    CollectiveContext,
+    exact_size,
+    recover,
+    shard_bytes,
+)
 from triton_dist.kernels.nvidia.exchange import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
@@ -105,6 +110,18 @@ class PushedCollective:
     take_pushed: Any
     collective: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup | None], None]
     check: Callable[[torch.Tensor, Any, torch.Tensor | None], None]
+
+    def tuned(self, version: str) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
+        """Decorator of the op: what ``tune.autotune`` makes of it. ``version``: see there."""
+        return tune.autotune(
+            config_space=self.config_space,
+            key_fn=self.key_fn,
+            prune_fn=self.prune_fn,
+            prepare_fn=self.prepare,
+            recover_fn=recover,
+            agree_fn=exact_size,
+            version=version,
+        )
 
     def key_fn(
         self,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_add_pushed, kernel_reduce_scatter
 from triton_dist.kernels.nvidia import collective_context, vendor_reduce_scatter
@@ -104,15 +103,8 @@ COLLECTIVE = PushedCollective(
 )
 
 
-@tune.autotune(
-    config_space=COLLECTIVE.config_space,
-    key_fn=COLLECTIVE.key_fn,
-    prune_fn=COLLECTIVE.prune_fn,
-    prepare_fn=COLLECTIVE.prepare,
-    recover_fn=collective_context.recover,
-    agree_fn=collective_context.exact_size,
-    version="1",  # another one when results that are shipped (records/) should not be used any more
-)
+# Another version when results that are shipped (records/) should not be used any more.
+@COLLECTIVE.tuned(version="1")
 def reduce_scatter(
     x: torch.Tensor,
     ctx: ReduceScatterContext,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class Region:
     pointers: torch.Tensor
 
 
-class SymmetricMemory:
+class SymmetricMemory(ABC):
     """Named regions over the raw bytes of every rank. Use as a context manager, or call
     ``free``."""
 
@@ -78,9 +79,9 @@ class SymmetricMemory:
     def __getitem__(self, region: str) -> Region:
         return self._regions[region]
 
+    @abstractmethod
     def barrier(self) -> None:
         """All ranks have got here, on their current streams."""
-        raise NotImplementedError
 
     def free(self) -> None:
         """Drop the memory; idempotent. Tensors taken from it must not be used any more."""

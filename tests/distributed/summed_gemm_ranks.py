@@ -1,0 +1,449 @@
+"""What every rank does in the tests of ops that sum products over ranks, on CPU ranks and on GPUs
+alike; ``kind`` says which op."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
+from tests.distributed.summed_gemm_calls import TOLERANCE, SummedCalls, Way
+from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
+from triton_dist.kernels.common.launch import Launcher
+from triton_dist.kernels.nvidia import epochs
+from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.waits import bounded_waits
+from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal
+from triton_dist.testing.timing import captured
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Kind: TypeAlias = type[SummedCalls]
+
+
+def every_way(kind: Kind, turns: int) -> int:
+    """Ways x kernels x bias, M changing from call to call: no multiples of anything, slabs that are
+    short or empty, tiles that are clipped."""
+    calls = kind(max_rows=kind.every_rows[0], columns=72, K=72, **kind.options)
+    rows = itertools.cycle(kind.every_rows)
+    for way in [*kind.ways] * turns:
+        for persistent in (True, False):
+            for has_bias in (True, False):
+                calls(next(rows), persistent=persistent, has_bias=has_bias, **way)
+    return calls.finish()
+
+
+def every_operand(kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
+    """Dtypes x sizes x layouts of B x kernels, and layouts of A."""
+    count = 0
+    # An odd K, or an odd N, cannot be read or written through descriptors.
+    shapes = ((72, 72), (24, 16), (65, 33), (1, 1))
+    for dtype in dtypes:
+        for (rows, ways), (columns, K) in zip(kind.operand_ways, shapes, strict=True):
+            calls = kind(rows, columns, K, dtype)
+            for layout, way in zip(LAYOUTS, itertools.cycle(kind.layout_ways)):
+                calls(rows, layout, **way)
+            calls(rows, "column-major", persistent=False)
+            for number, a_layout in enumerate(("column-major", "misaligned slice", "every second")):
+                calls(rows, a_layout=a_layout, **ways[number % len(ways)])
+            count += calls.finish()
+    return count
+
+
+def back_to_back(kind: Kind, rounds: int) -> int:
+    """Different calls one after another on two contexts; nothing lines the ranks up in between."""
+    first = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
+    second = kind(max_rows=8, columns=65, K=33, dtype=torch.float32)
+    ways, tiled = kind.ways, kind.tiled
+    for number in range(rounds):
+        rows = 1 + 13 * number % kind.many
+        first(rows, **ways[number % len(ways)], persistent=number % 4 > 0)
+        if number % 3 == 0:
+            second(1 + number % 8, **tiled[number % len(tiled)])
+    return first.finish() + second.finish()
+
+
+def stragglers(kind: Kind) -> int:
+    """Each rank in turn is late: on its stream within a call, and on the host before one."""
+    cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
+    calls = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
+    for late in range(dist.get_world_size()):
+        for way in kind.ways:
+            calls(kind.many, straggler_option=(late, cycles), **way)
+        if dist.get_rank() == late:
+            time.sleep(0.05)
+        calls(11, **kind.ways[late % len(kind.ways)])
+    return calls.finish()
+
+
+def same_bits(kind: Kind, rounds: int) -> int:
+    """The same operands again and again, another rank late each time: the same bits, which are
+    those of the rounded parts added in fp32 in the order of ranks, then the bias."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = kind(max_rows=kind.many, columns=72, K=72)
+    device, count = current_device(), 0
+    B = torch.eye(72, dtype=torch.float16).to(device.torch_device)
+    shape, mine = (kind.rows_of_a(kind.many, size), 72), kind.own_rows(kind.many, rank)
+    for turn in range(rounds):
+        parts = [uniform(10 * turn + peer, shape, torch.float16) for peer in range(size)]
+        bias = None
+        if turn % 2:
+            bias = uniform(10 * turn + 9 + kind.bias_seed(rank), (1, 72), torch.float16)[0]
+        # A @ 1 is A: what is added is known to the bit.
+        total = torch.zeros(kind.many, 72, device=device.torch_device)
+        for part in parts:
+            total += part[mine].float()
+        if bias is not None:
+            total += bias.float()
+        for number, way in enumerate(kind.tiled):
+            late = (turn + number) % size
+            C = kind.op.fn(
+                parts[rank], B, calls.ctx, default_tiles(), bias=bias,
+                straggler_option=(late, 20_000_000), **way,
+            )  # fmt: skip
+            device.synchronize()
+            assert_bitwise_equal(C, total.half())
+            count += 1
+    calls.finish()
+    return count
+
+
+def every_config(kind: Kind) -> int:
+    """Every candidate of the tuner, and the defaults of those that are not given."""
+    calls = kind(max_rows=kind.many, columns=136, K=96)
+    for config in kind.config_space():
+        calls(kind.many, **config)
+    calls(kind.many)
+    calls(kind.many, op=kind.op, autotune=False)
+    return calls.finish()
+
+
+def tuned(kind: Kind) -> tuple[int, int]:
+    """Tuned calls, each layout on its own; (tunings, checked calls)."""
+    calls = kind(max_rows=11, columns=72, K=72, **kind.options)
+    for _ in range(3):
+        for arguments in kind.tuned_calls:
+            calls(op=kind.op, **arguments)
+    return kind.op.tuning_count, calls.finish()
+
+
+def chunked(kind: Kind, rounds: int) -> int:
+    """Slabs in any number of chunks, some of them clipped, and in fewer than asked for."""
+    calls = kind(max_rows=kind.chunked_rows[0], columns=72, K=40)
+    for number in range(rounds):
+        for rows in kind.chunked_rows:
+            num_chunks = 1 + number % MAX_CHUNKS
+            calls(rows, **kind.slabs, num_chunks=num_chunks, persistent=number % 3 > 0)
+    return calls.finish()
+
+
+def a_kernel_that_raises(kind: Kind) -> int:
+    """A GEMM of slabs that fails to be launched on all ranks leaves the context as it was."""
+    calls = kind(max_rows=37, columns=72, K=72)
+    module: Any = kind.gemm_module
+    launch = module.scattered_gemm
+    for number in range(3):
+        module.scattered_gemm = lambda *_, **__: 1 / 0
+        try:
+            calls(30 + number, **kind.slabs)
+        except ZeroDivisionError:
+            calls.skip()
+        finally:
+            module.scattered_gemm = launch
+        calls(30 + number, **kind.slabs, num_chunks=2)
+        calls(30 + number, **kind.tiled[number % len(kind.tiled)])
+    return calls.finish()
+
+
+def many_tiles(kind: Kind, rounds: int) -> int:
+    """Shapes that keep a whole GPU busy while tiles travel; too much for the interpreter."""
+    most = max(kind.full_rows(way) for way in kind.ways)
+    calls = kind(most, columns=1536, K=1024, dtype=torch.bfloat16, **kind.options)
+    for number in range(rounds):
+        for way in kind.ways:
+            calls(
+                kind.full_rows(way) - 97 * (number % 5),
+                layout=("row-major", "column-major")[number % 2],
+                persistent=number % 3 < 2,
+                straggler_option=(number % dist.get_world_size(), 1_000_000),
+                **way,
+            )
+    return calls.finish()
+
+
+def in_groups(kind: Kind, members: Sequence[Sequence[int]]) -> int:
+    """Disjoint groups at once, each with a context of its own, of different sizes."""
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
+    calls = kind(max_rows=5 + mine, columns=40, K=72 - 8 * mine, group=groups[mine])
+    for number in range(4):
+        calls(1 + number, **kind.tiled[number % len(kind.tiled)])
+    return calls.finish()
+
+
+def epochs_wrap_around(kind: Kind, rounds: int) -> int:
+    """Flags and epochs that pass the largest int32."""
+    calls = kind(max_rows=kind.few, columns=72, K=72, **kind.options)
+    slots, nearly = calls.ctx.buffer.slots, 2**31 - 3
+    for flags in kind.flags:
+        for slot in range(epochs.SLOTS):
+            slots.of_slot(slot, flags).local.fill_(nearly)
+    counts = slots.memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
+    current_device().synchronize()
+    dist.barrier()
+    for _ in range(rounds):
+        for way in kind.epoch_ways:
+            calls(kind.few, **way)
+    count = calls.check()
+    assert counts.max() < 0
+    calls.ctx.finalize()
+    return count
+
+
+def replayed(kind: Kind, rounds: int) -> int:
+    """Calls captured in CUDA graphs and replayed, beside calls that are not; fresh data each time.
+    CPU ranks capture nothing: they call again."""
+    rank, size, ways = dist.get_rank(), dist.get_world_size(), kind.ways
+    eager, calls = (kind(kind.few, columns=72, K=72, **kind.options) for _ in range(2))
+    shape, mine = (kind.rows_of_a(kind.few, size), 72), kind.own_rows(kind.few, rank)
+    A = uniform(1, shape, torch.float16)
+    B = uniform(100 + rank, (72, 72), torch.float16)
+    everyone = [uniform(100 + peer, (72, 72), torch.float16).double() for peer in range(size)]
+    outputs: dict[int, torch.Tensor] = {}
+
+    def captured_call(number: int) -> Callable[[], object]:
+        def call() -> None:
+            outputs[number] = kind.op.fn(A, B, calls.ctx, default_tiles(), **ways[number])
+
+        return captured(call, warmup=1)  # so that one of the two slots is new in the capture
+
+    replays = [captured_call(number) for number in range(len(ways))]
+    results = []
+    for turn in range(rounds):
+        for number, replay in enumerate(replays):
+            addends = [
+                uniform(1000 * turn + 10 * number + peer, shape, A.dtype) for peer in range(size)
+            ]
+            A.copy_(addends[rank])
+            replay()
+            A.fill_(NAN)
+            expected = sum(a.double()[mine] @ b for a, b in zip(addends, everyone, strict=True))
+            results.append((outputs[number].clone(), expected.half()))
+            eager(11, **ways[(turn + number) % len(ways)])
+    current_device().synchronize()
+    tolerance = TOLERANCE[torch.float16]
+    for C, expected in results:
+        assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+    calls.ctx.finalize()
+    return len(results) + eager.finish()
+
+
+def looks_at_peers(kind: Kind) -> list[int]:
+    """How often a call looked whether its peers are done with a slot, after each kind of call."""
+    calls = kind(max_rows=20, columns=72, K=72)
+    launcher, looks = calls.ctx.buffer.slots.launcher, []
+    run = launcher.run
+
+    def counted(key: Any, *rest: Any, **options: Any) -> None:
+        looks[-1] += key[0] is epochs.kernel_await_consumption
+        run(key, *rest, **options)
+
+    launcher.run = counted  # type: ignore[method-assign]
+
+    def call(way: Way) -> None:
+        looks.append(0)
+        calls(20, **way)
+
+    for way in kind.in_turn:
+        call(way)
+    with bounded_waits(20.0):  # trials, whatever the way, and the first call after them
+        for way in kind.in_trials:
+            call(way)
+    call(way)
+    call(way)
+    calls.finish()
+    return looks
+
+
+def give_up_and_start_again(kind: Kind) -> list[str]:
+    """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
+    overdue = []
+    calls = kind(max_rows=kind.few, columns=72, K=72, **kind.options)
+    calls(kind.few)
+    calls.check()
+    for way in kind.ways:
+        for persistent in (True, False):
+            if dist.get_rank() == 0:
+                try:
+                    with bounded_waits(0.2):
+                        calls(kind.few, persistent=persistent, **way)
+                except WaitTimeout as error:
+                    overdue.append(error.flag.split("[")[0].rstrip("01"))
+            else:
+                calls.skip()
+            dist.barrier()
+            calls.reset()
+            for rows in (5, kind.few, 11):
+                calls(rows, persistent=persistent, **way)
+    calls.finish()
+    return overdue
+
+
+def context_ends(kind: Kind) -> list[str]:
+    """A context manager frees once; after that, and after an error inside, nothing works."""
+    seen = []
+    calls = kind(max_rows=5, columns=40, K=72)
+    with calls.ctx as ctx:
+        calls(5)
+        calls.check()
+    ctx.finalize()
+    A = B = torch.empty(0)
+    for use in (
+        lambda: kind.op(A, B, ctx),
+        lambda: kind.op(A, B, ctx, autotune=False),
+        lambda: kind.op.fn(A, B, ctx, default_tiles()),
+    ):
+        try:
+            use()
+        except ContextFinalized as error:
+            seen.append(str(error))
+    failing = kind(max_rows=5, columns=40, K=72)
+    try:
+        with failing.ctx as ctx:
+            raise KeyError("inside")
+    except KeyError:
+        seen.append("raised through")
+    ctx.finalize()
+    return seen
+
+
+def trainable_operands(kind: Kind) -> None:
+    """Operands that require grad leave no history in the context's memory."""
+    calls = kind(max_rows=5, columns=40, K=72)
+    shape = (kind.rows_of_a(5, calls.ctx.num_ranks), 72)
+    A = uniform(1, shape, torch.float16).requires_grad_()
+    B = uniform(100, (72, 40), torch.float16).requires_grad_()
+    for way in kind.in_turn:
+        C = kind.op.fn(A, B, calls.ctx, **{"gemm_config": default_tiles(), **way})
+        current_device().synchronize()
+        assert not C.requires_grad
+        for region in calls.ctx.buffer.slots.memory._regions.values():
+            assert not any(peer.requires_grad for peer in region.peers), region.name
+        dist.barrier()
+    calls.finish()
+
+
+def in_inference_mode(kind: Kind) -> int:
+    """A context made and used under ``torch.inference_mode``."""
+    with torch.inference_mode():
+        calls = kind(max_rows=5, columns=40, K=72, **kind.options)
+        for way in kind.ways:
+            calls(5, **way)
+        return calls.finish()
+
+
+# What a caller can get wrong. All ranks make the same mistakes.
+
+ROWS, COLUMNS, K = 6, 40, 24
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.ones(rows, columns, device=current_device().torch_device).to(dtype)
+
+
+def bad_calls(kind: Kind, size: int) -> dict[str, dict[str, Any]]:
+    M = kind.rows_of_a(ROWS, size)
+    return {
+        "A.dtype": {"A": matrix(M, K, torch.bfloat16)},
+        "A.dtype (integers)": {"A": matrix(M, K, torch.int32)},
+        "B.dtype": {"B": matrix(K, COLUMNS, torch.float32)},
+        "bias.dtype": {"bias": matrix(1, COLUMNS, torch.float32)[0]},
+        "A.device": {"A": matrix(M, K).to("meta")},
+        "B.device": {"B": matrix(K, COLUMNS).to("meta")},
+        "bias.device": {"bias": matrix(1, COLUMNS)[0].to("meta")},
+        "A.shape": {"A": matrix(M, K)[0]},
+        "A.shape (3-D)": {"A": matrix(M, K)[None]},
+        "M (none)": {"A": matrix(0, K)},
+        "M (too many)": {"A": matrix(kind.rows_of_a(ROWS + 1, size), K)},
+        "B.shape": {"B": matrix(K, COLUMNS + 1)},
+        "B.shape (K)": {"B": matrix(K - 1, COLUMNS)},
+        "B.shape (transposed)": {"B": matrix(COLUMNS, K)},
+        "bias.shape": {"bias": matrix(1, COLUMNS + 1)[0]},
+        "bias.shape (2-D)": {"bias": matrix(1, COLUMNS)},
+        "bias.stride()": {"bias": matrix(COLUMNS, 2)[:, 0]},
+        "num_chunks": {"num_chunks": MAX_CHUNKS + 1},
+        "num_chunks (none)": {"num_chunks": 0},
+        **kind.bad_calls(M, K),
+    }
+
+
+def refusal(call: Callable[[], object]) -> TritonDistError | None:
+    try:
+        call()
+    except TritonDistError as error:
+        return error
+    return None
+
+
+def every_bad_call(kind: Kind) -> dict[str, tuple[str, str, int]]:
+    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
+    seen = {}
+    size = dist.get_world_size()
+    calls = kind(ROWS, COLUMNS, K)
+    calls(ROWS)
+    launched = [0]
+    run = Launcher.run
+
+    def counted(*args: Any, **options: Any) -> None:
+        launched[0] += 1
+        run(*args, **options)
+
+    Launcher.run = counted  # type: ignore[method-assign]
+    good = {
+        "A": matrix(kind.rows_of_a(ROWS, size), K), "B": matrix(K, COLUMNS), "ctx": calls.ctx,
+        "gemm_config": default_tiles(),
+    }  # fmt: skip
+    for name, changes in bad_calls(kind, size).items():
+        arguments = good | changes
+        error = refusal(lambda a=arguments: kind.op.fn(**a))
+        assert isinstance(error, InvalidArgument), name
+        if not {"method", "num_chunks", "gemm_config"} & set(changes):  # those are tuned
+            arguments.pop("gemm_config")
+            assert str(refusal(lambda a=arguments: kind.op(**a))) == str(error)
+        seen[name] = (error.argument, str(error), launched[0])
+    calls(ROWS)
+    calls(ROWS - 1, **kind.second_call)
+    assert launched[0] == kind.launches
+    calls.finish()
+    return seen
+
+
+def every_bad_context(kind: Kind) -> dict[str, tuple[str, str]]:
+    """Per bad context, on all ranks: argument and message of its error."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    max_M = kind.rows_of_a(ROWS, size)
+    good = {
+        "max_M": max_M, "N": COLUMNS, "rank": rank, "world_size": size,
+        "local_world_size": size, "output_dtype": torch.float16,
+    }  # fmt: skip
+    seen = {}
+    for argument, value in (
+        ("world_size", size + 1),
+        ("rank", rank + 1),
+        ("local_world_size", 0),
+        ("max_M", kind.bad_max_M(max_M)),
+        ("N", 0),
+        ("output_dtype", torch.float64),
+    ):
+        error = refusal(lambda c={argument: value}: kind.create(**(good | c)))
+        assert isinstance(error, InvalidArgument), argument
+        seen[argument] = (error.argument, str(error))
+    differing = good | {"N": COLUMNS + (rank == 1)}
+    error = refusal(lambda: kind.create(**differing))
+    seen["one rank differs"] = (type(error).__name__, str(error))
+    return seen

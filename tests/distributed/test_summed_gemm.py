@@ -1,0 +1,129 @@
+"""Ops that sum products over ranks, over real processes: the kernels in the interpreter, memory in
+/dev/shm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import gemm_ar_calls, gemm_rs_calls, summed_gemm_ranks
+
+WORLD_SIZES = [2, 4]
+
+
+@pytest.fixture(params=[gemm_ar_calls.Calls, gemm_rs_calls.Calls], ids=lambda kind: kind.name)
+def kind(request):
+    """What there is to know of the op."""
+    return request.param
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_way_and_both_kernels(spawn_ranks, kind, world_size):
+    turns = kind.rounds - 1
+    counts = spawn_ranks(world_size, summed_gemm_ranks.every_way, kind, turns)
+    assert counts == [4 * turns * len(kind.ways)] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_slabs_in_any_number_of_chunks(spawn_ranks, kind, world_size):
+    assert spawn_ranks(world_size, summed_gemm_ranks.chunked, kind, 6) == [18] * world_size
+
+
+def test_a_kernel_that_raises_leaves_nothing_queued(spawn_ranks, kind):
+    assert spawn_ranks(2, summed_gemm_ranks.a_kernel_that_raises, kind) == [6] * 2
+
+
+@pytest.mark.parametrize("dtype", summed_gemm_ranks.DTYPES)
+def test_every_size_and_layout(spawn_ranks, kind, dtype):
+    assert spawn_ranks(2, summed_gemm_ranks.every_operand, kind, (dtype,)) == [40] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_calls_need_nothing_between_them(spawn_ranks, kind, world_size):
+    assert spawn_ranks(world_size, summed_gemm_ranks.back_to_back, kind, 24) == [32] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_any_rank_may_be_late(spawn_ranks, kind, world_size):
+    count = world_size * (len(kind.ways) + 1)
+    assert spawn_ranks(world_size, summed_gemm_ranks.stragglers, kind) == [count] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_same_operands_give_the_same_bits(spawn_ranks, kind, world_size):
+    count = kind.rounds * len(kind.tiled)
+    counts = spawn_ranks(world_size, summed_gemm_ranks.same_bits, kind, kind.rounds)
+    assert counts == [count] * world_size
+
+
+def test_every_candidate_gives_the_same(spawn_ranks, kind):
+    count = len(kind.config_space()) + 2
+    assert spawn_ranks(2, summed_gemm_ranks.every_config, kind, timeout=100) == [count] * 2
+
+
+@pytest.mark.timeout(200)
+def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, kind):
+    tunings = len(kind.tuned_calls)
+    for count in (tunings, 0):
+        seen = spawn_ranks(2, summed_gemm_ranks.tuned, kind, timeout=90)
+        assert seen == [(count, 3 * tunings)] * 2
+
+
+def test_disjoint_groups_work_at_once(spawn_ranks, kind):
+    assert spawn_ranks(4, summed_gemm_ranks.in_groups, kind, [[0, 2], [1, 3]]) == [4] * 4
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_epochs_may_wrap_around(spawn_ranks, kind, world_size):
+    rounds = kind.rounds + 1
+    counts = spawn_ranks(world_size, summed_gemm_ranks.epochs_wrap_around, kind, rounds)
+    assert counts == [rounds * len(kind.epoch_ways)] * world_size
+
+
+def test_calls_of_two_contexts_alternate(spawn_ranks, kind):
+    count = 2 * kind.rounds * len(kind.ways)
+    assert spawn_ranks(2, summed_gemm_ranks.replayed, kind, kind.rounds) == [count] * 2
+
+
+def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, kind):
+    assert spawn_ranks(2, summed_gemm_ranks.looks_at_peers, kind) == [list(kind.looks)] * 2
+
+
+def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, kind):
+    first, second = spawn_ranks(2, summed_gemm_ranks.give_up_and_start_again, kind)
+    assert first == list(kind.overdue)
+    assert second == []
+
+
+def test_a_context_ends_once(spawn_ranks, kind):
+    for seen in spawn_ranks(2, summed_gemm_ranks.context_ends, kind):
+        assert all("was finalized" in message for message in seen[:3])
+        assert seen[3:] == ["raised through"]
+
+
+def test_operands_that_require_grad_leave_no_history(spawn_ranks, kind):
+    spawn_ranks(2, summed_gemm_ranks.trainable_operands, kind)
+
+
+def test_inference_mode(spawn_ranks, kind):
+    assert spawn_ranks(2, summed_gemm_ranks.in_inference_mode, kind) == [len(kind.ways)] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks, kind, world_size):
+    for seen in spawn_ranks(world_size, summed_gemm_ranks.every_bad_call, kind):
+        assert list(seen) == list(summed_gemm_ranks.bad_calls(kind, world_size))
+        for case, (argument, message, launched) in seen.items():
+            assert argument == case.split(" (")[0]
+            assert message.startswith(f"{kind.name}: {argument} is ")
+            assert launched == 0, case
+
+
+def test_a_bad_context_names_the_argument(spawn_ranks, kind):
+    max_M = kind.rows_of_a(summed_gemm_ranks.ROWS, 2)
+    for seen in spawn_ranks(2, summed_gemm_ranks.every_bad_context, kind):
+        what, message = seen.pop("one rank differs")
+        assert what == "RankDisagreement"
+        assert f"rank 1: ({max_M}, 41," in message
+        for case, (argument, message) in seen.items():
+            assert argument == case
+            assert message.startswith(f"create_{kind.name}_context: {argument} is ")
