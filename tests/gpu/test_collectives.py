@@ -40,7 +40,8 @@ def test_sizes_that_fill_gpu_and_links(on_gpus):
 
 
 def test_in_place_and_in_several_launches(on_gpus):
-    assert set(on_gpus(collective_ranks.in_place_and_large)) == {17}
+    count = 8 * len(WAYS["all_reduce"]) + 1
+    assert set(on_gpus(collective_ranks.in_place_and_large)) == {count}
 
 
 @EACH_OP
@@ -55,7 +56,7 @@ def test_nothing_old_is_read(on_gpus):
 
 
 def test_all_ranks_and_ways_give_the_same_bits(on_gpus):
-    assert set(on_gpus(collective_ranks.same_bits, 20)) == {40}
+    assert set(on_gpus(collective_ranks.same_bits, 20)) == {20 * len(WAYS["all_reduce"])}
 
 
 @EACH_OP
@@ -71,7 +72,7 @@ def test_tuned_over_the_ranks(on_gpus, op):
 
 @EACH_OP
 def test_captured_in_graphs(on_gpus, op):
-    assert set(on_gpus(collective_ranks.replayed, op, 20)) == {20 * 4 + 20}
+    assert set(on_gpus(collective_ranks.replayed, op, 20)) == {20 * 2 * len(WAYS[op]) + 20}
 
 
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_gather"])
@@ -88,7 +89,7 @@ def test_calls_are_counted_without_end(on_gpus, op):
 def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus, op):
     first, *others = on_gpus(collective_ranks.give_up_and_start_again, op)
     assert len(first) == 2 * len(WAYS[op])
-    assert all("arrivals" in flag for flag in first)
+    assert all("arrivals" in flag or "packets" in flag for flag in first)
     assert others == [[]] * len(others)
 
 

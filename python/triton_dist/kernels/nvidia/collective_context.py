@@ -33,7 +33,10 @@ class CollectiveContext(ABC):
         self.workspace_nbytes, self.group = workspace_nbytes, group
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         self._buffer: ExchangeBuffer | None = ExchangeBuffer(
-            self.slot_bytes(workspace_nbytes, size), group, self.name
+            self.slot_bytes(workspace_nbytes, size),
+            group,
+            self.name,
+            self.packet_bytes(workspace_nbytes, size),
         )
         self.rank, self.num_ranks = self._buffer.rank, self._buffer.num_ranks
         self.world_size = self.num_ranks
@@ -44,6 +47,11 @@ class CollectiveContext(ABC):
     @abstractmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
         """What a slot has to hold."""
+
+    @classmethod
+    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        """The largest tensor that travels in packets; 0: none does."""
+        return 0
 
     @property
     def buffer(self) -> ExchangeBuffer:
