@@ -30,6 +30,8 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 NAN = float("nan")
+# Of a word of a packet that nobody has sent: the highest bit, which every tag has, is not set.
+NO_TAG = 0x7F
 OPS = {
     "all_reduce": (all_reduce, create_allreduce_ctx),
     "reduce_scatter": (reduce_scatter, create_reduce_scatter_ctx),
@@ -38,14 +40,16 @@ OPS = {
 
 
 WAYS = {
-    "all_reduce": ("one_shot", "two_shot", "double_tree"),
+    "all_reduce": ("one_shot", "packets", "two_shot", "double_tree"),
     "reduce_scatter": ("push", "copy_engine"),
     "all_gather": ("push", "copy_engine"),
 }
 
 
 def way(op: str, name: str) -> dict[str, Any]:
-    """Options that ask ``op`` for a method by name."""
+    """Options that ask ``op`` for a method by name; packets are one of the two ways of one shot."""
+    if op == "all_reduce" and name in ("one_shot", "packets"):
+        return {"method": AllReduceMethod.ONE_SHOT, "packets": name == "packets"}
     kind = {
         "all_reduce": AllReduceMethod,
         "reduce_scatter": ReduceScatterMethod,
@@ -132,8 +136,9 @@ class Calls:
         self._number = 0
 
     def poison(self) -> None:
-        """Bytes that are NaN in every dtype, where peers write."""
+        """Bytes that are NaN in every dtype, where peers write; in packets, such as are no word."""
         self.ctx.buffer.memory["slots"].local.fill_(0xFF)
+        self.ctx.buffer.memory["packets"].local.view(torch.uint8).fill_(NO_TAG)
         if self.name != "all_reduce":
             for slot in range(2):
                 self.ctx.pushed.slots.memory[f"shards{slot}"].local.fill_(0xFF)

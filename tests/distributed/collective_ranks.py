@@ -21,7 +21,7 @@ from tests.distributed.collective_calls import (
     way,
 )
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
-from triton_dist.kernels.common import exchange_kernels, tree_all_reduce
+from triton_dist.kernels.common import exchange_kernels, packet_kernels, tree_all_reduce
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.exchange import MAX_CTAS, MAX_PIECES
@@ -94,24 +94,33 @@ def stragglers(op: str) -> int:
 
 
 def late_readers(op: str) -> int:
-    """One rank, by turns, sleeps between its waits and its reads, while the others may go on to the
-    next call: what it has yet to read is not overwritten. Only interpreted kernels can sleep."""
+    """One rank, by turns, sleeps between its waits and its reads (in packets, which are both:
+    before), while the others may go on to the next call: what it has yet to read is not
+    overwritten. Only interpreted kernels can sleep."""
     rank, size = dist.get_rank(), dist.get_world_size()
     names = [name for name in WAYS[op] if name != "copy_engine"]
     calls = Calls(op, ROOM)
-    wait, wait_in_tree = exchange_kernels.await_peers, tree_all_reduce.await_neighbour
-    late = [0]
+    flags, neighbours = exchange_kernels.await_peers, tree_all_reduce.await_neighbour
+    lines, late = packet_kernels.await_lines, [0]
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds if rank == late[0] else 0.0)
 
     def then_sleep(wait: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def wait_and_sleep(*args: Any) -> Any:
             token = wait(*args)
-            time.sleep(seconds if rank == late[0] else 0.0)
+            sleep(seconds)
             return token
 
         return wait_and_sleep
 
-    exchange_kernels.await_peers = then_sleep(wait, 0.1)
-    tree_all_reduce.await_neighbour = then_sleep(wait_in_tree, 0.05)  # up to four in a call
+    def sleep_and_wait(*args: Any) -> Any:
+        sleep(0.1)
+        return lines(*args)
+
+    exchange_kernels.await_peers = then_sleep(flags, 0.1)
+    tree_all_reduce.await_neighbour = then_sleep(neighbours, 0.05)  # up to four in a call
+    packet_kernels.await_lines = sleep_and_wait
     for number in range(4 * len(names)):
         late[0] = number // 2 % size
         calls(300, num_ctas=1, **way(op, names[number % len(names)]))
@@ -385,7 +394,9 @@ def bad_calls(op: str, size: int) -> dict[str, dict[str, Any]]:
         "output.stride()": {"output": torch.ones(4 * size, 2, device=device)[:, 0]},
         "method": {"method": "one_shot"},
     }
-    if op != "all_reduce":
+    if op == "all_reduce":
+        bad["packets"] = {"packets": True, "method": AllReduceMethod.TWO_SHOT}
+    else:
         bad["x.nbytes"] = {"x": torch.ones(ROOM // 4 + size, device=device)}
         bad["x.shape (no rows)"] = {"x": torch.ones((), device=device)}
     if op == "reduce_scatter":

@@ -56,7 +56,7 @@ def whole_in_turn(rounds: int) -> int:
     calls = Calls(max_rows=64, columns=64, K=64)
     for number in range(rounds):
         calls(16 + 8 * (number % 3), **COLLECTIVE, has_bias=number % 2 == 0)
-        calls(64 - 8 * (number % 2), **WAYS[number % 6])
+        calls(64 - 8 * (number % 2), **WAYS[number % len(WAYS)])
         calls(33, method=GEMMAllReduceMethod.SERIAL, num_chunks=1 + number % 3, num_ctas=3)
     return calls.finish()
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import gemm_ar_ranks
+from tests.distributed.gemm_ar_calls import TILED, WAYS
 
 WORLD_SIZES = [2, 4]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_any_number_of_rows(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, gemm_ar_ranks.every_size, world_size) == [40] * world_size
+    assert spawn_ranks(world_size, gemm_ar_ranks.every_size, world_size) == [8 * len(TILED)] * world_size
 
 
 def test_every_rank_has_the_same_bits(spawn_ranks):
-    assert spawn_ranks(4, gemm_ar_ranks.same_bits_on_all_ranks) == [12] * 4
+    assert spawn_ranks(4, gemm_ar_ranks.same_bits_on_all_ranks) == [2 * len(WAYS)] * 4
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

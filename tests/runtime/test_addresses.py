@@ -11,9 +11,11 @@ from triton_dist.runtime.addresses import describe_address, forget, register
 def flags():
     register(0x1000, 64, 4, "context.flags")
     register(0x2000, 32, 2, "context.rows")
+    register(0x3000, 192, 8, "context.words", (2, 3, 4))
     yield
     forget(0x1000)
     forget(0x2000)
+    forget(0x3000)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,8 @@ def flags():
         (0x0FFF, "0xfff"),
         (0x2002, "context.rows[1]"),
         (0x2020, "0x2020"),
+        (0x3000, "context.words[0, 0, 0]"),
+        (0x3000 + 8 * (12 + 2 * 4 + 3), "context.words[1, 2, 3]"),
     ],
 )
 def test_an_address_is_named_by_region_and_index(flags, address, name):

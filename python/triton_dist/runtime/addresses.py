@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import bisect
+import math
+from collections.abc import Sequence
 
-# Sorted by base address; each entry is (base, bytes, element bytes, name).
-_ranges: list[tuple[int, int, int, str]] = []
+# Sorted by base address; each entry is (base, bytes, element bytes, name, rows): of a region of
+# several dimensions, elements under one index of each but the last.
+_ranges: list[tuple[int, int, int, str, tuple[int, ...]]] = []
 
 
-def register(base: int, nbytes: int, element_bytes: int, name: str) -> None:
-    bisect.insort(_ranges, (base, nbytes, element_bytes, name))
+def register(
+    base: int, nbytes: int, element_bytes: int, name: str, shape: Sequence[int] = ()
+) -> None:
+    """Name a region of ``nbytes`` bytes; ``shape``: to name elements by an index of each
+    dimension."""
+    rows = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
+    bisect.insort(_ranges, (base, nbytes, element_bytes, name, rows))
 
 
 def forget(base: int) -> None:
@@ -18,9 +26,14 @@ def forget(base: int) -> None:
 
 def describe_address(address: int) -> str:
     """``name[index]`` for an address inside a live region, else the address in hexadecimal."""
-    position = bisect.bisect_right(_ranges, (address, 1 << 62, 0, "")) - 1
+    position = bisect.bisect_right(_ranges, (address, 1 << 62, 0, "", ())) - 1
     if position >= 0:
-        base, nbytes, element_bytes, name = _ranges[position]
+        base, nbytes, element_bytes, name, rows = _ranges[position]
         if address < base + nbytes:
-            return f"{name}[{(address - base) // element_bytes}]"
+            index = (address - base) // element_bytes
+            indices = []
+            for row in rows:
+                first, index = divmod(index, row)
+                indices.append(first)
+            return f"{name}[{', '.join(map(str, [*indices, index]))}]"
     return hex(address)

@@ -2,6 +2,8 @@
 
 Ways
     one shot    every rank sends all of x to all, and adds: one crossing of the link. For few bytes.
+                For very few in packets, words that say by themselves that they have come: twice
+                the bytes, but no flag behind them (``kernels/common/packets.py``).
     two shot    every rank gets the parts of its shard, adds, and sends the sum to all: two
                 crossings, but 2 (W - 1) / W of the bytes instead of W - 1. For many.
     double tree each half of x is added up a binary tree and sent down it: every rank talks to at
@@ -36,10 +38,12 @@ from triton_dist.kernels.common.exchange_kernels import (
     kernel_all_reduce_one_shot,
     kernel_all_reduce_two_shot,
 )
+from triton_dist.kernels.common.packet_kernels import kernel_all_reduce_packets
 from triton_dist.kernels.common.tree_all_reduce import kernel_all_reduce_double_tree
 from triton_dist.kernels.nvidia import collective_context
 from triton_dist.kernels.nvidia.allreduce_context import (
     ONE_SHOT_BYTES,
+    PACKET_BYTES,
     TWO_SHOT_FROM,
     AllReduceContext,
     AllReduceMethod,
@@ -50,6 +54,7 @@ from triton_dist.kernels.nvidia.allreduce_context import (
 from triton_dist.kernels.nvidia.exchange import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
+    PACKET_SHAPES,
     SMALL_SHAPES,
     Exchange,
     Shape,
@@ -77,6 +82,11 @@ _TREE_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 64)),
     *(Shape(ctas, 16384, pieces) for ctas in (64, 128) for pieces in (4, 8)),
 )
+
+
+# Up to what size packets are the default of one shot, and how they are then laid out.
+_PACKETS_UP_TO = 64 << 10
+_PACKET_SHAPE = Shape(32, 2048)
 
 
 def _check(
@@ -117,13 +127,15 @@ def prune_fn(
 ) -> bool:
     algorithm = config["algorithm"]
     if ctx.num_ranks == 1:
-        return algorithm is AllReduceMethod.ONE_SHOT
+        return algorithm is AllReduceMethod.ONE_SHOT and not config["packets"]
     if algorithm is None or (method is not None and algorithm is not method):
         return False
     if algorithm is AllReduceMethod.COLLECTIVE:
         # CPU ranks are there to run our kernels.
         return method is algorithm or current_device().name == "cuda"
     nbytes = x.nbytes
+    if config["packets"] and nbytes > PACKET_BYTES:
+        return False
     if method is None and not _may_win(algorithm, nbytes, ctx.num_ranks):
         return False
     return is_worth_trying(shape_in(config), -(-nbytes // _num_shards(algorithm, ctx.num_ranks)))
@@ -147,14 +159,17 @@ def _num_shards(algorithm: AllReduceMethod, num_ranks: int) -> int:
 def config_space() -> list[dict[str, Any]]:
     """The default, which goes by size; then every way with its shapes, then what torch brings."""
     space = [_config(None, DEFAULT_SHAPE)]
-    space += [_config(AllReduceMethod.ONE_SHOT, shape) for shape in SMALL_SHAPES]
+    space += [_config(AllReduceMethod.ONE_SHOT, shape, True) for shape in PACKET_SHAPES]
+    space += [_config(AllReduceMethod.ONE_SHOT, shape, False) for shape in SMALL_SHAPES]
     space += [_config(AllReduceMethod.TWO_SHOT, shape) for shape in SMALL_SHAPES + LARGE_SHAPES]
     space += [_config(AllReduceMethod.DOUBLE_TREE, shape) for shape in _TREE_SHAPES]
     return [*space, _config(AllReduceMethod.COLLECTIVE, None)]
 
 
-def _config(algorithm: AllReduceMethod | None, shape: Shape | None) -> dict[str, Any]:
-    return {"algorithm": algorithm, **tunables_of(shape)}
+def _config(
+    algorithm: AllReduceMethod | None, shape: Shape | None, packets: bool | None = None
+) -> dict[str, Any]:
+    return {"algorithm": algorithm, **tunables_of(shape), "packets": packets}
 
 
 def prepare(
@@ -167,15 +182,17 @@ def prepare(
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     num_pieces: int | None = None,
+    packets: bool | None = None,
 ) -> None:
     """Compile a candidate's kernel without launching anything; of several launches, the first."""
     chosen = algorithm or method or _default_method(x.nbytes)
     if chosen is AllReduceMethod.COLLECTIVE or ctx.num_ranks == 1:
         return
-    shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces)
-    total = min(x.numel(), ctx.piece_elements(chosen, x.element_size()))
+    in_packets = _goes_in_packets(chosen, packets, x.nbytes)
+    shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces, in_packets)
+    total = min(x.numel(), ctx.piece_elements(chosen, x.element_size(), in_packets))
     out = torch.empty_like(x) if output is None else output
-    ctx.buffer.launch(_exchange(chosen, total, ctx, shape), x, out).compile()
+    ctx.buffer.launch(_exchange(chosen, total, ctx, shape, in_packets), x, out).compile()
 
 
 @tune.autotune(
@@ -197,6 +214,7 @@ def all_reduce(
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     num_pieces: int | None = None,
+    packets: bool | None = None,
 ) -> torch.Tensor:
     """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
     shape.
@@ -218,6 +236,8 @@ def all_reduce(
         algorithm: the method (tuned).
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
         num_pieces: in how many pieces a program's share travels, not in one shot (tuned).
+        packets: whether one shot goes in packets, of up to 256 KB a launch; ``None``: by size
+            (tuned).
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
@@ -226,6 +246,7 @@ def all_reduce(
     if method is not None and algorithm is not None and method is not algorithm:
         raise InvalidArgument("all_reduce", "algorithm", algorithm, f"the method, {method}")
     chosen = algorithm or method or _default_method(x.nbytes)
+    in_packets = _goes_in_packets(chosen, packets, x.nbytes)
     x = x.detach()
     in_place = output is not None and output.data_ptr() == x.data_ptr()
     # A candidate that is tried must leave x as it is, for the next one and for the call itself.
@@ -239,12 +260,13 @@ def all_reduce(
         if ctx.num_ranks > 1:
             dist.all_reduce(target, group=ctx.group)
         return sums
-    shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces)
+    shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces, in_packets)
     flat, flat_sums = x.view(-1), sums.detach().view(-1)
-    step = ctx.piece_elements(chosen, x.element_size())
+    step = ctx.piece_elements(chosen, x.element_size(), in_packets)
     for first in range(0, x.numel(), step):
         piece, piece_sums = flat[first : first + step], flat_sums[first : first + step]
-        ctx.buffer.run(_exchange(chosen, piece.numel(), ctx, shape), piece, piece_sums)
+        exchange = _exchange(chosen, piece.numel(), ctx, shape, in_packets)
+        ctx.buffer.run(exchange, piece, piece_sums)
     return sums
 
 
@@ -252,15 +274,32 @@ def _default_method(nbytes: int) -> AllReduceMethod:
     return AllReduceMethod.ONE_SHOT if nbytes < TWO_SHOT_FROM else AllReduceMethod.TWO_SHOT
 
 
+def _goes_in_packets(method: AllReduceMethod, packets: bool | None, nbytes: int) -> bool:
+    if method is AllReduceMethod.ONE_SHOT:
+        return nbytes <= _PACKETS_UP_TO if packets is None else packets
+    if packets:
+        raise InvalidArgument("all_reduce", "packets", packets, f"None or False for {method}")
+    return False
+
+
 def _shape_of(
-    method: AllReduceMethod, num_ctas: int | None, block_bytes: int | None, num_pieces: int | None
+    method: AllReduceMethod,
+    num_ctas: int | None,
+    block_bytes: int | None,
+    num_pieces: int | None,
+    in_packets: bool,
 ) -> Shape:
     pieces = 1 if method is AllReduceMethod.ONE_SHOT else num_pieces
-    return shape_of(num_ctas, block_bytes, pieces)
+    default = _PACKET_SHAPE if in_packets else DEFAULT_SHAPE
+    return shape_of(num_ctas, block_bytes, pieces, default)
 
 
-def _exchange(method: AllReduceMethod, total: int, ctx: AllReduceContext, shape: Shape) -> Exchange:
+def _exchange(
+    method: AllReduceMethod, total: int, ctx: AllReduceContext, shape: Shape, in_packets: bool
+) -> Exchange:
     """One launch, for ``total`` elements."""
+    if in_packets:
+        return Exchange(kernel_all_reduce_packets, total, total, shape, 0, in_packets=True)
     if method is AllReduceMethod.ONE_SHOT:
         return Exchange(kernel_all_reduce_one_shot, total, total, shape)
     elements = shard_elements(-(-total // _num_shards(method, ctx.num_ranks)))

@@ -11,6 +11,7 @@ from triton_dist.kernels.nvidia import collective_context
 from triton_dist.kernels.nvidia.exchange import VECTOR_ELEMENTS
 
 ONE_SHOT_BYTES = 4 << 20  # of one launch: each rank has W of them in a slot, for little use
+PACKET_BYTES = 256 << 10  # of one launch in packets, which take twice the room and the link's time
 # From what size on two shots are the default; which one is faster, tuning finds out.
 TWO_SHOT_FROM = 256 << 10
 
@@ -67,10 +68,18 @@ class AllReduceContext(collective_context.CollectiveContext):
         double_tree = 4 * collective_context.shard_bytes(workspace_nbytes, 2)
         return max(num_ranks * one_shot, num_ranks * two_shot, double_tree)
 
-    def piece_elements(self, method: AllReduceMethod, item_bytes: int) -> int:
+    @classmethod
+    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        return min(workspace_nbytes, PACKET_BYTES) if num_ranks > 1 else 0
+
+    def piece_elements(
+        self, method: AllReduceMethod, item_bytes: int, in_packets: bool = False
+    ) -> int:
         """Elements of ``item_bytes`` that one launch can sum."""
         nbytes = self.workspace_nbytes
-        if method is AllReduceMethod.ONE_SHOT:
+        if in_packets:
+            nbytes = min(nbytes, PACKET_BYTES)
+        elif method is AllReduceMethod.ONE_SHOT:
             nbytes = min(nbytes, ONE_SHOT_BYTES)
         most = nbytes // item_bytes
         return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
@@ -88,7 +97,7 @@ def create_allreduce_ctx(
     process).
 
     Takes about four times ``workspace_nbytes`` on each rank, or twice ``world_size`` times up to 4
-    MB of it, whichever is more.
+    MB of it, whichever is more; and four times ``world_size`` times up to 256 KB for packets.
 
     Args:
         workspace_nbytes: the largest tensor that one launch sums; larger ones take several.

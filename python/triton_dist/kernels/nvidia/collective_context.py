@@ -37,8 +37,11 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
     ) -> None:
         self.workspace_nbytes = workspace_nbytes
-        slot_bytes = self.slot_bytes(workspace_nbytes, group_for(group).size)
-        super().__init__(self.name, ExchangeBuffer(slot_bytes, group, self.name), group)
+        size = group_for(group).size
+        slot_bytes = self.slot_bytes(workspace_nbytes, size)
+        packet_bytes = self.packet_bytes(workspace_nbytes, size)
+        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes)
+        super().__init__(self.name, buffer, group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
 
@@ -46,6 +49,11 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     @abstractmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
         """What a slot has to hold."""
+
+    @classmethod
+    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        """The largest tensor that travels in packets; 0: none does."""
+        return 0
 
     def reset(self) -> None:
         """Bring the flags of all ranks back to one state after a call that failed on some rank.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument, WaitTimeout
-from triton_dist.kernels.common import exchange
+from triton_dist.kernels.common import exchange, packets
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
@@ -22,12 +22,15 @@ from triton_dist.runtime.ranks import group_for
 MAX_CTAS: int = exchange.MAX_CTAS.value
 MAX_PIECES: int = exchange.MAX_PIECES.value
 _SHARD_ALIGNMENT: int = exchange.SHARD_ALIGNMENT.value
+_PART_ALIGNMENT: int = packets.PART_ALIGNMENT.value
+_LINE_BYTES: int = packets.LINE_BYTES.value
+_LINE_WORDS: int = packets.LINE_WORDS.value
 _PHASES = 2
 _LINE = 32  # int32 in a cache line
 _VECTOR_BYTES = 16
 # Triton compiles kernels of whole vectors for sizes that are multiples of this.
 VECTOR_ELEMENTS = 16
-_MOST_POLLS, _GAVE_UP = 0, 1
+_MOST_POLLS, _GAVE_UP, _LATE, _LATE_END = 0, 1, 2, 4
 # Beside the waits themselves, the longest that a call's kernel takes, compiling not counted.
 _LAUNCH_SECONDS = 10.0
 
@@ -49,6 +52,11 @@ class Shape:
         """A vector of 16 bytes for each thread, up to 16 warps; then several."""
         return max(1, min(16, self.block_bytes // (32 * _VECTOR_BYTES)))
 
+    @property
+    def num_warps_in_packets(self) -> int:
+        """A line for each thread, up to 32 warps; then several, which costs shared memory."""
+        return max(1, min(32, self.block_bytes // (32 * _LINE_BYTES)))
+
 
 DEFAULT_SHAPE = Shape(32, 8192)
 SMALL_SHAPES = (
@@ -56,6 +64,13 @@ SMALL_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
 )
 """For few bytes: what counts is how soon the last program is done."""
+PACKET_SHAPES = (
+    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
+    Shape(32, 512),
+    Shape(64, 1024),
+    Shape(64, 4096),
+)
+"""For packets: a line for each thread."""
 LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pieces in (1, 4, 8))
 """For many: what counts is how many bytes are under way."""
 
@@ -78,14 +93,19 @@ def shape_in(config: Mapping[str, Any]) -> Shape:
 
 
 @functools.cache
-def shape_of(num_ctas: int | None, block_bytes: int | None, num_pieces: int | None) -> Shape:
-    """The shape of tunables; what is ``None`` takes its default.
+def shape_of(
+    num_ctas: int | None,
+    block_bytes: int | None,
+    num_pieces: int | None,
+    default: Shape = DEFAULT_SHAPE,
+) -> Shape:
+    """The shape of tunables; what is ``None`` is as in ``default``.
 
     Raises:
         InvalidArgument: a number that no launch can have.
     """
     asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_pieces": num_pieces}
-    shape = replace(DEFAULT_SHAPE, **{name: n for name, n in asked.items() if n is not None})
+    shape = replace(default, **{name: n for name, n in asked.items() if n is not None})
     if not 1 <= shape.num_ctas <= MAX_CTAS:
         raise InvalidArgument("shape_of", "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
     if shape.block_bytes < 512 or shape.block_bytes & (shape.block_bytes - 1):
@@ -118,8 +138,9 @@ class Exchange:
     """One launch of a kernel of ``exchange_kernels.py``: shards of ``elements`` elements, ``total``
     in all.
 
-    phases: how often a program waits for what peers send in a piece. sources: for whom in each
-    phase; ``None``: for every peer. arguments: what the kernel takes besides.
+    phases: how often a program waits for flags that peers set behind a piece. sources: of whom in
+    each phase; ``None``: of every peer. arguments: what the kernel takes besides. in_packets: the
+    kernel is one of ``packet_kernels.py``, which waits for no flag.
     """
 
     kernel: Any
@@ -129,6 +150,7 @@ class Exchange:
     phases: int = 1
     sources: Sources | None = None
     arguments: tuple[int, ...] = ()
+    in_packets: bool = False
 
 
 def shard_elements(elements: int) -> int:
@@ -142,15 +164,25 @@ class ExchangeBuffer:
 
     Args:
         name: says in errors whose memory it is.
+        packet_bytes: the largest tensor that goes in packets (``kernels/common/packets.py``). These
+            have slots of their own, since ordinary data might look like a word.
     """
 
-    def __init__(self, slot_bytes: int, group: dist.ProcessGroup | None, name: str) -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        group: dist.ProcessGroup | None,
+        name: str,
+        packet_bytes: int = 0,
+    ) -> None:
         self._ranks = group_for(group)
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
         self.device = current_device()
         self._name = name
         unit = 4 * _SHARD_ALIGNMENT  # a slot holds whole shards of every dtype
         self.slot_bytes = -(-slot_bytes // unit) * unit
+        words = max(1, -(-packet_bytes // _LINE_BYTES)) * _LINE_WORDS
+        self.part_words = -(-words // _PART_ALIGNMENT) * _PART_ALIGNMENT
         self.memory = symmetric.allocate(
             name,
             {
@@ -158,6 +190,7 @@ class ExchangeBuffer:
                 "arrivals": ((_PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
                 "calls": ((_LINE,), torch.int64),
                 "guard": ((_LINE,), torch.int32),
+                "packets": ((2, self.num_ranks, self.part_words), torch.int64),
             },
             group,
         )
@@ -180,8 +213,19 @@ class ExchangeBuffer:
             self.slot_bytes // dtype.itemsize,
         )  # fmt: skip
 
+    def packet_regions(self) -> tuple[Any, ...]:
+        """What every kernel takes that sends packets: those, count of calls and guard, and how many
+        words a part holds."""
+        slots = self.memory["packets"]
+        return (
+            slots.local, slots.pointers, self.memory["calls"].local, self.memory["guard"].local,
+            self.part_words,
+        )  # fmt: skip
+
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of an exchange; x and out contiguous."""
+        if exchange.in_packets:
+            return self._launch_in_packets(exchange, x, out)
         arguments = (
             x, out, *self.regions(x.dtype), shard_elements(exchange.elements),
             exchange.elements, exchange.total, self.rank, *exchange.arguments,
@@ -192,6 +236,15 @@ class ExchangeBuffer:
             "BLOCK": exchange.shape.block_bytes // x.element_size(),
             "NUM_PIECES": exchange.shape.num_pieces,
             "num_warps": exchange.shape.num_warps,
+        }
+        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+
+    def _launch_in_packets(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        arguments = (x, out, *self.packet_regions(), exchange.elements, self.rank)
+        options = {
+            "NUM_RANKS": self.num_ranks,
+            "BLOCK": exchange.shape.block_bytes // x.element_size(),
+            "num_warps": exchange.shape.num_warps_in_packets,
         }
         return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
 
@@ -225,7 +278,7 @@ class ExchangeBuffer:
         if most_polls != self._most_polls:
             guard = self.memory["guard"].local
             if not self._most_polls:
-                guard[_GAVE_UP] = 0  # in trials before these, after which nobody looked
+                guard[_GAVE_UP:_LATE_END] = 0  # in trials before these, after which nobody looked
             guard[_MOST_POLLS] = most_polls
             self._most_polls = most_polls
         self._last = phases, num_ctas, num_pieces, sources
@@ -245,7 +298,7 @@ class ExchangeBuffer:
         Collective."""
         self.device.synchronize(waits.limit_seconds())
         self._ranks.barrier(f"no rank uses the memory of {self._name}")
-        for region in ("arrivals", "calls", "guard"):
+        for region in ("arrivals", "calls", "guard", "packets"):
             self.memory[region].local.zero_()
         self._most_polls = 0
         self.device.synchronize()
@@ -277,8 +330,8 @@ class ExchangeBuffer:
         guard = self.memory["guard"].local
         if not int(guard[_GAVE_UP]):
             return None
-        guard[_GAVE_UP] = 0
-        flag, expected, seen = self._overdue(*self._last)
+        flag, expected, seen = self._late_word() or self._overdue(*self._last)
+        guard[_GAVE_UP:_LATE_END] = 0
         return WaitTimeout(
             rank=self.rank,
             program="a kernel of a collective",
@@ -287,6 +340,16 @@ class ExchangeBuffer:
             seen=seen,
             seconds=waits.limit_seconds() or 0.0,
         )
+
+    def _late_word(self) -> tuple[str, int, int] | None:
+        """Of a word of a packet that the last call waited for in vain: its name, by slot, source
+        rank and place, and the tags that it had to have, and has. ``None``: of none."""
+        address = int(self.memory["guard"].local[_LATE:_LATE_END].view(torch.int64))
+        if not address:
+            return None
+        words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
+        word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
+        return describe_address(address), packets.tag_number(epoch), (word >> 32) & 0xFFFFFFFF
 
     def _overdue(
         self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None

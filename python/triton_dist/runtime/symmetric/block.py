@@ -73,7 +73,7 @@ class SymmetricMemory(ABC):
             for peer, view in enumerate(peers):
                 owner = "" if peer == rank else f" of rank {peer}"
                 addresses.register(
-                    view.data_ptr(), nbytes, dtype.itemsize, f"{layout.name}.{name}{owner}"
+                    view.data_ptr(), nbytes, dtype.itemsize, f"{layout.name}.{name}{owner}", shape
                 )
 
     def __getitem__(self, region: str) -> Region:

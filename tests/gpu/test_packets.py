@@ -1,0 +1,50 @@
+"""All-reduce in packets on GPUs: what CPU ranks check, compiled. ``test_collectives.py`` has what
+all ways have in common."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from tests.distributed import packet_ranks
+from tests.distributed.collective_calls import NO_TAG
+from triton_dist.testing import spawn_ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(
+    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
+)
+def on_gpus(request):
+    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
+    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
+
+
+def test_no_word_is_left_behind(on_gpus):
+    (count,) = set(on_gpus(packet_ranks.many_sizes, 3000))
+    assert count > 3000
+
+
+@pytest.mark.parametrize("before", [2**31 - 3, 2**32 - 3, 2**40 - 3])
+def test_tags_may_come_again(on_gpus, before):
+    assert set(on_gpus(packet_ranks.tags_come_again, before)) == {6}
+
+
+def test_odd_values_travel_as_they_are(on_gpus):
+    assert set(on_gpus(packet_ranks.odd_values)) == {3}
+
+
+def test_what_one_launch_cannot_take_goes_in_several(on_gpus):
+    assert set(on_gpus(packet_ranks.large, 150_000)) == {3}
+
+
+def test_a_call_that_gives_up_says_whose_word_is_late(on_gpus):
+    for rank, (flag, *tags) in enumerate(on_gpus(packet_ranks.who_is_late, 1)):
+        if rank == 1:
+            assert flag == ""
+        else:
+            assert re.fullmatch(r"all_reduce\.packets\[0, 1, \d+\]", flag)
+            assert tags == [0x80000002, NO_TAG * 0x01010101]

@@ -1,0 +1,81 @@
+"""Words of packets, in a world of one; and what is tried of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.language as tl
+
+import triton_dist
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.packets import payload_of, tag_number, tag_of, values_of
+from triton_dist.kernels.nvidia import AllReduceMethod, allreduce, create_allreduce_ctx
+from triton_dist.kernels.nvidia.allreduce_context import PACKET_BYTES
+from triton_dist.kernels.nvidia.exchange import PACKET_SHAPES, Shape
+from triton_dist.testing.assertions import assert_bitwise_equal
+
+WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+@triton_dist.jit
+def there_and_back(x_ptr, payload_ptr, out_ptr, N: tl.constexpr, WORDS: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    payload = payload_of(x)
+    tl.store(payload_ptr + tl.arange(0, WORDS), tl.reshape(payload, [WORDS]))
+    tl.store(out_ptr + tl.arange(0, N), values_of(payload, x.dtype))
+
+
+@triton_dist.jit
+def tag_at(epoch_ptr, tag_ptr):
+    tl.store(tag_ptr, tag_of(tl.load(epoch_ptr)))
+
+
+@pytest.mark.parametrize("dtype", list(WHOLE), ids=str)
+def test_a_payload_is_the_bytes_of_its_elements(dtype):
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (64,), generator=generator, dtype=torch.int64)
+    x = bits.to(WHOLE[dtype]).view(dtype)
+    payload = torch.empty(x.nbytes // 4, dtype=torch.int32)
+    out = torch.empty_like(x)
+    there_and_back[(1,)](x, payload, out, N=64, WORDS=payload.numel())
+    assert torch.equal(payload, x.view(torch.int32))
+    assert_bitwise_equal(out, x)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 2**31 - 1, 2**31, 2**32, 2**40 + 7])
+def test_a_tag_is_never_zero_and_of_one_call_in_two_billion(epoch):
+    tags = torch.empty(1, dtype=torch.int32)
+    for number in (epoch, epoch + 2):
+        tag_at[(1,)](torch.tensor([number]), tags)
+        assert int(tags) & 0xFFFFFFFF == tag_number(number)
+        assert tag_number(number) >> 31 == 1
+    assert tag_number(epoch) != tag_number(epoch + 2)
+
+
+def test_packets_are_tried_where_they_fit():
+    for nbytes, tried in ((2, True), (1 << 14, True), (PACKET_BYTES, True), (1 << 20, False)):
+        x = torch.empty(nbytes // 2, dtype=torch.float16, device="meta")
+        for method in (None, AllReduceMethod.ONE_SHOT):
+            kept = [
+                config["packets"]
+                for config in allreduce.config_space()
+                if allreduce.prune_fn(config, x, SimpleNamespace(num_ranks=2), method=method)
+            ]
+            assert (True in kept) is tried
+            assert False in kept
+
+
+def test_a_thread_has_a_line_in_each_shape_for_packets():
+    for shape in PACKET_SHAPES:
+        assert shape.num_warps_in_packets * 32 * 8 == shape.block_bytes
+    assert Shape(1, 1 << 15).num_warps_in_packets == 32
+
+
+def test_only_one_shot_goes_in_packets():
+    with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
+        for method in (AllReduceMethod.TWO_SHOT, AllReduceMethod.COLLECTIVE):
+            with pytest.raises(InvalidArgument, match="packets is True, expected None or False"):
+                allreduce.all_reduce.fn(torch.ones(4), ctx, method=method, packets=True)
+            allreduce.all_reduce.fn(torch.ones(4), ctx, method=method, packets=False)
