@@ -124,7 +124,7 @@ install() {
         echo "$flavour" >"$VENV/.flavour"
     fi
     rm -f "$VENV"/.ready-*
-    local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input)
+    local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
     if [[ ! -t 2 ]]; then pip+=(--quiet); fi
     local -a wanted
     mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list ${extra:+"$extra"})
@@ -145,6 +145,8 @@ install() {
     say "installing ${wanted[*]}"
     "${pip[@]}" -c "$constraints" "${wanted[@]}" >&2 || return 1
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # pip would do this too, half of its time, on one core. Some packages hold files for other Pythons.
+    "$VENV/bin/python" -m compileall -qq -j 0 "$site" || true
     echo "$ROOT/python" >"$site/triton_dist.pth"
     stamp "$flavour" >"$VENV/.ready-${extra:-run}"
     say "set-up took $((SECONDS - begin)) s"

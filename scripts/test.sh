@@ -45,20 +45,21 @@ if ((${#interpreted[@]} + ${#compiled[@]} == 0)); then
 fi
 
 status=0
+# Two workers. A file's tests stay together, and files come in the order of tests/conftest.py.
+workers=(-n 2 --dist loadfile --no-loadscope-reorder)
 # run_pytest ARGUMENTS: a selection (-k, -m) may leave nothing in one of the two processes.
 # Long runs are left out, unless an -m of the caller's, which comes later, asks for them.
 run_pytest() {
-    "$PYTHON" -m pytest -m "not chaos and not stress" "$@" "${options[@]}"
+    "$PYTHON" -m pytest -m "not chaos and not stress" "${workers[@]}" "$@" "${options[@]}"
     local code=$?
     if ((code == 5 && ${#options[@]} > 0)); then code=0; fi
     if ((code != 0)); then status=$code; fi
 }
 if ((${#interpreted[@]} > 0)); then
-    # Two workers: distributed tests wait more than they compute. A file's tests stay together.
-    TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu OMP_NUM_THREADS=1 run_pytest -n 2 --dist loadfile "${interpreted[@]}"
+    TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu OMP_NUM_THREADS=1 run_pytest "${interpreted[@]}"
 fi
 if ((${#compiled[@]} > 0)); then
     unset TRITON_INTERPRET
-    run_pytest -n 2 --dist loadfile "${compiled[@]}"
+    run_pytest "${compiled[@]}"
 fi
 exit $status

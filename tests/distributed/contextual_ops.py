@@ -52,7 +52,8 @@ def tune_two_kernels(race: bool = False) -> tuple[Any, ...]:
         autotuned(scale_kernel, configs(*blocks)) for blocks in ((16, 32), (16, 32, 64))
     )
     # Rank 0 alone would choose 16, rank 1 alone 64: on the slowest rank, 32 is the fastest.
-    delays = {16: 60.0, 32: 20.0} if rank else {32: 20.0, 64: 60.0}
+    # By far, since a rank may wait for a core as long as a launch takes.
+    delays = {16: 240.0, 32: 60.0} if rank else {32: 60.0, 64: 240.0}
     spies = Spy(first), Slow(second, delays)
 
     @contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1, race=race)

@@ -18,23 +18,28 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """Runs launch.sh on CPU ranks, with a cache that the test's runs share."""
+def cache(tmp_path):
+    """Variables that give all runs of a test one cache."""
+    return {"TRITON_DIST_CACHE_DIR": str(tmp_path / "cache")}
+
+
+@pytest.fixture
+def launch(tmp_path, cache):
+    """Runs launch.sh on CPU ranks."""
 
     def run(*arguments, **variables):
-        cache = {"TRITON_DIST_CACHE_DIR": str(tmp_path / "cache")}
         return commands.launch(*arguments, cwd=tmp_path, **cache, **variables)
 
     return run
 
 
 @pytest.fixture
-def run_script(spawn_ranks):
+def run_script(spawn_ranks, cache):
     """Runs a script on two ranks; what rank 0 prints."""
 
-    def run(name, *options):
-        path = str(SCRIPTS / name)
-        return spawn_ranks(2, run_program, path, *options, init=False, timeout=100)[0]
+    def run(name, *options, **variables):
+        path, env = str(SCRIPTS / name), cache | variables
+        return spawn_ranks(2, run_program, path, *options, init=False, timeout=100, env=env)[0]
 
     return run
 
@@ -45,15 +50,16 @@ def passed(run, ranks):
     return run.stdout
 
 
-def test_check_tunes_then_uses_the_cache_then_tunes_again(launch):
+def test_check_tunes_then_uses_the_cache_then_tunes_again(launch, run_script):
     check = ("test_ag_gemm.py", "--case", "check")
     first = passed(launch(*check), 2)
     assert "tuned now" in first
     second = passed(launch(*check), 2)
     assert "from the cache, no tuning" in second
     assert "tuned now" not in second
-    third = passed(launch(*check, TRITON_DIST_AUTOTUNE_ALWAYS_TUNE="1"), 2)
+    third = run_script(*check, TRITON_DIST_AUTOTUNE_ALWAYS_TUNE="1")
     assert "tuned now" in third
+    assert "✅ check passed: 2 ranks, cpu" in third
 
 
 def test_check_on_four_ranks_without_tuning(launch, tmp_path):

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from triton_dist.runtime import cooperative_grid
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
 
 
@@ -126,6 +127,22 @@ def test_pause_says_whether_another_program_ran():
     run(2, body)
     assert answers[1:] == [(0, True), (1, True), (1, False)]
     assert pause() is False
+
+
+def test_who_has_looked_in_vain_for_long_looks_less_often(monkeypatch):
+    slept = []
+    monkeypatch.setattr(cooperative_grid.time, "sleep", slept.append)
+    for looks in (0, 4, 10_000):
+        pause(looks)
+    assert slept == pytest.approx([50e-6, 250e-6, 1e-3])
+    slept.clear()
+
+    def body(program):
+        while len(slept) < 2:  # for something outside the grid
+            pause(4)
+
+    run(3, body)
+    assert slept == pytest.approx([250e-6] * 2)
 
 
 def test_only_waiting_programs_cost_a_thread():

@@ -37,8 +37,8 @@ def _spin_interpreted(
             seen=int(seen.handle.data.flat[latest]),
             seconds=waits.interpreted_limit_seconds(),
         )
-    interpreter.pause()
-    return polls
+    interpreter.pause(polls)
+    return polls + 1
 
 
 @jit

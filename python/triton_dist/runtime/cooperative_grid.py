@@ -18,8 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 PAUSE_SECONDS = 50e-6
-"""How long a waiting program sleeps when nothing else of its grid can run. Long enough for a copy
-thread to take the GIL and for another process to take the core, short against a spin's own cost."""
+"""How long a waiting program sleeps at first when nothing else of its grid can run. Long enough for
+a copy thread to take the GIL and for another process to take the core, short against a spin's own
+cost."""
+LONGEST_PAUSE_SECONDS = 1e-3
+"""The same once it has looked in vain for some time."""
 
 
 class _Stop(BaseException):
@@ -91,9 +94,9 @@ class CooperativeGrid:
         if self._error is not None:
             raise self._error
 
-    def pause(self) -> bool:
-        """End the running program's turn; ``False`` if no other program of the grid could take
-        one."""
+    def pause(self, seconds: float) -> bool:
+        """End the running program's turn, after ``seconds`` if every program waits; ``False`` if no
+        other program of the grid could take one."""
         seat = _local.seat
         assert seat is not None, "only a program of this grid can pause it"
         if self._starts_next(seat):
@@ -105,7 +108,7 @@ class CooperativeGrid:
         self._pauses += 1
         if self._pauses > len(self._ready):  # every program waits, for something outside this grid
             self._pauses = 0
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(seconds)
         self._pass_turn(seat)
         return True
 
@@ -158,13 +161,16 @@ class CooperativeGrid:
             self._error = error
 
 
-def pause() -> bool:
-    """What a blocked wait calls on each round.
+def pause(looks: int = 0) -> bool:
+    """What a blocked wait calls on each round, after ``looks`` earlier ones in vain.
 
-    Lets another program of the grid run and returns ``True``; where there is none, sleeps about
-    50 µs, so that copy threads and other processes get on, and returns ``False``.
+    Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
+    copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``
+    from 50 µs to 1 ms: a look costs more than the first sleep, and where there are more ranks than
+    cores, it is the core of who is waited for that it costs.
     """
-    if _local.grid is not None and _local.grid.pause():
+    seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)
+    if _local.grid is not None and _local.grid.pause(seconds):
         return True
-    time.sleep(PAUSE_SECONDS)
+    time.sleep(seconds)
     return False
