@@ -47,7 +47,8 @@ class Calls(SummedCalls):
     overdue = (
         *("all_reduce.arrivals",) * 2,
         *("gemm_ar.arrivals",) * 8,
-        *("all_reduce.arrivals",) * 4,
+        *("all_reduce.arrivals",) * 2,
+        *("all_reduce.packets",) * 2,
     )
 
     rounds, fewest_configs = 2, 60

@@ -412,9 +412,8 @@ def every_bad_call(kind: Kind) -> dict[str, tuple[str, str, int]]:
         arguments = good | changes
         error = refusal(lambda a=arguments: kind.op.fn(**a))
         assert isinstance(error, InvalidArgument), name
-        if not {"method", "exchange", "num_chunks", "gemm_config"} & set(
-            changes
-        ):  # those are tuned
+        tuned = {"method", "exchange", "num_chunks", "gemm_config"}
+        if not tuned & set(changes):
             arguments.pop("gemm_config")
             assert str(refusal(lambda a=arguments: kind.op(**a))) == str(error)
         seen[name] = (error.argument, str(error), launched[0])

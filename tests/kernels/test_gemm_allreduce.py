@@ -16,6 +16,7 @@ from triton_dist.kernels.nvidia import (
     AllReduceMethod,
     GEMMAllReduceMethod,
     create_gemm_ar_context,
+    exchanged_tiles,
     gemm_allreduce_space,
     gemm_ar,
 )
@@ -69,7 +70,7 @@ def on_a_gpu(monkeypatch):
         name="cuda", prefers_descriptors=True, shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
-    for module in (gemm_allreduce_space, gemm_allreduce_space.gemm):
+    for module in (gemm_allreduce_space, gemm_allreduce_space.gemm, exchanged_tiles):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 
@@ -103,7 +104,7 @@ def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
     }
     assert (16 in heights[ONE_SHOT]) is (rows <= 64)
     assert min(heights[TWO_SHOT]) == 64
-    assert (256 in heights[TWO_SHOT]) is (rows > 512)
+    assert (256 in heights[TWO_SHOT]) is (rows > 128)  # in one launch, tiles are of all rows
 
 
 def test_all_of_a_bucket_keep_the_same(on_a_gpu):

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
 from triton_dist.kernels.nvidia import (
     VendorMethod,
     create_gemm_rs_context,
-    gemm_reduce_scatter,
+    gemm_reduce_scatter_space,
     gemm_reduce_scatter_tiles,
     gemm_rs,
     vendor_reduce_scatter,
@@ -43,7 +43,7 @@ def test_a_world_of_one_is_a_plain_product():
     calls(5, method=VendorMethod.COLLECTIVE, gemm_config=None)
     calls(11, op=gemm_rs)
     calls(11, op=gemm_rs, autotune=False)
-    assert calls.finish() == 3 * len(LAYOUTS) + 5
+    assert calls.finish() == len(WAYS) * len(LAYOUTS) + 5
 
 
 def test_one_element():
@@ -67,7 +67,7 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     assert {config["fuse_scatter"] for config in space} == {True, False}
     assert gemm_rs.config_space.names == set(space[0])
     gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
-    for module in (vendor_reduce_scatter, gemm_reduce_scatter):
+    for module in (vendor_reduce_scatter, gemm_reduce_scatter_space):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor_reduce_scatter, "_has_async_tp", lambda: True)
     methods = [config["method"] for config in config_space()]
@@ -84,7 +84,7 @@ def test_what_is_pruned():
         ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=reduce_st)
         return [config for config in space if prune_fn(config, A, B, ctx)]
 
-    fused = [config for config in space if config.get("fuse_scatter")]
+    fused = [config for config in space if config.get("fuse_scatter") and not config["exchange"]]
     assert left(2) == space  # eight rows of tiles of a slab, as many as there are chunks
     assert left(1) == fused
     assert left(2, reduce_st=True) == fused
