@@ -12,7 +12,6 @@ from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.kernels.nvidia import (
     create_gemm_rs_context,
     gemm_reduce_scatter,
-    gemm_reduce_scatter_tiles,
     gemm_rs,
 )
 from triton_dist.runtime.device import current_device
@@ -35,7 +34,7 @@ class Calls(SummedCalls):
 
     name, op, create = "gemm_rs", gemm_rs, staticmethod(create_gemm_rs_context)
     config_space = staticmethod(gemm_reduce_scatter.config_space)
-    gemm_module = gemm_reduce_scatter_tiles
+    gemm_module = gemm_reduce_scatter
     poisoned, flags = ("partials",), ("arrivals", "consumed")
 
     options = MappingProxyType({"reduce_st": True})

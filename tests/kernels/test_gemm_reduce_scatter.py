@@ -19,8 +19,8 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
 from triton_dist.kernels.nvidia import (
     VendorMethod,
     create_gemm_rs_context,
+    gemm_reduce_scatter,
     gemm_reduce_scatter_space,
-    gemm_reduce_scatter_tiles,
     gemm_rs,
     vendor_reduce_scatter,
 )
@@ -158,22 +158,10 @@ def test_a_sum_is_not_pushed_by_slabs():
         gemm_rs.fn(A, B, ctx, default_tiles(), fuse_scatter=False)
 
 
-@pytest.mark.parametrize("fuse_scatter", [True, False])
-def test_the_ordinary_kernel_serves_tiles_for_specialised_warps(fuse_scatter):
-    """Where these cannot be compiled, or tiles are sent one by one."""
-    tiles = default_tiles()
-    specialized = triton.Config(
-        tiles.kwargs | {"WARP_SPECIALIZED": True, "SPLIT_K": 2, "GROUP_SIZE_SHARDS": 1}
-    )
-    calls = Calls(max_rows=37, columns=40, K=72)
-    calls(37, gemm_config=specialized, fuse_scatter=fuse_scatter, num_chunks=2)
-    assert calls.finish() == 1
-
-
 def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
     calls = Calls(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
-        patch.setattr(gemm_reduce_scatter_tiles, "scattered_gemm", lambda *_, **__: 1 / 0)
+        patch.setattr(gemm_reduce_scatter, "scattered_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 calls(5)

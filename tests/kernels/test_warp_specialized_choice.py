@@ -12,12 +12,7 @@ import triton
 from triton_dist.kernels.common import gemm_launch
 from triton_dist.kernels.common.gemm_launch import sharded_gemm
 from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
-from triton_dist.kernels.nvidia import (
-    AllGatherMethod,
-    VendorMethod,
-    allgather_gemm,
-    gemm_reduce_scatter,
-)
+from triton_dist.kernels.nvidia import AllGatherMethod, allgather_gemm
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
     WARP_SPECIALIZED_SPLIT_K_TILES,
     fits_shape,
@@ -42,7 +37,6 @@ SMALL = triton.Config(
     num_warps=8,
     num_stages=3,
 )
-RANKS = SimpleNamespace(num_ranks=4, reduce_st=False)
 
 
 @pytest.fixture
@@ -85,54 +79,6 @@ def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
     assert [c["gemm_config"] for c in whole if c["gemm_config"] in tiles] == tiles
     # Those that a user gets for kernels of his own are for the ordinary kernel.
     assert not any("WARP_SPECIALIZED" in config.kwargs for config in get_config_space())
-
-
-def test_slabs_for_a_copy_engine_are_candidates_in_few_chunks(hopper, monkeypatch):
-    gpu = SimpleNamespace(
-        name="cuda", num_sms=132, prefers_descriptors=True, shared_memory_bytes=lambda: 232448
-    )
-    for function in (gemm_reduce_scatter.config_space, get_config_space, fits_shape):
-        monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
-    monkeypatch.setattr(
-        gemm_reduce_scatter.vendor, "candidates_here", lambda: [VendorMethod.COLLECTIVE]
-    )
-    space = gemm_reduce_scatter.config_space()
-    found = [
-        config
-        for config in space
-        if config["gemm_config"] is not None and "WARP_SPECIALIZED" in config["gemm_config"].kwargs
-    ]
-    assert all(config["persistent"] and not config["fuse_scatter"] for config in found)
-    chunks = [
-        (config["gemm_config"], config["num_chunks"])
-        for config in found
-        if "SPLIT_K" not in config["gemm_config"].kwargs
-    ]
-    assert chunks == [(tiles, number) for tiles in WARP_SPECIALIZED_TILES for number in (1, 2, 4)]
-    assert len(found) > len(chunks)
-    assert len({str(config) for config in space}) == len(space)
-    kept = {
-        rows: [
-            config
-            for config in found
-            if gemm_reduce_scatter.prune_fn(
-                config, matrix(4 * rows, 1024), matrix(1024, 7168), RANKS
-            )
-        ]
-        for rows in (512, 2048)
-    }
-    # 4 x 512 rows: 448 tiles are 3.39 waves, worth a cut. 4 x 2048: 13.58, and cut as many.
-    assert any("SPLIT_K" in config["gemm_config"].kwargs for config in kept[512])
-    assert kept[2048] == [c for c in found if "SPLIT_K" not in c["gemm_config"].kwargs]
-    assert not gemm_reduce_scatter.prune_fn(found[0], matrix(2048, 1020), matrix(1020, 7168), RANKS)
-
-
-def test_cpu_ranks_push_no_slabs_of_specialised_warps():
-    assert not any(
-        "WARP_SPECIALIZED" in config["gemm_config"].kwargs
-        for config in gemm_reduce_scatter.config_space()
-        if config["gemm_config"] is not None
-    )
 
 
 def test_without_gluon_there_is_none(hopper, monkeypatch):

@@ -142,8 +142,7 @@ def sharded_gemm(
         options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
         parts = options.get("SPLIT_K", 1)
         if parts > 1:
-            options |= workspace_options("sharded_gemm", config, tiles, num_sms, split)
-            options["NUM_WARPS"] = config.num_warps
+            options |= _workspace(config, tiles, num_sms, split)
         kernel: Any = kernel_gemm_persistent
         if specialized:
             kernel, options = _specialized(options)
@@ -163,8 +162,10 @@ def sharded_gemm(
 def _specialized(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The kernel with specialised warps, and ``options`` as it takes them."""
     # Not before it is needed: it needs Gluon.
-    from triton_dist.kernels.common.warp_specialized_gemm import kernel_gemm_warp_specialized
-    from triton_dist.kernels.common.warp_specialized_tile import WARPS_OF_A_GROUP
+    from triton_dist.kernels.common.warp_specialized_gemm import (
+        WARPS_OF_A_GROUP,
+        kernel_gemm_warp_specialized,
+    )
 
     others = ("INPUT_PRECISION", "NUM_WARPS")
     kept = {name: value for name, value in options.items() if name not in others}
@@ -172,18 +173,18 @@ def _specialized(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return kernel_gemm_warp_specialized, kept | more
 
 
-def workspace_options(
-    function: str, config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
+def _workspace(
+    config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
 ) -> dict[str, object]:
-    """The arguments that persistent kernels have for ``SPLIT_K`` above 1 alone.
-
-    Raises:
-        InvalidArgument: of ``function``, without a workspace that is large enough.
-    """
+    """The arguments that the persistent kernel has for ``SPLIT_K`` above 1 alone."""
     needed, counted = split_tiles(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
         there = split and (split.partials.numel(), split.counters.numel())
         raise InvalidArgument(
-            function, "split", there, f"a workspace of {needed} fp32 and {counted} counters"
+            "sharded_gemm", "split", there, f"a workspace of {needed} fp32 and {counted} counters"
         )
-    return {"partials_ptr": split.partials, "counters_ptr": split.counters}
+    return {
+        "NUM_WARPS": config.num_warps,
+        "partials_ptr": split.partials,
+        "counters_ptr": split.counters,
+    }

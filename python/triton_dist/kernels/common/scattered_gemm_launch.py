@@ -35,8 +35,6 @@ class Scattering:
         fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.
         arrivals: int32, flags of the own slab. epoch: int32, the epoch and the guard of waits.
         sums, sum_flags: of ``"all"``, int64 [num_ranks], addresses; else anything.
-        staged: of ``"slab"``, memory of this rank [num_ranks, slot_stride] from which slabs are
-        pushed.
     """
 
     scatter: Scatter
@@ -50,7 +48,6 @@ class Scattering:
     epoch: torch.Tensor
     sums: torch.Tensor
     sum_flags: torch.Tensor
-    staged: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,7 @@ def scattered_gemm(
             of ``"all"`` [M, N], of which the own ones are written. Contiguous.
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
-            the kernel on pointers too. WARP_SPECIALIZED and SPLIT_K are for
-            ``specialized_scatter``.
+            the kernel on pointers too.
         num_chunks: of a slab: each pushed for itself, or of ``"all"`` in turn with those of the
             other slabs.
     """
@@ -145,8 +141,6 @@ def scattered_gemm(
         "INPUT_PRECISION": precision,
         "REDUCE_ROWS": rows_at_once(block_m, block_n, to.num_ranks * A.element_size()),
     }
-    for name in ("WARP_SPECIALIZED", "SPLIT_K", "GROUP_SIZE_SHARDS"):
-        options.pop(name, None)
     chunk_tiles_m = 1
     if to.scatter in ("slab", "all"):
         chunks = chunks_of_slab(config, rows, N, num_chunks)
@@ -156,7 +150,9 @@ def scattered_gemm(
     by_descriptor = persistent and precision != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
-        later = to.scatter in ("tile", "all") or counts_later(tiles_per_slab, num_sms)
+        # A chunk is pushed after its last tile, which is to be announced at once where the next one
+        # is a large part of all.
+        later = to.scatter in ("tile", "all") or tiles_per_slab >= _MANY_WAVES * num_sms
         options |= {
             "B_COLUMN_MAJOR": B.stride(0) == 1,
             "NUM_SMS": num_sms,
@@ -175,12 +171,6 @@ def scattered_gemm(
         (*operands, *A.stride(), *B.stride(), *where),
         options,
     )
-
-
-def counts_later(tiles_per_slab: int, num_sms: int) -> bool:
-    """Whether a tile of a chunk is announced when the next one is multiplied. A chunk is pushed
-    after its last tile: at once where the next one is a large part of all."""
-    return tiles_per_slab >= _MANY_WAVES * num_sms
 
 
 def rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:

@@ -14,6 +14,7 @@ from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
 from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
@@ -23,7 +24,6 @@ from triton_dist.kernels.nvidia.gemm_context import (
     layout_of,
     look_of,
 )
-from triton_dist.kernels.nvidia.split_room import SplitRoom
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,13 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         super().__init__(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"), group)
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.launcher = Launcher()
-        self._split_room = SplitRoom()
+        with torch.inference_mode(False):
+            # Now: zeros that are written in a capture would be there from its first replay on.
+            _, counters = room_for_parts(self.device.num_sms)
+            self._split_counters = torch.zeros(
+                counters, dtype=torch.int32, device=self.device.torch_device
+            )
+        self.device.synchronize()  # calls may come on any stream
 
     @property
     def symm_workspace(self) -> torch.Tensor:
@@ -76,10 +82,13 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
                 self.max_M, self.K, dtype=self.dtype, device=self.device.torch_device
             )
 
-    @property
+    @functools.cached_property
     def split_workspace(self) -> SplitWorkspace:
         """What tiles that are cut along K are added up in; allocated at the first use, once."""
-        return self._split_room.workspace
+        with torch.inference_mode(False):
+            elements, _ = room_for_parts(self.device.num_sms)
+            partials = torch.empty(elements, dtype=torch.float32, device=self.device.torch_device)
+        return SplitWorkspace(partials, self._split_counters)
 
     def own_rows(self, rows: int) -> torch.Tensor:
         """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
@@ -89,11 +98,12 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
         self.buffer.reset()
-        self._split_room.reset()
+        self._split_counters.zero_()
+        self.device.synchronize()
 
     def free(self) -> None:
-        self.__dict__.pop("collective_rows", None)
-        self._split_room.free()
+        for name in ("split_workspace", "collective_rows"):
+            self.__dict__.pop(name, None)
         super().free()
 
 

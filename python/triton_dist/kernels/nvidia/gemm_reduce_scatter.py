@@ -14,8 +14,7 @@ Timeline of one call (W = 4), on every rank at once
     ``fuse_scatter=True``: the program that computed a tile stores it into its owner's memory.
     ``False``: tiles stay here, and a copy engine pushes each slab, in ``num_chunks`` chunks, as
     their tiles are complete. Either way the program that computes an own tile waits until the peers
-    have sent theirs, and adds them; but for ``WARP_SPECIALIZED`` tiles, on Hopper, of a slab that
-    is pushed: there a second kernel adds the own rows.
+    have sent theirs, and adds them.
     ``exchange=True``, for few rows: the same launch as ``fuse_scatter=True`` would be short of work
     for most programs in the end. So all of them add, once all is multiplied; a tile has rows of
     several ranks, so that B is read once; and nothing comes before the kernel or behind it.
@@ -49,19 +48,22 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
+    Scattering,
+    scattered_gemm,
     tiles_of_slab,
 )
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
 from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
+from triton_dist.kernels.nvidia.gemm_context import run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
     create_gemm_rs_context,
 )
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_space import config_space, prune_fn
-from triton_dist.kernels.nvidia.gemm_reduce_scatter_tiles import ScatteredCall
 from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 
@@ -87,6 +89,10 @@ def _adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -
             "gemm_rs", "reduce_st", reduce_st, "a context that was created with reduce_st=True"
         )
     return ctx.reduce_st if reduce_st is None else bool(reduce_st)
+
+
+def _empty_rows(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
+    return A.new_empty((A.shape[0] // ctx.num_ranks, B.shape[1]))
 
 
 def _scatter(fuse_scatter: bool, adds: bool) -> Scatter:
@@ -115,9 +121,8 @@ def _prepare(
         _exchanged(A, B, bias, ctx, gemm_config, persistent).launch().compile()
         return
     to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
-    call = ScatteredCall(A, B, bias, ctx, gemm_config, bool(persistent), to, num_chunks or 1)
-    for launch in call.launches():
-        launch.compile()
+    C = _empty_rows(A, B, ctx)
+    _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks or 1).compile()
 
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
@@ -195,33 +200,31 @@ def gemm_rs(
     if exchange and ctx.num_ranks > 1:
         _check_exchange(A, ctx, fuse_scatter, adds)
         ctx.sleep(straggler_option)
-        exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent)
-        return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
+        call = _exchanged(A, B, bias, ctx, gemm_config, persistent)
+        return ctx.buffer.slots.beside(lambda: call.run(looks))
     scatter = _scatter(bool(fuse_scatter), adds)
-    buffer, rows = ctx.buffer, A.shape[0] // ctx.num_ranks
-    tiles = tiles_of_slab(gemm_config, rows, ctx.N)
+    buffer, C = ctx.buffer, _empty_rows(A, B, ctx)
+    tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
     pushes, awaited = None, False
     buffer.slots.take()
     ctx.sleep(straggler_option)
     try:
         to = buffer.describe(scatter)
-        call = ScatteredCall(A, B, bias, ctx, gemm_config, bool(persistent), to, num_chunks)
         stream = ctx.device.current_stream()
         if scatter == "slab" and ctx.num_ranks > 1:
-            pushes = buffer.pushes(rows, gemm_config, num_chunks, call.count)
+            pushes = buffer.pushes(C.shape[0], gemm_config, num_chunks)
             pushes.fork(stream)
-        call.run_gemm(looks)
+        _run_gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks, looks)
         if pushes is not None:
             pushes.queue()
-        call.run_sum(looks)
-        awaited = True  # who sums an own tile waits for each peer
+        awaited = True  # an own tile waits for each peer
     finally:
         if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
             pushes.join(stream)
         buffer.slots.finish(
             awaited, lambda: buffer.expected(num_chunks if scatter == "slab" else tiles)
         )
-    return call.C
+    return C
 
 
 def _check_exchange(A: torch.Tensor, ctx: Any, fuse_scatter: bool | None, adds: bool) -> None:
@@ -242,6 +245,45 @@ def _exchanged(
     persistent: bool | None,
 ) -> ExchangedCall:
     return ExchangedCall(A, B, bias, ctx.exchange, gemm_config, bool(persistent), to_owners=True)
+
+
+def _gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm_config: triton.Config,
+    to: Scattering,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    persistent: bool,
+    num_chunks: int,
+) -> Launch:
+    return scattered_gemm(
+        A, B, C, bias, gemm_config, to,
+        num_sms=ctx.device.num_sms, persistent=persistent, num_chunks=num_chunks,
+    )  # fmt: skip
+
+
+def _run_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm_config: triton.Config,
+    to: Scattering,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    persistent: bool,
+    num_chunks: int,
+    looks: tuple[Any, ...],
+) -> None:
+    tensors = {"a_ptr": A, "b_ptr": B, "c_ptr": C, "bias_ptr": C if bias is None else bias}
+    run_gemm(
+        ctx.buffer.slots.launcher,
+        (id(looks), id(to), id(gemm_config), persistent, num_chunks),
+        lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent, num_chunks),
+        tensors,
+        alive=(looks, to, gemm_config),
+    )
 
 
 def _vendor(

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
-from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.kernels.nvidia.gemm_context import (
@@ -21,7 +20,6 @@ from triton_dist.kernels.nvidia.gemm_context import (
     look_of,
 )
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
-from triton_dist.kernels.nvidia.split_room import SplitRoom
 from triton_dist.runtime.ranks import group_for
 
 EXCHANGED_BYTES = 64 << 20
@@ -58,7 +56,6 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
             max_M // size, N, output_dtype, reduce_st, rs_stream, group, "gemm_rs"
         )
         super().__init__(buffer, group)
-        self._split_room = SplitRoom()
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
@@ -68,20 +65,13 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
             size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs"
         )
 
-    @property
-    def split_workspace(self) -> SplitWorkspace:
-        """What tiles that are cut along K are added up in; allocated at the first use, once."""
-        return self._split_room.workspace
-
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
         self.buffer.slots.reset()
         self.exchange.reset()
-        self._split_room.reset()
 
     def free(self) -> None:
-        self._split_room.free()
         super().free()
         self.exchange.free()
 

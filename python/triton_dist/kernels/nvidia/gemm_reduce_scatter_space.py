@@ -12,10 +12,6 @@ from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab
 from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
-    WARP_SPECIALIZED_SPLIT_K_TILES,
-    fits_shape,
-)
 from triton_dist.kernels.nvidia.exchanged_tiles import suits_rows, tiles_to_owners
 from triton_dist.kernels.nvidia.gemm import get_config_space, tile_shapes
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import EXCHANGED_BYTES
@@ -24,9 +20,7 @@ from triton_dist.runtime.device import current_device
 
 # How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
-_CHUNKS, _SPECIALIZED_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2, 4), (1, 2)
-# How many of those for specialised warps that are cut along K.
-_CUT_TILES = 1
+_CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
 
 
 def config_space() -> list[dict[str, Any]]:
@@ -34,7 +28,7 @@ def config_space() -> list[dict[str, Any]]:
 
     Every tile shape with tiles sent one by one; tiles of one launch that adds, too; then slabs that
     a copy engine pushes, the largest tiles in any number of chunks, those for few rows in few; then
-    the same with specialised warps, where they can be compiled; then what torch brings.
+    what torch brings.
     """
     descriptors = current_device().prefers_descriptors
     kinds = (descriptors, not descriptors)
@@ -53,19 +47,11 @@ def config_space() -> list[dict[str, Any]]:
         for number, each in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
         for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
     ]
-    whole = gemm.warp_specialized_tiles()
-    cut = WARP_SPECIALIZED_SPLIT_K_TILES[:_CUT_TILES] if whole else ()
-    specialized = [
-        config(gemm_config=each, persistent=True, fuse_scatter=False, num_chunks=num_chunks)
-        for tiles, chunks in ((whole, _SPECIALIZED_CHUNKS), (cut, _FEW_CHUNKS))
-        for each in tiles
-        for num_chunks in chunks
-    ]
-    by_vendors = [
+    torchs = [
         config(fuse_scatter=None, exchange=None, num_chunks=None, method=method)
         for method in vendor.candidates_here()
     ]
-    return fused + exchanged + pushed + specialized + by_vendors
+    return fused + exchanged + pushed + torchs
 
 
 def config(
@@ -120,8 +106,4 @@ def prune_fn(
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
     # A has all rows here: not to be multiplied by the context's ranks.
-    if not gemm.prune_fn(config, A, B):
-        return False
-    tiles = config["gemm_config"]
-    is_cut = "SPLIT_K" in tiles.kwargs
-    return not is_cut or fits_shape(tiles, A.shape[0] // ctx.num_ranks, B.shape[1], ctx.num_ranks)
+    return gemm.prune_fn(config, A, B)

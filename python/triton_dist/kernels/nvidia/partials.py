@@ -96,16 +96,16 @@ class PartialsBuffer:
             known = self._scatterings[scatter] = self._of_each_slot(scatter)
         return known[self.slots.index]
 
-    def pushes(self, rows: int, config: triton.Config, num_chunks: int, count: int = 1) -> Any:
-        """The transfer that pushes each peer's slab of ``rows`` rows, each chunk once its tiles,
-        which count ``count`` each, are staged, and then sets the chunk's flag there."""
-        key = (self.slots.index, rows, id(config), num_chunks, count)
+    def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
+        """The transfer that pushes each peer's slab of ``rows`` rows, each chunk once its tiles are
+        staged, and then sets the chunk's flag there."""
+        key = (self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
             if len(self._transfers) >= _MOST_PLANS:
                 self._transfers.clear()
             chunks = chunks_of_slab(config, rows, self._N, num_chunks)
-            transfer = self._device.transfer(list(self._push(chunks, count)), [self._stream])
+            transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
             known = self._transfers[key] = transfer, config  # the config's id stays its own
         return known[0]
 
@@ -139,15 +139,14 @@ class PartialsBuffer:
     def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
         partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
         own_part = self.rank * self.slot_stride * partials.local.element_size()
-        flags, staged = arrivals.pointers, None
+        flags = arrivals.pointers
         if scatter == "tile":
             targets = partials.pointers + own_part
         elif scatter == "add":
             partials = self.slots.of_slot(slot, "sums")
             targets = partials.pointers
         else:
-            staged = self._staged()
-            addresses = [part.data_ptr() for part in staged]
+            addresses = [part.data_ptr() for part in self._staged()]
             addresses[self.rank] = partials.local.data_ptr() + own_part
             counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
@@ -158,10 +157,10 @@ class PartialsBuffer:
             )
         return Scattering(
             scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch_of(slot), targets, flags, staged,
+            arrivals.local, self.slots.epoch_of(slot), targets, flags,
         )  # fmt: skip
 
-    def _push(self, chunks: Chunks, count: int) -> Iterable[Step]:
+    def _push(self, chunks: Chunks) -> Iterable[Step]:
         counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]
         own_part = self.rank * self.slot_stride
         for step in range(1, self.num_ranks):
@@ -170,7 +169,7 @@ class PartialsBuffer:
             begin = 0
             for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
                 counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
-                yield AwaitFlag(0, counters, counter, tiles * count)
+                yield AwaitFlag(0, counters, counter, tiles)
                 yield SetFlag(0, counters, counter, 0)
                 yield Copy(0, target[begin:end], staged[begin:end])
                 flag = chunk * self.num_ranks + self.rank
