@@ -194,8 +194,9 @@ class SummedCalls(ABC):
         """Compare all results; returns how many there were."""
         current_device().synchronize()
         tolerance = TOLERANCE[self.dtype]
-        # Of parts that cancel, the rounding of the parts is left: they grow with the root of K.
-        absolute = tolerance * max(1.0, (self.K / 72) ** 0.5)
+        # Of parts that cancel, their rounding is left: they grow with the root of K, and the sum of
+        # their errors with the root of their number.
+        absolute = tolerance * max(1.0, (self.K / 72 * len(self.members) / 2) ** 0.5)
         for what, C, expected in self.results:
             try:
                 assert_allclose(C, expected, rtol=tolerance, atol=absolute)

@@ -54,7 +54,7 @@ class FakeDevice:
         self.captures += 1
         return call
 
-    def hold(self) -> None:
+    def hold(self, queueing: float = 0.0) -> None:
         self.advance(0.25)  # outside of what is timed, or the sample shows it
 
     def flush_cache(self) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.tuning.fakes import FakeDevice, Rank, thread_ranks, together
@@ -47,7 +49,7 @@ def test_ranks_are_lined_up_after_what_holds_the_device():
         def flush_cache(self):
             order.append("flush")
 
-        def hold(self):
+        def hold(self, queueing=0.0):
             order.append("hold")
 
     def align(hold):
@@ -59,6 +61,21 @@ def test_ranks_are_lined_up_after_what_holds_the_device():
         lambda: order.append("run"), Policy(warmup=0), align, 2
     )
     assert order == ["meet", "flush", "hold", "line up", "run"] * 2
+
+
+def test_the_device_is_held_for_as_long_as_queueing_took():
+    held = []
+
+    class Recording(FakeDevice):
+        def hold(self, queueing=0.0):
+            held.append(queueing)
+
+    naps = iter([0.02, 0.0, 0.0])
+    DeviceBenchmarker(Recording(), 1.0).measure(
+        lambda: time.sleep(next(naps)), Policy(warmup=0), lambda hold: hold(), 3
+    )
+    assert held[0] == 0.0
+    assert held[1] == held[2] >= 0.02
 
 
 def test_a_rank_that_cannot_flush_lines_up_all_the_same():

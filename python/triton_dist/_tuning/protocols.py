@@ -50,8 +50,11 @@ class Device(Protocol):
         on."""
 
     def timer(self) -> Timer: ...
-    def hold(self) -> None:
-        """Keep the device busy until the host has queued a call behind it."""
+    def hold(self, queueing: float = 0.0) -> None:
+        """Keep the device busy until the host has queued a call behind it.
+
+        queueing: seconds that it has taken for such calls, at most.
+        """
 
     def capture(self, call: Callable[[], Any], seconds: float) -> Callable[[], Any]:
         """Run ``call`` once, then capture it in a graph; returns the replay. Where work is not

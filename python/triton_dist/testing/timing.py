@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,16 +54,20 @@ def interleaved(
     device.flush_cache()  # what it needs is allocated before ranks wait for one another
     own: dict[str, list[float]] = {name: [] for name in candidates}
 
+    queueing = 0.0  # the longest that it took the host to queue a call
+
     def hold() -> None:
         device.flush_cache()
-        device.hold()
+        device.hold(queueing)
 
     for round_number in range(warmup_rounds + rounds):
         for name, call in candidates.items():
             timer = device.timer()
             ranks.align("interleaved timing", hold=hold)
             timer.start()
+            began = time.perf_counter()
             call()
+            queueing = max(queueing, time.perf_counter() - began)
             timer.stop()
             device.synchronize()
             if round_number >= warmup_rounds:

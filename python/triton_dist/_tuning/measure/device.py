@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ class DeviceBenchmarker:
     def __init__(self, device: Device, seconds: float) -> None:
         self._device = device
         self._seconds = seconds
+        self._queueing = 0.0  # the longest that it took the host to queue a call
 
     def measure(
         self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
@@ -41,7 +43,7 @@ class DeviceBenchmarker:
             try:
                 if failure is None and policy.flush:
                     self._device.flush_cache()
-                self._device.hold()
+                self._device.hold(self._queueing)
             except Exception as error:
                 failure = error
 
@@ -52,7 +54,9 @@ class DeviceBenchmarker:
                 continue
             try:
                 timer.start()
+                began = time.perf_counter()
                 call()
+                self._queueing = max(self._queueing, time.perf_counter() - began)
                 timer.stop()
             except Exception as error:
                 failure = error

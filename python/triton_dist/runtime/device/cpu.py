@@ -68,7 +68,7 @@ class CpuDevice:
         """``call`` itself: there is no launch that a graph would spare."""
         return call
 
-    def hold(self) -> None:
+    def hold(self, queueing: float = 0.0) -> None:
         """Nothing: calls are not queued, they run."""
 
     def aside(self, work: Callable[[], object]) -> None:

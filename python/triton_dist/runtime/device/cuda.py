@@ -29,7 +29,10 @@ from triton_dist.runtime.device.transfer import Step
 
 _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
-_HOLD_MILLISECONDS = 0.5
+# Queueing an overlapped op takes 0.3 ms, on some hosts more; the most is for calls that wait for
+# the device themselves.
+_LEAST_HOLD_MILLISECONDS, _MOST_HOLD_MILLISECONDS = 0.5, 5.0
+_QUEUEING_MARGIN = 1.5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -148,10 +151,11 @@ class CudaDevice:
             graph.capture_end()
         return graph.replay
 
-    def hold(self) -> None:
+    def hold(self, queueing: float = 0.0) -> None:
         """Keep the current stream busy until the host has queued a call behind it, so that launch
-        overhead is not measured (about 0.3 ms for an overlapped op)."""
-        self.sleep_milliseconds(_HOLD_MILLISECONDS)
+        overhead is not measured. queueing: seconds that it has taken for such calls, at most."""
+        needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MOST_HOLD_MILLISECONDS)
+        self.sleep_milliseconds(max(needed, _LEAST_HOLD_MILLISECONDS))
 
     def aside(self, work: Callable[[], object]) -> None:
         """Queue ``work`` on a stream of its own, so that it is done even if the current stream is
