@@ -115,7 +115,7 @@ OPS = {
         lambda rows: rows * dist.get_world_size(),
         summed_rows,
         lambda config: config["method"] is None,
-        lambda config: (config["fuse_scatter"], config["num_chunks"]),
+        lambda config: tuple(config[each] for each in ("fuse_scatter", "exchange", "num_chunks")),
         {torch.float16: 1e-2, torch.bfloat16: 6e-2},
     ),
     "gemm_ar": StressedOp(
@@ -125,7 +125,7 @@ OPS = {
         lambda rows: rows,
         summed_product,
         lambda config: config["method"] is not GEMMAllReduceMethod.COLLECTIVE,
-        lambda config: (config["method"], config["num_chunks"]),
+        lambda config: tuple(config[each] for each in ("method", "exchange", "num_chunks")),
         {torch.float16: 1e-2, torch.bfloat16: 6e-2},
     ),
 }

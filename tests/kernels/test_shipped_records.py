@@ -31,7 +31,14 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common import gemm_launch
-from triton_dist.kernels.nvidia import ag_gemm, gemm_ar, gemm_rs
+from triton_dist.kernels.nvidia import (
+    ag_gemm,
+    all_gather,
+    all_reduce,
+    gemm_ar,
+    gemm_rs,
+    reduce_scatter,
+)
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -128,11 +135,41 @@ def _summed_call(looks: Sequence[Any], **attributes: Any) -> tuple[Any, ...]:
     return A, B, ctx
 
 
+def all_reduce_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the largest size of the bucket, which always fits vectors."""
+    elements, dtype, _, num_ranks, method, in_place = value
+    x = torch.empty(elements, dtype=dtype, device="meta")
+    output = {"output": x} if in_place else {}
+    return (x, _collective_context(num_ranks)), {"method": method, **output}
+
+
+def all_gather_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same."""
+    elements, dtype, _, num_ranks = value
+    return (torch.empty(elements, dtype=dtype, device="meta"), _collective_context(num_ranks)), {}
+
+
+def reduce_scatter_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same."""
+    elements, *others = value
+    (_, ctx), _ = all_gather_call(value)
+    return (torch.empty(elements * ctx.num_ranks, dtype=others[0], device="meta"), ctx), {}
+
+
+def _collective_context(num_ranks: int) -> Any:
+    device = SimpleNamespace(torch_device=torch.device("meta"))
+    buffer = SimpleNamespace(device=device)
+    return SimpleNamespace(num_ranks=num_ranks, buffer=buffer, workspace_nbytes=1 << 40)
+
+
 # By the full name of an op: a call that has a key.
 CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "triton_dist.kernels.nvidia.all_gather_op.all_gather": all_gather_call,
     "triton_dist.kernels.nvidia.allgather_gemm.ag_gemm": ag_gemm_call,
+    "triton_dist.kernels.nvidia.allreduce.all_reduce": all_reduce_call,
     "triton_dist.kernels.nvidia.gemm_allreduce.gemm_ar": gemm_ar_call,
     "triton_dist.kernels.nvidia.gemm_reduce_scatter.gemm_rs": gemm_rs_call,
+    "triton_dist.kernels.nvidia.reduce_scatter_op.reduce_scatter": reduce_scatter_call,
 }
 
 
@@ -191,6 +228,12 @@ def test_every_shipped_record_is_a_hit(on):
 
 def keys_of(op: Any) -> Iterator[tuple[Any, ...]]:
     """Keys of all kinds."""
+    if op in (all_reduce, all_gather, reduce_scatter):
+        more = ((None, False), (None, True)) if op is all_reduce else ((),)
+        for elements in (1 << exponent for exponent in range(10, 22)):
+            for dtype in (torch.bfloat16, torch.float32)[: 3 - len(more)]:
+                yield from ((elements, dtype, True, 4, *rest) for rest in more)
+        return
     for rows in (1, 4, 1024, 4096):
         for layout in ("row-major", "column-major", "strided"):
             for flag in (True, False):
@@ -233,7 +276,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("op", [ag_gemm, gemm_ar, gemm_rs], ids=lambda op: op.fn.__name__)
+@pytest.mark.parametrize(
+    "op",
+    [ag_gemm, all_gather, all_reduce, gemm_ar, gemm_rs, reduce_scatter],
+    ids=lambda op: op.fn.__name__,
+)
 def test_every_record_of_a_file_made_here_is_a_hit(on, folder, op):
     assert every_record_is_a_hit(made(on, folder, op=op), on) == 24
 
