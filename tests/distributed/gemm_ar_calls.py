@@ -18,6 +18,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
+PACKETS: Way = {"method": GEMMAllReduceMethod.ONE_SHOT, "packets": True}
 # How a product is summed.
 WAYS: tuple[Way, ...] = (
     {"method": GEMMAllReduceMethod.ONE_SHOT},
@@ -26,9 +27,10 @@ WAYS: tuple[Way, ...] = (
     {"method": GEMMAllReduceMethod.TWO_SHOT, "copy_to_local": False},
     {"method": GEMMAllReduceMethod.TWO_SHOT, "num_chunks": 2, "copy_to_local": False},
     {"method": GEMMAllReduceMethod.TWO_SHOT, "exchange": True},
+    PACKETS,
     {"method": GEMMAllReduceMethod.SERIAL},
 )
-TILED = WAYS[:6]
+TILED = WAYS[:7]
 COLLECTIVE: Way = {"method": GEMMAllReduceMethod.COLLECTIVE, "gemm_config": None}
 
 
@@ -43,12 +45,12 @@ class Calls(SummedCalls):
     ways, tiled, slabs = WAYS, TILED, WAYS[1]
     epoch_ways, layout_ways = TILED, TILED
     in_turn, in_trials = (*WAYS, COLLECTIVE), WAYS[:2]
-    looks = (0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
+    looks = (0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
     overdue = (
         *("all_reduce.arrivals",) * 2,
         *("gemm_ar.arrivals",) * 8,
         *("all_reduce.arrivals",) * 2,
-        *("all_reduce.packets",) * 2,
+        *("all_reduce.packets",) * 4,
     )
 
     rounds, fewest_configs = 2, 60
@@ -85,6 +87,8 @@ class Calls(SummedCalls):
 
     @staticmethod
     def full_rows(way: Way) -> int:
+        if way.get("packets"):
+            return 83
         return 1021 if way["method"] is GEMMAllReduceMethod.ONE_SHOT else 4091
 
     @staticmethod
@@ -92,6 +96,7 @@ class Calls(SummedCalls):
         return {
             "method": {"method": "two_shot"},
             "gemm_config": {"gemm_config": None, "method": GEMMAllReduceMethod.TWO_SHOT},
+            "packets": {"packets": True, "method": GEMMAllReduceMethod.TWO_SHOT},
         }
 
     @staticmethod

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from tests.distributed.ag_gemm_calls import default_tiles
-from tests.distributed.gemm_ar_calls import COLLECTIVE, TILED, WAYS, Calls
+from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, TILED, WAYS, Calls
 from tests.distributed.summed_gemm_ranks import matrix, refusal
 from triton_dist.kernels.nvidia import GEMMAllReduceMethod, gemm_ar
 from triton_dist.runtime.ranks import group_for
@@ -72,4 +72,19 @@ def too_large_for_one_shot() -> str:
     kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A, B, calls.ctx), {})[0]
     assert all(config["method"] is not GEMMAllReduceMethod.ONE_SHOT for config in kept)
     calls.ctx.finalize()
+    return str(error)
+
+
+def too_large_for_packets() -> str:
+    """A product of which packets hold all but one row: those travel, one more is refused, and is
+    not tried."""
+    columns = 1 << 15
+    calls = Calls(max_rows=5, columns=columns, K=1)
+    calls(4, **PACKETS)
+    A, B = matrix(5, 1), matrix(1, columns)
+    error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), **PACKETS))
+    for rows, tried in ((4, True), (5, False)):
+        kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A[:rows], B, calls.ctx), {})[0]
+        assert any(config["packets"] for config in kept) is tried
+    calls.finish()
     return str(error)

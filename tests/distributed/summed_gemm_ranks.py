@@ -167,7 +167,7 @@ def many_tiles(kind: Kind, rounds: int) -> int:
     for number in range(rounds):
         for way in kind.ways:
             calls(
-                kind.full_rows(way) - 97 * (number % 5),
+                kind.full_rows(way) * (11 - number % 5) // 11,
                 layout=("row-major", "column-major")[number % 2],
                 persistent=number % 3 < 2,
                 straggler_option=(number % dist.get_world_size(), 1_000_000),
@@ -412,7 +412,7 @@ def every_bad_call(kind: Kind) -> dict[str, tuple[str, str, int]]:
         arguments = good | changes
         error = refusal(lambda a=arguments: kind.op.fn(**a))
         assert isinstance(error, InvalidArgument), name
-        tuned = {"method", "exchange", "num_chunks", "gemm_config"}
+        tuned = {"method", "packets", "exchange", "num_chunks", "gemm_config"}
         if not tuned & set(changes):
             arguments.pop("gemm_config")
             assert str(refusal(lambda a=arguments: kind.op(**a))) == str(error)

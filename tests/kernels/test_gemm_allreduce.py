@@ -94,6 +94,10 @@ def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
         {ONE_SHOT} if rows > 256 else set()
     )
     assert 20 <= len(kept) <= 80
+    # Of 8192 columns of 16 bits, 16 rows are 256 KB.
+    in_packets = [config["gemm_config"] for config in kept if config["packets"]]
+    assert bool(in_packets) is (rows <= 16)
+    assert {tiles.kwargs["BLOCK_SIZE_M"] for tiles in in_packets} <= {16}
     heights = {
         method: {
             config["gemm_config"].kwargs["BLOCK_SIZE_M"]

@@ -63,7 +63,7 @@ from triton_dist.kernels.common.scattered_tiles import (
     store_tile_by_pointers,
     target_at,
 )
-from triton_dist.kernels.common.tile_product import multiply_tile, multiply_tile_by_pointers
+from triton_dist.kernels.common.tile_product import multiply_operands, operands_at
 from triton_dist.kernels.common.tiles import number_in_group, tile_in_group
 
 
@@ -124,31 +124,18 @@ def kernel_gemm_exchange(
         rows = tl.cdiv(M, NUM_RANKS)
         own_begin = rank * rows
         own_rows = min(rows, M - own_begin)
-    if DESCRIPTORS:
-        a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
-        if B_COLUMN_MAJOR:
-            b_desc = tl.make_tensor_descriptor(
-                b_ptr, [N, K], [stride_bn, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
-            )
-        else:
-            b_desc = tl.make_tensor_descriptor(
-                b_ptr, [K, N], [stride_bk, 1], [BLOCK_SIZE_K, BLOCK_SIZE_N]
-            )
+    a, b = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_bk, stride_bn,
+        DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+    )  # fmt: skip
     for tile in range(tl.program_id(0), tiles_m * tiles_n, NUM_SMS):
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         row = (m + _turn(rank, tiles_m, NUM_RANKS)) % tiles_m * BLOCK_SIZE_M
         column = n * BLOCK_SIZE_N
-        if DESCRIPTORS:
-            accumulator = multiply_tile(
-                a_desc, b_desc, row, column, K, 0, 1,
-                B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-            )  # fmt: skip
-        else:
-            accumulator = multiply_tile_by_pointers(
-                a_ptr, b_ptr, row, M - row, column, N, K,
-                stride_am, stride_ak, stride_bk, stride_bn,
-                INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-            )  # fmt: skip
+        accumulator = multiply_operands(
+            a, b, row, column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, DESCRIPTORS,
+            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        )  # fmt: skip
         for step in tl.static_range(1, NUM_RANKS + 1):
             adds = (rank + step) % NUM_RANKS
             first_row = row
@@ -220,6 +207,33 @@ def programs_of(config: triton.Config, M: int, N: int, num_sms: int) -> int:
     return min(most, tiles_of_slab(config, M, N))
 
 
+def options_of(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    num_ranks: int,
+    num_sms: int,
+    persistent: bool,
+) -> dict[str, Any]:
+    """What every kernel takes that multiplies tiles and sums them in one launch."""
+    precision = dot_precision(A.dtype)
+    options = {
+        **config_for(config, A.dtype).all_kwargs(),
+        "NUM_RANKS": num_ranks,
+        "DESCRIPTORS": persistent
+        and precision != "ieee"
+        and A.is_contiguous()
+        and fits_descriptor(A, B),
+        "HAS_BIAS": bias is not None,
+        "B_COLUMN_MAJOR": B.stride(0) == 1,
+        "INPUT_PRECISION": precision,
+        "NUM_SMS": min(num_sms, MAX_CTAS.value),
+    }
+    options.pop("EPILOGUE_SUBTILE", None)  # of TMA stores
+    return options
+
+
 def exchanged_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -248,23 +262,13 @@ def exchanged_gemm(
     """
     A = as_rows(A)
     (M, K), N = A.shape, B.shape[1]
-    precision = dot_precision(A.dtype)
     num_ctas = programs_of(config, M, N, num_sms)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     options: dict[str, Any] = {
-        **config_for(config, A.dtype).all_kwargs(),
-        "NUM_RANKS": num_ranks,
+        **options_of(A, B, bias, config, num_ranks, num_sms, persistent),
         "LANES": triton.next_power_of_2(num_ranks),
         "TO_OWNERS": to_owners,
         "PASS_ON": pass_on,
-        "DESCRIPTORS": persistent
-        and precision != "ieee"
-        and A.is_contiguous()
-        and fits_descriptor(A, B),
-        "HAS_BIAS": bias is not None,
-        "B_COLUMN_MAJOR": B.stride(0) == 1,
-        "INPUT_PRECISION": precision,
-        "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "REDUCE_ROWS": rows_at_once(block_m, block_n, num_ranks * A.element_size()),
     }
     if to_owners:
@@ -272,7 +276,6 @@ def exchanged_gemm(
         rows = triton.cdiv(row_bucket(M), num_ranks)
         strip = _rows_of_a_strip(rows, triton.cdiv(N, block_n), options["NUM_SMS"])
         options["REDUCE_ROWS"] = min(options["REDUCE_ROWS"], strip)
-    options.pop("EPILOGUE_SUBTILE", None)  # of TMA stores
     arguments = (
         A, B, C, C if bias is None else bias, *slots, shard_elements, M, N, K, *A.stride(),
         *B.stride(), rank,

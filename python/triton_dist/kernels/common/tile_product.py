@@ -93,3 +93,67 @@ def multiply_tile_by_pointers(
         a_block += BLOCK_SIZE_K * stride_ak
         b_block += BLOCK_SIZE_K * stride_bk
     return accumulator
+
+
+@jit
+def operands_at(
+    a_ptr,
+    b_ptr,
+    M,
+    N,
+    K,
+    stride_bk,
+    stride_bn,
+    DESCRIPTORS: tl.constexpr,
+    B_COLUMN_MAJOR: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+):
+    """A [M, K] and B [K, N] as ``multiply_operands`` takes them: descriptors, or the pointers."""
+    a, b = a_ptr, b_ptr
+    if DESCRIPTORS:
+        a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
+        if B_COLUMN_MAJOR:
+            b = tl.make_tensor_descriptor(
+                b_ptr, [N, K], [stride_bn, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
+            )
+        else:
+            b = tl.make_tensor_descriptor(
+                b_ptr, [K, N], [stride_bk, 1], [BLOCK_SIZE_K, BLOCK_SIZE_N]
+            )
+    return a, b
+
+
+@jit
+def multiply_operands(
+    a,
+    b,
+    row,
+    column,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    DESCRIPTORS: tl.constexpr,
+    B_COLUMN_MAJOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+):
+    """The tile at ``row`` and ``column`` of the product, fp32; a and b from ``operands_at``."""
+    if DESCRIPTORS:
+        product = multiply_tile(
+            a, b, row, column, K, 0, 1,
+            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        )  # fmt: skip
+    else:
+        product = multiply_tile_by_pointers(
+            a, b, row, M - row, column, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+            INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        )  # fmt: skip
+    return product

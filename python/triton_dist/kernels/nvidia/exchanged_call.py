@@ -9,6 +9,7 @@ import triton
 
 from triton_dist.kernels.common.exchanged_gemm import exchanged_gemm, programs_of
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.packet_gemm import packet_gemm
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.kernels.nvidia.gemm_context import run_gemm
 
@@ -18,7 +19,7 @@ class ExchangedCall:
     """``sum over ranks of A @ B``, plus ``bias``.
 
     to_owners: each row is added by one rank, else by all. pass_on: who then sends it to all; else
-    the result is the own M / num_ranks rows.
+    the result is the own M / num_ranks rows. in_packets: without flags; of what all ranks add.
     """
 
     A: torch.Tensor
@@ -29,6 +30,7 @@ class ExchangedCall:
     persistent: bool
     to_owners: bool
     pass_on: bool = False
+    in_packets: bool = False
 
     def run(self, looks: object) -> torch.Tensor:
         """Launch it, and return the result. ``looks``: one object for operands that look alike.
@@ -40,15 +42,19 @@ class ExchangedCall:
         C = self._output()
         M, N = self.A.shape[0], self.B.shape[1]
         num_ctas = programs_of(self.gemm_config, M, N, self.buffer.device.num_sms)
-        self.buffer.begin(phases=2 if self.pass_on else 1, num_ctas=num_ctas, num_pieces=1)
+        phases = 0 if self.in_packets else 2 if self.pass_on else 1
+        self.buffer.begin(phases, num_ctas, num_pieces=1)
         bias = C if self.bias is None else self.bias
         run_gemm(
             self.buffer.launcher,
-            (id(looks), id(self.gemm_config), self.persistent, self.to_owners, self.pass_on),
+            (
+                id(looks), id(self.gemm_config), self.persistent, self.to_owners, self.pass_on,
+                self.in_packets,
+            ),
             lambda: self._gemm(C),
             {"a_ptr": self.A, "b_ptr": self.B, "c_ptr": C, "bias_ptr": bias},
             alive=(looks, self.gemm_config),
-        )
+        )  # fmt: skip
         self.buffer.end()
         return C
 
@@ -63,6 +69,12 @@ class ExchangedCall:
 
     def _gemm(self, C: torch.Tensor) -> Launch:
         buffer = self.buffer
+        if self.in_packets:
+            return packet_gemm(
+                self.A, self.B, C, self.bias, self.gemm_config, buffer.packet_regions(),
+                rank=buffer.rank, num_ranks=buffer.num_ranks, num_sms=buffer.device.num_sms,
+                persistent=self.persistent,
+            )  # fmt: skip
         rows = -(-self.A.shape[0] // buffer.num_ranks) if self.to_owners else self.A.shape[0]
         return exchanged_gemm(
             self.A, self.B, C, self.bias, self.gemm_config, buffer.regions(C.dtype),

@@ -11,7 +11,9 @@ from triton_dist.runtime.device import current_device
 
 # Of what goes to all ranks; beyond it, the addresses there find no registers.
 _MOST_VALUES_OF_A_WARP = 64 * 128 // 4
-# Rows up to which tiles of 16 rows are worth trying: they read B once for each 16.
+LOW = 16
+"""Rows of the lowest tiles, which are for few rows."""
+# Rows up to which tiles of so few are worth trying: they read B once for each 16.
 _FEW_ROWS = 64
 
 # A product of few rows takes as long as reading B: deep pipelines of narrow tiles, one wave of
@@ -70,4 +72,4 @@ def suits_rows(tiles: triton.Config, rows: int) -> bool:
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
     if current_device().name == "cpu":
         return True
-    return bool(rows <= _FEW_ROWS if block_m == 16 else block_m <= 64 or block_m < 2 * rows)
+    return bool(rows <= _FEW_ROWS if block_m == LOW else block_m <= 64 or block_m < 2 * rows)

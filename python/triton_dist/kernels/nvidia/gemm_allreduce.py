@@ -9,6 +9,8 @@ Abstraction
 Ways, each a candidate
     one shot    each tile goes to all ranks as soon as it is multiplied; then every rank adds what
                 has come. One crossing of the link, W - 1 times the bytes: for few rows (decode).
+                For very few in packets, words that say by themselves that they have come: twice
+                the bytes, but no flag behind them (``kernels/common/packet_gemm.py``).
     two shot    each tile goes to the owner of its rows, who adds it and sends the sum to all. Two
                 crossings, 2 (W - 1) / W times the bytes: for many rows. With ``exchange`` in one
                 launch, one after the other, by all programs: for rows in between.
@@ -96,6 +98,7 @@ def _prepare(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     method: GEMMAllReduceMethod | None = None,
+    packets: bool | None = False,
     exchange: bool | None = False,
     num_chunks: int = 1,
     reduction: AllReduceMethod | None = None,
@@ -113,7 +116,8 @@ def _prepare(
     if method.is_whole or gemm_config is None or ctx.num_ranks == 1:
         return
     if method is GEMMAllReduceMethod.ONE_SHOT or exchange:
-        _exchanged(A, B, bias, ctx, gemm_config, persistent, method).launch().compile()
+        call = _exchanged(A, B, bias, ctx, gemm_config, persistent, method, packets)
+        call.launch().compile()
         return
     operands = A, B, bias, ctx, gemm_config, bool(persistent)
     for launch in TwoShotCall(*operands, num_chunks, bool(copy_to_local)).launches():
@@ -141,6 +145,7 @@ def gemm_ar(
     gemm_config: triton.Config | None,
     persistent: bool | None = True,
     method: GEMMAllReduceMethod | None = None,
+    packets: bool | None = False,
     exchange: bool | None = False,
     num_chunks: int = 1,
     reduction: AllReduceMethod | None = None,
@@ -168,6 +173,8 @@ def gemm_ar(
         ctx: from ``create_gemm_ar_context``.
         gemm_config, persistent: tiles and kind of the GEMM kernel, in one shot and in two (tuned).
         method: ``None``: one shot or two, by size (tuned).
+        packets: of one shot: whether tiles go in packets; for an M of up to the context's
+            ``packet_rows`` (tuned).
         exchange: of two shots: both in one launch, the first once all is multiplied; for an M of up
             to the context's ``exchanged_rows`` (tuned).
         num_chunks: in which a slab is added and sent, at most, in two shots; of a serial call, the
@@ -187,7 +194,7 @@ def gemm_ar(
     if not 1 <= num_chunks <= MAX_CHUNKS:
         raise InvalidArgument("gemm_ar", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
     method = method or _default_method(A, ctx)
-    _check_size(A, ctx, method, exchange)
+    _check_size(A, ctx, method, packets, exchange)
     if method.is_whole or ctx.num_ranks == 1:
         ctx.sleep(straggler_option)
         reducing = _reducing(reduction, num_ctas, block_bytes, num_chunks)
@@ -196,7 +203,7 @@ def gemm_ar(
         raise InvalidArgument("gemm_ar", "gemm_config", None, f"a triton.Config for {method}")
     if method is GEMMAllReduceMethod.ONE_SHOT or exchange:
         ctx.sleep(straggler_option)
-        exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent, method)
+        exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent, method, packets)
         return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
     operands = A, B, bias, ctx, gemm_config, bool(persistent)
     call = TwoShotCall(*operands, num_chunks, bool(copy_to_local))
@@ -212,12 +219,21 @@ def gemm_ar(
 
 
 def _check_size(
-    A: torch.Tensor, ctx: Any, method: GEMMAllReduceMethod, exchange: bool | None
+    A: torch.Tensor,
+    ctx: Any,
+    method: GEMMAllReduceMethod,
+    packets: bool | None,
+    exchange: bool | None,
 ) -> None:
     M = A.shape[0]
     if method is GEMMAllReduceMethod.ONE_SHOT and ctx.one_shot_rows < M:
         most = f"an M of more than {ctx.one_shot_rows}: parts of 4 MB at most go to all"
         raise InvalidArgument("gemm_ar", "method", method, f"another one for {most}")
+    if packets and method is not GEMMAllReduceMethod.ONE_SHOT:
+        raise InvalidArgument("gemm_ar", "packets", packets, f"False for {method}")
+    if packets and ctx.packet_rows < M:
+        expected = f"False for an M of more than {ctx.packet_rows}"
+        raise InvalidArgument("gemm_ar", "packets", packets, expected)
     if method is GEMMAllReduceMethod.TWO_SHOT and exchange and ctx.exchanged_rows < M:
         expected = f"False for an M of more than {ctx.exchanged_rows}"
         raise InvalidArgument("gemm_ar", "exchange", exchange, expected)
@@ -231,13 +247,15 @@ def _exchanged(
     gemm_config: triton.Config,
     persistent: bool | None,
     method: GEMMAllReduceMethod,
+    packets: bool | None,
 ) -> ExchangedCall:
     """The call that is one launch."""
     two = method is GEMMAllReduceMethod.TWO_SHOT
     buffer = ctx.reducer.buffer
     return ExchangedCall(
-        A, B, bias, buffer, gemm_config, bool(persistent), to_owners=two, pass_on=two
-    )
+        A, B, bias, buffer, gemm_config, bool(persistent), to_owners=two, pass_on=two,
+        in_packets=bool(packets),
+    )  # fmt: skip
 
 
 def _whole(

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.packet_gemm import bytes_of_row
 from triton_dist.kernels.common.row_bucket import row_bucket
-from triton_dist.kernels.nvidia.allreduce_context import ONE_SHOT_BYTES, AllReduceContext
+from triton_dist.kernels.nvidia.allreduce_context import (
+    ONE_SHOT_BYTES,
+    PACKET_BYTES,
+    AllReduceContext,
+)
 from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
@@ -55,6 +60,7 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
     Attributes:
         output_dtype: of A, B, the parts that travel, and the output.
         one_shot_rows: of the largest product that can go to all ranks.
+        packet_rows: of the largest one that can do so in packets.
         exchanged_rows: of the largest product that is summed in two shots in one launch.
         reducer: memory in which one launch sums all: one shot, and products as a whole.
     """
@@ -74,11 +80,13 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // (N * output_dtype.itemsize))
+        whole_lines = bytes_of_row(N, output_dtype.itemsize)
+        self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
         row_bytes = N * output_dtype.itemsize
         rows = -(-max_M // self.num_ranks)  # of a rank
         held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, held)
-        nbytes = held * row_bytes if self.num_ranks > 1 else 1
+        nbytes = held * whole_lines if self.num_ranks > 1 else 1
         self.reducer = AllReduceContext(nbytes, local_world_size, group)
 
     def reset(self) -> None:
@@ -107,7 +115,7 @@ def create_gemm_ar_context(
 
     Takes about four times ``max_M * N`` elements on each rank, and as much again, of them 32 MB at
     most, for products that are summed in one launch; of those at least ``world_size`` times up to
-    4 MB, twice.
+    4 MB, twice. And for packets four times ``world_size`` times up to 256 KB of the product.
 
     Args:
         max_M: largest number of rows of A.

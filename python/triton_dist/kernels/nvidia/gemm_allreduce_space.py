@@ -8,12 +8,17 @@ from typing import Any
 import torch
 import triton
 
+from triton_dist.kernels.common.packet_gemm import bytes_of_row
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab, slab_rows
 from triton_dist.kernels.nvidia import gemm
-from triton_dist.kernels.nvidia.allreduce_context import ONE_SHOT_BYTES, AllReduceMethod
+from triton_dist.kernels.nvidia.allreduce_context import (
+    ONE_SHOT_BYTES,
+    PACKET_BYTES,
+    AllReduceMethod,
+)
 from triton_dist.kernels.nvidia.exchange import SMALL_SHAPES, Shape, is_worth_trying, shape_of
-from triton_dist.kernels.nvidia.exchanged_tiles import suits_rows, tiles_to_all
+from triton_dist.kernels.nvidia.exchanged_tiles import LOW, suits_rows, tiles_to_all
 from triton_dist.kernels.nvidia.gemm_allreduce_context import SUMMED_BYTES, GEMMAllReduceMethod
 from triton_dist.runtime.device import current_device
 
@@ -43,6 +48,11 @@ def config_space() -> list[dict[str, Any]]:
         space += [
             config(gemm_config=each, persistent=persistent, method=one_shot)
             for each in tiles_to_all(persistent)
+        ]
+        space += [
+            config(gemm_config=each, persistent=persistent, method=one_shot, packets=True)
+            for each in tiles_to_all(persistent)
+            if each.kwargs["BLOCK_SIZE_M"] == LOW
         ]
         space += [
             config(gemm_config=each, persistent=persistent, method=two_shot) for each in tiles
@@ -76,6 +86,7 @@ def config(
     gemm_config: triton.Config | None = None,
     persistent: bool | None = None,
     method: GEMMAllReduceMethod | None,
+    packets: bool = False,
     exchange: bool = False,
     num_chunks: int = 1,
     reduction: AllReduceMethod | None = None,
@@ -87,6 +98,7 @@ def config(
         "gemm_config": gemm_config,
         "persistent": persistent,
         "method": method,
+        "packets": packets,
         "exchange": exchange,
         "num_chunks": num_chunks,
         "reduction": reduction,
@@ -119,6 +131,8 @@ def prune_fn(
         return False
     if method is GEMMAllReduceMethod.ONE_SHOT:
         if nbytes > ONE_SHOT_BYTES or config["num_chunks"] > 1:
+            return False
+        if config["packets"] and rows * bytes_of_row(N, A.element_size()) > PACKET_BYTES:
             return False
     elif config["exchange"]:
         # Not by the rows of this context: others have the same key.
