@@ -125,7 +125,9 @@ OPS = {
         lambda rows: rows,
         summed_product,
         lambda config: config["method"] is not GEMMAllReduceMethod.COLLECTIVE,
-        lambda config: tuple(config[each] for each in ("method", "exchange", "num_chunks")),
+        lambda config: tuple(
+            config[each] for each in ("method", "exchange", "packets", "num_chunks")
+        ),
         {torch.float16: 1e-2, torch.bfloat16: 6e-2},
     ),
 }
