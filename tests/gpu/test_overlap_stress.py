@@ -21,9 +21,10 @@ LOADS = {
     "float16, odd": Load(CALLS, 61, 333, 515, torch.float16, configs=12, seed=1),
     "gemm_rs": Load(CALLS, 512, 2048, 1024, torch.bfloat16, configs=16, op="gemm_rs"),
     "gemm_rs, odd": Load(CALLS, 61, 333, 515, torch.float16, configs=8, seed=1, op="gemm_rs"),
-    # Up to what can go to all ranks; and few rows, as of decoding.
+    # Up to what can go to all ranks; few rows, as of decoding; and what goes in packets.
     "gemm_ar": Load(CALLS, 1024, 2048, 1024, torch.bfloat16, configs=24, op="gemm_ar"),
     "gemm_ar, few": Load(CALLS, 64, 4096, 1024, torch.bfloat16, configs=24, op="gemm_ar"),
+    "gemm_ar, fewest": Load(CALLS, 16, 4096, 1024, torch.bfloat16, configs=24, op="gemm_ar"),
     "gemm_ar, odd": Load(CALLS, 131, 333, 515, torch.float16, configs=12, seed=1, op="gemm_ar"),
 }
 
