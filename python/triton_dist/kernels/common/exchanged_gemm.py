@@ -26,9 +26,15 @@ not once for each rank. Each rank begins behind its own rows, so that not all se
 at the same time.
 
 This is an exchange (``exchange.py``), with its memory, its count of calls, and its reasons why a
-slot is free: every call waits for something of every peer. Nobody waits in a circle: programs send
-before they wait, and wait for nothing but other programs' sending. So there is no look at the peers
-before the kernel, and nothing to tell them behind it.
+slot is free: every call waits for something of every peer. So there is no look at the peers before
+the kernel, and nothing to tell them behind it.
+
+Nobody waits in a circle once all programs of a launch run, at most one on each multiprocessor: they
+send before they wait, and wait for nothing but other programs' sending. But of ``TO_OWNERS`` these
+have other numbers, so unlike the other exchanges this one gets nowhere while some program finds no
+multiprocessor. Kernels that end by themselves only delay it. One of another stream that waits for
+peers itself, such as a collective of NCCL, may hold multiprocessors of one rank and find none on
+another: beside these, take other ways.
 
 Tiles are stored by ordinary stores: they are few, and a release orders such stores, while a TMA
 store has to be waited for first, and needs a descriptor for each peer.
