@@ -13,12 +13,12 @@ from triton_dist.kernels.common import exchange_kernels as kernels
 from triton_dist.kernels.common.double_tree import role_of
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.tree_all_reduce import kernel_all_reduce_double_tree
-from triton_dist.kernels.nvidia.exchange import (
+from triton_dist.kernels.nvidia.exchange import shard_elements
+from triton_dist.kernels.nvidia.exchange_shapes import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     SMALL_SHAPES,
     Shape,
-    shard_elements,
 )
 from triton_dist.testing.compile_only import compile_kernel, compile_only
 

@@ -24,7 +24,7 @@ from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistErro
 from triton_dist.kernels.common import exchange_kernels, packet_kernels, tree_all_reduce
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.exchange import MAX_CTAS, MAX_PIECES
+from triton_dist.kernels.nvidia.exchange_shapes import MAX_CTAS, MAX_PIECES
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal

@@ -22,14 +22,14 @@ from triton_dist.kernels.nvidia import (
     reduce_scatter_op,
     to_allreduce_method,
 )
-from triton_dist.kernels.nvidia.exchange import (
+from triton_dist.kernels.nvidia.exchange import shard_elements
+from triton_dist.kernels.nvidia.exchange_shapes import (
     LARGE_SHAPES,
     MAX_CTAS,
     MAX_PIECES,
     SMALL_SHAPES,
     Shape,
     shape_of,
-    shard_elements,
 )
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))

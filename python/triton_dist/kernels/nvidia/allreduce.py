@@ -51,18 +51,16 @@ from triton_dist.kernels.nvidia.allreduce_context import (
     get_allreduce_methods,
     to_allreduce_method,
 )
-from triton_dist.kernels.nvidia.exchange import (
+from triton_dist.kernels.nvidia.exchange import Exchange, fits_vectors, shard_elements
+from triton_dist.kernels.nvidia.exchange_shapes import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     PACKET_SHAPES,
     SMALL_SHAPES,
-    Exchange,
     Shape,
-    fits_vectors,
     is_worth_trying,
     shape_in,
     shape_of,
-    shard_elements,
     tunables_of,
 )
 from triton_dist.runtime import waits

@@ -17,7 +17,12 @@ from triton_dist.kernels.nvidia.allreduce_context import (
     PACKET_BYTES,
     AllReduceMethod,
 )
-from triton_dist.kernels.nvidia.exchange import SMALL_SHAPES, Shape, is_worth_trying, shape_of
+from triton_dist.kernels.nvidia.exchange_shapes import (
+    SMALL_SHAPES,
+    Shape,
+    is_worth_trying,
+    shape_of,
+)
 from triton_dist.kernels.nvidia.exchanged_tiles import LOW, suits_rows, tiles_to_all
 from triton_dist.kernels.nvidia.gemm_allreduce_context import SUMMED_BYTES, GEMMAllReduceMethod
 from triton_dist.runtime.device import current_device

@@ -23,14 +23,16 @@ from triton_dist.kernels.nvidia.collective_context import (
     shard_bytes,
 )
 from triton_dist.kernels.nvidia.exchange import (
-    DEFAULT_SHAPE,
-    LARGE_SHAPES,
     PUSHED_FROM,
-    SMALL_SHAPES,
     Exchange,
     ExchangeBuffer,
-    Shape,
     fits_vectors,
+)
+from triton_dist.kernels.nvidia.exchange_shapes import (
+    DEFAULT_SHAPE,
+    LARGE_SHAPES,
+    SMALL_SHAPES,
+    Shape,
     is_worth_trying,
     shape_in,
     shape_of,

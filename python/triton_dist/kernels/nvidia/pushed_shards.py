@@ -15,7 +15,8 @@ import torch.distributed as dist
 from triton_dist.kernels.common.exchange_kernels import kernel_add_pushed
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.nvidia.epochs import EpochSlots
-from triton_dist.kernels.nvidia.exchange import MAX_PIECES, Exchange, shard_elements
+from triton_dist.kernels.nvidia.exchange import Exchange, shard_elements
+from triton_dist.kernels.nvidia.exchange_shapes import MAX_PIECES
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
