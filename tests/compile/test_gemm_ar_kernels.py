@@ -36,10 +36,10 @@ PEER_STORE = re.compile(r"st\.global\S*")
 KINDS = {
     ("one shot", True): TILES_TO_ALL,
     ("one shot", False): POINTER_TILES_TO_ALL,
-    # The tiles for few rows are those of one shot.
-    ("two shot, one launch", True): tuple(tile_shapes(PERSISTENT_TILES)),
+    # The tiles for few rows are those of one shot. These are the largest.
+    ("two shot, one launch", True): tuple(tile_shapes(PERSISTENT_TILES))[:3],
     ("two shot, one launch", False): tuple(tile_shapes(POINTER_TILES))[:1],
-    ("reduce-scatter", True): tuple(tile_shapes(PERSISTENT_TILES))[:3],
+    ("reduce-scatter", True): tuple(tile_shapes(PERSISTENT_TILES))[:1],
     ("two shot", True): tuple(tile_shapes(PERSISTENT_TILES)),
     ("two shot", False): tuple(tile_shapes(POINTER_TILES)),
 }

@@ -44,11 +44,14 @@ def compiled(persistent=True, index=0, arch=90, **options):
 
 
 def every_tile():
+    """On 4 ranks; the first of each kind, and the widest, on 8 too."""
     for persistent, tiles in TILES.items():
+        widest = max(range(len(tiles)), key=lambda index: tiles[index].kwargs["BLOCK_SIZE_N"])
         for index, config in enumerate(tiles):
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             way = "descriptors" if persistent else "pointers"
-            yield pytest.param(persistent, index, id=f"{way}-{sizes}")
+            for num_ranks in (4, 8) if index in (0, widest) else (4,):
+                yield pytest.param(persistent, index, num_ranks, id=f"{way}-{sizes}-{num_ranks}")
 
 
 def lines_of_a_thread(config):
@@ -56,8 +59,7 @@ def lines_of_a_thread(config):
     return tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // 4 // (32 * config.num_warps)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
-@pytest.mark.parametrize(("persistent", "index"), list(every_tile()))
+@pytest.mark.parametrize(("persistent", "index", "num_ranks"), list(every_tile()))
 def test_a_tile_goes_in_whole_lines_from_who_polls_them(persistent, index, num_ranks):
     kernel, config = compiled(persistent, index, num_ranks=num_ranks), TILES[persistent][index]
     ptx, lines = kernel.ptx, lines_of_a_thread(config) * (num_ranks - 1)
