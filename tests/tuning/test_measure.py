@@ -75,7 +75,7 @@ def test_the_device_is_held_for_as_long_as_queueing_took():
         lambda: time.sleep(next(naps)), Policy(warmup=0), lambda hold: hold(), 3
     )
     assert held[0] == 0.0
-    assert held[1] == held[2] >= 0.02
+    assert held[1] > held[2] > 0.8 * held[1] >= 0.8 * 0.02  # but not for good
 
 
 def test_a_rank_that_cannot_flush_lines_up_all_the_same():

@@ -53,7 +53,6 @@ def interleaved(
     device, ranks = current_device(), group_for(group)
     device.flush_cache()  # what it needs is allocated before ranks wait for one another
     own: dict[str, list[float]] = {name: [] for name in candidates}
-
     queueing = 0.0  # the longest that it took the host to queue a call
 
     def hold() -> None:

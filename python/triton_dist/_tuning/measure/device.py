@@ -9,6 +9,10 @@ from typing import Any
 from triton_dist._tuning.protocols import Align, Device
 from triton_dist._tuning.values import Measurement, Policy
 
+# How much of what queueing took counts for the next run: candidates that take long to queue come
+# one after another, but one hiccup of the host is not to hold the device in all runs that follow.
+_REMEMBERED = 0.9
+
 
 class DeviceBenchmarker:
     """Times each run by itself, cache cold, all ranks starting together.
@@ -21,7 +25,7 @@ class DeviceBenchmarker:
     def __init__(self, device: Device, seconds: float) -> None:
         self._device = device
         self._seconds = seconds
-        self._queueing = 0.0  # the longest that it took the host to queue a call
+        self._queueing = 0.0  # seconds that the host lately needed to queue a call
 
     def measure(
         self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
@@ -56,7 +60,8 @@ class DeviceBenchmarker:
                 timer.start()
                 began = time.perf_counter()
                 call()
-                self._queueing = max(self._queueing, time.perf_counter() - began)
+                took = time.perf_counter() - began
+                self._queueing = max(took, _REMEMBERED * self._queueing)
                 timer.stop()
             except Exception as error:
                 failure = error

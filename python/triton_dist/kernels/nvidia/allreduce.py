@@ -80,8 +80,6 @@ _TREE_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 64)),
     *(Shape(ctas, 16384, pieces) for ctas in (64, 128) for pieces in (4, 8)),
 )
-
-
 # Up to what size packets are the default of one shot, and how they are then laid out.
 _PACKETS_UP_TO = 64 << 10
 _PACKET_SHAPE = Shape(32, 2048)

@@ -35,7 +35,6 @@ _MOST_POLLS, _GAVE_UP, _LATE, _LATE_END = 0, 1, 2, 4
 # Beside the waits themselves, the longest that a call's kernel takes, compiling not counted.
 _LAUNCH_SECONDS = 10.0
 
-
 PUSHED_FROM = 1 << 20
 """Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
 
