@@ -71,6 +71,13 @@ def _positive(raw: str) -> float:
     return value
 
 
+def _count(raw: str) -> int | None:
+    value = int(raw)
+    if value < 1:
+        raise ValueError(raw)
+    return value
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(raw: str) -> str:
         if raw.strip().lower() not in choices:
@@ -162,6 +169,14 @@ wait_timeout = seconds(
     "TRITON_DIST_WAIT_TIMEOUT",
     30.0,
     "Longest time that one wait inside an interpreted kernel may spin.",
+)
+resident_programs: Knob[int | None] = Knob(
+    "TRITON_DIST_RESIDENT_PROGRAMS",
+    None,
+    _count,
+    "a positive integer",
+    "How many programs of an interpreted kernel run at a time, as on a GPU of so many "
+    "multiprocessors; default: all.",
 )
 
 # What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.

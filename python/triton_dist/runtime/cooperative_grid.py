@@ -63,11 +63,19 @@ class CooperativeGrid:
     """Runs ``body(0) … body(count - 1)``.
 
     ``state`` is a dictionary that belongs to the program that runs (the interpreter's globals):
-    each program finds it after a pause as it was before.
+    each program finds it after a pause as it was before. At most ``residents`` programs have begun
+    and not ended at any time, as on a GPU that has room for so many; ``None``: any number.
     """
 
-    def __init__(self, count: int, body: Callable[[int], None], state: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        count: int,
+        body: Callable[[int], None],
+        state: dict[str, Any],
+        residents: int | None = None,
+    ) -> None:
         self._count, self._body, self._state = count, body, state
+        self._residents = count if residents is None else residents
         self._next = 0
         self._front = _Seat()  # the one seat that starts programs
         self._ready: deque[_Seat] = deque()  # every seat but the one whose turn it is
@@ -99,7 +107,7 @@ class CooperativeGrid:
         other program of the grid could take one."""
         seat = _local.seat
         assert seat is not None, "only a program of this grid can pause it"
-        if self._starts_next(seat):
+        if self._starts_next(seat) and 1 + len(self._ready) < self._residents:
             self._front = _Seat()
             self._start_thread(self._front)
             self._ready.appendleft(self._front)

@@ -33,6 +33,7 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_dist import knobs
 from triton_dist.errors import TritonDistError
 from triton_dist.runtime import interpreter_bfloat16, interpreter_descriptors
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
@@ -174,7 +175,8 @@ def _run_grid(executor: Any, signature: inspect.Signature, args: Any, kwargs: An
             raise InterpreterError(f"program {program}: {error!r}") from error
 
     builder.set_grid_dim(x, y, z)
-    CooperativeGrid(x * y * z, run_program, vars(builder)).run()
+    residents = knobs.resident_programs.get()
+    CooperativeGrid(x * y * z, run_program, vars(builder), residents).run()
 
 
 @mend(">=3.6,<3.10")

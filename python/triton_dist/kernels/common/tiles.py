@@ -22,14 +22,6 @@ def tile_in_group(tile, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
 
 
 @jit
-def number_in_group(m, n, num_tiles_m, num_tiles_n, GROUP_SIZE_M: tl.constexpr):
-    """Which tile (m, n) is: the inverse of ``tile_in_group``."""
-    first_m = m // GROUP_SIZE_M * GROUP_SIZE_M
-    group_m = tl.minimum(num_tiles_m - first_m, GROUP_SIZE_M)
-    return first_m * num_tiles_n + n * group_m + m - first_m
-
-
-@jit
 def shard_in_arrival_order(position, rank, num_ranks):
     """The ``position``-th shard: the own one first, then rank + 1, rank + 2, … as producers
     deliver."""

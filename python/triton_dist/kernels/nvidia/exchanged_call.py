@@ -41,7 +41,10 @@ class ExchangedCall:
         """
         C = self._output()
         M, N = self.A.shape[0], self.B.shape[1]
-        num_ctas = programs_of(self.gemm_config, M, N, self.buffer.device.num_sms)
+        num_ctas = programs_of(
+            self.gemm_config, M, N, self.buffer.device.num_sms, self.buffer.num_ranks,
+            self.to_owners,
+        )  # fmt: skip
         phases = 0 if self.in_packets else 2 if self.pass_on else 1
         self.buffer.begin(phases, num_ctas, num_pieces=1)
         bias = C if self.bias is None else self.bias
