@@ -37,7 +37,7 @@ def prepared(
     words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
     partials = matrix(1, of=torch.float32 if scatter == "add" else dtype)
     to = Scattering(
-        scatter, rank, num_ranks, partials, 1 << 21, table, table, words, words, table, table
+        scatter, rank, num_ranks, partials, 1 << 21, table, table, words, words, words, table, table
     )
     vector = matrix(columns) if bias else None
     return scattered_gemm(

@@ -62,8 +62,9 @@ class Calls(SummedCalls):
         {"rows": 5, "has_bias": True},
         {"rows": 11, "copy_to_local": False},
     )
-    # One launch; then, as it is the first in two shots, a look, the GEMM, the copy, and the end.
-    second_call, launches = WAYS[1], 5
+    # One launch; then, as it is the first in two shots, a look, the GEMM, what it leaves, the
+    # copy, and the end.
+    second_call, launches = WAYS[1], 6
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

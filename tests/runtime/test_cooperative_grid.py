@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 
@@ -52,6 +53,40 @@ def test_every_program_may_wait_for_the_next():
     assert [entry for entry in log if isinstance(entry, str)] == [
         f"{i} ended" for i in reversed(range(6))
     ]
+
+
+@pytest.mark.parametrize("residents", [1, 2, 3])
+def test_few_programs_may_begin_before_one_ends(residents):
+    running, most, log = set(), [], []
+
+    def body(program):
+        running.add(program)
+        most.append(len(running))
+        for _ in range(2):
+            pause()
+        running.remove(program)
+        log.append(program)
+
+    CooperativeGrid(7, body, {}, residents).run()
+    assert max(most) == residents
+    assert sorted(log) == list(range(7))
+
+
+@pytest.mark.parametrize(("residents", "ends"), [(1, False), (2, True)])
+def test_a_program_that_waits_for_the_next_one_needs_room_for_two(residents, ends):
+    begun = set()
+
+    def body(program):
+        begun.add(program)
+        for _ in range(100):
+            if program == 4 or program + 1 in begun:
+                return
+            pause()
+        raise TimeoutError(program)
+
+    with contextlib.nullcontext() if ends else pytest.raises(TimeoutError, match="0"):
+        CooperativeGrid(5, body, {}, residents).run()
+    assert len(begun) == (5 if ends else 1)
 
 
 def test_two_runs_take_the_same_turns():

@@ -41,6 +41,15 @@ def _spin_interpreted(
     return polls + 1
 
 
+def _give_turn_interpreted() -> None:
+    interpreter.pause()
+
+
+@jit
+def _give_turn_compiled():
+    pass
+
+
 @jit
 def _deadline_compiled():
     return 0
@@ -65,4 +74,5 @@ def _spin_compiled(ptr, seen, value, deadline, polls, guard):
 
 
 wait_deadline = _deadline_interpreted if INTERPRETED.value else _deadline_compiled
+give_turn_to_others = _give_turn_interpreted if INTERPRETED.value else _give_turn_compiled
 spin = _spin_interpreted if INTERPRETED.value else _spin_compiled

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language import target_info
 
 from triton_dist._jit import jit
-from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
+from triton_dist.language._spin import INTERPRETED, give_turn_to_others, spin, wait_deadline
 
 SET = tl.constexpr("set")  # a bare str is no default for a constexpr argument in Triton 3.6 to 3.9
 
@@ -102,6 +102,15 @@ def wait(ptr, count, value, guard=None):
             pack=1,
         )
     return token
+
+
+@jit
+def give_turn():
+    """Let other programs of the grid get on, before a look at what they have done.
+
+    Interpreted, one program runs at a time, until it ends or waits; compiled, this is nothing.
+    """
+    give_turn_to_others()
 
 
 @jit

@@ -29,9 +29,11 @@ With ``"all"``, slabs come in chunks (``tile_in_scatter_order``), of each chunk 
 so sums travel while later chunks are multiplied.
 
 Ranks cannot wait in a circle. A wait at one place of the order is for tiles that peers have at
-earlier places of theirs. Programs start in the order of their numbers, one that waits has announced
-its tiles of earlier places, and nothing but these waits keeps it from its next tile. So of all that
-wait in the end, the one at the earliest place would have nobody left to wait for.
+earlier places of theirs. One that waits has announced its tiles of earlier places, and nothing but
+these waits keeps it from its next tile. So of all that wait in the end, the one at the earliest
+place would have nobody left to wait for, but programs that have not begun. Of one tile a program,
+these come later in the order. A persistent program waits only where all have begun, and else leaves
+its own tiles to a kernel behind this one (``left_tiles.py``).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.left_tiles import STAYS, begin_program, stay_or_leave
 from triton_dist.kernels.common.scattered_tiles import (
     add_partials,
     announce_tile,
@@ -64,6 +67,7 @@ def kernel_gemm_scatter_persistent(
     flags_ptr,
     arrivals_ptr,
     epoch_ptr,
+    left_ptr,
     sums_ptr,
     sum_flags_ptr,
     M,
@@ -101,6 +105,10 @@ def kernel_gemm_scatter_persistent(
     where the peers' parts are announced no sooner. The tile that is stored by then is unannounced
     yet, but its place is later than that of the sum.
     """
+    stays = STAYS  # or leaves, or 0: has not looked yet
+    if NUM_RANKS > 1:
+        begin_program(epoch_ptr)
+        stays = 0
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     tiles_per_slab = tiles_m * tiles_n
@@ -180,16 +188,19 @@ def kernel_gemm_scatter_persistent(
         else:
             if ANNOUNCE_LATER:
                 dl.publish_tile()  # to the other threads of this program
-            if SCATTER != "all":
-                token = 0
-                if unit != awaited:  # tiles of a chunk arrive together
-                    token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
-                    awaited = unit
-                add_partials(
-                    partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
-                    rank, sums_ptr, own_begin,
-                    NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
-                )  # fmt: skip
+            if stays == 0:
+                stays = stay_or_leave(epoch_ptr, left_ptr)
+            if SCATTER != "all":  # noqa: SIM102  # a constexpr: not to be joined with the other one
+                if stays == STAYS:
+                    token = 0
+                    if unit != awaited:  # tiles of a chunk arrive together
+                        token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
+                        awaited = unit
+                    add_partials(
+                        partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
+                        rank, sums_ptr, own_begin,
+                        NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
+                    )  # fmt: skip
         if SCATTER == "all":
             if due >= 0:
                 token = await_partials(arrivals_ptr, epoch_ptr, due, rank, NUM_RANKS)
@@ -199,7 +210,7 @@ def kernel_gemm_scatter_persistent(
                     NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
                 )  # fmt: skip
                 summed, due = due, -1
-            if slab == rank:
+            if (slab == rank) & (stays == STAYS):
                 due, due_row, due_column = tile, row, column
     if ANNOUNCE_LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
         if stored_slab != rank:  # of a program whose last tile is for others

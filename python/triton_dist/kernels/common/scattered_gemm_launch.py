@@ -11,6 +11,7 @@ import triton
 from triton_dist.kernels.common.copy_sums import kernel_copy_sums
 from triton_dist.kernels.common.gemm_launch import config_for
 from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
+from triton_dist.kernels.common.left_tiles import kernel_add_left
 from triton_dist.kernels.common.scattered_gemm import (
     kernel_gemm_scatter_non_persistent,
     kernel_gemm_scatter_persistent,
@@ -33,7 +34,8 @@ class Scattering:
 
     partials: what is read for the own rows: [num_ranks, slot_stride] of the output's dtype, or
         fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.
-        arrivals: int32, flags of the own slab. epoch: int32, the epoch and the guard of waits.
+        arrivals: int32, flags of the own slab. epoch: int32, the line of the slot (``epochs.py``).
+        left: int32, a word for each program of a launch (``left_tiles.py``).
         sums, sum_flags: of ``"all"``, int64 [num_ranks], addresses; else anything.
     """
 
@@ -46,6 +48,7 @@ class Scattering:
     flags: torch.Tensor
     arrivals: torch.Tensor
     epoch: torch.Tensor
+    left: torch.Tensor
     sums: torch.Tensor
     sum_flags: torch.Tensor
 
@@ -128,23 +131,14 @@ def scattered_gemm(
     precision = dot_precision(A.dtype)
     tiles_per_slab = tiles_of_slab(config, rows, N)
     tiles = to.num_ranks * tiles_per_slab
-    operands = (
-        A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals,
-        to.epoch, to.sums, to.sum_flags, M, rows, N, K,
-    )  # fmt: skip
-    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    slots = (A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals)
+    sums = (to.sums, to.sum_flags, M, rows, N, K)
+    chunk_tiles_m, summing = _summing(C, bias, config, to, rows, num_chunks)
     options: dict[str, Any] = {
         **config_for(config, A.dtype).all_kwargs(),
-        "NUM_RANKS": to.num_ranks,
-        "SCATTER": to.scatter,
-        "HAS_BIAS": bias is not None,
         "INPUT_PRECISION": precision,
-        "REDUCE_ROWS": rows_at_once(block_m, block_n, to.num_ranks * A.element_size()),
+        **summing,
     }
-    chunk_tiles_m = 1
-    if to.scatter in ("slab", "all"):
-        chunks = chunks_of_slab(config, rows, N, num_chunks)
-        chunk_tiles_m, options["GROUP_SIZE_M"] = chunks.tiles_m, chunks.group_size_m
     where = (to.slot_stride, chunk_tiles_m, to.rank)
     # A slab of partials is a matrix like C: what TMA can do with one, it can do with the other.
     by_descriptor = persistent and precision != "ieee" and A.is_contiguous()
@@ -161,16 +155,70 @@ def scattered_gemm(
         return Launch(
             kernel_gemm_scatter_persistent,
             (min(num_sms, tiles),),
-            (*operands, max(B.stride()), *where),
+            (*slots, to.epoch, to.left, *sums, max(B.stride()), *where),
             options,
         )
     options.pop("EPILOGUE_SUBTILE", None)
     return Launch(
         kernel_gemm_scatter_non_persistent,
         (tiles,),
-        (*operands, *A.stride(), *B.stride(), *where),
+        (*slots, to.epoch, *sums, *A.stride(), *B.stride(), *where),
         options,
     )
+
+
+def _summing(
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    to: Scattering,
+    rows: int,
+    num_chunks: int,
+) -> tuple[int, dict[str, Any]]:
+    """Rows of tiles of a chunk, and how kernels are told to add slabs of ``rows`` rows."""
+    tile = config.kwargs
+    chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
+    if to.scatter in ("slab", "all"):
+        chunks = chunks_of_slab(config, rows, C.shape[1], num_chunks)
+        chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
+    part_bytes = to.num_ranks * C.element_size()
+    return chunk_tiles_m, {
+        "NUM_RANKS": to.num_ranks,
+        "SCATTER": to.scatter,
+        "HAS_BIAS": bias is not None,
+        "GROUP_SIZE_M": group_size_m,
+        "REDUCE_ROWS": rows_at_once(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes),
+    }
+
+
+def add_left(
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    to: Scattering,
+    *,
+    M: int,
+    num_sms: int,
+    num_chunks: int = 1,
+) -> Launch:
+    """The launch that adds what the GEMM ``scattered_gemm(A, B, C, bias, config, to, …)`` on
+    descriptors, with an A of M rows, has left (``left_tiles.py``)."""
+    rows, N = slab_rows(M, to.num_ranks) if to.scatter == "all" else C.shape[0], C.shape[1]
+    chunk_tiles_m, summing = _summing(C, bias, config, to, rows, num_chunks)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    tiles = to.num_ranks * tiles_of_slab(config, rows, N)
+    arguments = (
+        C, C if bias is None else bias, to.partials, to.arrivals, to.epoch, to.left, to.sums,
+        to.sum_flags, M, rows, N, to.slot_stride, chunk_tiles_m, to.rank,
+    )  # fmt: skip
+    options = {
+        **summing,
+        "NUM_SMS": num_sms,
+        "BLOCK_SIZE_M": block_m,
+        "BLOCK_SIZE_N": block_n,
+        "num_warps": 8,
+    }
+    return Launch(kernel_add_left, (min(num_sms, tiles),), arguments, options)
 
 
 def rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:

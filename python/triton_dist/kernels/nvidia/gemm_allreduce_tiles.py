@@ -10,13 +10,14 @@ import triton
 
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
+    add_left,
     copy_sums,
     scattered_gemm,
     slab_rows,
     tiles_of_slab,
 )
 from triton_dist.kernels.nvidia.gemm_allreduce_context import GEMMAllReduceTensorParallelContext
-from triton_dist.kernels.nvidia.gemm_context import run_gemm
+from triton_dist.kernels.nvidia.gemm_context import run_add_left, run_gemm
 
 
 @dataclass  # made at each call: freezing it would take a us
@@ -46,6 +47,8 @@ class TwoShotCall:
         bias = C if self.bias is None else self.bias
         tensors = {"a_ptr": self.A, "b_ptr": self.B, "c_ptr": C, "bias_ptr": bias}
         run_gemm(launcher, key, lambda: self._gemm(C), tensors, alive)
+        if self.persistent:
+            run_add_left(launcher, key, lambda: self._left(C), C, self.bias, alive)
         address = C.data_ptr()
         launcher.run(
             ("copy", *key, self.copy_to_local, address % 16),
@@ -60,6 +63,8 @@ class TwoShotCall:
         """What ``run`` launches."""
         C = self._output()
         yield self._gemm(C)
+        if self.persistent:
+            yield self._left(C)
         yield self._copy(C)
 
     def awaited_tiles(self) -> int:
@@ -76,6 +81,12 @@ class TwoShotCall:
         return scattered_gemm(
             self.A, self.B, C, self.bias, self.gemm_config, self.ctx.buffer.describe(),
             num_sms=self.ctx.device.num_sms, persistent=self.persistent, num_chunks=self.num_chunks,
+        )  # fmt: skip
+
+    def _left(self, C: torch.Tensor) -> Launch:
+        return add_left(
+            C, self.bias, self.gemm_config, self.ctx.buffer.describe(),
+            M=C.shape[0], num_sms=self.ctx.device.num_sms, num_chunks=self.num_chunks,
         )  # fmt: skip
 
     def _copy(self, C: torch.Tensor) -> Launch:

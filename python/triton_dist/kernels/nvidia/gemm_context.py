@@ -137,3 +137,17 @@ def run_gemm(
     is_fp32 = tensors["a_ptr"].dtype is torch.float32
     tf32 = is_fp32 and torch.backends.cuda.matmul.allow_tf32
     launcher.run((*key, misaligned, tf32), launch, addresses, tuple(tensors), alive)
+
+
+def run_add_left(
+    launcher: Launcher,
+    key: tuple[Any, ...],
+    launch: Callable[[], Launch],
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    alive: object,
+) -> None:
+    """Launch what adds tiles to C that a GEMM has left; ``key``, ``alive``: as of ``run_gemm``."""
+    addresses = (C.data_ptr(), (C if bias is None else bias).data_ptr())
+    misaligned = tuple(address % 16 for address in addresses)
+    launcher.run(("left", *key, misaligned), launch, addresses, ("c_ptr", "bias_ptr"), alive)

@@ -52,12 +52,13 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
     Scattering,
+    add_left,
     scattered_gemm,
     tiles_of_slab,
 )
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
 from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
-from triton_dist.kernels.nvidia.gemm_context import run_gemm
+from triton_dist.kernels.nvidia.gemm_context import run_add_left, run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
@@ -123,6 +124,8 @@ def _prepare(
     to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
     C = _empty_rows(A, B, ctx)
     _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks or 1).compile()
+    if persistent:
+        _left(C, bias, gemm_config, to, ctx, num_chunks or 1).compile()
 
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
@@ -284,6 +287,29 @@ def _run_gemm(
         tensors,
         alive=(looks, to, gemm_config),
     )
+    if persistent and ctx.num_ranks > 1:
+        run_add_left(
+            ctx.buffer.slots.launcher,
+            (id(looks), id(to), id(gemm_config), num_chunks),
+            lambda: _left(C, bias, gemm_config, to, ctx, num_chunks),
+            C,
+            bias,
+            alive=(looks, to, gemm_config),
+        )
+
+
+def _left(
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    gemm_config: triton.Config,
+    to: Scattering,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    num_chunks: int,
+) -> Launch:
+    return add_left(
+        C, bias, gemm_config, to,
+        M=C.shape[0] * ctx.num_ranks, num_sms=ctx.device.num_sms, num_chunks=num_chunks,
+    )  # fmt: skip
 
 
 def _vendor(

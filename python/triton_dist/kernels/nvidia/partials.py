@@ -62,8 +62,9 @@ class PartialsBuffer:
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int32),
             "counters": ((size * MAX_CHUNKS,), torch.int32),
+            "left": ((self._device.num_sms,), torch.int32),
         }
-        zeroed: tuple[str, ...] = ("arrivals", "counters")
+        zeroed: tuple[str, ...] = ("arrivals", "counters", "left")
         if with_sums:
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
@@ -157,7 +158,8 @@ class PartialsBuffer:
             )
         return Scattering(
             scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch_of(slot), targets, flags,
+            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "left").local,
+            targets, flags,
         )  # fmt: skip
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:

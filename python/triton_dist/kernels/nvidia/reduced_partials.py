@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.scattered_gemm_launch import Scattering, slab_rows
 from triton_dist.kernels.nvidia.epochs import SLOTS, EpochSlots
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 # The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
@@ -35,10 +36,11 @@ class ReducedPartials:
             "sums": ((max_M * N,), dtype),
             "arrivals": ((tiles * size,), torch.int32),
             "sum_arrivals": ((tiles * size,), torch.int32),
+            "left": ((current_device().num_sms,), torch.int32),
         }
         if size == 1:  # a plain product needs none of it
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
-        flags = ("arrivals", "sum_arrivals")
+        flags = ("arrivals", "sum_arrivals", "left")
         self.slots = EpochSlots(name, regions, flags, "the GEMM that adds over ranks", group)
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
         self._N = N
@@ -73,5 +75,6 @@ class ReducedPartials:
         return Scattering(
             "all", self.rank, self.num_ranks, partials.local, self.slot_stride,
             partials.pointers + own_part, arrivals.pointers, arrivals.local,
-            self.slots.epoch_of(slot), sums.pointers, sum_arrivals.pointers,
+            self.slots.epoch_of(slot), self.slots.of_slot(slot, "left").local, sums.pointers,
+            sum_arrivals.pointers,
         )  # fmt: skip

@@ -1,0 +1,45 @@
+"""What adds the tiles that a scattered GEMM leaves, for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.compile.scattered import ACQUIRE, RELEASE, compile_launch
+from triton_dist.kernels.common.scattered_gemm_launch import Scattering, add_left
+from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, tile_shapes
+
+
+def left(scatter, config, num_ranks):
+    """The launch for slabs of 1000 rows, 8192 columns; no memory."""
+
+    def matrix(*shape, of=torch.bfloat16):
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    M = 1000 * num_ranks
+    words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
+    partials = matrix(1, of=torch.float32 if scatter == "add" else torch.bfloat16)
+    to = Scattering(
+        scatter, 1, num_ranks, partials, 1 << 23, table, table, words, words, words, table, table
+    )
+    C = matrix(M if scatter == "all" else 1000, 8192)
+    return add_left(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("scatter", ["tile", "slab", "add", "all"])
+def test_left_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, num_ranks):
+    for config in tile_shapes(PERSISTENT_TILES)[:2]:
+        kernel = compile_launch(left(scatter, config, num_ranks))
+        assert kernel.stack_bytes == 0
+        loads = [*re.finditer(r"ld\.global\.cg\S*", kernel.ptx)]
+        assert {load.group() for load in loads} == {"ld.global.cg.v4.b32"}
+        assert kernel.ptx.rindex(ACQUIRE, 0, loads[0].start()) > 0
+        released = [*RELEASE.finditer(kernel.ptx)]
+        assert bool(released) == (scatter == "all")
+        if released:  # behind a barrier that is behind the last store of a sum
+            sums = [*re.finditer(r"st\.global\.v4\.b32", kernel.ptx)]
+            assert len(sums) >= num_ranks
+            assert "bar.sync" in kernel.ptx[sums[-1].end() : released[-1].start()]
