@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
+from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import TOLERANCE, SummedCalls, Way
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.launch import Launcher
@@ -448,3 +449,31 @@ def every_bad_context(kind: Kind) -> dict[str, tuple[str, str]]:
     error = refusal(lambda: kind.create(**differing))
     seen["one rank differs"] = (type(error).__name__, str(error))
     return seen
+
+
+def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
+    """Calls on GPUs of which the first ``num_holding`` have ``free`` multiprocessors, and the
+    others all: programs that have yet to begin are waited for by some that run."""
+    rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    most = max(kind.full_rows(way) for way in kind.ways)
+    calls = kind(most, columns=1536, K=1024, dtype=dtype, **kind.options)
+    held = current_device().num_sms - free if rank < num_holding else 1
+    count = 0
+    for way in kind.ways:
+        rows = kind.rows_of_a(kind.full_rows(way), size)
+        A, B = uniform(rank, (rows, 1024), dtype), uniform(100 + rank, (1024, 1536), dtype)
+        for persistent in (True, False):
+            options = {"persistent": persistent, **way}
+
+            def call(A: torch.Tensor = A, B: torch.Tensor = B, options: Way = options) -> Any:
+                C = kind.op.fn(A, B, calls.ctx, default_tiles(dtype), **options)
+                return C.clone()  # one in the context's memory is soon another one's
+
+            expected, _ = call(), call()  # compiled, and loaded, for both slots
+            with held_multiprocessors(held):
+                results = [call() for _ in range(4)]
+            for C in results:
+                assert_allclose(C, expected, rtol=6e-2, atol=6e-2 * 3)
+            count += len(results)
+    calls.ctx.finalize()
+    return count

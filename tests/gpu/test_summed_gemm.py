@@ -50,6 +50,13 @@ def test_any_rank_may_be_late(on_gpus, kind):
     assert counts == [(len(kind.ways) + 1) * len(counts)] * len(counts)
 
 
+@pytest.mark.parametrize("num_holding", [1, 2, 4])
+def test_few_multiprocessors_are_enough(on_gpus, kind, num_holding):
+    """Beside a kernel that holds the others until the op is done."""
+    counts = on_gpus(summed_gemm_ranks.on_few_multiprocessors, kind, 6, num_holding)
+    assert set(counts) == {8 * len(kind.ways)}
+
+
 def test_the_same_operands_give_the_same_bits(on_gpus, kind):
     assert set(on_gpus(summed_gemm_ranks.same_bits, kind, 20)) == {20 * len(kind.tiled)}
 

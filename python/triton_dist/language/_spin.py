@@ -62,14 +62,13 @@ def _spin_compiled(ptr, seen, value, deadline, polls, guard):
     Every thread of the program must come to the same decision, so it is made from a count and from
     an atomic's result, which are the same for all, and not from a clock.
     """
-    if guard is None:
-        return polls
-    most = tl.load(guard)
-    polls += 1
-    if most > 0:  # noqa: SIM102  # Triton evaluates both sides of `and`
-        if (polls >= most) | (tl.atomic_add(guard + 1, 0, sem="relaxed", scope="gpu") != 0):
-            tl.atomic_xchg(guard + 1, 1, sem="relaxed", scope="gpu")
-            polls = -1
+    if guard is not None:
+        most = tl.load(guard)
+        polls += 1
+        if most > 0:  # noqa: SIM102  # Triton evaluates both sides of `and`
+            if (polls >= most) | (tl.atomic_add(guard + 1, 0, sem="relaxed", scope="gpu") != 0):
+                tl.atomic_xchg(guard + 1, 1, sem="relaxed", scope="gpu")
+                polls = -1
     return polls
 
 

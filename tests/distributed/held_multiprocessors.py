@@ -1,0 +1,70 @@
+"""Multiprocessors of a GPU that are held by a kernel of another stream, as collectives do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+
+_SIZE = 256
+_MOST_POLLS = 10_000_000  # 10 s and more
+
+
+@jit
+def kernel_hold(running_ptr, until_ptr, guard_ptr, x_ptr, SIZE: tl.constexpr):
+    """Hold a multiprocessor until a flag is set. An operand of a product is in 128 KB of shared
+    memory, beside which no program of a GEMM with large tiles finds room."""
+    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    half = tl.arange(0, SIZE // 2)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    product = tl.dot(tl.load(x_ptr + half), tl.load(x_ptr + place))
+    tl.atomic_add(running_ptr, 1, sem="release", scope="gpu")
+    dl.wait(until_ptr, 1, 1, guard_ptr)
+    tl.store(x_ptr + half + SIZE * SIZE, product.to(x_ptr.dtype.element_ty))
+
+
+@jit
+def kernel_await_running(running_ptr, guard_ptr, count):
+    dl.wait(running_ptr, 1, count, guard_ptr)
+
+
+@contextmanager
+def held_multiprocessors(count: int) -> Iterator[None]:
+    """What is queued on the current stream inside begins when ``count`` multiprocessors are held,
+    and has to end before they are free. It must have run before: a kernel that is not loaded yet
+    may wait for those that run.
+
+    Raises:
+        TimeoutError: it did not end.
+    """
+    _hold(1, _words(until=1))
+    words = _words(until=0)
+    _hold(count, words)
+    try:
+        yield
+    finally:
+        words[1:2].fill_(1)
+        torch.cuda.synchronize()
+    if words[3]:
+        raise TimeoutError(f"it did not end while {count} multiprocessors were held")
+
+
+def _words(until: int) -> torch.Tensor:
+    """How many run, until when, and the guard of their waits."""
+    words = torch.zeros(4, dtype=torch.int32, device="cuda")
+    words[1:2].fill_(until)
+    words[2:3].fill_(_MOST_POLLS)
+    return words
+
+
+def _hold(count: int, words: torch.Tensor) -> None:
+    x = torch.zeros(2 * _SIZE * _SIZE, dtype=torch.float16, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        kernel_hold[(count,)](words, words[1:], words[2:], x, SIZE=_SIZE, num_warps=8)
+
+    kernel_await_running[(1,)](words, words[2:], count, num_warps=1)
