@@ -68,14 +68,13 @@ def kernel_gemm_packets(
     HAS_BIAS: tl.constexpr,
     B_COLUMN_MAJOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
     """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
-    pointers, of any strides. Grid (min(NUM_SMS, tiles),), up to ``MAX_CTAS``."""
+    pointers, of any strides. Grid (programs,), up to ``MAX_CTAS``."""
     DTYPE: tl.constexpr = c_ptr.dtype.element_ty
     PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
     LINES_N: tl.constexpr = BLOCK_SIZE_N // PER_LINE  # of a row of a tile
@@ -88,7 +87,7 @@ def kernel_gemm_packets(
         a_ptr, b_ptr, M, N, K, stride_bk, stride_bn,
         DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
     )  # fmt: skip
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, NUM_SMS):
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         product = multiply_operands(
@@ -161,5 +160,5 @@ def packet_gemm(
         A, B, C, C if bias is None else bias, *packets, M, N, K, *A.stride(), *B.stride(), rank,
     )  # fmt: skip
     options = options_of(A, B, bias, config, num_ranks, num_sms, persistent)
-    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
+    _, num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)

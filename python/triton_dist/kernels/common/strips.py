@@ -1,18 +1,18 @@
 """Which program adds which rows of a sum of products (``exchanged_gemm.py``).
 
-The tiles of a product are numbered down its columns of tiles, and program p multiplies those with
-the numbers p, p + NUM_SMS, …, one of each *wave*. What a rank adds is in part of the rows of tiles:
-``own_tiles`` of the ``tiles_m`` of each column. Each of these is cut in *strips* of
-``STRIP_ROWS`` rows, and the strips of a column are dealt out evenly to ``tiles_m`` numbers, from
-that of the first own tile on:
+The tiles of a product are numbered down its columns of tiles, and the first ``wave_size`` programs
+multiply one of each *wave*: program p those with the numbers p, p + wave_size, …. What a rank adds
+is in part of the rows of tiles, ``own_tiles`` of the ``tiles_m`` of each column. Each own tile is
+cut in *strips* of ``STRIP_ROWS`` rows, and those of a column are dealt out evenly to ``tiles_m``
+programs, from the one on that multiplied the first of them:
 
-    tiles_m = 4, own tile 2, 4 strips       number  0   1   2   3   4   5   6   7   8   9
+    tiles_m = 4, own tile 2, 4 strips       program 0   1   2   3   4   5   6   7   8   9
                                             strip           0   1   2   3   4   5   6   7
                                             of tile         2   2   2   2   6   6   6   6
 
 So all programs add, and who adds a strip has a number that is no smaller than that of who
-multiplied it; of a wave's last tiles what goes beyond the last program stays with that one. The
-reason is the order in which programs begin: see ``exchanged_gemm.py``.
+multiplied it; those of a wave's last column go to as many programs as there are. The reason is the
+order in which programs begin: see ``exchanged_gemm.py``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,28 @@ def own_tiles_of(own_begin, own_end, BLOCK_SIZE_M: tl.constexpr):
 
 
 @jit
-def _dealt_before(number, first, strips, tiles_m):
-    """Strips that are dealt to numbers below ``number``; ``strips`` are those of a column."""
-    return tl.cdiv(tl.maximum(number - first, 0) * strips, tiles_m)
-
-
-@jit
-def _multiplied_before(number, first, own_tiles, tiles_m, STRIPS: tl.constexpr):
+def _strips_before(number, first, own_tiles, tiles_m, STRIPS: tl.constexpr):
     """Strips of tiles with numbers below ``number``."""
     of_column = tl.minimum(tl.maximum(number % tiles_m - first, 0), own_tiles)
     return (number // tiles_m * own_tiles + of_column) * STRIPS
+
+
+@jit
+def _dealt_before(
+    program, wave, begin, end, first, own_tiles, tiles_m, num_programs, STRIPS: tl.constexpr
+):
+    """The first of the strips from ``begin`` to ``end``, all of a wave, that goes to ``program`` or
+    to a later one."""
+    of_column = own_tiles * STRIPS
+    dealt = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
+    # Those of the wave's last column go to as many programs as there are from ``lowest`` on.
+    last = tl.maximum((end - 1) // of_column * of_column, begin)
+    tile = last // STRIPS
+    lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
+    width = tl.minimum(tl.cdiv((end - last) * tiles_m, of_column), num_programs - lowest)
+    dealt_of_last = last + tl.cdiv(tl.maximum(program - lowest, 0) * (end - last), width)
+    earlier = tl.minimum(tl.maximum(dealt, begin), last)
+    return tl.where(program < lowest, earlier, tl.minimum(dealt_of_last, end))
 
 
 @jit
@@ -50,7 +62,7 @@ def strips_of_program(
     own_end,
     tiles_m,
     tiles_n,
-    NUM_SMS: tl.constexpr,
+    wave_size,
     BLOCK_SIZE_M: tl.constexpr,
     STRIP_ROWS: tl.constexpr,
 ):
@@ -58,15 +70,19 @@ def strips_of_program(
     number ``wave``."""
     STRIPS: tl.constexpr = BLOCK_SIZE_M // STRIP_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
-    number = wave + tl.program_id(0)
-    strips = own_tiles * STRIPS
-    begin = _dealt_before(number, first, strips, tiles_m)
-    begin = tl.maximum(begin, _multiplied_before(wave, first, own_tiles, tiles_m, STRIPS))
-    next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
-    end = _multiplied_before(next_wave, first, own_tiles, tiles_m, STRIPS)
-    if tl.program_id(0) < tl.num_programs(0) - 1:
-        end = tl.minimum(end, _dealt_before(number + 1, first, strips, tiles_m))
-    return begin, end
+    next_wave = tl.minimum(wave + wave_size, tiles_m * tiles_n)
+    begin = _strips_before(wave, first, own_tiles, tiles_m, STRIPS)
+    end = _strips_before(next_wave, first, own_tiles, tiles_m, STRIPS)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    dealt, dealt_next = end, end
+    if begin < end:
+        dealt = _dealt_before(
+            program, wave, begin, end, first, own_tiles, tiles_m, programs, STRIPS
+        )
+        dealt_next = _dealt_before(
+            program + 1, wave, begin, end, first, own_tiles, tiles_m, programs, STRIPS
+        )
+    return dealt, dealt_next
 
 
 @jit
@@ -85,7 +101,13 @@ def place_of_strip(
     return row - own_begin, end - own_begin, n, n * tiles_m + m
 
 
-def strip_numbers(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
-    """How many numbers strips are dealt to, where the rank with the last rows begins with row
-    ``last_begin``."""
-    return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)
+def programs_for(
+    tiles_m: int, tiles_n: int, last_begin: int, block_m: int, most: int
+) -> tuple[int, int]:
+    """(wave size, programs) of at most ``most`` for all the tiles, in as few waves as can be. The
+    rank with the last rows begins with row ``last_begin``: of what is left, there are as many that
+    only add as its last tiles can use."""
+    tiles = tiles_m * tiles_n
+    waves = -(-tiles // most)
+    wave_size = -(-tiles // waves)
+    return wave_size, min(most, wave_size + min(last_begin // block_m, tiles_m - 1))
