@@ -23,6 +23,7 @@ WAYS: tuple[Way, ...] = (
     {"fuse_scatter": False, "reduce_st": False, "num_chunks": 3},
     {"fuse_scatter": True, "exchange": True, "reduce_st": False},
     {"fuse_scatter": True, "reduce_st": True},
+    {"serial": True, "reduce_st": False},
 )
 FUSED: Way = {"fuse_scatter": True}
 SLABS: Way = {"fuse_scatter": False}
@@ -47,6 +48,7 @@ class Calls(SummedCalls):
         *("gemm_rs.arrivals",) * 4,
         *("the exchange of gemm_rs.arrivals",) * 2,
         *("gemm_rs.arrivals",) * 2,
+        *("the exchange of gemm_rs.arrivals",) * 2,
     )
 
     rounds, fewest_configs = 3, 20
@@ -93,6 +95,7 @@ class Calls(SummedCalls):
             "reduce_st": {"reduce_st": True},
             "method": {"method": "collective"},
             "exchange": {"exchange": True, "fuse_scatter": False},
+            "serial": {"serial": True, "fuse_scatter": False},
         }
 
     @staticmethod

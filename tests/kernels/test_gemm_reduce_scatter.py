@@ -63,15 +63,15 @@ def test_the_first_config_is_the_default_of_all_arguments():
 def test_the_space_has_tiles_and_transfers(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["persistent"] for config in space} == {True, False}
+    assert {config["persistent"] for config in space if config["gemm_config"]} == {True, False}
     assert {config["fuse_scatter"] for config in space} == {True, False}
-    assert gemm_rs.config_space.names == set(space[0])
+    assert gemm_rs.config_space.names == set().union(*space)
     gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
     for module in (vendor_reduce_scatter, gemm_reduce_scatter_space):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor_reduce_scatter, "_has_async_tp", lambda: True)
     methods = [config["method"] for config in config_space()]
-    assert methods[len(space) :] == [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
+    assert methods[-2:] == [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
 
 
 def test_what_is_pruned():
@@ -84,14 +84,27 @@ def test_what_is_pruned():
         ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=reduce_st)
         return [config for config in space if prune_fn(config, A, B, ctx)]
 
-    fused = [config for config in space if config.get("fuse_scatter") and not config["exchange"]]
-    assert left(2) == space  # eight rows of tiles of a slab, as many as there are chunks
+    fused = [
+        config for config in space if config.get("exchange") is False and config["fuse_scatter"]
+    ]
+    # Eight rows of tiles of a slab, as many as there are chunks, and too few bytes for its own
+    # launch of a reduce-scatter.
+    not_serial = [config for config in space if not config.get("serial")]
+    assert left(2) == not_serial
     assert left(1) == fused
     assert left(2, reduce_st=True) == fused
     ctx = SimpleNamespace(num_ranks=2, reduce_st=True)
-    assert all(prune_fn(config, A, B, ctx, reduce_st=False) for config in space)
+    assert all(prune_fn(config, A, B, ctx, reduce_st=False) for config in not_serial)
     few = [config for config in space if prune_fn(config, A[:4], B, ctx, reduce_st=False)]
     assert {config.get("num_chunks") for config in few} == {1, None}
+
+
+def test_a_serial_way_is_for_sums_that_one_launch_scatters():
+    (serial,) = [config for config in config_space() if config.get("serial")]
+    B = torch.empty(64, 8192, dtype=torch.float16)
+    ctx = SimpleNamespace(num_ranks=2, reduce_st=False)
+    tried = [M for M in (2, 256, 4096, 8192) if prune_fn(serial, torch.empty(M, 64).half(), B, ctx)]
+    assert tried == [256, 4096]
 
 
 def test_chunks_are_whole_groups_of_tiles():

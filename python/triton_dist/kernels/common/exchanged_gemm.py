@@ -69,7 +69,7 @@ from triton_dist.kernels.common.strips import place_of_strip, programs_for, stri
 from triton_dist.kernels.common.tile_product import multiply_operands, operands_at
 
 
-@jit(do_not_specialize=["M", "rank", "wave_size"])
+@jit(do_not_specialize=["M", "rank"])
 def kernel_gemm_exchange(
     a_ptr,
     b_ptr,
@@ -91,7 +91,6 @@ def kernel_gemm_exchange(
     stride_bk,
     stride_bn,
     rank,
-    wave_size,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
     TO_OWNERS: tl.constexpr,
@@ -100,14 +99,15 @@ def kernel_gemm_exchange(
     HAS_BIAS: tl.constexpr,
     B_COLUMN_MAJOR: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     STRIP_ROWS: tl.constexpr,
 ):
     """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
-    pointers, of any strides. ``wave_size``: programs that multiply; ``STRIP_ROWS``: a power of two.
-    Grid (programs,), up to ``MAX_CTAS``."""
+    pointers, of any strides. ``STRIP_ROWS``: a power of two. Grid (programs,), up to NUM_SMS; fewer
+    only if none has to multiply twice."""
     # What needs no product comes first, so that it is under way meanwhile.
     flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
     epoch = begin_call(calls_ptr)
@@ -124,9 +124,7 @@ def kernel_gemm_exchange(
         DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
     )  # fmt: skip
     tiles = tiles_m * tiles_n
-    for tile in range(
-        tl.where(tl.program_id(0) < wave_size, tl.program_id(0), tiles), tiles, wave_size
-    ):
+    for tile in range(tl.program_id(0), tiles, NUM_SMS):
         row, column = tile % tiles_m * BLOCK_SIZE_M, tile // tiles_m * BLOCK_SIZE_N
         accumulator = multiply_operands(
             a, b, row, column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, DESCRIPTORS,
@@ -149,16 +147,16 @@ def kernel_gemm_exchange(
     own_offset = 0  # of the own rows in C
     if PASS_ON:
         own_offset = rank.to(tl.int64) * rows * N
-    for wave in range(0, tiles, wave_size):
+    for wave in range(0, tiles, NUM_SMS):
         begin, end = strips_of_program(
-            wave, own_begin, own_end, tiles_m, tiles_n, wave_size, BLOCK_SIZE_M, STRIP_ROWS
+            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
         )
         for strip in range(begin, end):
             row, end_row, n, number = place_of_strip(
                 strip, own_begin, own_end, tiles_m, BLOCK_SIZE_M, STRIP_ROWS
             )
             if row < end_row:
-                multiplied = tl.zeros((LANES,), tl.int32) + number % wave_size
+                multiplied = tl.zeros((LANES,), tl.int32) + number % NUM_SMS
                 token = await_programs(arrivals_ptr, guard_ptr, 0, multiplied, value, NUM_RANKS)
                 add_partials(
                     slots_ptr + offset, shard_elements, bias_ptr, c_ptr + own_offset, row,
@@ -174,7 +172,7 @@ def kernel_gemm_exchange(
             first = begin.to(tl.int64) * N
             _copy_strips(
                 slots_ptr + behind(sums_offset, token) + first, c_ptr + first, begin,
-                min(begin + rows, M), N, tiles_m, tiles_n, wave_size, BLOCK_SIZE_M, BLOCK_SIZE_N,
+                min(begin + rows, M), N, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, BLOCK_SIZE_N,
                 STRIP_ROWS,
             )  # fmt: skip
 
@@ -188,16 +186,16 @@ def _copy_strips(
     N,
     tiles_m,
     tiles_n,
-    wave_size,
+    NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     STRIP_ROWS: tl.constexpr,
 ):
     """Copy what the program of this number has added on the rank that adds these rows."""
     inside = tl.arange(0, STRIP_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
-    for wave in range(0, tiles_m * tiles_n, wave_size):
+    for wave in range(0, tiles_m * tiles_n, NUM_SMS):
         begin, end = strips_of_program(
-            wave, begin_row, end_row, tiles_m, tiles_n, wave_size, BLOCK_SIZE_M, STRIP_ROWS
+            wave, begin_row, end_row, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
         )
         for strip in range(begin, end):
             row, end_of_strip, n, _ = place_of_strip(
@@ -214,14 +212,13 @@ def _copy_strips(
 
 def programs_of(
     config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
-) -> tuple[int, int]:
-    """(programs that multiply, programs) of a launch for [M, N], of which rows go to their owners
-    or all to all ranks."""
+) -> int:
+    """Programs of a launch for [M, N], of which rows go to their owners or all to all ranks."""
     most: int = min(num_sms, MAX_CTAS.value)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
     tiles = triton.cdiv(M, block_m), triton.cdiv(N, block_n)
-    return programs_for(*tiles, last_begin, block_m, most)
+    return min(most, programs_for(*tiles, last_begin, block_m))
 
 
 def options_of(
@@ -230,7 +227,6 @@ def options_of(
     bias: torch.Tensor | None,
     config: triton.Config,
     num_ranks: int,
-    num_sms: int,
     persistent: bool,
 ) -> dict[str, Any]:
     """What every kernel takes that multiplies tiles and sums them in one launch."""
@@ -278,13 +274,14 @@ def exchanged_gemm(
     """
     A = as_rows(A)
     (M, K), N = A.shape, B.shape[1]
-    wave_size, num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
+    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     strip_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
     if to_owners:  # as many strips as there are programs that multiply a column of tiles
         strip_rows = min(strip_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
     options: dict[str, Any] = {
-        **options_of(A, B, bias, config, num_ranks, num_sms, persistent),
+        **options_of(A, B, bias, config, num_ranks, persistent),
+        "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "LANES": triton.next_power_of_2(num_ranks),
         "TO_OWNERS": to_owners,
         "PASS_ON": pass_on,
@@ -293,6 +290,6 @@ def exchanged_gemm(
     del options["GROUP_SIZE_M"]  # all rows of tiles, see above
     arguments = (
         A, B, C, C if bias is None else bias, *slots, shard_elements, M, N, K, *A.stride(),
-        *B.stride(), rank, wave_size,
+        *B.stride(), rank,
     )  # fmt: skip
     return Launch(kernel_gemm_exchange, (num_ctas,), arguments, options)

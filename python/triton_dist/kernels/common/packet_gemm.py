@@ -159,6 +159,6 @@ def packet_gemm(
     arguments = (
         A, B, C, C if bias is None else bias, *packets, M, N, K, *A.stride(), *B.stride(), rank,
     )  # fmt: skip
-    options = options_of(A, B, bias, config, num_ranks, num_sms, persistent)
-    _, num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
+    options = options_of(A, B, bias, config, num_ranks, persistent)
+    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)

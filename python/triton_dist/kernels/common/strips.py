@@ -1,10 +1,10 @@
 """Which program adds which rows of a sum of products (``exchanged_gemm.py``).
 
-The tiles of a product are numbered down its columns of tiles, and the first ``wave_size`` programs
-multiply one of each *wave*: program p those with the numbers p, p + wave_size, …. What a rank adds
-is in part of the rows of tiles, ``own_tiles`` of the ``tiles_m`` of each column. Each own tile is
-cut in *strips* of ``STRIP_ROWS`` rows, and those of a column are dealt out evenly to ``tiles_m``
-programs, from the one on that multiplied the first of them:
+The tiles of a product are numbered down its columns of tiles, and program p multiplies one of each
+*wave*: those with the numbers p, p + NUM_SMS, …. What a rank adds is in part of the rows of tiles,
+``own_tiles`` of the ``tiles_m`` of each column. Each own tile is cut in *strips* of ``STRIP_ROWS``
+rows, and those of a column are dealt out evenly to ``tiles_m`` programs, from the one on that
+multiplied the first of them:
 
     tiles_m = 4, own tile 2, 4 strips       program 0   1   2   3   4   5   6   7   8   9
                                             strip           0   1   2   3   4   5   6   7
@@ -62,7 +62,7 @@ def strips_of_program(
     own_end,
     tiles_m,
     tiles_n,
-    wave_size,
+    NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     STRIP_ROWS: tl.constexpr,
 ):
@@ -70,7 +70,7 @@ def strips_of_program(
     number ``wave``."""
     STRIPS: tl.constexpr = BLOCK_SIZE_M // STRIP_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
-    next_wave = tl.minimum(wave + wave_size, tiles_m * tiles_n)
+    next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
     begin = _strips_before(wave, first, own_tiles, tiles_m, STRIPS)
     end = _strips_before(next_wave, first, own_tiles, tiles_m, STRIPS)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -101,13 +101,7 @@ def place_of_strip(
     return row - own_begin, end - own_begin, n, n * tiles_m + m
 
 
-def programs_for(
-    tiles_m: int, tiles_n: int, last_begin: int, block_m: int, most: int
-) -> tuple[int, int]:
-    """(wave size, programs) of at most ``most`` for all the tiles, in as few waves as can be. The
-    rank with the last rows begins with row ``last_begin``: of what is left, there are as many that
-    only add as its last tiles can use."""
-    tiles = tiles_m * tiles_n
-    waves = -(-tiles // most)
-    wave_size = -(-tiles // waves)
-    return wave_size, min(most, wave_size + min(last_begin // block_m, tiles_m - 1))
+def programs_for(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
+    """How many programs have something to do in a wave of all tiles, where the rank with the last
+    rows begins with row ``last_begin``: its last strips go to programs that multiply nothing."""
+    return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)

@@ -41,7 +41,7 @@ class ExchangedCall:
         """
         C = self._output()
         M, N = self.A.shape[0], self.B.shape[1]
-        _, num_ctas = programs_of(
+        num_ctas = programs_of(
             self.gemm_config, M, N, self.buffer.device.num_sms, self.buffer.num_ranks,
             self.to_owners,
         )  # fmt: skip

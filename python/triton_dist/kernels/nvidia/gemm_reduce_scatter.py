@@ -18,14 +18,15 @@ Timeline of one call (W = 4), on every rank at once
     ``exchange=True``, for few rows: the same launch as ``fuse_scatter=True`` would be short of work
     for most programs in the end. So all of them add, once all is multiplied; a tile has rows of
     several ranks, so that B is read once; and nothing comes before the kernel or behind it.
+    ``serial=True``: ``torch.matmul``, then our reduce-scatter, where no tiles of ours fit well.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
     and rounded once to the output's dtype, in which it travels; the own tile too. The W parts are
     added in fp32 in the order of ranks, the bias comes last, and the result is rounded once. Same
     operands and config: same bits, whoever is late. With ``reduce_st=True`` unrounded fp32 tiles
-    are added in the order of their arrival: not deterministic. Vendor methods add as the vendor
-    does.
+    are added in the order of their arrival: not deterministic. Serial: products are the library's,
+    and the bias is added to the rounded sum. Vendor methods add as the vendor does.
 
 Built this way because (more, with measurements: docs/explanation/gemm_reduce_scatter.md)
     * whoever waits has announced all its tiles for others before: no circle of waits;
@@ -48,6 +49,7 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.exchange_kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
@@ -57,6 +59,8 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
     tiles_of_slab,
 )
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
+from triton_dist.kernels.nvidia.exchange import Exchange
+from triton_dist.kernels.nvidia.exchange_shapes import Shape, shape_of
 from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
 from triton_dist.kernels.nvidia.gemm_context import run_add_left, run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
@@ -114,8 +118,15 @@ def _prepare(
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
+    serial: bool | None = False,
+    num_ctas: int | None = None,
+    block_bytes: int | None = None,
 ) -> None:
     """Compile a candidate's kernel without launching anything."""
+    if serial:
+        product = A.new_empty(A.shape[0] * ctx.N)
+        scatter = _scattering(product, ctx, shape_of(num_ctas, block_bytes, num_chunks))
+        ctx.exchange.launch(scatter, product, product[: scatter.elements]).compile()
     if method is not None or gemm_config is None:
         return
     if exchange:
@@ -155,6 +166,9 @@ def gemm_rs(
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
     straggler_option: tuple[int, int] | None = None,
+    serial: bool | None = False,
+    num_ctas: int | None = None,
+    block_bytes: int | None = None,
 ) -> torch.Tensor:
     """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
     [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
@@ -179,11 +193,15 @@ def gemm_rs(
             (tuned).
         exchange: with ``fuse_scatter``: one launch in which all programs add, once all is
             multiplied; for an M of up to the context's ``exchanged_rows`` (tuned).
-        num_chunks: in which a slab is pushed, at most; only with ``fuse_scatter=False`` (tuned).
+        num_chunks: in which a slab is pushed, at most, with ``fuse_scatter=False``; of ``serial``,
+            the pieces of the reduce-scatter (tuned).
         method: ``None``: as ``fuse_scatter`` says; else by torch (tuned).
         bias: [N], contiguous; this rank's is added once to each of its rows.
         reduce_st: tiles are added to one fp32 sum on their owner; default: the context's.
         straggler_option: (rank, cycles): that rank sleeps so long before its GEMM, for tests.
+        serial: ``torch.matmul``, then our reduce-scatter, for an M of up to the context's
+            ``exchanged_rows``; has no tiles (tuned).
+        num_ctas, block_bytes: of that reduce-scatter (tuned).
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
@@ -195,13 +213,18 @@ def gemm_rs(
         return _vendor(A, B, ctx, method, bias)
     if method is not None:
         raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
-    if gemm_config is None:
-        raise InvalidArgument("gemm_rs", "gemm_config", None, "a triton.Config without a method")
     num_chunks = 1 if num_chunks is None else num_chunks
     if not 1 <= num_chunks <= MAX_CHUNKS:
         raise InvalidArgument("gemm_rs", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
+    if serial:
+        _check_exchange("serial", A, ctx, fuse_scatter, adds)
+        shape = shape_of(num_ctas, block_bytes, num_chunks)
+        ctx.sleep(straggler_option)
+        return _serial(A, B, ctx, bias, shape)
+    if gemm_config is None:
+        raise InvalidArgument("gemm_rs", "gemm_config", None, "a triton.Config without a method")
     if exchange and ctx.num_ranks > 1:
-        _check_exchange(A, ctx, fuse_scatter, adds)
+        _check_exchange("exchange", A, ctx, fuse_scatter, adds)
         ctx.sleep(straggler_option)
         call = _exchanged(A, B, bias, ctx, gemm_config, persistent)
         return ctx.buffer.slots.beside(lambda: call.run(looks))
@@ -230,13 +253,15 @@ def gemm_rs(
     return C
 
 
-def _check_exchange(A: torch.Tensor, ctx: Any, fuse_scatter: bool | None, adds: bool) -> None:
+def _check_exchange(
+    argument: str, A: torch.Tensor, ctx: Any, fuse_scatter: bool | None, adds: bool
+) -> None:
     if adds or not fuse_scatter:
         expected = "False with reduce_st=True or fuse_scatter=False"
-        raise InvalidArgument("gemm_rs", "exchange", True, expected)
-    if A.shape[0] > ctx.exchanged_rows:
+        raise InvalidArgument("gemm_rs", argument, True, expected)
+    if A.shape[0] > ctx.exchanged_rows and ctx.num_ranks > 1:
         expected = f"False for an M of more than {ctx.exchanged_rows}"
-        raise InvalidArgument("gemm_rs", "exchange", True, expected)
+        raise InvalidArgument("gemm_rs", argument, True, expected)
 
 
 def _exchanged(
@@ -248,6 +273,34 @@ def _exchanged(
     persistent: bool | None,
 ) -> ExchangedCall:
     return ExchangedCall(A, B, bias, ctx.exchange, gemm_config, bool(persistent), to_owners=True)
+
+
+def _serial(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    bias: torch.Tensor | None,
+    shape: Shape,
+) -> torch.Tensor:
+    """A product by torch, then our reduce-scatter; the bias is added to the rounded sum."""
+    A, B = A.detach(), B.detach()  # like ours, without a history for autograd
+
+    def call() -> torch.Tensor:
+        product = torch.matmul(A, B)
+        if ctx.num_ranks == 1:
+            return product
+        rows = _empty_rows(A, B, ctx)
+        product = product.view(-1)
+        ctx.exchange.run(_scattering(product, ctx, shape), product, rows.view(-1))
+        return rows
+
+    rows = ctx.buffer.slots.beside(call)
+    return rows if bias is None else rows.add_(bias.detach())
+
+
+def _scattering(product: torch.Tensor, ctx: Any, shape: Shape) -> Exchange:
+    elements = product.numel() // ctx.num_ranks
+    return Exchange(kernel_reduce_scatter, elements, product.numel(), shape)
 
 
 def _gemm(

@@ -12,6 +12,7 @@ from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab
 from triton_dist.kernels.nvidia import gemm
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
+from triton_dist.kernels.nvidia.exchange_shapes import Shape, is_worth_trying, shape_of
 from triton_dist.kernels.nvidia.exchanged_tiles import suits_rows, tiles_to_owners
 from triton_dist.kernels.nvidia.gemm import get_config_space, tile_shapes
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import EXCHANGED_BYTES
@@ -21,6 +22,12 @@ from triton_dist.runtime.device import current_device
 # How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
+# Of a reduce-scatter behind a product.
+_SERIAL_SHAPES = (
+    *(Shape(ctas, 8192) for ctas in (32, 64, 128)),
+    *(Shape(ctas, 16384) for ctas in (64, 128)),
+    Shape(64, 16384, 4),
+)
 
 
 def config_space() -> list[dict[str, Any]]:
@@ -28,7 +35,7 @@ def config_space() -> list[dict[str, Any]]:
 
     Every tile shape with tiles sent one by one; tiles of one launch that adds, too; then slabs that
     a copy engine pushes, the largest tiles in any number of chunks, those for few rows in few; then
-    what torch brings.
+    products by torch, scattered by us, and what torch brings. Interpreted, one serial way.
     """
     descriptors = current_device().prefers_descriptors
     kinds = (descriptors, not descriptors)
@@ -47,11 +54,17 @@ def config_space() -> list[dict[str, Any]]:
         for number, each in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
         for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
     ]
+    shapes = _SERIAL_SHAPES[:1] if current_device().name == "cpu" else _SERIAL_SHAPES
+    serial = [
+        config(exchange=None, num_chunks=shape.num_pieces)
+        | {"serial": True, "num_ctas": shape.num_ctas, "block_bytes": shape.block_bytes}
+        for shape in shapes
+    ]
     torchs = [
         config(fuse_scatter=None, exchange=None, num_chunks=None, method=method)
         for method in vendor.candidates_here()
     ]
-    return fused + exchanged + pushed + torchs
+    return fused + exchanged + pushed + serial + torchs
 
 
 def config(
@@ -63,7 +76,8 @@ def config(
     num_chunks: int | None = 1,
     method: VendorMethod | None = None,
 ) -> dict[str, Any]:
-    """All tunables; a way has ``None`` for what it does not know."""
+    """All tunables but those of ``serial`` alone, without which results of the others are found as
+    before; a way has ``None`` for what it does not know."""
     return {
         "gemm_config": gemm_config,
         "persistent": persistent,
@@ -86,18 +100,24 @@ def prune_fn(
     """What is dropped goes by the most rows of the key, since a winner serves all of them."""
     is_vendor = config.get("method") is not None
     adds = ctx.reduce_st if reduce_st is None else reduce_st
-    is_plain = not is_vendor and config.get("fuse_scatter", True) and not config.get("exchange")
+    is_serial, is_exchange = config.get("serial"), config.get("exchange")
+    is_plain = not is_vendor and config.get("fuse_scatter", True)
+    is_plain = is_plain and not is_exchange and not is_serial
     # One rank scatters nothing, and a choice for the sum is one against the others.
     if not is_plain and (ctx.num_ranks == 1 or adds):
         return False
     if is_vendor:
         return True
     rows = row_bucket(A.shape[0] // ctx.num_ranks)
-    if config.get("exchange"):
+    if is_exchange or is_serial:
         M = rows * ctx.num_ranks
+        nbytes = M * B.shape[1] * B.element_size()
         # Not by the rows of this context: others have the same key.
-        if M * B.shape[1] * B.element_size() > EXCHANGED_BYTES:
+        if nbytes > EXCHANGED_BYTES:
             return False
+        if is_serial:
+            shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+            return is_worth_trying(shape, nbytes // ctx.num_ranks)
         if not suits_rows(config["gemm_config"], M):
             return False
     num_chunks = config.get("num_chunks") or 1
