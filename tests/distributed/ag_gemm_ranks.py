@@ -117,7 +117,8 @@ def split_tiles() -> int:
     """
     calls = Calls(max_rows=70, columns=40, K=104)
     calls.ctx.split_workspace.partials.fill_(NAN)
-    cycles, methods = 20_000_000, itertools.cycle(AllGatherMethod)
+    tiled = (method for method in AllGatherMethod if method is not AllGatherMethod.SERIAL)
+    cycles, methods = 20_000_000, itertools.cycle(tiled)
     for late in range(dist.get_world_size()):
         for config in split_k_tiles():
             for rows in (70, 1, 33):
@@ -172,7 +173,7 @@ def fused_push(rounds: int) -> int:
 def specialized_warps() -> list[int]:
     """Every tile for specialised warps, which only GPUs have: shards of a few clipped tiles and
     such of more tiles than a GPU has SMs, each rank late in turn, on all schedules."""
-    methods = itertools.cycle(method for method in AllGatherMethod if not method.is_fused)
+    methods = itertools.cycle(method for method in AllGatherMethod if method.by_copy_engine)
     late = itertools.cycle(range(dist.get_world_size()))
     counts = []
     for most, columns, K, dtype in (
@@ -324,7 +325,7 @@ def give_up_and_start_again() -> list[str]:
             else:
                 calls.skip()
             dist.barrier()
-            calls.ctx.buffer.reset()
+            calls.ctx.reset()
             for rows in (5, 20, 11):
                 calls(rows, method=method, persistent=persistent)
     calls.finish()
@@ -516,14 +517,18 @@ def strides_of_one_row() -> int:
     calls = Calls(max_rows=1, columns=40, K=72)
     ctx = calls.ctx
     results = []
-    for persistent in (True, False):
+    for options in (
+        {"persistent": True},
+        {"persistent": False},
+        {"method": AllGatherMethod.SERIAL},
+    ):
         shards = [uniform(rank, (1, 72), torch.float16) for rank in range(ctx.num_ranks)]
         B = uniform(100 + ctx.rank, (72, 40), torch.float16)
         wide = torch.full((1, 144), NAN, dtype=torch.float16, device=B.device)
         A = wide[:, :72].copy_(shards[ctx.rank])
         assert A.is_contiguous()
         assert A.stride() == (144, 1)
-        C = ag_gemm.fn(A, B, ctx, default_tiles(), persistent=persistent)
+        C = ag_gemm.fn(A, B, ctx, default_tiles(), **options)
         results.append((C, (torch.cat(shards).double() @ B.double()).half()))
     current_device().synchronize()
     for C, expected in results:

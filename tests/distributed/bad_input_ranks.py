@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist.errors import InvalidArgument, TritonDistError
 from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
+from triton_dist.kernels.nvidia import ag_gemm, allgather_gemm_serial, create_ag_gemm_context
+from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
 
@@ -50,6 +51,9 @@ BAD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "num_chunks (many)": lambda: {"num_chunks": 9},
     "num_streams": lambda: {"num_streams": 0},
     "method": lambda: {"method": "full_mesh_push"},
+    "method (many rows)": lambda: {"method": AllGatherMethod.SERIAL},
+    "num_comm_sms": lambda: {"method": AllGatherMethod.SERIAL, "num_comm_sms": 0},
+    "num_comm_sms (many)": lambda: {"method": AllGatherMethod.SERIAL, "num_comm_sms": 257},
 }
 
 
@@ -110,7 +114,9 @@ class Launches:
 def every_bad_call() -> dict[str, tuple[str, str, int]]:
     """Per bad call, on all ranks: argument and message of its error, and what was launched."""
     seen = {}
-    calls = Calls(ROWS, COLUMNS, K)
+    room = (ROWS - 1) * dist.get_world_size() * K * torch.float16.itemsize
+    with mock.patch.object(allgather_gemm_serial, "GATHERED_BYTES", room):
+        calls = Calls(ROWS, COLUMNS, K)
     calls(ROWS)
     launches = Launches()
     for name, changes in BAD_CALLS.items():
@@ -126,6 +132,8 @@ def every_bad_call() -> dict[str, tuple[str, str, int]]:
     calls(ROWS)
     calls(ROWS - 1)
     assert launches.count == 6  # of each: the transfer, the consumer, the end
+    calls(ROWS - 1, method=AllGatherMethod.SERIAL)
+    assert launches.count == 7
     calls.finish()
     return seen
 

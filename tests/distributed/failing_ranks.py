@@ -163,7 +163,7 @@ def one_rank_leaves_out_a_trial(method: AllGatherMethod, left_out: str) -> list[
     @tune.autotune(
         config_space=[{"leaves_out": True}, {"leaves_out": False}],
         key_fn=lambda *_, **__: "one",
-        recover_fn=lambda A, B, ctx: ctx.buffer.reset(),
+        recover_fn=lambda A, B, ctx: ctx.reset(),
     )
     def op(A: torch.Tensor, B: torch.Tensor, ctx: Any, leaves_out: bool) -> torch.Tensor:
         skipped = leaves_out and next(runs) == (0 if left_out == "the first run" else 2)

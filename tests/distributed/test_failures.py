@@ -10,7 +10,7 @@ from tests.distributed import failing_ranks
 from triton_dist.errors import RanksFailed
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 
-PUSH, PULL, RING, FUSED = AllGatherMethod
+PUSH, PULL, RING, FUSED, SERIAL = AllGatherMethod
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "1", "TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}
 
 WRONG, OVERDUE = "AssertionError", "WaitTimeout"
@@ -22,7 +22,7 @@ def failures(spawn_ranks, world_size, function, *args, limits=LIMITS):
     return failed.value.by_rank
 
 
-@pytest.mark.parametrize("method", AllGatherMethod)
+@pytest.mark.parametrize("method", [PUSH, PULL, RING, FUSED])
 def test_the_unbroken_pieces_pass(spawn_ranks, method):
     counts = spawn_ranks(2, failing_ranks.calls_with, None, method, True)
     assert counts == [4, 4]
@@ -101,6 +101,7 @@ def test_a_rank_that_calls_alone_ends(spawn_ranks):
         (PULL, "a sample"),
         (RING, "the first run"),
         (FUSED, "a sample"),
+        (SERIAL, "a sample"),
     ],
 )
 def test_a_rank_that_leaves_out_a_trial_costs_only_that_candidate(spawn_ranks, method, left_out):

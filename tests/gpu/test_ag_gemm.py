@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_every_schedule_and_both_kernels(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.every_schedule)) == {32}
+    assert set(on_gpus(ag_gemm_ranks.every_schedule)) == {40}
 
 
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
@@ -38,12 +38,12 @@ def test_calls_need_nothing_between_them(on_gpus):
 
 
 def test_shapes_that_fill_the_gpu(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.many_tiles, 6)) == {120}
+    assert set(on_gpus(ag_gemm_ranks.many_tiles, 6)) == {150}
 
 
 def test_any_rank_may_be_late(on_gpus):
     counts = on_gpus(ag_gemm_ranks.stragglers)
-    assert counts == [6 * len(counts)] * len(counts)
+    assert counts == [7 * len(counts)] * len(counts)
 
 
 def test_every_candidate_gives_the_same(on_gpus):
@@ -79,7 +79,7 @@ def test_tuned_over_the_ranks(on_gpus):
 
 
 def test_captured_in_graphs(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.replayed, 20)) == {160}
+    assert set(on_gpus(ag_gemm_ranks.replayed, 20)) == {200}
 
 
 def test_vendor_methods_take_turns_with_ours(on_gpus):
@@ -92,18 +92,18 @@ def test_only_calls_out_of_turn_look_at_their_peers(on_gpus):
 
 
 def test_epochs_may_wrap_around(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.epochs_wrap_around)) == {16}
+    assert set(on_gpus(ag_gemm_ranks.epochs_wrap_around)) == {20}
 
 
 def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
     overdue = on_gpus(ag_gemm_ranks.give_up_and_start_again)
-    assert len(overdue[0]) == 8
+    assert len(overdue[0]) == 10
     assert not any(overdue[1:])
 
 
 @pytest.mark.gpu(count=4)
 def test_a_reset_lets_copies_go_on():
-    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up, device="cuda", timeout=500) == [5] * 4
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up, device="cuda", timeout=500) == [6] * 4
 
 
 def test_a_context_ends_once(on_gpus):

@@ -17,7 +17,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 
 K = 8
-METHODS = [method for method in AllGatherMethod if not method.is_fused]
+METHODS = [method for method in AllGatherMethod if method.by_copy_engine]
 SCHEDULES = [
     (method, streams, chunks)
     for method in METHODS
@@ -228,12 +228,14 @@ def test_methods_print_as_they_are_typed():
         "AllGatherMethod.FULL_MESH_PULL",
         "AllGatherMethod.RING_PUSH_1D",
         "AllGatherMethod.FUSED_PUSH",
+        "AllGatherMethod.SERIAL",
     ]
 
 
-def test_a_transfer_that_the_consumer_does_is_not_started_alone():
+@pytest.mark.parametrize("method", [AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL])
+def test_a_transfer_without_copy_engines_is_not_started_alone(method):
     buffer = AllGatherBuffer(7, K, torch.float32, None, "fused")
     with pytest.raises(InvalidArgument, match="start_fused"):
-        buffer.start(shard(0, 0, 5), AllGatherMethod.FUSED_PUSH, 1, 1)
+        buffer.start(shard(0, 0, 5), method, 1, 1)
     assert buffer.slots.index == 0
     buffer.free()

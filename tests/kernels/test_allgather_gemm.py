@@ -16,6 +16,7 @@ from triton_dist.kernels.nvidia import (
     VendorMethod,
     ag_gemm,
     allgather_gemm,
+    allgather_gemm_serial,
     allgather_gemm_space,
     context,
     create_ag_gemm_context,
@@ -23,6 +24,7 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import split_k_tiles
+from triton_dist.kernels.nvidia.exchange_shapes import Shape
 from triton_dist.runtime.device import current_device
 
 
@@ -35,7 +37,7 @@ def test_a_world_of_one_is_a_plain_product():
     calls(5, persistent=False, local_copy=False)
     calls(11, op=ag_gemm)
     calls(11, op=ag_gemm, autotune=False)
-    assert calls.finish() == 28
+    assert calls.finish() == 34
 
 
 def test_the_first_config_is_the_default_of_all_arguments():
@@ -58,16 +60,17 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
     assert {config["method"] for config in space} == set(AllGatherMethod)
-    assert {config["persistent"] for config in space} == {True, False}
+    assert {config["persistent"] for config in space} == {True, False, None}
     on_gpus(monkeypatch)
-    assert config_space()[len(space) :] == [
-        {
-            "gemm_config": None,
-            "persistent": None,
-            "method": VendorMethod.COLLECTIVE,
-            "num_streams": 1,
-            "num_chunks": 1,
-        }
+    whole = {"gemm_config": None, "persistent": None, "num_streams": 1, "num_chunks": 1}
+    serial = [
+        whole | {"method": AllGatherMethod.SERIAL, "num_comm_sms": number}
+        for number in (8, 16, 32, 64, 128)
+    ]
+    assert space[-1] == serial[0]
+    assert config_space()[len(space) - 1 :] == [
+        *serial,
+        whole | {"method": VendorMethod.COLLECTIVE},
     ]
     assert max(config["num_streams"] for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1
@@ -110,6 +113,62 @@ def test_small_shards_alone_are_sent_by_sms(rows, K, columns, dtype, num_ranks, 
     space, context = config_space(), SimpleNamespace(num_ranks=num_ranks)
     fused = [each for each in space if each["method"] is AllGatherMethod.FUSED_PUSH]
     assert any(prune_fn(config, A, B, context) for config in fused) is kept
+
+
+@pytest.mark.parametrize(
+    ("rows", "K", "num_ranks", "programs"),
+    [
+        (1, 72, 4, [8]),
+        (1, 8192, 4, [8]),  # a block of 2 KB for each program
+        (4, 8192, 4, [8, 16, 32]),
+        (1, 12288, 4, [8, 16]),
+        (65, 8192, 2, [8, 16, 32, 64, 128]),
+        (256, 8192, 4, [8, 16, 32, 64, 128]),  # 16 MiB
+        (193, 8192, 4, [8, 16, 32, 64, 128]),  # as 256 rows
+        (257, 8192, 4, []),
+        (256, 8200, 4, []),
+        (1, 8192, 1, []),  # gathers nothing
+    ],
+)
+def test_few_rows_alone_are_gathered_before_the_product(monkeypatch, rows, K, num_ranks, programs):
+    on_gpus(monkeypatch)
+    A = torch.empty(rows, K, dtype=torch.bfloat16, device="meta")
+    B, ctx = torch.empty(K, 64, dtype=torch.bfloat16), SimpleNamespace(num_ranks=num_ranks)
+    serial = [each for each in config_space() if each["method"] is AllGatherMethod.SERIAL]
+    kept = [each["num_comm_sms"] for each in serial if prune_fn(each, A, B, ctx)]
+    assert kept == programs
+
+
+def test_what_the_key_keeps_the_context_has_room_for():
+    """Of a bucket that is kept, every M."""
+    for num_ranks, K, max_M in ((4, 8192, 1 << 20), (4, 8200, 1 << 20), (2, 515, 96), (3, 7, 9)):
+        most = allgather_gemm_serial.exchanged_rows(max_M, K, torch.float16, num_ranks)
+        assert most % num_ranks == 0
+        for bucket in sorted({row_bucket(rows) for rows in range(1, max_M // num_ranks + 1)}):
+            A = torch.empty(bucket, K, dtype=torch.float16, device="meta")
+            if allgather_gemm_serial.fits_serial(A, 8, num_ranks):
+                assert min(bucket * num_ranks, max_M) <= most
+            else:
+                assert bucket * num_ranks * K * 2 > 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("shard_bytes", "asked", "chunks", "shape"),
+    [
+        (1, None, 1, (8, 2048)),
+        (16 << 10, None, 1, (8, 2048)),
+        (128 << 10, None, 1, (64, 2048)),
+        (256 << 10, None, 1, (32, 8192)),
+        (4 << 20, None, 1, (128, 8192)),
+        (4 << 20, 1, 1, (1, 8192)),
+        (60 << 10, 16, 1, (16, 4096)),
+        (60 << 10, 16, 2, (16, 2048)),
+        (256 << 10, 256, 1, (256, 2048)),
+    ],
+)
+def test_a_program_moves_little_at_a_time_where_it_moves_little(shard_bytes, asked, chunks, shape):
+    expected = Shape(*shape, chunks)
+    assert allgather_gemm_serial.shape_for(shard_bytes, asked, chunks) == expected
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 33])
@@ -175,6 +234,7 @@ def test_attributes_of_a_context():
     assert ctx.symm_workspace.shape == (12, 72)
     assert ctx.symm_workspace.dtype == torch.bfloat16
     assert ctx.own_rows(5).data_ptr() == ctx.symm_workspace.data_ptr()
+    assert ctx.exchanged_rows == 12
     ctx.finalize()
     ctx.finalize()
     with pytest.raises(ContextFinalized, match="AllGatherGEMMTensorParallelContext was finalized"):

@@ -133,8 +133,9 @@ class AllGatherBuffer:
     ) -> GatheredShards:
         """Queue the all-gather of ``own`` [rows, K], contiguous; the caller queues the consumer
         next."""
-        if method.is_fused:
-            raise InvalidArgument("start", "method", method, "a copy engine's; see start_fused")
+        if not method.by_copy_engine:
+            expected = "a copy engine's; of what the consumer does see start_fused"
+            raise InvalidArgument("start", "method", method, expected)
         self.slots.take()
         rows = own.shape[0]
         if self.num_ranks == 1:

@@ -8,6 +8,8 @@ Abstraction
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
     Small shards are pushed by the first programs of the consumer itself (``common/fused_push.py``).
+    Of few rows, what hides the transfer may take longer than the transfer: then one launch gathers,
+    and a library multiplies (``allgather_gemm_serial.py``).
 
 Stream timeline of one call (W = 4, push)
     main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
@@ -62,6 +64,7 @@ from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
+from triton_dist.kernels.nvidia import allgather_gemm_serial as serial
 from triton_dist.kernels.nvidia import vendor
 from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_context import (
@@ -71,6 +74,7 @@ from triton_dist.kernels.nvidia.allgather_gemm_context import (
     create_ag_gemm_context,
 )
 from triton_dist.kernels.nvidia.allgather_gemm_space import config_space, prune_fn
+from triton_dist.kernels.nvidia.exchange_shapes import Shape
 from triton_dist.kernels.nvidia.gemm import gemm_non_persistent, gemm_persistent
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
@@ -121,6 +125,21 @@ def _comm_sms(
     if not 1 <= number <= most:
         raise InvalidArgument("ag_gemm", "num_comm_sms", number, f"1 to {most}")
     return number
+
+
+def _serial_shape(
+    own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext, asked: int | None, num_chunks: int
+) -> Shape:
+    """How the all-gather of a serial call is launched.
+
+    Raises:
+        InvalidArgument: there are no flags for so many programs, or no room for so many rows.
+    """
+    shape = serial.shape_for(own.nbytes, asked, num_chunks)
+    if own.shape[0] * ctx.num_ranks > ctx.exchanged_rows:
+        expected = f"another one for an M of more than {ctx.exchanged_rows}"
+        raise InvalidArgument("ag_gemm", "method", AllGatherMethod.SERIAL, expected)
+    return shape
 
 
 def _consumer(
@@ -175,14 +194,20 @@ def _empty_product(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
 def _prepare(
     A: torch.Tensor, B: torch.Tensor, ctx: Any, gemm_config: triton.Config | None, **kwargs: Any
 ) -> None:
-    """Compile a candidate's consumer without launching anything."""
-    if isinstance(kwargs.get("method"), VendorMethod) or gemm_config is None:
-        return
+    """Compile a candidate's kernels without launching anything; libraries have theirs."""
+    method = kwargs.get("method") or ctx.all_gather_method
     own = A if kwargs.get("local_copy", True) else ctx.own_rows(A.shape[0])
-    senders = _comm_sms(
-        kwargs.get("method") or ctx.all_gather_method, kwargs.get("num_comm_sms"), ctx
-    )
-    gathered = ctx.buffer.describe(A.shape[0], kwargs.get("num_chunks", 1), senders)
+    num_comm_sms, num_chunks = kwargs.get("num_comm_sms"), kwargs.get("num_chunks", 1)
+    if method is AllGatherMethod.SERIAL:
+        shape = _serial_shape(own, ctx, num_comm_sms, num_chunks)
+        if ctx.num_ranks > 1:
+            rows = serial.gathered_like(own, ctx.exchange)
+            serial.gather_launch(own, rows, ctx.exchange, shape).compile()
+        return
+    if isinstance(method, VendorMethod) or gemm_config is None:
+        return
+    senders = _comm_sms(method, num_comm_sms, ctx)
+    gathered = ctx.buffer.describe(A.shape[0], num_chunks, senders)
     C = _empty_product(A, B, ctx)
     _consumer(own, B, C, ctx, gathered, gemm_config, kwargs.get("persistent", True)).compile()
 
@@ -227,14 +252,16 @@ def ag_gemm(
         B: [K, N_per_rank], any strides; TMA serves unit stride in one dimension and multiples of 16
             bytes in the other, pointers the rest.
         ctx: from ``create_ag_gemm_context``; M_per_rank * num_ranks may be less than its max_M.
-        gemm_config, persistent: tiles and kind of the consumer kernel (tuned); a vendor's method
-            has none.
+        gemm_config, persistent: tiles and kind of the consumer kernel (tuned); ``SERIAL`` and a
+            vendor's method have none.
         method, num_streams, num_chunks: how shards travel (tuned); default method: the context's.
+            ``SERIAL`` is for an M of up to the context's ``exchanged_rows``.
         local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.
         straggler_option: (rank, cycles): that rank sleeps so long after its copies are queued, for
-            tests.
+            tests; before the call of a library's product.
         num_comm_sms: SMs that send in ``FUSED_PUSH`` (tuned), whose chunks are along K and which
-            has no streams; default 16. No other method takes SMs.
+            has no streams; default 16. Programs of the all-gather in ``SERIAL``, whose chunks are
+            pieces of a program's share; default: by size. No other method takes SMs.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
@@ -247,8 +274,11 @@ def ag_gemm(
     if method is None:
         method = ctx.all_gather_method
     own = A if local_copy else ctx.own_rows(A.shape[0])
+    if method is AllGatherMethod.SERIAL:
+        shape = _serial_shape(own, ctx, num_comm_sms, num_chunks)
+        return _whole(own, B, ctx, shape, straggler_option)
     if isinstance(method, VendorMethod):
-        return _vendor(own, B, ctx, method, straggler_option)
+        return _whole(own, B, ctx, method, straggler_option)
     if not isinstance(method, AllGatherMethod):
         raise InvalidArgument(
             "ag_gemm", "method", method, "an AllGatherMethod, a VendorMethod, or None"
@@ -270,30 +300,32 @@ def ag_gemm(
     return C
 
 
-def _vendor(
+def _whole(
     own: torch.Tensor,
     B: torch.Tensor,
     ctx: AllGatherGEMMTensorParallelContext,
-    method: VendorMethod,
+    how: Shape | VendorMethod,
     straggler_option: tuple[int, int] | None,
 ) -> torch.Tensor:
-    """The same product by torch. What ``COLLECTIVE`` gathers into is no slot of the context's
-    buffer: looking at the peers and telling them took 9 of 74 us at 64 rows (4 H200)."""
+    """The same with the product by a library; ``how``: that of our all-gather, or the vendor's.
+    What is gathered into is no slot of the context's buffer: looking at the peers and telling them
+    took 9 of 74 us at 64 rows (4 H200)."""
     ctx.sleep(straggler_option)
     own, B = own.detach(), B.detach()  # like ours, without a history for autograd
     if ctx.num_ranks == 1:
         return torch.matmul(own, B)
 
-    def gather_then_multiply() -> torch.Tensor:
-        rows = ctx.collective_rows[: own.shape[0] * ctx.num_ranks]
-        vendor.all_gather_into(rows, own, ctx.group)
+    def call() -> torch.Tensor:
+        if how is VendorMethod.ASYNC_TP:
+            return vendor.fused_all_gather_matmul(own, B, ctx.group)
+        if how is VendorMethod.COLLECTIVE:
+            rows = ctx.collective_rows[: own.shape[0] * ctx.num_ranks]
+            vendor.all_gather_into(rows, own, ctx.group)
+        else:
+            rows = serial.gather(own, ctx.exchange, how)
         return torch.matmul(rows, B)
 
-    def multiply_by_torch() -> torch.Tensor:
-        return vendor.fused_all_gather_matmul(own, B, ctx.group)
-
-    by_collective = method is VendorMethod.COLLECTIVE
-    return ctx.buffer.beside(gather_then_multiply if by_collective else multiply_by_torch)
+    return ctx.buffer.beside(call)
 
 
 def ag_gemm_persistent(

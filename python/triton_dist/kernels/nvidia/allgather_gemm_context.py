@@ -13,9 +13,11 @@ import torch.distributed as dist
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.common.split_k import SplitWorkspace
+from triton_dist.kernels.nvidia import allgather_gemm_serial as serial
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
 from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
+from triton_dist.kernels.nvidia.exchange import ExchangeBuffer
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
     accept,
@@ -43,6 +45,8 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         symm_workspace: symmetric [max_M, K]. Callers may write to it at any time; a call with
             ``local_copy=False`` reads the own rows of A from it, and nothing else ever uses it.
         all_gather_method: method of a call that names none.
+        exchange: memory in which one launch brings all shards; exchanged_rows: of the largest M
+            that it holds, over all ranks.
     """
 
     title = "AllGather-GEMM"
@@ -61,6 +65,9 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.all_gather_method = all_gather_method
         super().__init__(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"), group)
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
+        self.exchanged_rows = serial.exchanged_rows(max_M, K, dtype, self.num_ranks)
+        slot_bytes = serial.slot_bytes(self.exchanged_rows, K, dtype, self.num_ranks)
+        self.exchange = ExchangeBuffer(slot_bytes, group, "the exchange of ag_gemm")
         self.launcher = Launcher()
         with torch.inference_mode(False):
             # Now: zeros that are written in a capture would be there from its first replay on.
@@ -98,6 +105,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
         self.buffer.reset()
+        self.exchange.reset()
         self._split_counters.zero_()
         self.device.synchronize()
 
@@ -105,6 +113,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         for name in ("split_workspace", "collective_rows"):
             self.__dict__.pop(name, None)
         super().free()
+        self.exchange.free()
 
 
 def create_ag_gemm_context(
@@ -121,6 +130,9 @@ def create_ag_gemm_context(
 ) -> AllGatherGEMMTensorParallelContext:
     """Allocate what ``ag_gemm`` needs. Collective over ``group`` (default: the world, else this
     process).
+
+    Takes three times ``max_M * K`` elements on each rank, and twice as much again as rows that one
+    launch gathers, of these 16 MB at most.
 
     Args:
         max_M: largest number of gathered rows, a multiple of ``num_ranks``.

@@ -11,6 +11,7 @@ import triton
 from triton_dist.kernels.common.launch import fits_descriptor
 from triton_dist.kernels.nvidia import gemm, vendor
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm_serial import COMM_SMS, fits_serial
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
     fits_fused,
     fits_shape,
@@ -28,6 +29,8 @@ def prune_fn(
     """Whether a config is worth trying for A [M_per_rank, K] and B [K, N_per_rank]."""
     if isinstance(config.get("method"), VendorMethod):
         return bool(ctx.num_ranks > 1)  # one rank gathers nothing
+    if config.get("method") is AllGatherMethod.SERIAL:
+        return fits_serial(A, config.get("num_comm_sms"), ctx.num_ranks)
     if ctx.num_ranks <= 2 and config.get("method") is AllGatherMethod.RING_PUSH_1D:
         return False  # with two ranks a ring is a full mesh
     if not gemm.prune_fn(config, A, B, ctx):
@@ -45,7 +48,8 @@ def config_space() -> list[dict[str, Any]]:
 
     Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
     one chunk), then every other schedule with the default tiles, then tiles for specialised warps
-    and those that are cut along K, then those with the transfer in the same grid, then what torch
+    and those that are cut along K, then those with the transfer in the same grid, then our
+    all-gather before torch's product (interpreted, with one number of programs), then what torch
     brings.
     """
     descriptors = current_device().prefers_descriptors
@@ -64,10 +68,12 @@ def config_space() -> list[dict[str, Any]]:
         (AllGatherMethod.RING_PUSH_1D, 1, 4),
     ]
     default, persistent = tiles[0]
-    by_descriptor = descriptors or current_device().name == "cpu"
+    interpreted = current_device().name == "cpu"
+    by_descriptor = descriptors or interpreted
     specialized = warp_specialized_tiles()
     more = [*specialized, *(split_k_tiles() if by_descriptor else ())]
     fused = fused_tiles() if by_descriptor else []
+    serial = COMM_SMS[: 1 if interpreted else None]
     return (
         [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
         + [_config(default, persistent, *schedule) for schedule in schedules]
@@ -81,6 +87,7 @@ def config_space() -> list[dict[str, Any]]:
             _config(config, True, AllGatherMethod.FUSED_PUSH, 1, chunks, num_comm_sms)
             for config, num_comm_sms, chunks in fused
         ]
+        + [_config(None, None, AllGatherMethod.SERIAL, 1, 1, number) for number in serial]
         + [_config(None, None, method, 1, 1) for method in vendor.candidates_here()]
     )
 
@@ -100,5 +107,5 @@ def _config(
         "num_streams": num_streams,
         "num_chunks": num_chunks,
     }
-    # Of fused methods alone, so that results of the others are found as before.
+    # Of methods that send by SMs alone, so that results of the others are found as before.
     return config if num_comm_sms is None else config | {"num_comm_sms": num_comm_sms}

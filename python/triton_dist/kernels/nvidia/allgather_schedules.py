@@ -22,7 +22,8 @@ MAX_COMM_SMS = 32
 
 
 class AllGatherMethod(enum.Enum):
-    """How shards travel. In each, this rank receives rank + 1's shard first, then rank + 2's, …"""
+    """How shards travel. By copy engine this rank receives rank + 1's shard first, then rank + 2's,
+    and so on."""
 
     FULL_MESH_PUSH = "full_mesh_push"
     """Every rank copies its shard straight to each peer."""
@@ -33,6 +34,9 @@ class AllGatherMethod(enum.Enum):
     FUSED_PUSH = "fused_push"
     """A few programs of the consumer's own grid copy the shard to all peers, in chunks along K. For
     small shards: it needs no copy engine, and no launch but the consumer's."""
+    SERIAL = "serial"
+    """One launch of our all-gather brings all shards, then ``torch.matmul``: nothing is hidden. For
+    few rows, whose transfer takes less than hiding it."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -41,6 +45,11 @@ class AllGatherMethod(enum.Enum):
     def is_fused(self) -> bool:
         """Whether the consumer does the transfer, and not copy engines."""
         return self is AllGatherMethod.FUSED_PUSH
+
+    @property
+    def by_copy_engine(self) -> bool:
+        """Whether copy engines do the transfer while the consumer runs."""
+        return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def rows_of_chunk(rows: int, num_chunks: int) -> int:
 def schedule(
     slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
 ) -> tuple[Step, ...]:
-    """What rank ``slot.rank`` queues on its ``num_streams`` streams; of no fused method."""
+    """What rank ``slot.rank`` queues on its ``num_streams`` streams, by copy engine."""
     steps = {
         AllGatherMethod.FULL_MESH_PUSH: _push,
         AllGatherMethod.FULL_MESH_PULL: _pull,
