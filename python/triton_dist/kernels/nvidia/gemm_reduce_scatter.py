@@ -49,7 +49,6 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange_kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.scattered_gemm_launch import (
     Scatter,
@@ -58,9 +57,7 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
     scattered_gemm,
     tiles_of_slab,
 )
-from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
-from triton_dist.kernels.nvidia.exchange import Exchange
-from triton_dist.kernels.nvidia.exchange_shapes import Shape, shape_of
+from triton_dist.kernels.nvidia.exchange_shapes import shape_of
 from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
 from triton_dist.kernels.nvidia.gemm_context import run_add_left, run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
@@ -69,6 +66,10 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     create_gemm_rs_context,
 )
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_space import config_space, prune_fn
+from triton_dist.kernels.nvidia.gemm_reduce_scatter_whole import (
+    multiply_then_scatter,
+    scatter_launch,
+)
 from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 
@@ -124,9 +125,7 @@ def _prepare(
 ) -> None:
     """Compile a candidate's kernel without launching anything."""
     if serial:
-        product = A.new_empty(A.shape[0] * ctx.N)
-        scatter = _scattering(product, ctx, shape_of(num_ctas, block_bytes, num_chunks))
-        ctx.exchange.launch(scatter, product, product[: scatter.elements]).compile()
+        scatter_launch(A, B, ctx, shape_of(num_ctas, block_bytes, num_chunks)).compile()
     if method is not None or gemm_config is None:
         return
     if exchange:
@@ -210,7 +209,7 @@ def gemm_rs(
     adds = _adds(ctx, reduce_st)
     if isinstance(method, VendorMethod):
         ctx.sleep(straggler_option)
-        return _vendor(A, B, ctx, method, bias)
+        return multiply_then_scatter(A, B, ctx, bias, method)
     if method is not None:
         raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
     num_chunks = 1 if num_chunks is None else num_chunks
@@ -220,7 +219,7 @@ def gemm_rs(
         _check_exchange("serial", A, ctx, fuse_scatter, adds)
         shape = shape_of(num_ctas, block_bytes, num_chunks)
         ctx.sleep(straggler_option)
-        return _serial(A, B, ctx, bias, shape)
+        return multiply_then_scatter(A, B, ctx, bias, shape)
     if gemm_config is None:
         raise InvalidArgument("gemm_rs", "gemm_config", None, "a triton.Config without a method")
     if exchange and ctx.num_ranks > 1:
@@ -273,34 +272,6 @@ def _exchanged(
     persistent: bool | None,
 ) -> ExchangedCall:
     return ExchangedCall(A, B, bias, ctx.exchange, gemm_config, bool(persistent), to_owners=True)
-
-
-def _serial(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    bias: torch.Tensor | None,
-    shape: Shape,
-) -> torch.Tensor:
-    """A product by torch, then our reduce-scatter; the bias is added to the rounded sum."""
-    A, B = A.detach(), B.detach()  # like ours, without a history for autograd
-
-    def call() -> torch.Tensor:
-        product = torch.matmul(A, B)
-        if ctx.num_ranks == 1:
-            return product
-        rows = _empty_rows(A, B, ctx)
-        product = product.view(-1)
-        ctx.exchange.run(_scattering(product, ctx, shape), product, rows.view(-1))
-        return rows
-
-    rows = ctx.buffer.slots.beside(call)
-    return rows if bias is None else rows.add_(bias.detach())
-
-
-def _scattering(product: torch.Tensor, ctx: Any, shape: Shape) -> Exchange:
-    elements = product.numel() // ctx.num_ranks
-    return Exchange(kernel_reduce_scatter, elements, product.numel(), shape)
 
 
 def _gemm(
@@ -363,24 +334,3 @@ def _left(
         C, bias, gemm_config, to,
         M=C.shape[0] * ctx.num_ranks, num_sms=ctx.device.num_sms, num_chunks=num_chunks,
     )  # fmt: skip
-
-
-def _vendor(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    method: VendorMethod,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same by torch; the bias is added to the rounded sum."""
-    A, B = A.detach(), B.detach()  # like ours, without a history for autograd
-
-    def call() -> torch.Tensor:
-        if ctx.num_ranks == 1:
-            return torch.matmul(A, B)
-        if method is VendorMethod.ASYNC_TP:
-            return vendor.fused_matmul_reduce_scatter(A, B, ctx.group)
-        return vendor.reduce_scatter(torch.matmul(A, B), ctx.group)
-
-    rows = ctx.buffer.slots.beside(call)
-    return rows if bias is None else rows + bias.detach()
