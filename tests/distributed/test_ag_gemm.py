@@ -13,7 +13,10 @@ WORLD_SIZES = [2, 4]
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_schedule_and_both_kernels(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.every_schedule) == [40] * world_size
+    # Room for the programs that send is enough, since others may be busy with other streams.
+    room = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"} if world_size == 2 else None
+    counts = spawn_ranks(world_size, ag_gemm_ranks.every_schedule, env=room)
+    assert counts == [40] * world_size
 
 
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)

@@ -7,7 +7,8 @@ multiplies the first chunk while the next ones travel.
 
 Nobody waits in a circle: the sending programs wait only until the peers have *consumed* what the
 slot held before, which earlier launches tell them; they compute nothing before all is sent; and
-being the lowest, they are on SMs before any program that waits for what peers' send.
+being the lowest, they are on SMs before any program that waits for what peers' send. That takes an
+SM for each of them: what other streams' kernels leave must be so many.
 
 Chunks grow (1, 2, 3, … parts of K), so that the first is there soon and the others need few flags.
 Flags of shard s: ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``, one for each sending
