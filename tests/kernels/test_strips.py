@@ -61,7 +61,7 @@ def strips(own, tiles_m, tiles_n, num_sms, num_ctas, block_m, strip_rows):
                     yield program, row, min(end, row + strip_rows), n, number
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 70),
     tiles_n=st.integers(1, 5),
@@ -98,7 +98,7 @@ def test_all_programs_add_about_as_much(rows, block_m, columns, most):
     """Of 132 programs, for 4 ranks; 256 x 8192 in columns of 256, and the like."""
     tiles_m, share = rows // block_m, rows // 4
     num_ctas = min(132, programs_for(tiles_m, columns, 3 * share, block_m))
-    for rank in range(4):
+    for rank in (0, 3):
         own = (rank * share, (rank + 1) * share)
         added = Counter(
             strip[0]
