@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,13 +34,13 @@ def kernel_await_running(running_ptr, guard_ptr, count):
 
 
 @contextmanager
-def held_multiprocessors(count: int) -> Iterator[None]:
+def held_multiprocessors(count: int, what: str) -> Iterator[None]:
     """What is queued on the current stream inside begins when ``count`` multiprocessors are held,
     and has to end before they are free. It must have run before: a kernel that is not loaded yet
     may wait for those that run.
 
     Raises:
-        TimeoutError: it did not end.
+        TimeoutError: ``what`` did not end.
     """
     _hold(1, _words(until=1))
     words = _words(until=0)
@@ -50,7 +51,13 @@ def held_multiprocessors(count: int) -> Iterator[None]:
         words[1:2].fill_(1)
         torch.cuda.synchronize()
     if words[3]:
-        raise TimeoutError(f"it did not end while {count} multiprocessors were held")
+        raise TimeoutError(f"{what} did not end while {count} multiprocessors were held")
+
+
+@functools.cache
+def _side_stream() -> torch.cuda.Stream:
+    """Always the same: a GPU has few queues, and each stream more may share one with the op's."""
+    return torch.cuda.Stream()
 
 
 def _words(until: int) -> torch.Tensor:
@@ -64,6 +71,6 @@ def _words(until: int) -> torch.Tensor:
 def _hold(count: int, words: torch.Tensor) -> None:
     x = torch.zeros(2 * _SIZE * _SIZE, dtype=torch.float16, device="cuda")
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(_side_stream()):
         kernel_hold[(count,)](words, words[1:], words[2:], x, SIZE=_SIZE, num_warps=8)
     kernel_await_running[(1,)](words, words[2:], count, num_warps=1)

@@ -470,10 +470,13 @@ def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:
                 return C.clone()  # one in the context's memory is soon another one's
 
             expected, _ = call(), call()  # compiled, and loaded, for both slots
-            with held_multiprocessors(held):
+            with held_multiprocessors(held, str(options)):
                 results = [call() for _ in range(4)]
             for C in results:
-                assert_allclose(C, expected, rtol=6e-2, atol=6e-2 * 3)
+                try:
+                    assert_allclose(C, expected, rtol=6e-2, atol=6e-2 * 3)
+                except AssertionError as error:
+                    raise AssertionError(f"{options}: {error}") from None
             count += len(results)
     calls.ctx.finalize()
     return count
