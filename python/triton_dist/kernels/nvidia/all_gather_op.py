@@ -58,7 +58,7 @@ def create_all_gather_ctx(
     group: dist.ProcessGroup | None = None,
 ) -> AllGatherContext:
     """Allocate what ``all_gather`` needs. Collective over ``group`` (default: the world, else
-    this process). Takes about twice ``workspace_nbytes`` on each rank.
+    this process). Takes about four times ``workspace_nbytes`` on each rank.
 
     Args:
         workspace_nbytes: the largest result in bytes.

@@ -61,7 +61,7 @@ def create_reduce_scatter_ctx(
     group: dist.ProcessGroup | None = None,
 ) -> ReduceScatterContext:
     """Allocate what ``reduce_scatter`` needs. Collective over ``group`` (default: the world, else
-    this process). Takes about twice ``workspace_nbytes`` on each rank.
+    this process). Takes about four times ``workspace_nbytes`` on each rank.
 
     Args:
         workspace_nbytes: the largest x in bytes.
