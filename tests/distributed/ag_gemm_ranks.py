@@ -146,8 +146,8 @@ def fused_push(rounds: int) -> int:
     push, size = AllGatherMethod.FUSED_PUSH, dist.get_world_size()
     others = itertools.cycle(method for method in AllGatherMethod if method is not push)
     layouts = itertools.cycle(("row-major", "column-major", "misaligned slice"))
+    late_ranks = itertools.cycle(range(size))
     for number in range(rounds):
-        late = (number % size, 20_000_000)
         for tiles, num_comm_sms, num_chunks in fused_tiles():
             for rows in (70, 1, 33):
                 calls(
@@ -158,7 +158,7 @@ def fused_push(rounds: int) -> int:
                     num_comm_sms=num_comm_sms,
                     num_chunks=num_chunks,
                     local_copy=rows != 33,
-                    straggler_option=late,
+                    straggler_option=(next(late_ranks), 20_000_000),
                 )
             narrow(1 + number % 5, gemm_config=tiles, method=push, num_chunks=8)
         calls(33, method=next(others), num_chunks=2)

@@ -59,8 +59,7 @@ class Calls(SummedCalls):
     chunked_rows = (300, 65, 1)
     tuned_calls = (
         {"rows": 11, "layout": "column-major"},
-        {"rows": 5, "has_bias": True},
-        {"rows": 11, "copy_to_local": False},
+        {"rows": 5, "has_bias": True, "copy_to_local": False},
     )
     # One launch; then, as it is the first in two shots, a look, the GEMM, what it leaves, the
     # copy, and the end.
