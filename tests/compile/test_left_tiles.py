@@ -34,6 +34,10 @@ def test_left_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, num_r
     for config in tile_shapes(PERSISTENT_TILES)[:2]:
         kernel = compile_launch(left(scatter, config, num_ranks))
         assert kernel.stack_bytes == 0
+        # All threads have looked whether anything is left, before one says that no more is.
+        look = re.search(r"ld\.global\.b32 \S+ \S+ \S+ \[ (%rd\d+)", kernel.ptx)
+        taken = re.search(rf"st\.global\.b32 \[ {look.group(1)} ", kernel.ptx)
+        assert "bar.sync" in kernel.ptx[look.end() : taken.start()]
         loads = [*re.finditer(r"ld\.global\.cg\S*", kernel.ptx)]
         assert {load.group() for load in loads} == {"ld.global.cg.v4.b32"}
         assert kernel.ptx.rindex(ACQUIRE, 0, loads[0].start()) > 0

@@ -84,7 +84,9 @@ def kernel_add_left(
     Grid: the GEMM's."""
     if tl.program_id(0) == 0:
         tl.store(epoch_ptr + BEGUN, 0)
-    if tl.load(left_ptr + tl.program_id(0)) != 0:
+    has_left = tl.load(left_ptr + tl.program_id(0)) != 0
+    tl.debug_barrier()  # else the first warp's store may come before the last one's load
+    if has_left:
         tl.store(left_ptr + tl.program_id(0), 0)
         tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
         tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
