@@ -42,9 +42,12 @@ def held_multiprocessors(count: int, what: str) -> Iterator[None]:
     Raises:
         TimeoutError: ``what`` did not end.
     """
-    _hold(1, _words(until=1))
-    words = _words(until=0)
-    _hold(count, words)
+    # Names of this frame until the end: freed memory would be another tensor's while the kernel of
+    # the side stream still writes there.
+    operands = torch.zeros(2 * _SIZE * _SIZE, dtype=torch.float16, device="cuda")
+    warm_up, words = _words(until=1), _words(until=0)
+    _hold(1, warm_up, operands)
+    _hold(count, words, operands)
     try:
         yield
     finally:
@@ -68,9 +71,8 @@ def _words(until: int) -> torch.Tensor:
     return words
 
 
-def _hold(count: int, words: torch.Tensor) -> None:
-    x = torch.zeros(2 * _SIZE * _SIZE, dtype=torch.float16, device="cuda")
+def _hold(count: int, words: torch.Tensor, operands: torch.Tensor) -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(_side_stream()):
-        kernel_hold[(count,)](words, words[1:], words[2:], x, SIZE=_SIZE, num_warps=8)
+        kernel_hold[(count,)](words, words[1:], words[2:], operands, SIZE=_SIZE, num_warps=8)
     kernel_await_running[(1,)](words, words[2:], count, num_warps=1)
