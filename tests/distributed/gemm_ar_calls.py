@@ -11,7 +11,6 @@ from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.kernels.nvidia import (
     GEMMAllReduceMethod,
     create_gemm_ar_context,
-    gemm_allreduce_tiles,
     gemm_ar,
 )
 from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space
@@ -39,7 +38,7 @@ class Calls(SummedCalls):
     made, as late as it is valid."""
 
     name, op, create = "gemm_ar", gemm_ar, staticmethod(create_gemm_ar_context)
-    config_space, gemm_module = staticmethod(config_space), gemm_allreduce_tiles
+    config_space = staticmethod(config_space)
     poisoned, flags = ("partials", "sums"), ("arrivals", "sum_arrivals", "consumed")
 
     ways, tiled, slabs = WAYS, TILED, WAYS[1]
@@ -84,6 +83,10 @@ class Calls(SummedCalls):
     @staticmethod
     def bias_seed(rank: int) -> int:
         return 0
+
+    @staticmethod
+    def multiplies_by_torch(way: Way) -> bool:
+        return way["method"] is GEMMAllReduceMethod.SERIAL
 
     @staticmethod
     def full_rows(way: Way) -> int:

@@ -35,7 +35,6 @@ class Calls(SummedCalls):
 
     name, op, create = "gemm_rs", gemm_rs, staticmethod(create_gemm_rs_context)
     config_space = staticmethod(gemm_reduce_scatter.config_space)
-    gemm_module = gemm_reduce_scatter
     poisoned, flags = ("partials",), ("arrivals", "consumed")
 
     options = MappingProxyType({"reduce_st": True})
@@ -82,6 +81,10 @@ class Calls(SummedCalls):
     @staticmethod
     def bias_seed(rank: int) -> int:
         return rank
+
+    @staticmethod
+    def multiplies_by_torch(way: Way) -> bool:
+        return way.get("serial", False)
 
     @staticmethod
     def full_rows(way: Way) -> int:

@@ -3,8 +3,13 @@ in those of GEMM-AllReduce too is in ``summed_gemm_ranks``."""
 
 from __future__ import annotations
 
-from tests.distributed.gemm_rs_calls import Calls
+from typing import Any
+from unittest import mock
+
+from tests.distributed.gemm_rs_calls import SLABS, Calls
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
+from triton_dist.runtime.device.cpu import CpuTransfer
 
 
 def vendor_in_turn(rounds: int) -> int:
@@ -15,3 +20,24 @@ def vendor_in_turn(rounds: int) -> int:
             calls(16 + 8 * (number % 3), method=method, gemm_config=None, has_bias=number % 2 == 0)
             calls(32 - 8 * (number % 2), fuse_scatter=number % 2 == 0)
     return calls.finish()
+
+
+def order_of_slabs() -> list[str]:
+    """What a call loads, launches and queues whose slabs are pushed by copy engine, in order."""
+    order: list[str] = []
+
+    def noted(owner: Any, name: str) -> Any:
+        method = getattr(owner, name)
+
+        def noting(self: Any, *args: Any) -> Any:
+            order.append(f"{name} {self.kernel.__name__}" if owner is Launch else name)
+            return method(self, *args)
+
+        return mock.patch.object(owner, name, noting)
+
+    calls = Calls(max_rows=20, columns=72, K=72)
+    calls(20, **SLABS)
+    with noted(Launch, "compile"), noted(Launch, "run"), noted(CpuTransfer, "queue"):
+        calls(20, **SLABS)
+    calls.finish()
+    return order

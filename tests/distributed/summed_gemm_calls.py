@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -41,8 +41,6 @@ class SummedCalls(ABC):
     create: Callable[..., Any]
     """Creates a context."""
     config_space: Callable[[], Sequence[Any]]
-    gemm_module: ModuleType
-    """Where ``scattered_gemm`` is called."""
     poisoned: tuple[str, ...]
     """Regions of a slot that hold NaN at first."""
     flags: tuple[str, ...]
@@ -100,6 +98,11 @@ class SummedCalls(ABC):
     @abstractmethod
     def bias_seed(rank: int) -> int:
         """The same for ranks that have the same bias."""
+
+    @staticmethod
+    @abstractmethod
+    def multiplies_by_torch(way: Way) -> bool:
+        """Whether the product is torch.matmul's."""
 
     @staticmethod
     @abstractmethod

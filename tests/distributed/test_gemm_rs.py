@@ -13,3 +13,16 @@ WORLD_SIZES = [2, 4]
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_vendor_methods_take_turns_with_ours(spawn_ranks, world_size):
     assert spawn_ranks(world_size, gemm_rs_ranks.vendor_in_turn, 4) == [8] * world_size
+
+
+def test_what_peers_wait_for_comes_before_another_launch(spawn_ranks):
+    """To load a kernel, or to launch one that is not loaded, waits for the GEMM to end, and that
+    for what the peers push."""
+    order = [
+        "compile kernel_add_left",
+        "run kernel_gemm_scatter_persistent",
+        "queue",
+        "run kernel_add_left",
+        "run kernel_finish_epoch",
+    ]
+    assert spawn_ranks(2, gemm_rs_ranks.order_of_slabs) == [order] * 2

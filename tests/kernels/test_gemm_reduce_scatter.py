@@ -19,9 +19,9 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
 from triton_dist.kernels.nvidia import (
     VendorMethod,
     create_gemm_rs_context,
-    gemm_reduce_scatter,
     gemm_reduce_scatter_space,
     gemm_rs,
+    scattered_call,
     vendor_reduce_scatter,
 )
 from triton_dist.kernels.nvidia.gemm import get_config_space
@@ -174,7 +174,7 @@ def test_a_sum_is_not_pushed_by_slabs():
 def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
     calls = Calls(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
-        patch.setattr(gemm_reduce_scatter, "scattered_gemm", lambda *_, **__: 1 / 0)
+        patch.setattr(scattered_call, "scattered_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 calls(5)

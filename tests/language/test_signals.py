@@ -157,7 +157,8 @@ def test_an_overdue_wait_says_who_waits_for_what(spawn_ranks):
     for rank, (fields, message, waited) in enumerate(spawn_ranks(2, wait_in_vain, 3, env=SHORT)):
         assert fields == (rank, "signals.flags[3]", 3, 2)
         # All programs of the grid wait; which is the first to give up, the machine decides.
-        assert re.match(rf"rank {rank}, program \([01], [012], 0\): waited 0\.5 s for flag", message)
+        waits = rf"rank {rank}, program \([01], [012], 0\): waited 0\.5 s for flag"
+        assert re.match(waits, message)
         assert "TRITON_DIST_WAIT_TIMEOUT" in message
         assert 0.45 < waited < 10
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.triton_compat import has_allocator, is_interpreting
 
 _TMA_ALIGNMENT = 16
+_NO_TENSORS: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class Launch:
         except Exception as failure:  # Triton's compiler raises whatever its passes raise
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
+    def followed_by(self, *others: Launch) -> Launch:
+        """This launch, with those loaded that come behind it.
+
+        Loading a kernel waits for those that run (``cuModuleLoadData``, driver 580): behind one
+        that waits for peers, the host would queue nothing more until they have come.
+        """
+        for other in others:
+            other.compile()
+        return self
+
 
 class Launcher:
     """Runs launches that come again and again: from the second time on in a few us of host time.
@@ -63,19 +74,26 @@ class Launcher:
         self,
         key: Any,
         launch: Callable[[], Launch],
-        addresses: Sequence[int] = (),
-        varying: Sequence[str] = (),
+        tensors: Mapping[str, torch.Tensor] = _NO_TENSORS,
         alive: Any = None,
     ) -> None:
         """Run ``launch()``, or repeat the one that had the same key.
 
         Args:
-            key: equal only for launches that differ in nothing but the addresses of ``varying``,
-                and not in whether these are multiples of 16. May hold the ``id`` of what is in
-                ``alive``.
+            key: equal only for launches that differ in nothing but the addresses of ``tensors``.
+                May hold the ``id`` of what is in ``alive``.
             launch: makes the launch, the first time.
-            addresses: those of the arguments that ``varying`` names, now.
+            tensors: by the names of the kernel's arguments, those that may lie elsewhere each time.
         """
+        addresses, bits = [], 0
+        for tensor in tensors.values():
+            address = tensor.data_ptr()
+            addresses.append(address)
+            bits |= address
+        # Triton compiles another kernel for pointers that are no multiples of 16 bytes, and TMA
+        # takes none such.
+        if bits % _TMA_ALIGNMENT:
+            key = key, tuple([address % _TMA_ALIGNMENT for address in addresses])
         known = self._laid_out.get(key)
         if known is not None and not self._device.launches_are_watched():
             known[0](self._device.current_stream(), addresses)
@@ -87,7 +105,7 @@ class Launcher:
         names = made.kernel.arg_names
         arguments = dict(zip(names, made.args, strict=False)) | made.options
         repeated = self._device.repeated_launch(
-            compiled, made.grid, arguments, varying, self._at_least
+            compiled, made.grid, arguments, tuple(tensors), self._at_least
         )
         if repeated is not None:
             if len(self._laid_out) >= self._MOST:

@@ -60,7 +60,7 @@ import triton
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.sharded_gemm import (
     kernel_gemm_persistent as kernel_consumer_gemm_persistent,
 )
@@ -170,19 +170,11 @@ def _run_consumer(
     operands: Operands,
 ) -> None:
     """Launch the consumer; a call like one before only with other addresses."""
-    addresses = (own.data_ptr(), B.data_ptr(), C.data_ptr())
-    # Triton compiles another kernel for pointers that are no multiples of 16 bytes, TMA takes none
-    # such, and ``dot_precision`` asks whether fp32 may be multiplied as tf32.
-    misaligned = addresses[0] % 16, addresses[1] % 16, addresses[2] % 16
-    tf32 = operands.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (
-        operands, own.stride(), misaligned, tf32, id(gathered), id(gemm_config), persistent,
-    )  # fmt: skip
+    precision = dot_precision(operands.dtype)
     ctx.launcher.run(
-        key,
+        (operands, own.stride(), precision, id(gathered), id(gemm_config), persistent),
         lambda: _consumer(own, B, C, ctx, gathered, gemm_config, persistent),
-        addresses,
-        ("own_ptr", "b_ptr", "c_ptr"),
+        {"own_ptr": own, "b_ptr": B, "c_ptr": C},
         alive=(gathered, gemm_config),
     )
 

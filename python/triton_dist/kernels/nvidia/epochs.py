@@ -122,6 +122,8 @@ class EpochSlots:
         self._most_polls = 0
         self._in_turn = self._in_graphs = self._capturing = self._freed = False
         self.memory["epoch"].local[:, EPOCH] = 1
+        if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
+            self._look(0).followed_by(self._telling(kernel_finish_epoch, "consumed")).compile()
         self.device.synchronize()
 
     def __getitem__(self, region: str) -> Region:
@@ -182,13 +184,7 @@ class EpochSlots:
 
     def tell(self, kernel: Any, flags: str) -> None:
         """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
-
-        def launch() -> Launch:
-            region = self[flags]
-            arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
-            return Launch(kernel, (1,), arguments, {"num_warps": 1})
-
-        self.launcher.run((kernel, self.index), launch)
+        self.launcher.run((kernel, self.index), lambda: self._telling(kernel, flags))
 
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which uses none of this memory.
@@ -229,13 +225,17 @@ class EpochSlots:
 
     def _look_at_peers(self, slot: int) -> None:
         """Queue a wait until every peer is done with ``slot``."""
+        self.launcher.run((kernel_await_consumption, slot), lambda: self._look(slot))
 
-        def launch() -> Launch:
-            epoch, consumed = self.memory["epoch"].local[slot], self.of_slot(slot, "consumed").local
-            arguments = (epoch, consumed, self.rank, self.num_ranks)
-            return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
+    def _look(self, slot: int) -> Launch:
+        consumed = self.of_slot(slot, "consumed").local
+        arguments = (self.epoch_of(slot), consumed, self.rank, self.num_ranks)
+        return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
-        self.launcher.run((kernel_await_consumption, slot), launch)
+    def _telling(self, kernel: Any, flags: str) -> Launch:
+        region = self[flags]
+        arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
+        return Launch(kernel, (1,), arguments, {"num_warps": 1})
 
     def _bound_waits(self, most_polls: int) -> None:
         if most_polls != self._most_polls:

@@ -173,15 +173,8 @@ class ExchangeBuffer:
         """
         shape = exchange.shape
         self.begin(exchange.phases, shape.num_ctas, shape.num_pieces, exchange.sources)
-        addresses = (x.data_ptr(), out.data_ptr())
-        # Triton compiles another kernel for pointers that are no multiples of 16 bytes.
-        misaligned = tuple(address % VECTOR_BYTES for address in addresses)
-        self.launcher.run(
-            (exchange, x.dtype, misaligned),
-            lambda: self.launch(exchange, x, out),
-            addresses,
-            ("x_ptr", "out_ptr"),
-        )
+        tensors = {"x_ptr": x, "out_ptr": out}
+        self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
         self.end()
 
     def begin(

@@ -8,10 +8,9 @@ import torch
 import triton
 
 from triton_dist.kernels.common.exchanged_gemm import exchanged_gemm, programs_of
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.packet_gemm import packet_gemm
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
-from triton_dist.kernels.nvidia.gemm_context import run_gemm
 
 
 @dataclass  # made at each call: freezing it would take a us
@@ -48,11 +47,10 @@ class ExchangedCall:
         phases = 0 if self.in_packets else 2 if self.pass_on else 1
         self.buffer.begin(phases, num_ctas, num_pieces=1)
         bias = C if self.bias is None else self.bias
-        run_gemm(
-            self.buffer.launcher,
+        self.buffer.launcher.run(
             (
-                id(looks), id(self.gemm_config), self.persistent, self.to_owners, self.pass_on,
-                self.in_packets,
+                id(looks), id(self.gemm_config), dot_precision(self.A.dtype), self.persistent,
+                self.to_owners, self.pass_on, self.in_packets,
             ),
             lambda: self._gemm(C),
             {"a_ptr": self.A, "b_ptr": self.B, "c_ptr": C, "bias_ptr": bias},

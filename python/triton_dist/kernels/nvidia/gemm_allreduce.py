@@ -54,6 +54,7 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.scattered_gemm_launch import slab_rows, tiles_of_slab
 from triton_dist.kernels.nvidia import allreduce
 from triton_dist.kernels.nvidia.allreduce import AllReduceMethod, all_reduce
 from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
@@ -119,9 +120,7 @@ def _prepare(
         call = _exchanged(A, B, bias, ctx, gemm_config, persistent, method, packets)
         call.launch().compile()
         return
-    operands = A, B, bias, ctx, gemm_config, bool(persistent)
-    for launch in TwoShotCall(*operands, num_chunks, bool(copy_to_local)).launches():
-        launch.compile()
+    _two_shot(A, B, bias, ctx, gemm_config, persistent, num_chunks, copy_to_local, None).compile()
 
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
@@ -205,17 +204,17 @@ def gemm_ar(
         ctx.sleep(straggler_option)
         exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent, method, packets)
         return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
-    operands = A, B, bias, ctx, gemm_config, bool(persistent)
-    call = TwoShotCall(*operands, num_chunks, bool(copy_to_local))
-    buffer, tiles, awaited = ctx.buffer, call.awaited_tiles(), False
+    buffer, awaited = ctx.buffer, False
+    tiles = tiles_of_slab(gemm_config, slab_rows(A.shape[0], ctx.num_ranks), ctx.N)
     buffer.slots.take()
     ctx.sleep(straggler_option)
     try:
-        C = call.run(looks)
+        call = _two_shot(A, B, bias, ctx, gemm_config, persistent, num_chunks, copy_to_local, looks)
+        call.run()
         awaited = True  # an own tile waits for each peer
     finally:
         buffer.slots.finish(awaited, lambda: buffer.expected(tiles))
-    return C
+    return call.C
 
 
 def _check_size(
@@ -237,6 +236,27 @@ def _check_size(
     if method is GEMMAllReduceMethod.TWO_SHOT and exchange and ctx.exchanged_rows < M:
         expected = f"False for an M of more than {ctx.exchanged_rows}"
         raise InvalidArgument("gemm_ar", "exchange", exchange, expected)
+
+
+def _two_shot(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: Any,
+    gemm_config: triton.Config,
+    persistent: bool | None,
+    num_chunks: int,
+    copy_to_local: bool,
+    looks: object,
+) -> TwoShotCall:
+    """The call in the present slot whose tiles go to the owners of their rows."""
+    buffer, M = ctx.buffer, A.shape[0]
+    sums = buffer.sums(M)
+    C = A.new_empty((M, ctx.N)) if copy_to_local else sums
+    return TwoShotCall(
+        A, B, C, bias, gemm_config, buffer.describe(), buffer.slots.launcher, bool(persistent),
+        num_chunks, looks, sums, buffer.slots["sum_arrivals"].local,
+    )  # fmt: skip
 
 
 def _exchanged(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.launch import Launch, Launcher, fits_descriptor
+from triton_dist.kernels.common.launch import fits_descriptor
 from triton_dist.kernels.nvidia.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -114,40 +114,3 @@ def layout_of(B: torch.Tensor) -> str:
     if not fits_descriptor(B):
         return "strided"
     return "column-major" if B.stride(0) == 1 else "row-major"
-
-
-def run_gemm(
-    launcher: Launcher,
-    key: tuple[Any, ...],
-    launch: Callable[[], Launch],
-    tensors: Mapping[str, torch.Tensor],
-    alive: object,
-) -> None:
-    """Launch a GEMM; one like another before only with other addresses.
-
-    Args:
-        key: what the launch depends on beside the operands' addresses and the precision of fp32;
-            may hold the ``id`` of what is in ``alive``.
-        tensors: by the names of the kernel's arguments, those whose addresses vary.
-    """
-    addresses = [tensor.data_ptr() for tensor in tensors.values()]
-    # Triton compiles another kernel for pointers that are no multiples of 16 bytes, TMA takes none
-    # such, and ``dot_precision`` asks whether fp32 may be multiplied as tf32.
-    misaligned = tuple(address % 16 for address in addresses)
-    is_fp32 = tensors["a_ptr"].dtype is torch.float32
-    tf32 = is_fp32 and torch.backends.cuda.matmul.allow_tf32
-    launcher.run((*key, misaligned, tf32), launch, addresses, tuple(tensors), alive)
-
-
-def run_add_left(
-    launcher: Launcher,
-    key: tuple[Any, ...],
-    launch: Callable[[], Launch],
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
-    alive: object,
-) -> None:
-    """Launch what adds tiles to C that a GEMM has left; ``key``, ``alive``: as of ``run_gemm``."""
-    addresses = (C.data_ptr(), (C if bias is None else bias).data_ptr())
-    misaligned = tuple(address % 16 for address in addresses)
-    launcher.run(("left", *key, misaligned), launch, addresses, ("c_ptr", "bias_ptr"), alive)

@@ -49,17 +49,9 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.scattered_gemm_launch import (
-    Scatter,
-    Scattering,
-    add_left,
-    scattered_gemm,
-    tiles_of_slab,
-)
+from triton_dist.kernels.common.scattered_gemm_launch import Scatter, tiles_of_slab
 from triton_dist.kernels.nvidia.exchange_shapes import shape_of
 from triton_dist.kernels.nvidia.exchanged_call import ExchangedCall
-from triton_dist.kernels.nvidia.gemm_context import run_add_left, run_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter_context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
@@ -71,6 +63,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter_whole import (
     scatter_launch,
 )
 from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
+from triton_dist.kernels.nvidia.scattered_call import ScatteredCall
 from triton_dist.kernels.nvidia.vendor import VendorMethod
 
 __all__ = ["GEMMReduceScatterTensorParallelContext", "create_gemm_rs_context", "gemm_rs"]
@@ -95,10 +88,6 @@ def _adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -
             "gemm_rs", "reduce_st", reduce_st, "a context that was created with reduce_st=True"
         )
     return ctx.reduce_st if reduce_st is None else bool(reduce_st)
-
-
-def _empty_rows(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
-    return A.new_empty((A.shape[0] // ctx.num_ranks, B.shape[1]))
 
 
 def _scatter(fuse_scatter: bool, adds: bool) -> Scatter:
@@ -131,11 +120,8 @@ def _prepare(
     if exchange:
         _exchanged(A, B, bias, ctx, gemm_config, persistent).launch().compile()
         return
-    to = ctx.buffer.describe(_scatter(bool(fuse_scatter), _adds(ctx, reduce_st)))
-    C = _empty_rows(A, B, ctx)
-    _gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks or 1).compile()
-    if persistent:
-        _left(C, bias, gemm_config, to, ctx, num_chunks or 1).compile()
+    scatter = _scatter(bool(fuse_scatter), _adds(ctx, reduce_st))
+    _scattered(A, B, bias, ctx, gemm_config, scatter, persistent, num_chunks or 1, None).compile()
 
 
 def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,23 +211,24 @@ def gemm_rs(
     if exchange and ctx.num_ranks > 1:
         _check_exchange("exchange", A, ctx, fuse_scatter, adds)
         ctx.sleep(straggler_option)
-        call = _exchanged(A, B, bias, ctx, gemm_config, persistent)
-        return ctx.buffer.slots.beside(lambda: call.run(looks))
+        exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent)
+        return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
     scatter = _scatter(bool(fuse_scatter), adds)
-    buffer, C = ctx.buffer, _empty_rows(A, B, ctx)
-    tiles = tiles_of_slab(gemm_config, C.shape[0], ctx.N)
+    buffer, rows = ctx.buffer, A.shape[0] // ctx.num_ranks
+    tiles = tiles_of_slab(gemm_config, rows, ctx.N)
     pushes, awaited = None, False
     buffer.slots.take()
     ctx.sleep(straggler_option)
     try:
-        to = buffer.describe(scatter)
+        call = _scattered(A, B, bias, ctx, gemm_config, scatter, persistent, num_chunks, looks)
         stream = ctx.device.current_stream()
         if scatter == "slab" and ctx.num_ranks > 1:
-            pushes = buffer.pushes(C.shape[0], gemm_config, num_chunks)
+            pushes = buffer.pushes(rows, gemm_config, num_chunks)
             pushes.fork(stream)
-        _run_gemm(A, B, C, bias, gemm_config, to, ctx, bool(persistent), num_chunks, looks)
+        call.multiply()
         if pushes is not None:
-            pushes.queue()
+            pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
+        call.add_left()
         awaited = True  # an own tile waits for each peer
     finally:
         if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
@@ -249,7 +236,7 @@ def gemm_rs(
         buffer.slots.finish(
             awaited, lambda: buffer.expected(num_chunks if scatter == "slab" else tiles)
         )
-    return C
+    return call.C
 
 
 def _check_exchange(
@@ -274,63 +261,20 @@ def _exchanged(
     return ExchangedCall(A, B, bias, ctx.exchange, gemm_config, bool(persistent), to_owners=True)
 
 
-def _gemm(
+def _scattered(
     A: torch.Tensor,
     B: torch.Tensor,
-    C: torch.Tensor,
     bias: torch.Tensor | None,
-    gemm_config: triton.Config,
-    to: Scattering,
     ctx: GEMMReduceScatterTensorParallelContext,
-    persistent: bool,
-    num_chunks: int,
-) -> Launch:
-    return scattered_gemm(
-        A, B, C, bias, gemm_config, to,
-        num_sms=ctx.device.num_sms, persistent=persistent, num_chunks=num_chunks,
-    )  # fmt: skip
-
-
-def _run_gemm(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
     gemm_config: triton.Config,
-    to: Scattering,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    persistent: bool,
+    scatter: Scatter,
+    persistent: bool | None,
     num_chunks: int,
-    looks: tuple[Any, ...],
-) -> None:
-    tensors = {"a_ptr": A, "b_ptr": B, "c_ptr": C, "bias_ptr": C if bias is None else bias}
-    run_gemm(
-        ctx.buffer.slots.launcher,
-        (id(looks), id(to), id(gemm_config), persistent, num_chunks),
-        lambda: _gemm(A, B, C, bias, gemm_config, to, ctx, persistent, num_chunks),
-        tensors,
-        alive=(looks, to, gemm_config),
-    )
-    if persistent and ctx.num_ranks > 1:
-        run_add_left(
-            ctx.buffer.slots.launcher,
-            (id(looks), id(to), id(gemm_config), num_chunks),
-            lambda: _left(C, bias, gemm_config, to, ctx, num_chunks),
-            C,
-            bias,
-            alive=(looks, to, gemm_config),
-        )
-
-
-def _left(
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
-    gemm_config: triton.Config,
-    to: Scattering,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    num_chunks: int,
-) -> Launch:
-    return add_left(
-        C, bias, gemm_config, to,
-        M=C.shape[0] * ctx.num_ranks, num_sms=ctx.device.num_sms, num_chunks=num_chunks,
+    looks: object,
+) -> ScatteredCall:
+    """The call in the present slot that is not one launch."""
+    buffer = ctx.buffer
+    return ScatteredCall(
+        A, B, A.new_empty((A.shape[0] // ctx.num_ranks, ctx.N)), bias, gemm_config,
+        buffer.describe(scatter), buffer.slots.launcher, bool(persistent), num_chunks, looks,
     )  # fmt: skip

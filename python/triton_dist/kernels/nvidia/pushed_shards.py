@@ -21,7 +21,6 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
 _STREAMS = 2  # the gap between two copies of one is filled by the other
-_VECTOR_BYTES = 16
 _MOST_PLANS = 4096
 
 
@@ -70,13 +69,10 @@ class PushedShards:
         try:
             transfer = self._transfer(exchange, x)
             transfer.start(x.view(-1, 1), stream)
-            addresses = (x.data_ptr(), out.data_ptr())
-            misaligned = tuple(address % _VECTOR_BYTES for address in addresses)
             slots.launcher.run(
-                (slots.index, exchange, x.dtype, misaligned),
+                (slots.index, exchange, x.dtype),
                 lambda: self.launch(exchange, x, out),
-                addresses,
-                ("x_ptr", "out_ptr"),
+                {"x_ptr": x, "out_ptr": out},
             )
             awaited = True
         finally:
