@@ -52,7 +52,7 @@ class Calls(SummedCalls):
         *("all_reduce.packets",) * 4,
     )
 
-    rounds, fewest_configs = 2, 60
+    fewest_configs = 60
     every_rows, many, few = (137, 5, 1, 64, 3, 129, 63, 17), 77, 40
     operand_ways = ((77, TILED), (1, TILED), (67, TILED), (5, TILED))
     chunked_rows = (300, 65, 1)

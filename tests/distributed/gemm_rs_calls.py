@@ -50,7 +50,7 @@ class Calls(SummedCalls):
         *("the exchange of gemm_rs.arrivals",) * 2,
     )
 
-    rounds, fewest_configs = 3, 20
+    fewest_configs = 20
     every_rows, many, few = (37, 5, 1, 20, 33), 37, 20
     operand_ways = (
         (37, (FUSED, EXCHANGED)), (1, (FUSED,)), (33, (EXCHANGED, FUSED)), (3, (SLABS, EXCHANGED)),

@@ -66,8 +66,6 @@ class SummedCalls(ABC):
     overdue: Sequence[str]
     """What gives up in each way with both kernels, where no peer comes."""
 
-    rounds: int
-    """Repetitions that are enough on CPU ranks: fewer where there are more ways."""
     fewest_configs: int
     """That a tuning on GPUs tries."""
     every_rows: Sequence[int]

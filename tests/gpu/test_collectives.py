@@ -29,7 +29,7 @@ def test_sizes_that_fill_gpu_and_links(on_gpus):
 
 
 def test_in_place_and_in_several_launches(on_gpus):
-    assert set(on_gpus(collective_ranks.in_place_and_large)) == {8 * len(WAYS["all_reduce"]) + 1}
+    assert set(on_gpus(collective_ranks.in_place_and_large)) == {5 * len(WAYS["all_reduce"]) + 1}
 
 
 @EACH_OP
