@@ -78,12 +78,12 @@ def too_large_for_one_shot() -> str:
 def too_large_for_packets() -> str:
     """A product of which packets hold all but one row: those travel, one more is refused, and is
     not tried."""
-    columns = 1 << 15
-    calls = Calls(max_rows=5, columns=columns, K=1)
-    calls(4, **PACKETS)
-    A, B = matrix(5, 1), matrix(1, columns)
+    columns = 1 << 10
+    calls = Calls(max_rows=129, columns=columns, K=1)
+    calls(128, **PACKETS)
+    A, B = matrix(129, 1), matrix(1, columns)
     error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), **PACKETS))
-    for rows, tried in ((4, True), (5, False)):
+    for rows, tried in ((128, True), (129, False)):
         kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A[:rows], B, calls.ctx), {})[0]
         assert any(config["packets"] for config in kept) is tried
     calls.finish()

@@ -22,10 +22,10 @@ def test_every_size_and_shape(spawn_ranks, op, dtype):
 
 @EACH_OP
 def test_every_size_on_more_ranks(spawn_ranks, op):
+    """On an odd number of them; four have most of the other tests."""
     dtype = (collective_ranks.DTYPES[1],)
-    for world_size in (3, 4):
-        counts = spawn_ranks(world_size, collective_ranks.every_size, op, dtype, 1)
-        assert counts == [6 * len(WAYS[op])] * world_size
+    counts = spawn_ranks(3, collective_ranks.every_size, op, dtype, 1)
+    assert counts == [6 * len(WAYS[op])] * 3
 
 
 @EACH_OP
