@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
     path = folder / "collectives.json"
     printed, _ = spawn_ranks(
         2, run_program, SCRIPT, "--sizes", "4100", "--scale", "1", "--mode", "eager,graph",
-        "--rounds", "2", "--calls", "2", "--json", str(path),
+        "--rounds", "1", "--calls", "2", "--json", str(path),
         init=False, timeout=150, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},
     )  # fmt: skip
     return printed, path
@@ -46,7 +46,7 @@ def test_every_peer_and_way_is_there_in_both_modes(finished):
         for mode in ("eager", "graph"):
             rows = [row for row in size["rows"] if row["mode"] == mode]
             assert {row["name"] for row in rows} == wanted
-            assert all(len(row["milliseconds"]) == 2 for row in rows)
+            assert all(len(row["milliseconds"]) == 1 for row in rows)
 
 
 def test_the_tables_say_how_much_faster(finished, tmp_path):

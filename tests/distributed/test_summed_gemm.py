@@ -44,10 +44,9 @@ def test_calls_need_nothing_between_them(spawn_ranks, kind, world_size):
     assert counts == [rounds * 4 // 3] * world_size
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_any_rank_may_be_late(spawn_ranks, kind, world_size):
-    count = world_size * (len(kind.ways) + 1)
-    assert spawn_ranks(world_size, summed_gemm_ranks.stragglers, kind) == [count] * world_size
+def test_any_rank_may_be_late(spawn_ranks, kind):
+    count = 4 * (len(kind.ways) + 1)
+    assert spawn_ranks(4, summed_gemm_ranks.stragglers, kind) == [count] * 4
 
 
 def test_the_same_operands_give_the_same_bits(spawn_ranks, kind):

@@ -45,8 +45,15 @@ CUTS = ((2, 4), (3, 4), (2, 100), (7, 100))
 
 
 @pytest.mark.parametrize(("parts", "num_sms"), CUTS)
-@pytest.mark.parametrize("size", [(16, 32, 4), (32, 64, 8), (64, 64, 4), (128, 16, 4)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ((16, 32, 4), torch.float16),
+        ((32, 64, 8), torch.bfloat16),
+        ((64, 64, 4), torch.float16),
+        ((128, 16, 4), torch.bfloat16),
+    ],
+)
 def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
     m, n, warps = size
     config = tiles(m, n, warps=warps, SPLIT_K=parts)
