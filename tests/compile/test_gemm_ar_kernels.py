@@ -167,7 +167,7 @@ def test_an_own_tile_is_complete_before_it_is_added():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("kind", ["one shot"])
+@pytest.mark.parametrize("kind", ["one shot", "two shot"])
 def test_any_number_of_ranks(sm90, kind, num_ranks):
     """Parts are read together, in 16 bytes a thread, and sums are sent in 16 bytes a thread."""
     kernel = compile_launch(prepared(kind, True, KINDS[kind, True][-1], num_ranks=num_ranks))
@@ -196,7 +196,7 @@ def test_sums_are_copied_in_whole_vectors_once_they_are_there(sm90, copy):
     assert bool(re.search(r"st\.global\.v4\.b32", kernel.ptx)) is copy
 
 
-@pytest.mark.parametrize("kind", ["one shot"])
+@pytest.mark.parametrize("kind", ["one shot", "two shot"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_fp16_row_major_without_a_bias(kind, persistent):
     kernel = compiled(

@@ -111,9 +111,10 @@ def test_a_tile_fits_pipelines_and_waits(persistent, index, layout):
         assert kernel.shared_memory_bytes >= 2 * elements * (kernel.num_stages - 1)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("index", first_of_each(map(kernel_of, SPLIT_K_TILES)))
-def test_a_tile_that_is_cut_fits_pipelines_and_waits(index):
-    config, layout = SPLIT_K_TILES[index], LAYOUTS[index % 2]
+def test_a_tile_that_is_cut_fits_pipelines_and_waits(index, layout):
+    config = SPLIT_K_TILES[index]
     with compile_only(90):
         kernel = compile_launch(prepared(True, config, layout, rows=128, chunk_rows=128))
     assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
