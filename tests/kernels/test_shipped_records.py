@@ -259,7 +259,7 @@ def made(
 ) -> Path:
     """A file as a tuning on four H200 would leave it."""
     on(op, "NVIDIA H200", FOUR)
-    origin = Origin.of(op.fn, op.config_space.names)
+    origin = op.origin()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
     for value in keys_of(op):
