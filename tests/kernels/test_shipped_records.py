@@ -24,7 +24,6 @@ from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
     Key,
     Measurement,
-    Origin,
     Trial,
     TuningRecord,
     codec,

@@ -190,7 +190,11 @@ def test_it_reaches_helpers_closures_kernels_and_classes(digests):
 
 MUTATIONS = {
     "the function": ("tuned_kernel[(1,)](x)", "tuned_kernel[(2,)](x)", {"op"}),
-    "a default": ("block, method=Method.PUSH)", "block, method=None)", {"op", "Method", "Method.PUSH", "op.method"}),
+    "a default": (
+        "block, method=Method.PUSH)",
+        "block, method=None)",
+        {"op", "Method", "Method.PUSH", "op.method"},
+    ),
     "a constant in it": ("BLOCK=16", "BLOCK=32", {"op"}),
     "how a state begins": ("State(count=3)", "State(count=4)", {"op"}),
     "another operator": ("_calls += 1", "_calls -= 1", {"op"}),

@@ -186,9 +186,7 @@ def _bindings(
             yield from _in_parts(statement, name, conditional)
 
 
-def _in_parts(
-    statement: ast.stmt, name: str, conditional: bool
-) -> Iterator[tuple[_Binding, bool]]:
+def _in_parts(statement: ast.stmt, name: str, conditional: bool) -> Iterator[tuple[_Binding, bool]]:
     """Of a statement with others inside, or one that binds by an expression."""
     inner = conditional or not isinstance(statement, (ast.With, ast.AsyncWith))
     for part in ast.iter_child_nodes(statement):
@@ -239,7 +237,9 @@ def _imported(
 ) -> types.ModuleType | None:
     package = getattr(module, "__package__", None) or ""
     try:
-        full = importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)
+        full = importlib.util.resolve_name(
+            "." * statement.level + (statement.module or ""), package
+        )
     except (ImportError, ValueError):
         return None
     return sys.modules.get(full)

@@ -250,9 +250,7 @@ class AutoTuner:
         try:
             hash(key)
         except TypeError:
-            return InvalidArgument(
-                self._name, "the result of key_fn", key, "a hashable value"
-            )
+            return InvalidArgument(self._name, "the result of key_fn", key, "a hashable value")
         return key
 
     def _check_arguments(
@@ -331,7 +329,7 @@ def name_in_module(tuned: Any) -> str:
         for each, value in list(getattr(module, "__dict__", {}).items()):
             if value is tuned:
                 tuned.__module__ = module.__name__
-                return each
+                return str(each)
     raise pickle.PicklingError(
         f"{tuned!r} is no global of any module, so no other process can find it by name"
     )

@@ -56,7 +56,7 @@ class NoGroup:
 class Surroundings:
     """What a call sees of the process that it is made in, before anything is composed for it."""
 
-    default_group: DefaultGroup = NoGroup()
+    default_group: DefaultGroup = NoGroup
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Whether a call with these arguments computes nothing: a tracer or fake tensors look at it."""
     is_off: Callable[[], bool] = lambda: False
