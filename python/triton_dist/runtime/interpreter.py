@@ -74,11 +74,14 @@ def mend(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @functools.cache
 def install() -> None:
-    """Apply every mend that the installed Triton needs, once for the life of the process."""
+    """Apply every mend that the installed Triton needs, once for the life of the process, and make
+    the interpreter faster."""
     check_versions()
     for entry in MENDS:
         if entry.is_needed:
             entry.apply()
+    interpreter_speed.share_shapes()
+    interpreter_speed.keep_dtypes(upstream)
 
 
 def current_program() -> tuple[int, int, int]:
@@ -276,19 +279,6 @@ def descriptor_reduce() -> None:
     which are atomic within the process only.
     """
     interpreter_descriptors.apply_reduce(upstream)
-
-
-@mend(">=3.6,<3.10")
-def shapes_made_once() -> None:
-    """Each value of a kernel makes a tuple of constants of its shape, and the type of that tuple: a
-    sixth of the time of a matmul."""
-    interpreter_speed.apply_shapes()
-
-
-@mend(">=3.6,<3.10")
-def dtypes_looked_up() -> None:
-    """Each look-up of a numpy type builds a table of all: 3 % of the time of a matmul."""
-    interpreter_speed.apply_dtypes(upstream)
 
 
 class _HostDriver(DriverBase):

@@ -1,4 +1,7 @@
-"""What Triton's interpreter makes anew for each value of a kernel, made once: a fifth of its time."""
+"""What Triton's interpreter makes anew for each value of a kernel is made once here.
+
+It was a fifth of the time of a matmul (Triton 3.9, CPU).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import triton.language as tl
 
 
-def apply_shapes() -> None:
+def share_shapes() -> None:
     """Share shape and size among tensors of one shape; nothing changes them."""
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
     base = tl.tensor.__mro__[1]
@@ -32,7 +35,7 @@ def _number(size: Any) -> int:
     return value
 
 
-def apply_dtypes(upstream: Any) -> None:
+def keep_dtypes(upstream: Any) -> None:
     """Keep numpy's type of each of Triton's, instead of building the table at each look-up."""
     unmended = upstream._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
