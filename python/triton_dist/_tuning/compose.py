@@ -268,9 +268,9 @@ class _Composer:
             source=source.digests,
             space=codec.digest(space.digest, judges.digests),
             version=self.version,
-            literal=source.literal | judging(judges.literal),
-            bound=source.bound | judging(judges.bound),
-            uncounted=source.uncounted | judging(judges.uncounted),
+            literal=source.literal | judging(judges.literal, source.literal),
+            bound=source.bound | judging(judges.bound, source.bound),
+            uncounted=source.uncounted | judging(judges.uncounted, source.uncounted),
         )
 
 

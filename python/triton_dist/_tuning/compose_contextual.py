@@ -174,9 +174,9 @@ class _Kernels:
             policy=self.policy.facts(),
             source=source.digests,
             space=codec.digest(space.digest, pruning.digests, tuner.configs_top_k),
-            literal=source.literal | judging(pruning.literal),
-            bound=source.bound | judging(pruning.bound),
-            uncounted=source.uncounted | judging(pruning.uncounted),
+            literal=source.literal | judging(pruning.literal, source.literal),
+            bound=source.bound | judging(pruning.bound, source.bound),
+            uncounted=source.uncounted | judging(pruning.uncounted, source.uncounted),
         )
 
     def find(

@@ -11,13 +11,13 @@ import functools
 import linecache
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass
+@dataclass(eq=False)
 class Listing:
     """What one file defines."""
 
@@ -48,29 +48,26 @@ def definition(item: types.CodeType | type) -> Definition | None:
     ``None`` for a lambda, and when the source is not at hand or is another's.
     """
     if isinstance(item, types.CodeType):
-        listing = _listing_of(item.co_filename, [item], item)
+        listing = _listing_of(item.co_filename, lambda: [item], item)
         return None if listing is None else listing.functions.get(_place(item))
     file = _file(sys.modules.get(item.__module__))
-    listing = _listing_of(file, _codes(item, file), item)
+    listing = _listing_of(file, lambda: _codes(item, file), item)
     return None if listing is None else listing.classes.get(item.__qualname__)
 
 
 def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
     """The top-level statements of ``module`` that bind ``name`` or change what it holds."""
-    listing = _listing_of_module(module)
+    listing = listing_of_module(module)
     return [] if listing is None else listing.makers.get(name, [])
 
 
-def statements(module: types.ModuleType) -> list[ast.stmt] | None:
-    """The top-level statements of ``module``; ``None`` without its source."""
-    listing = _listing_of_module(module)
-    return None if listing is None else listing.statements
-
-
-def assigned_in_functions(module: types.ModuleType) -> frozenset[str]:
-    """The globals of ``module`` that its functions assign to."""
-    listing = _listing_of_module(module)
-    return frozenset() if listing is None else listing.assigned_in_functions
+def listing_of_module(module: types.ModuleType | None) -> Listing | None:
+    """What the file of ``module`` defines; ``None`` without its source."""
+    if module is None:
+        return None
+    file = _file(module)
+    # A reload makes a new spec; a script has none.
+    return _listing_of(file, lambda: _codes(module, file), module.__spec__ or module)
 
 
 def ordinal(code: types.CodeType) -> int | None:
@@ -78,24 +75,20 @@ def ordinal(code: types.CodeType) -> int | None:
 
     ``None`` without its source.
     """
-    listing = _listing_of(code.co_filename, [code], code)
+    listing = _listing_of(code.co_filename, lambda: [code], code)
     if listing is None:
         return None
     namesakes = next((each for each in listing.namesakes.values() if code in each), [code])
     return namesakes.index(code)
 
 
-def _listing_of_module(module: types.ModuleType) -> Listing | None:
-    file = _file(module)
-    # A reload makes a new spec; a script has none.
-    return _listing_of(file, _codes(module, file), module.__spec__ or module)
-
-
 _known: dict[tuple[int, str], tuple[object, Listing | None]] = {}
 """By the identity of what was asked for, which is kept alive, and its file."""
 
 
-def _listing_of(file: str, codes: list[types.CodeType], item: object) -> Listing | None:
+def _listing_of(
+    file: str, codes: Callable[[], list[types.CodeType]], item: object
+) -> Listing | None:
     """What ``file`` defined when ``item`` was first asked for; ``None`` if that is not ``codes``.
 
     A module that is imported again has new code objects: then its file is read again.
@@ -105,7 +98,7 @@ def _listing_of(file: str, codes: list[types.CodeType], item: object) -> Listing
     if (id(item), file) not in _known:
         linecache.checkcache(file)
         listing = _listing("".join(linecache.getlines(file)))
-        if listing is not None and not all(map(listing.has, codes)):
+        if listing is not None and not all(map(listing.has, codes())):
             listing = None
         _known[id(item), file] = item, listing
     return _known[id(item), file][1]

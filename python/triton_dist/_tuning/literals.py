@@ -11,16 +11,20 @@ import ast
 import builtins
 import dataclasses
 import enum
+import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from triton_dist._tuning import definitions, libraries
 
 _Binding = ast.expr | ast.ImportFrom | None
 """What a statement binds a name to; ``None``: to nothing that is one expression."""
+
+_Bindings = tuple[tuple[_Binding, bool], ...]
+"""All that bind one name, and of each whether the program decides if it does."""
 
 _STRUCTURE = (
     ast.Tuple,
@@ -69,7 +73,29 @@ def of_attribute(cls: type, name: str, value: object) -> Origin:
     if node is None:
         return Origin.UNKNOWN
     module = sys.modules.get(owner.__module__)
-    return _Judge().of_statements(node.body, module, name, value)
+    return _Judge().of_bindings(tuple(_bindings(node.body, name)), module, value)
+
+
+def is_literal(node: ast.expr, module: types.ModuleType | None) -> bool:
+    """Whether ``node``, an expression in ``module``, is one of literals."""
+    return _Judge().is_literal(node, module)
+
+
+def home(module: types.ModuleType | None, name: str) -> tuple[types.ModuleType | None, str]:
+    """The module that made the global ``name`` of ``module``, and its name there."""
+    seen = set()
+    while module is not None and module not in seen:
+        seen.add(module)
+        bindings = _bindings_of(definitions.listing_of_module(module), name)
+        if len(bindings) != 1 or not isinstance(bindings[0][0], ast.ImportFrom):
+            break
+        statement = bindings[0][0]
+        source = _imported(statement, module)
+        if source is None or libraries.is_library(source.__name__):
+            break
+        names = (each.name for each in statement.names if name in (each.asname, each.name))
+        module, name = source, next(names)
+    return module, name
 
 
 class _Judge:
@@ -79,52 +105,40 @@ class _Judge:
         self._seen: set[tuple[str, str]] = set()
 
     def of_global(self, module: types.ModuleType | None, name: str, value: object) -> Origin:
-        if module is None or (module.__name__, name) in self._seen:
+        module, name = home(module, name)
+        listing = definitions.listing_of_module(module)
+        if module is None or listing is None or (module.__name__, name) in self._seen:
             return Origin.UNKNOWN
         self._seen.add((module.__name__, name))
-        statements = definitions.statements(module)
-        if statements is None:
-            return Origin.UNKNOWN
-        if name in definitions.assigned_in_functions(module):
+        if name in listing.assigned_in_functions:
             return Origin.COMPUTED
-        found = self.of_statements(statements, module, name, value)
+        found = self.of_bindings(_bindings_of(listing, name), module, value)
         if found is not Origin.UNKNOWN:
             return found
-        for statement in statements:  # from elsewhere import *
+        for statement in listing.statements:  # from elsewhere import *
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
                 source = _imported(statement, module)
                 if source is not None and hasattr(source, name):
                     return self.of_global(source, name, value)
         return Origin.UNKNOWN
 
-    def of_statements(
-        self,
-        statements: Sequence[ast.stmt],
-        module: types.ModuleType | None,
-        name: str,
-        value: object,
+    def of_bindings(
+        self, bindings: _Bindings, module: types.ModuleType | None, value: object
     ) -> Origin:
-        bindings = list(_bindings(statements, name))
-        if not bindings:
+        if not bindings or isinstance(bindings[0][0], ast.ImportFrom):  # of a library
             return Origin.UNKNOWN
-        if len(bindings) == 1 and isinstance(bindings[0][0], ast.ImportFrom):
-            statement = bindings[0][0]
-            original = next(
-                each.name for each in statement.names if name in (each.asname, each.name)
-            )
-            return self.of_global(_imported(statement, module), original, value)
-        if not all(self._is_literal(expression, module) for expression, _ in bindings):
+        if not all(self.is_literal(expression, module) for expression, _ in bindings):
             return Origin.COMPUTED
         expression, conditional = bindings[0]
         is_one = len(bindings) == 1 and not conditional
         return Origin.LITERAL if is_one and _may_be(expression, value) else Origin.CHOSEN
 
-    def _is_literal(self, node: _Binding, module: types.ModuleType | None) -> bool:
+    def is_literal(self, node: _Binding, module: types.ModuleType | None) -> bool:
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, _STRUCTURE):
             parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
-            return all(self._is_literal(part, module) for part in parts)
+            return all(self.is_literal(part, module) for part in parts)
         if isinstance(node, ast.Name):
             value = getattr(module, node.id, None)
             return self.of_global(module, node.id, value) is Origin.LITERAL
@@ -137,6 +151,8 @@ class _Judge:
     def _is_known(self, node: ast.Attribute, module: types.ModuleType | None) -> bool:
         """Of a module or a class: ``torch.float16``, ``math.pi``, ``Method.PUSH``."""
         holder = _resolve(node.value, module)
+        if type(holder).__name__ == "constexpr" or isinstance(holder, enum.Enum):
+            return self.is_literal(node.value, module)  # its .value
         value = getattr(holder, node.attr, None)
         if isinstance(value, enum.Enum) or type(value).__module__ == "torch":
             return True
@@ -158,7 +174,12 @@ class _Judge:
         if not is_value and not any(callee is each for each in _PURE):
             return False
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        return all(self._is_literal(each, module) for each in given)
+        return all(self.is_literal(each, module) for each in given)
+
+
+@functools.lru_cache(maxsize=8192)
+def _bindings_of(listing: definitions.Listing | None, name: str) -> _Bindings:
+    return () if listing is None else tuple(_bindings(listing.statements, name))
 
 
 def _bindings(

@@ -69,6 +69,20 @@ def header_names(node: Definition, dropped: frozenset[ast.expr]) -> frozenset[st
     return frozenset(name.id for name in names if isinstance(name, ast.Name))
 
 
+@functools.lru_cache(maxsize=4096)
+def defaults(node: Definition) -> dict[str, ast.expr]:
+    """The expressions of default values, by parameter."""
+    if isinstance(node, ast.ClassDef):
+        return {}
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    last = positional[len(positional) - len(given.defaults) :]
+    pairs = [*zip(last, given.defaults, strict=True)]
+    for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        pairs += [] if value is None else [(argument, value)]
+    return {argument.arg: value for argument, value in pairs}
+
+
 def dotted(node: ast.AST) -> str | None:
     """``"a.b.c"`` for an attribute chain on a name."""
     if isinstance(node, ast.Name):

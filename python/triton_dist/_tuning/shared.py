@@ -47,7 +47,9 @@ def journal_of(files: FileStore, key: Key) -> FileJournal:
     return FileJournal(files.path(key).with_suffix(".journal"))
 
 
-def judging(constants: Mapping[str, str]) -> dict[str, str]:
-    """The constants of functions that decide which configs can win, under names apart from those of
-    the function that is tuned."""
-    return {f"{name} (pruning)": text for name, text in constants.items()}
+def judging(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+    """Constants of functions that decide which configs can win, besides those that are ``known`` of
+    the function that is tuned; under names apart from these."""
+    return {
+        f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
+    }

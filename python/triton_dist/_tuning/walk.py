@@ -138,8 +138,10 @@ class Walk:
             text = "" if isinstance(data, (list, set, dict)) else text_of(data)
         except TypeError:
             text = ""
-        if not text:
+        if not text or (holding_class and isinstance(data, enum.Enum)):
             return f"{chain} = {self.reference(value, origin)}"
+        if not holding_class:
+            holder, last = origin = literals.home(holder, last)
         name = constants.name(f"{holder.__name__}.{last}" if holding_class else last, holder)
         where = literals.of_attribute if holding_class else literals.of_global
         found = where(holder, last, data)
@@ -218,9 +220,11 @@ class Walk:
 
         read, bound = normalise.global_names(code)
         roots = read | cells.keys() | local.keys() | {receiver}
+        written = {} if node is None else normalise.defaults(node)
         given = [
             self._bound(f"{name}.{each}", value, function)
             for each, value in _defaults(function).items()
+            if each not in written or not literals.is_literal(written[each], module)
         ]
         lines = [f"({', '.join(filter(None, given))})"]
         lines += [] if inner is None else [self.reference(inner)]
