@@ -81,6 +81,26 @@ def finalize_distributed() -> None:
         dist.destroy_process_group()
 
 
+def barrier_all_on_stream(stream: torch.cuda.Stream | None = None) -> None:
+    """Let no rank of the world go on with ``stream`` before all have come to this.
+
+    On GPUs queued on ``stream`` (default: the current one) without blocking the host, where the
+    world has a backend for GPU tensors; else the host waits, for the stream and for the ranks.
+    """
+    if not dist.is_initialized():
+        return
+    device = current_device()
+    if device.name != "cuda":
+        dist.barrier()
+        return
+    with torch.cuda.stream(stream):
+        if "cuda" in dist.get_backend_config():
+            dist.all_reduce(torch.zeros(1, device=device.torch_device))
+        else:
+            torch.cuda.current_stream().synchronize()
+            dist.barrier()
+
+
 def dist_print(
     *values: object,
     need_sync: bool = False,
