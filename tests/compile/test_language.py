@@ -75,4 +75,6 @@ def test_a_flag_is_released_behind_a_barrier(sm90, op, masked):
 def test_a_scope_in_place_of_the_value_is_refused(sm90):
     with pytest.raises(CompilationError) as failed:
         compile_kernel(kernel_wait_with_a_scope, words(), grid=(1,))
-    assert "wait(ptr, count, value, guard=None): the int32 value to wait for" in causes(failed.value)
+    assert "wait(ptr, count, value, guard=None): the int32 value to wait for" in causes(
+        failed.value
+    )

@@ -18,8 +18,8 @@ from triton_dist.runtime.triton_compat import is_interpreting
 
 _TEXT = tl.constexpr(str)
 _ARGUMENTS = tl.constexpr(
-    "wait(ptr, count, value, guard=None): the int32 value to wait for, no scope or semantic; a wait "
-    "acquires, at system scope"
+    "wait(ptr, count, value, guard=None): the int32 value to wait for, and no scope or semantic; a "
+    "wait acquires, at system scope"
 )
 INTERPRETED = tl.constexpr(is_interpreting())
 
