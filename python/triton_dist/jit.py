@@ -6,9 +6,7 @@ before and after, the decorator stands for the module too.
 
 import sys
 
-from triton_dist._jit import jit
-
-__all__ = ["jit"]
+from triton_dist._jit import jit as jit
 
 jit.jit = jit  # type: ignore[attr-defined]
 sys.modules[__name__] = jit  # type: ignore[assignment]

@@ -111,10 +111,12 @@ def dist_print(
     """``print`` on some ranks; ``allowed_ranks`` may be ``"all"``.
 
     ``need_sync``: ranks print one after another, in order; then every rank must call. ``prefix``:
-    begin with the rank. Other options go to ``print``.
+    begin with the rank. Other options go to ``print``. Before the world is joined, ranks are those
+    of the launcher, and come in any order.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    joined = dist.is_initialized()
+    rank = dist.get_rank() if joined else knobs.rank.get()
+    world_size = dist.get_world_size() if joined else knobs.world_size.get()
     ranks = range(world_size) if allowed_ranks == "all" else allowed_ranks
     lead = (f"[rank {rank}]",) if prefix else ()
     options.setdefault("flush", True)
