@@ -14,7 +14,8 @@ from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.log import StepLog
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
-from triton_dist._tuning.engine.decorated import check_function
+from triton_dist._tuning.engine.parts import NoGroup
+from triton_dist._tuning.engine.tunable import check_tunable
 from triton_dist._tuning.protocols import Device, Journal, RankGroup, Store
 from triton_dist._tuning.search.steps import InTurn, Race
 from triton_dist._tuning.shared import (
@@ -22,9 +23,10 @@ from triton_dist._tuning.shared import (
     gate_of,
     hardware_of,
     journal_of,
+    judging,
     read_only_store,
 )
-from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store import FileStore, LayeredStore
 from triton_dist._tuning.values import (
     Config,
@@ -41,14 +43,13 @@ from triton_dist.runtime import interpreter
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.inherited import InheritedValue, in_backward
-from triton_dist.runtime.ranks import group_for
-from triton_dist.runtime.ranks.world import current_world
-from triton_dist.runtime.tracing import computes
+from triton_dist.runtime.ranks import default_group, group_for
+from triton_dist.runtime.tracing import is_traced
 from triton_dist.runtime.triton_compat import is_interpreting, software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
 
 _interception = Interception(
-    InheritedValue("triton_dist.contextual_autotune"), in_backward, computes
+    InheritedValue("triton_dist.contextual_autotune"), in_backward, is_traced
 )
 
 
@@ -100,15 +101,11 @@ def contextual_autotune(
     def decorate(fn: Any) -> Any:
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(decorate(fn.__func__))
-        check_function("contextual_autotune", fn)
-        world = current_world if is_dist else _alone
-        return ContextualAutoTuner(fn, composer.compose, _interception, world)
+        check_tunable(fn, "contextual_autotune")
+        group = default_group if is_dist else NoGroup
+        return ContextualAutoTuner(fn, composer.compose, _interception, group)
 
     return decorate
-
-
-def _alone() -> None:
-    """The world of a rank that asks no other."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +179,18 @@ class _Kernels:
             if getattr(tuner, f"user_defined_{name}"):
                 hooks.append(getattr(tuner, name))
         judges = [judge for judge in (tuner.early_config_prune, tuner.perf_model) if judge]
-        pruning = codec.digest(space.digest, source_digests(judges), tuner.configs_top_k)
+        pruning = source_of(judges)
+        source = source_of([tuner.base_fn, *_heuristics(tuner.fn), *hooks])
         return Fingerprint(
             hardware=self.device.facts(),
             software=software_versions(),
             topology=self.ranks.facts(),
             policy=self.policy.facts(),
-            source=source_digests([tuner.base_fn, *_heuristics(tuner.fn), *hooks]),
-            space=pruning,
+            source=source.digests,
+            space=codec.digest(space.digest, pruning.digests, tuner.configs_top_k),
+            literal=source.literal | judging(pruning.literal),
+            bound=source.bound | judging(pruning.bound),
+            uncounted=source.uncounted | judging(pruning.uncounted),
         )
 
     def find(

@@ -1,4 +1,4 @@
-"""Whether what is called now computes, or is only looked at."""
+"""Whether a call computes, or is only looked at: by fake or meta tensors, or by a tracer."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 
-_KEYS = torch._C._TorchDispatchModeKey
-_TRACERS = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+_MODES = frozenset({"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"})
+_FAKES = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
-def computes(values: Iterable[Any]) -> bool:
-    """Whether a function or kernel that is called with ``values`` would compute.
+def is_traced(values: Iterable[Any]) -> bool:
+    """Whether a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
 
-    It does not while torch traces (compile, export, ``make_fx``, ``torch.jit.trace``), under a
-    ``FakeTensorMode``, and on fake or meta tensors.
+    That is so under ``FakeTensorMode``, ``torch.export``, ``make_fx``, ``torch.jit.trace`` and
+    ``torch.fx``, and for tensors that are fake or on the meta device.
     """
-    # First, and by its public name: dynamo knows its value, and traces nothing behind it.
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS):
-        return False
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    fake: tuple[type, ...] = () if fakes is None else (fakes.FakeTensor,)
-    return not any(
-        isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, fake))
-        for value in values
-    )
+        return True
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(type(mode).__name__ in _MODES for mode in modes) or any(map(_is_fake, values))
+
+
+def _is_fake(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_meta or type(value).__name__ in _FAKES
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_fake, value))
+    if isinstance(value, dict):
+        return any(map(_is_fake, value.values()))
+    proxy = getattr(sys.modules.get("torch.fx"), "Proxy", None)
+    return proxy is not None and isinstance(value, proxy)

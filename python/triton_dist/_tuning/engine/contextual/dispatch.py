@@ -46,13 +46,15 @@ class ContextualAutoTuner:
         fn: Callable[..., Any],
         compose: Callable[[], ContextualParts],
         interception: Interception,
-        world: Callable[[], object] = lambda: None,
+        default_group: Any,
     ) -> None:
-        """``world`` gives what choices are for: another object means that all is chosen again."""
+        """``default_group`` has the group of all ranks in ``WORLD``; in another one all is chosen
+        again."""
         self.fn = fn
         self.tuning_calls = 0
         functools.update_wrapper(self, fn)
-        self._compose, self._interception, self._world = compose, interception, world
+        self._compose, self._interception = compose, interception
+        self._default_group = default_group
         self._contexts: Contexts = {}
         self._chosen_in: object = None
         """The world that ``_contexts`` are of."""
@@ -63,7 +65,7 @@ class ContextualAutoTuner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; tunes what its kernels meet for the first time."""
-        if self._settled_in is not self._world() or self._interception.sessions:
+        if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
             return self._call_beside_tuning(args, kwargs)
         return self._watched(args, kwargs)
 
@@ -95,15 +97,17 @@ class ContextualAutoTuner:
 
     def _call_beside_tuning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that has to tune, or that may be part of one that does."""
-        if not self._interception.computes((*args, *kwargs.values())):
+        if self._interception.is_traced((args, kwargs)):
             return self.fn(*args, **kwargs)
         outer = self._interception.current_call()
         own = None if outer is None else outer.enclosing(self)
         if own is not None and own.session is not None:  # the function calls itself: one tuning
             return self._run(Call(self, outer, own.session), args, kwargs)
-        if self._settled_in is not self._world():
+        if self._settled_in is not self._default_group.WORLD:
             with self._tuning:
-                if self._settled_in is not self._world():  # else another thread was faster
+                if (
+                    self._settled_in is not self._default_group.WORLD
+                ):  # else another thread was faster
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
@@ -126,7 +130,7 @@ class ContextualAutoTuner:
             interception.leave(call)
 
     def _session(self) -> Session:
-        world = self._world()
+        world = self._default_group.WORLD
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world

@@ -76,17 +76,17 @@ class Interception:
     Attributes:
         sessions: one entry for each tuning that is running on any thread.
         late: sessions that began in the middle of a call of a settled function.
-        computes: whether what is called with these arguments would compute: nothing does on fake
-            and meta tensors, or while it is traced.
+        is_traced: whether what is called with these values would compute nothing, as on fake and
+            meta tensors.
     """
 
     def __init__(
         self,
         current: ThreadValue,
         in_backward: Callable[[], bool],
-        computes: Callable[[Iterable[Any]], bool],
+        is_traced: Callable[[Iterable[Any]], bool],
     ) -> None:
-        self._current, self._in_backward, self.computes = current, in_backward, computes
+        self._current, self._in_backward, self.is_traced = current, in_backward, is_traced
         self._own_runs = OwnRuns(self._own_run_replacement)
         self._run, self._prune = Autotuner.run, Autotuner.prune_configs
         self._seen_run, self._seen_prune = self._run_replacement(), self._prune_replacement()
@@ -168,7 +168,7 @@ class Interception:
         """Whether it is a launch, of a kernel that has something to be tuned."""
         if kwargs.get("warmup") or len(tuner.configs) < 2:
             return False
-        return self.computes((*args, *kwargs.values()))
+        return not self.is_traced((args, kwargs))
 
     def _own_run_replacement(self, kind: type[Autotuner], own: Run) -> Run:
         leading = leads(kind)
@@ -209,7 +209,7 @@ class Interception:
                 return list(self._prune(tuner, kwargs))
             nargs = tuner.nargs
             args = tuple(nargs.values())
-            if not self.computes((*args, *kwargs.values())):
+            if self.is_traced((args, kwargs)):
                 return list(self._prune(tuner, kwargs))
             session = self._late_session(watch)
             tuner.nargs = nargs  # it may have waited for another thread's tuning of this kernel
