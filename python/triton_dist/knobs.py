@@ -176,6 +176,10 @@ wait_timeout = seconds(
     30.0,
     "Longest time that one wait inside an interpreted kernel may spin.",
 )
+wait_gpu_clock = flag(
+    "TRITON_DIST_WAIT_GPU_CLOCK",
+    "Let wait_until_max_gpu_clock_or_warning wait for the GPU's top clock, instead of nothing.",
+)
 resident_programs: Knob[int | None] = Knob(
     "TRITON_DIST_RESIDENT_PROGRAMS",
     None,

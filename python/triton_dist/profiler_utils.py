@@ -1,5 +1,10 @@
 """Names that scripts import from ``triton_dist.profiler_utils``."""
 
-from triton_dist.runtime.profiling import group_profile, perf_func
+from triton_dist.runtime.profiling import (
+    get_torch_prof_ctx,
+    group_profile,
+    perf_func,
+    perf_func_with_l2_reset,
+)
 
-__all__ = ["group_profile", "perf_func"]
+__all__ = ["get_torch_prof_ctx", "group_profile", "perf_func", "perf_func_with_l2_reset"]

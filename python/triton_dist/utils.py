@@ -1,27 +1,46 @@
 """Names that scripts import from ``triton_dist.utils``; each is defined where it belongs."""
 
 from triton_dist.knobs import get_bool_env, get_int_env
+from triton_dist.runtime.capabilities import (
+    has_tma,
+    is_fp8_dtype,
+    is_nvshmem_multimem_supported,
+    requires_p2p_native_atomic,
+    supports_p2p_native_atomic,
+)
 from triton_dist.runtime.device import (
     get_device_max_shared_memory_size,
     is_cuda,
     sleep_async,
+)
+from triton_dist.runtime.device.clocks import wait_until_max_gpu_clock_or_warning
+from triton_dist.runtime.distributed import (
+    barrier_all_on_stream as nvshmem_barrier_all_on_stream,
 )
 from triton_dist.runtime.distributed import (
     dist_print,
     finalize_distributed,
     initialize_distributed,
 )
-from triton_dist.runtime.random import init_seed, rand_tensor
+from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
 
 __all__ = [
     "dist_print",
     "finalize_distributed",
+    "generate_data",
     "get_bool_env",
     "get_device_max_shared_memory_size",
     "get_int_env",
+    "has_tma",
     "init_seed",
     "initialize_distributed",
     "is_cuda",
+    "is_fp8_dtype",
+    "is_nvshmem_multimem_supported",
+    "nvshmem_barrier_all_on_stream",
     "rand_tensor",
+    "requires_p2p_native_atomic",
     "sleep_async",
+    "supports_p2p_native_atomic",
+    "wait_until_max_gpu_clock_or_warning",
 ]

@@ -63,3 +63,27 @@ def test_the_porch_is_fast(tmp_path: Path) -> None:
     begin = time.perf_counter()
     run("import triton_dist; triton_dist.__version__", tmp_path)
     assert time.perf_counter() - begin - bare < 0.5
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_jit_is_the_decorator_and_a_module(interpreted: bool, tmp_path: Path) -> None:
+    """Whichever is imported first; one object, which is pickled by its name."""
+    kernel = "from triton_dist.jit import jit\n\n@jit\ndef kernel(x_ptr):\n    pass\n"
+    (tmp_path / "kernels.py").write_text(kernel)
+    for first, second in (
+        ("import triton_dist; one = triton_dist.jit", "from triton_dist.jit import jit as two"),
+        ("from triton_dist.jit import jit as one", "import triton_dist; two = triton_dist.jit"),
+    ):
+        code = f"""
+import os, pickle
+if {interpreted}: os.environ["TRITON_INTERPRET"] = "1"
+{first}
+{second}
+import triton_dist.jit as three
+from triton_dist import jit as four
+assert one is two is three is four is triton_dist.jit is pickle.loads(pickle.dumps(one))
+import kernels
+print(type(kernels.kernel).__name__)
+"""
+        kind = "InterpretedFunction" if interpreted else "JITFunction"
+        assert run(code, tmp_path) == f"{kind}\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import operator
 
 import pytest
 
@@ -21,8 +23,28 @@ NAMES = {
         "init_seed",
         "get_bool_env",
         "get_int_env",
+        "generate_data",
+        "has_tma",
+        "is_fp8_dtype",
+        "is_nvshmem_multimem_supported",
+        "nvshmem_barrier_all_on_stream",
+        "requires_p2p_native_atomic",
+        "supports_p2p_native_atomic",
+        "wait_until_max_gpu_clock_or_warning",
     ],
-    "triton_dist.profiler_utils": ["perf_func", "group_profile"],
+    "triton_dist.jit": ["jit"],
+    "triton_dist.profiler_utils": [
+        "perf_func",
+        "perf_func_with_l2_reset",
+        "get_torch_prof_ctx",
+        "group_profile",
+    ],
+    "triton_dist.layers.nvidia": ["GemmARLayer"],
+    "triton_dist.kernels.allreduce": [
+        "AllReduceMethod",
+        "get_allreduce_methods",
+        "to_allreduce_method",
+    ],
     "triton_dist.nv_utils": ["get_intranode_max_speed_gbps"],
     "triton_dist.test.utils": [
         "LAYER_CONFIGS",
@@ -63,10 +85,43 @@ NAMES = {
         "prune_fn_by_shared_memory",
         "prune_fn_by_group_size_m",
     ],
-    "triton_dist.kernels.nvidia.gemm_perf_model": ["get_tensorcore_tflops"],
+    "triton_dist.kernels.nvidia.gemm_perf_model": ["get_tensorcore_tflops", "get_dram_gbps"],
+    "triton_dist.kernels.nvidia.comm_perf_model": [
+        "estimate_all_gather_time_ms",
+        "estimate_reduce_scatter_time_ms",
+        "get_nic_gbps_per_gpu",
+    ],
 }
+# As scripts call them: positional ones in this order, the others by name.
+PARAMETERS = {
+    "triton_dist.utils.nvshmem_barrier_all_on_stream": ["stream"],
+    "triton_dist.utils.wait_until_max_gpu_clock_or_warning": ["device_id", "timeout_sec"],
+    "triton_dist.utils.rand_tensor": ["shape", "dtype", "device"],
+    "triton_dist.profiler_utils.perf_func_with_l2_reset": ["func", "iters", "warmup_iters"],
+    "triton_dist.test.utils.assert_allclose": [
+        "x", "y", "rtol", "atol", "verbose", "allow_nan", "allow_inf", "fail_if_too_small",
+    ],
+    "triton_dist.kernels.nvidia.comm_perf_model.estimate_all_gather_time_ms": [
+        "nbytes", "world_size", "local_world_size", "intranode_bw", "internode_bw",
+    ],
+    "triton_dist.layers.nvidia.GemmARLayer": [
+        "tp_group", "max_M", "N", "K", "input_dtype", "output_dtype", "local_world_size",
+        "persistent", "use_ll_kernel", "copy_to_local", "NUM_COMM_SMS", "NUM_SM_MARGIN",
+        "TILE_MAP_LEVEL", "user_gemm_config",
+    ],
+    "triton_dist.layers.nvidia.GemmARLayer.forward": [
+        "self", "input", "weight", "bias", "scale_a", "scale_b",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names])
 def test_name_is_there(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_parameters_are_those_of_scripts(path: str) -> None:
+    module = max((name for name in NAMES if path.startswith(f"{name}.")), key=len)
+    item = operator.attrgetter(path.removeprefix(f"{module}."))(importlib.import_module(module))
+    assert list(inspect.signature(item).parameters) == PARAMETERS[path]

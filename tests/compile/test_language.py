@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton.language as tl
+from triton.compiler.errors import CompilationError
 
 from tests.compile.scattered import ACQUIRE, RELEASE
 from triton_dist import language as dl
@@ -35,6 +36,20 @@ def kernel_tell(flags_ptr, table_ptr, OP: tl.constexpr, MASKED: tl.constexpr):
         dl.notify(dl.symm_at(flags_ptr, table_ptr, 1), 1, OP)
 
 
+@jit
+def kernel_wait_with_a_scope(flags_ptr):
+    dl.wait(flags_ptr, 1, "gpu", "acquire")
+
+
+def causes(error):
+    """Texts of ``error`` and of what led to it: the innermost has the assertion's."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)
+
+
 def words(dtype=torch.int32):
     return torch.empty(16, dtype=dtype, device="meta")
 
@@ -55,3 +70,11 @@ def test_a_flag_is_released_behind_a_barrier(sm90, op, masked):
     arguments = (words(), words(torch.int64))
     ptx = compile_kernel(kernel_tell, *arguments, grid=(1,), OP=op, MASKED=masked).ptx
     assert ptx.index("bar.sync") < RELEASE.search(ptx).start()
+
+
+def test_a_scope_in_place_of_the_value_is_refused(sm90):
+    with pytest.raises(CompilationError) as failed:
+        compile_kernel(kernel_wait_with_a_scope, words(), grid=(1,))
+    assert "wait(ptr, count, value, guard=None): the int32 value to wait for" in causes(
+        failed.value
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -186,3 +187,61 @@ def test_frozen_a_record_is_used_and_without_one_nothing_is_launched(monkeypatch
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     assert torch.equal(function(x), 2 * x)
     assert len(spy.blocks) == 1
+
+
+def keep_up_to(candidates, nargs, limit, **_):
+    return [config for config in candidates if config.kwargs["BLOCK"] <= limit]
+
+
+def predicted(weight, BLOCK, **_):
+    return weight * BLOCK
+
+
+def fill(value, arguments):
+    arguments["y_ptr"].fill_(value)
+
+
+def prunes(limit):
+    return {"prune_configs_by": {"early_config_prune": functools.partial(keep_up_to, limit=limit)}}
+
+
+def models(weight):
+    model = functools.partial(predicted, weight)
+    return {"prune_configs_by": {"perf_model": model, "top_k": 2}}
+
+
+def tuners_hook(value):
+    return {"post_hook": functools.partial(after, value)}
+
+
+def after(value, arguments, exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    [(prunes, 64, 32), (models, 1, -1), (tuners_hook, 1, 2)],
+)
+def test_what_a_partial_binds_counts(options, first, second):
+    """In pruning and in hooks: changed, the kernel is tuned anew; unchanged, it is not."""
+
+    def begin(value):
+        kernel = autotuned(scale_kernel, configs(16, 32, 64), **options(value))
+        function = contextual_autotune(n_repeat=1, n_warmup=0)(lambda: scale(kernel, X))
+        function()
+        return function.tuning_calls
+
+    tuned = begin(first)
+    assert tuned > 0
+    assert begin(first) == 0
+    assert begin(second) > 0
+
+
+def test_what_a_configs_hook_binds_counts():
+    def begin(value):
+        kernel = autotuned(scale_kernel, configs(16, 32, pre_hook=functools.partial(fill, value)))
+        function = contextual_autotune(n_repeat=1, n_warmup=0)(lambda: scale(kernel, X))
+        assert torch.equal(function(), 2 * X)
+        return function.tuning_calls
+
+    assert [begin(value) for value in (1, 1, 2)] == [2, 0, 2]

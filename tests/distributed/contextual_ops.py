@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
+from tests.contextual.own_runs import TableTuner, tuned_by
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
 from triton_dist.test.nvidia.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
@@ -253,3 +254,51 @@ def tma_autotuned_ag_gemm() -> tuple[int, list[str]]:
     dist.barrier()
     buffer.free()
     return op.tuning_calls, [str(config) for config in op.choices().values()]
+
+
+def in_other_worlds() -> list[Any]:
+    """Calls and choice alone, in the world, in the next one, and in it with one fresh rank.
+
+    Rank r alone would choose the config after r; in the world the slowest rank counts.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address[0], address[1] + 1, size, rank == 0)
+    dist.destroy_process_group()
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    Slow(kernel, {16: 240.0, 32: 60.0} if rank else {32: 60.0, 64: 240.0})
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
+    found: list[Any] = []
+
+    def call(clear: bool = False) -> None:
+        if clear:
+            function.clear()
+        before = function.tuning_calls
+        assert torch.equal(function(), 2 * X)
+        found.append((function.tuning_calls - before, chosen(kernel)))
+
+    call()
+    for number in range(2):
+        prefixed = dist.PrefixStore(f"world {number}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
+        call(clear=number == 1 and rank == 1)  # stands for a rank that was started again
+        call()
+        dist.barrier()
+        dist.destroy_process_group()
+    call()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=size
+    )
+    return found
+
+
+def a_table_of_its_own() -> tuple[int, list[int], int]:
+    """Calls, launches and what was written to the table; on rank 0 the table has a winner."""
+    kernel = tuned_by(TableTuner, scale_kernel, configs(16, 32))
+    if dist.get_rank() == 0:
+        kernel.cache["n is 64"] = kernel.configs[0]
+    spy = Slow(kernel, {16: 100.0})
+    function = contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)(lambda: scale(kernel, X))
+    for _ in range(2):
+        assert torch.equal(function(), 2 * X)
+    return function.tuning_calls, spy.blocks, len(kernel.cache.written)

@@ -189,3 +189,20 @@ def test_a_kernel_that_waits_for_other_ranks(spawn_ranks, world_size):
         results = spawn_ranks(world_size, ops.tma_autotuned_ag_gemm, timeout=110)
         assert results == [(calls, results[0][1])] * world_size
         assert len(results[0][1]) == 1
+
+
+def test_choices_are_of_the_world_in_which_they_were_agreed(spawn_ranks):
+    """Alone each rank has a winner of its own; together they agree, in each world anew."""
+    for rank, found in enumerate(spawn_ranks(2, ops.in_other_worlds)):
+        own = [64] if rank else [16]
+        assert found[0] == (6, own)
+        assert found[1:3] == [(6, [32]), (0, [32])]
+        assert found[3:5] == [(0, [32]), (0, [32])]  # from the record
+        assert found[5] in [(0, [16]), (0, [64])]  # one of those alone: they share a folder
+
+
+def test_a_librarys_table_does_not_keep_ranks_apart(spawn_ranks):
+    """One that only one rank has would let that one go on without the other."""
+    results = spawn_ranks(2, ops.a_table_of_its_own)
+    assert [(calls, written) for calls, _, written in results] == [(4, 1), (4, 0)]
+    assert [blocks for _, blocks, _ in results] == [[16, 16, 32, 32, 32, 32]] * 2

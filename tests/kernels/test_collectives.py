@@ -70,11 +70,16 @@ def test_names_of_methods():
         to_allreduce_method("multimem")
 
 
+def methods_of(op):
+    """Those that are here: some of scripts are not."""
+    return {method for method in METHODS[op] if getattr(method, "instead", None) is None}
+
+
 @EACH_OP
 def test_the_space_has_every_method_once_a_shape(op):
     space = TUNINGS[op].config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {chosen(config) for config in space} - {None} >= set(METHODS[op]) - {
+    assert {chosen(config) for config in space} - {None} >= methods_of(op) - {
         METHODS[op].COLLECTIVE
     }
     assert OPS[op][0].config_space.names == set(space[0])
@@ -113,7 +118,7 @@ def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
 
 def test_a_method_that_is_named_is_the_only_one():
     x, ctx = torch.empty(64, dtype=torch.float16), SimpleNamespace(num_ranks=2)
-    for method in AllReduceMethod:  # a double tree of two ranks too
+    for method in methods_of("all_reduce"):  # a double tree of two ranks too
         kept = [
             config
             for config in allreduce.config_space()
@@ -181,3 +186,22 @@ def test_a_method_and_another_algorithm_are_refused():
             method=AllReduceMethod.ONE_SHOT,
             algorithm=AllReduceMethod.TWO_SHOT,
         )
+
+
+def test_methods_of_scripts_that_are_not_here_say_what_to_use():
+    absent = [method for method in AllReduceMethod if method.instead is not None]
+    assert {method.name for method in absent} == {
+        "OneShot_TMA", "OneShot_Multimem", "TwoShot_Multimem", "TwoShot_Multimem_ST",
+    }  # fmt: skip
+    assert not {method.value for method in absent} & set(get_allreduce_methods())
+    with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
+        for method in absent:
+            instead = AllReduceMethod[method.name[:3].upper() + "_SHOT"]
+            for refused in (allreduce.all_reduce, allreduce.all_reduce.fn):
+                with pytest.raises(InvalidArgument, match=f"expected {instead}: multicast"):
+                    refused(torch.ones(4), ctx, method=method)
+            with pytest.raises(InvalidArgument, match=f"expected '{instead.value}': multicast"):
+                to_allreduce_method(method.value)
+    assert to_allreduce_method("one_shot") is AllReduceMethod.OneShot
+    with pytest.raises(InvalidArgument, match="one of one_shot, two_shot"):
+        to_allreduce_method("three_shot")

@@ -54,6 +54,11 @@ def tell_oddly(flags_ptr):
 
 
 @triton_dist.jit
+def wait_with_a_scope(flags_ptr):
+    dl.wait(flags_ptr, 1, "gpu", "acquire")
+
+
+@triton_dist.jit
 def publish(source_ptr, out_ptr, flag_ptr, B: tl.constexpr):
     source = tl.make_tensor_descriptor(source_ptr, [B, B], [B, 1], [B, B])
     out = tl.make_tensor_descriptor(out_ptr, [B, B], [B, 1], [B, B])
@@ -271,3 +276,9 @@ def test_a_notify_that_is_neither_set_nor_add_is_refused():
 def test_kernels_here_are_interpreted():
     """Where they are not, the tests above would need a GPU."""
     assert not isinstance(push, triton.JITFunction)
+
+
+def test_a_scope_in_place_of_the_value_is_refused():
+    """Other languages of this kind take them there."""
+    with pytest.raises(Exception, match=r"an argument is 'gpu', expected wait\(ptr, count, value"):
+        wait_with_a_scope[(1,)](torch.ones(1, dtype=torch.int32))

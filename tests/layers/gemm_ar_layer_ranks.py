@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.layers.nvidia import GEMMARLayer
+from triton_dist.layers.nvidia import GEMMARLayer, GemmARLayer
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
+from triton_dist.utils import generate_data, nvshmem_barrier_all_on_stream
 
 
 def as_a_linear_layer() -> int:
@@ -62,4 +65,55 @@ def mistakes() -> list[str]:
         refused(lambda: layer.load_weight(torch.rand(16, 8)))
         refused(lambda: layer.load_weight(torch.rand(16, 16), torch.rand(16)))
         refused(lambda: layer(torch.rand(5, layer.K_per_rank)))
+    return seen
+
+
+def as_scripts_call_it() -> tuple[int, list[str]]:
+    """Checked calls with one config and tuned, in one shot and in two; and what is refused."""
+    group, dtype, local_k = dist.group.WORLD, torch.float16, 64
+    tile = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+    config = triton.Config({**tile, "NUM_GEMM_SMS": 116}, num_stages=3, num_warps=8)
+    entries = [
+        ((9, local_k), dtype, (0.1, 0)),
+        ((40, local_k), dtype, (0.1, 0)),
+        ((40,), dtype, (1, 0)),
+    ]
+    count, refused = 0, list[str]()
+    for low_latency, user_config in ((False, config), (True, config), (False, None)):
+        layer = GemmARLayer(
+            group, 9, 40, local_k * group.size(), dtype, dtype, group.size(),
+            use_ll_kernel=low_latency, NUM_COMM_SMS=16, TILE_MAP_LEVEL=True,
+            user_gemm_config=user_config,
+        )  # fmt: skip
+        x, weight, bias = next(generate_data(entries))
+        dist.broadcast(bias, 0)
+        product = x @ weight.T
+        assert_allclose(layer.forward_gemm(x, weight), product, rtol=1e-2, atol=1e-2)
+        whole = product.float()
+        dist.all_reduce(whole)
+        nvshmem_barrier_all_on_stream()
+        total = layer.forward(x, weight, bias, None, None)
+        assert_allclose(total, (whole + bias).half(), rtol=1e-2, atol=1e-2)
+        assert_allclose(layer.forward_ar(product), whole.half(), rtol=1e-2, atol=1e-2)
+        count += 3
+        refused = scripts_mistakes(layer, x, weight)
+        layer.finalize()
+        layer.finalize()
+    return count, refused
+
+
+def scripts_mistakes(layer: GemmARLayer, x: torch.Tensor, weight: torch.Tensor) -> list[str]:
+    group, dtype, scale = dist.group.WORLD, x.dtype, torch.ones(9)
+    seen = []
+    for call in (
+        lambda: layer(x, weight, None, scale),
+        lambda: layer.forward_gemm(x, weight, None, None, scale),
+        lambda: GemmARLayer(group, 9, 40, 128, torch.int8, dtype),
+        lambda: GemmARLayer(group, 9, 40, 128, torch.int8, torch.int8),
+        lambda: GemmARLayer(group, 9, 40, 129, dtype, dtype),
+    ):
+        try:
+            call()
+        except InvalidArgument as error:
+            seen.append(str(error))
     return seen

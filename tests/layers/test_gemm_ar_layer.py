@@ -27,3 +27,17 @@ def test_mistakes_are_said(spawn_ranks):
     for seen in spawn_ranks(2, gemm_ar_layer_ranks.mistakes):
         assert len(seen) == len(starts)
         assert all(map(str.startswith, seen, starts))
+
+
+def test_as_scripts_call_it(spawn_ranks):
+    starts = (
+        "GemmARLayer: scale_a is (9,), expected None: products of int8 and fp8 are not supported",
+        "GemmARLayer: scale_b is (9,), expected None",
+        "GemmARLayer: output_dtype is torch.float16, expected input_dtype, torch.int8",
+        "create_gemm_ar_context: output_dtype is torch.int8, expected ",
+        "GemmARLayer: K is 129, expected a positive multiple of the group's size 2",
+    )
+    for count, refused in spawn_ranks(2, gemm_ar_layer_ranks.as_scripts_call_it):
+        assert count == 9
+        assert len(refused) == len(starts)
+        assert all(map(str.startswith, refused, starts)), refused

@@ -120,3 +120,11 @@ def test_alone_it_prints(capsys):
     dist_print("alone", need_sync=True)
     dist_print("not this one", allowed_ranks=[1])
     assert capsys.readouterr().out == "alone\n"
+
+
+def test_before_ranks_join_it_prints_on_those_of_the_launcher(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist_print("of rank 0")
+    dist_print("of rank 1", allowed_ranks="all", prefix=True)
+    assert capsys.readouterr().out == "[rank 1] of rank 1\n"

@@ -9,7 +9,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from triton_dist.runtime.profiling import group_profile, perf_func
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.profiling import (
+    get_torch_prof_ctx,
+    group_profile,
+    perf_func,
+    perf_func_with_l2_reset,
+)
 
 
 def test_perf_func_gives_the_last_output_and_the_mean():
@@ -53,3 +59,33 @@ def test_a_process_alone_traces_itself(tmp_path):
     with group_profile("alone", folder=tmp_path):
         torch.ones(8).sum()
     assert (tmp_path / "alone_merged.json.gz").exists()
+
+
+def test_what_is_kept_of_a_trace(tmp_path):
+    with group_profile("all", folder=tmp_path, keep_merged_only=True, compress=False):
+        torch.ones(8).sum()
+    assert [path.name for path in tmp_path.rglob("*")] == ["all_merged.json"]
+    assert json.loads((tmp_path / "all_merged.json").read_text())["traceEvents"]
+    with group_profile("parts", folder=tmp_path / "other", merge_group=False):
+        torch.ones(8).sum()
+    files = [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
+    assert [path.name for path in files] == ["rank-0.json.gz"]
+
+
+def test_the_cache_is_flushed_before_each_call_and_outside_of_its_time(monkeypatch):
+    events = []
+    monkeypatch.setattr(
+        current_device(), "flush_cache", lambda: (events.append(0), time.sleep(0.1))
+    )
+    output, milliseconds = perf_func_with_l2_reset(lambda: events.append(1) or 7, 3, 2)
+    assert events == [1, 1] + [0, 1] * 3
+    assert output == 7
+    assert milliseconds < 50
+
+
+def test_a_profile_of_this_rank_alone():
+    with get_torch_prof_ctx(True) as profile:
+        torch.ones(8).sum()
+    assert any(event.key == "aten::sum" for event in profile.key_averages())
+    with get_torch_prof_ctx(False) as nothing:
+        assert nothing is None

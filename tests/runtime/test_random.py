@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from triton_dist.runtime.random import init_seed, rand_tensor
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
 
 
 def test_a_seed_decides_every_generator():
@@ -44,3 +46,32 @@ def test_integers_fill_their_range(dtype):
     span = limits.max - limits.min
     assert values.min() < limits.min + 0.05 * span
     assert values.max() > limits.max - 0.05 * span
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_operands_are_where_kernels_run(dtype, monkeypatch):
+    """Not where torch puts tensors by default."""
+    elsewhere = SimpleNamespace(torch_device=torch.device("meta"))
+    monkeypatch.setattr("triton_dist.runtime.random.current_device", lambda: elsewhere)
+    assert rand_tensor([4], dtype).is_meta
+    assert rand_tensor([4], dtype, "cpu").device.type == "cpu"
+    (operand,) = next(generate_data([([4], dtype, (1, 0))]))
+    assert operand.is_meta
+
+
+def test_operands_for_each_step():
+    rows = iter((3, 5))
+    step = generate_data(
+        [
+            ((lambda: next(rows), 1000), torch.bfloat16, (0.5, 2)),
+            (400, torch.int8, (4, 10)),
+            None,
+        ]
+    )
+    for size in (3, 5):
+        first, second, third = next(step)
+        assert (first.shape, first.dtype) == ((size, 1000), torch.bfloat16)
+        assert 1.5 <= first.min() < 1.55 < 2.45 < first.max() <= 2.5
+        assert set(second.tolist()) == set(range(6, 14))
+        assert third is None
+        assert first.device == second.device == current_device().torch_device

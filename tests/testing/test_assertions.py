@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from triton_dist.test.utils import assert_allclose as by_other_names
 from triton_dist.testing import assert_allclose
 
 
@@ -64,3 +65,33 @@ def test_shape_and_dtype_must_be_the_same() -> None:
 
 def test_empty_tensors_pass() -> None:
     assert_allclose(torch.zeros(0, 4), torch.zeros(0, 4))
+
+
+def test_values_that_are_not_finite_may_be_allowed_where_both_have_them() -> None:
+    nan, inf = float("nan"), float("inf")
+    expected = torch.tensor([nan, inf, -inf, 1.0])
+    allowed = {"allow_nan": True, "allow_inf": True}
+    assert_allclose(expected.clone(), expected, **allowed)
+    for place, value in ((0, 1.0), (1, -inf), (2, 0.0), (3, nan), (3, inf)):
+        actual = expected.clone()
+        actual[place] = value
+        with pytest.raises(AssertionError, match=rf"1 of 4 values differ .* worst at \({place},\)"):
+            assert_allclose(actual, expected, **allowed)
+    with pytest.raises(AssertionError, match="actual has 1 of 4"):
+        assert_allclose(expected, expected, allow_inf=True)
+    with pytest.raises(AssertionError, match="actual has 2 of 4"):
+        assert_allclose(expected, expected, allow_nan=True)
+
+
+def test_a_check_that_zeros_would_pass_may_be_refused() -> None:
+    expected = torch.tensor([1e-4, -1e-3])
+    assert_allclose(expected, expected)
+    with pytest.raises(AssertionError, match="nothing was checked"):
+        assert_allclose(expected, expected, fail_if_too_small=True)
+    assert_allclose(expected + 1, expected + 1, fail_if_too_small=True)
+
+
+def test_the_names_that_scripts_give() -> None:
+    by_other_names(x=torch.ones(2), y=torch.ones(2) + 0.01, rtol=0.1, atol=0.0)
+    with pytest.raises(AssertionError, match=r"^2 of 2 values differ$"):
+        by_other_names(torch.ones(2), torch.zeros(2), 1e-3, 1e-3, False)

@@ -14,6 +14,8 @@ from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.log import StepLog
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
+from triton_dist._tuning.engine.parts import NoGroup
+from triton_dist._tuning.engine.tunable import check_tunable
 from triton_dist._tuning.protocols import Device, Journal, RankGroup, Store
 from triton_dist._tuning.search.steps import InTurn, Race
 from triton_dist._tuning.shared import (
@@ -41,11 +43,14 @@ from triton_dist.runtime import interpreter
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.inherited import InheritedValue, in_backward
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import default_group, group_for
+from triton_dist.runtime.tracing import is_traced
 from triton_dist.runtime.triton_compat import is_interpreting, software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
 
-_interception = Interception(InheritedValue("triton_dist.contextual_autotune"), in_backward)
+_interception = Interception(
+    InheritedValue("triton_dist.contextual_autotune"), in_backward, is_traced
+)
 
 
 def contextual_autotune(
@@ -74,8 +79,12 @@ def contextual_autotune(
             the end.
         group: ranks that step together with ``is_dist=True``; default: the world.
 
+    Static and class methods may be decorated in either order. While torch traces, and on fake or
+    meta tensors, the function is called as it is.
+
     Raises:
-        InvalidArgument: an argument that cannot work.
+        InvalidArgument: an argument that cannot work; or, of the decorator, something that is no
+            function which computes when it is called, such as a kernel or a coroutine function.
     """
     if callable(is_dist):
         expected = "True or False; write @contextual_autotune() with parentheses"
@@ -89,8 +98,12 @@ def contextual_autotune(
         raise InvalidArgument("contextual_autotune", "group", group, "None unless is_dist=True")
     composer = _Composer(is_dist, n_repeat, n_warmup, race, group)
 
-    def decorate(fn: Callable[..., Any]) -> ContextualAutoTuner:
-        return ContextualAutoTuner(fn, composer.compose, _interception)
+    def decorate(fn: Any) -> Any:
+        if isinstance(fn, (staticmethod, classmethod)):
+            return type(fn)(decorate(fn.__func__))
+        check_tunable(fn, "contextual_autotune")
+        group = default_group if is_dist else NoGroup
+        return ContextualAutoTuner(fn, composer.compose, _interception, group)
 
     return decorate
 
@@ -160,7 +173,8 @@ class _Kernels:
         return Key.of(name, tuple(map(_with_text, key)), hardware_of(self.device, self.ranks))
 
     def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint:
-        hooks = [value for config in space for value in config.functions()]
+        # Of the live configs: a hook without a stable text is in the space by its name alone.
+        hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
         for name in ("pre_hook", "post_hook"):
             if getattr(tuner, f"user_defined_{name}"):
                 hooks.append(getattr(tuner, name))

@@ -11,11 +11,16 @@ import triton.language as tl
 
 from triton_dist import knobs
 from triton_dist._jit import jit
-from triton_dist.errors import WaitTimeout
+from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.runtime import interpreter, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.triton_compat import is_interpreting
 
+_TEXT = tl.constexpr(str)
+_ARGUMENTS = tl.constexpr(
+    "wait(ptr, count, value, guard=None): the int32 value to wait for, and no scope or semantic; a "
+    "wait acquires, at system scope"
+)
 INTERPRETED = tl.constexpr(is_interpreting())
 
 
@@ -43,6 +48,16 @@ def _spin_interpreted(
 
 def _give_turn_interpreted() -> None:
     interpreter.pause()
+
+
+def _refuse_text_interpreted(value: Any) -> None:
+    if isinstance(getattr(value, "value", value), str):
+        raise InvalidArgument("wait", "an argument", value, _ARGUMENTS.value)
+
+
+@jit
+def _refuse_text_compiled(value):
+    tl.static_assert(not isinstance(value, _TEXT), _ARGUMENTS)
 
 
 @jit
@@ -74,4 +89,5 @@ def _spin_compiled(ptr, seen, value, deadline, polls, guard):
 
 wait_deadline = _deadline_interpreted if INTERPRETED.value else _deadline_compiled
 give_turn_to_others = _give_turn_interpreted if INTERPRETED.value else _give_turn_compiled
+refuse_text = _refuse_text_interpreted if INTERPRETED.value else _refuse_text_compiled
 spin = _spin_interpreted if INTERPRETED.value else _spin_compiled

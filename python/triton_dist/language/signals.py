@@ -6,7 +6,13 @@ import triton.language as tl
 from triton.language import target_info
 
 from triton_dist._jit import jit
-from triton_dist.language._spin import INTERPRETED, give_turn_to_others, spin, wait_deadline
+from triton_dist.language._spin import (
+    INTERPRETED,
+    give_turn_to_others,
+    refuse_text,
+    spin,
+    wait_deadline,
+)
 
 SET = tl.constexpr("set")  # a bare str is no default for a constexpr argument in Triton 3.6 to 3.9
 
@@ -84,6 +90,8 @@ def wait(ptr, count, value, guard=None):
     before giving up; then ``guard[1]`` becomes 1, all waits with this guard end at their next look,
     and what the kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
     """
+    refuse_text(value)
+    refuse_text(guard)
     if ptr.type.is_block():
         _wait_together(ptr, count, value, guard)
     else:

@@ -81,6 +81,26 @@ def finalize_distributed() -> None:
         dist.destroy_process_group()
 
 
+def barrier_all_on_stream(stream: torch.cuda.Stream | None = None) -> None:
+    """Let no rank of the world go on with ``stream`` before all have come to this.
+
+    On GPUs queued on ``stream`` (default: the current one) without blocking the host, where the
+    world has a backend for GPU tensors; else the host waits, for the stream and for the ranks.
+    """
+    if not dist.is_initialized():
+        return
+    device = current_device()
+    if device.name != "cuda":
+        dist.barrier()
+        return
+    with torch.cuda.stream(stream):
+        if "cuda" in dist.get_backend_config():
+            dist.all_reduce(torch.zeros(1, device=device.torch_device))
+        else:
+            torch.cuda.current_stream().synchronize()
+            dist.barrier()
+
+
 def dist_print(
     *values: object,
     need_sync: bool = False,
@@ -91,10 +111,12 @@ def dist_print(
     """``print`` on some ranks; ``allowed_ranks`` may be ``"all"``.
 
     ``need_sync``: ranks print one after another, in order; then every rank must call. ``prefix``:
-    begin with the rank. Other options go to ``print``.
+    begin with the rank. Other options go to ``print``. Before the world is joined, ranks are those
+    of the launcher, and come in any order.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    joined = dist.is_initialized()
+    rank = dist.get_rank() if joined else knobs.rank.get()
+    world_size = dist.get_world_size() if joined else knobs.world_size.get()
     ranks = range(world_size) if allowed_ranks == "all" else allowed_ranks
     lead = (f"[rank {rank}]",) if prefix else ()
     options.setdefault("flush", True)

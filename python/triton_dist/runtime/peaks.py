@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.cuda import CudaDevice
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ _BY_CAPABILITY = {8: "A100", 9: "H100", 10: "B200"}
 
 
 @functools.cache
-def device_peak() -> Peak:
-    """Peaks of this process's GPU; on CPU ranks those of H200, so that pruning acts as it would
-    there.
+def device_peak(index: int | None = None) -> Peak:
+    """Peaks of this process's GPU, or of the one with CUDA ordinal ``index``; on CPU ranks those of
+    H200, so that pruning acts as it would there.
 
     A GPU that is not listed is taken for the listed one of its compute capability, scaled by its
     number of SMs, behind PCIe.
@@ -53,6 +54,8 @@ def device_peak() -> Peak:
     device = current_device()
     if device.name != "cuda":
         return _BY_NAME["H200"]
+    if index not in (None, device.torch_device.index):
+        device = CudaDevice(index)
     facts = device.facts()
     fitting = [name for name in _BY_NAME if name in facts["gpu"]]
     if fitting:

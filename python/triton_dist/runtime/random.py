@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+
+from triton_dist.runtime.device import current_device
+
+Size = int | Callable[[], int]
 
 
 def init_seed(seed: int = 0) -> None:
@@ -24,8 +29,45 @@ def init_seed(seed: int = 0) -> None:
 def rand_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """Uniform in [-1, 1) for floating dtypes, over the dtype's range for integers."""
+    """Uniform in [-1, 1) for floating dtypes, over the dtype's range for integers.
+
+    ``device``: default: the one that this process runs kernels on.
+    """
+    device = current_device().torch_device if device is None else device
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         return torch.randint(limits.min, limits.max, tuple(shape), dtype=dtype, device=device)
     return (torch.rand(tuple(shape), dtype=torch.float32, device=device) * 2 - 1).to(dtype)
+
+
+def generate_data(
+    configs: Iterable[Sequence[Any] | None],
+) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """Operands without end: at each step a tensor for each entry of ``configs``, ``None`` for
+    ``None``.
+
+    An entry is (shape, dtype, (scale, offset)), and a device if it is not this process's. Values
+    are uniform in [-scale, scale) + offset. The shape is a size, several, or a function that gives
+    it; a size may be a function too, so that each step has its own.
+    """
+    entries = list(configs)
+    while True:
+        yield tuple(None if entry is None else _operand(*entry) for entry in entries)
+
+
+def _operand(
+    shape: Size | Sequence[Size],
+    dtype: torch.dtype,
+    values: tuple[float, float],
+    device: torch.device | str | int | None = None,
+) -> torch.Tensor:
+    given = shape() if callable(shape) else shape
+    sizes = [given] if isinstance(given, int) else given
+    exact = tuple(size() if callable(size) else size for size in sizes)
+    device = current_device().torch_device if device is None else device
+    scale, offset = values
+    if dtype.is_floating_point:
+        drawn = torch.rand(exact, dtype=torch.float32, device=device) * 2 - 1
+        return (drawn * scale + offset).to(dtype)
+    whole = torch.randint(-int(scale), int(scale), exact, device=device)
+    return (whole + int(offset)).to(dtype)

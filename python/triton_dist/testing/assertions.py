@@ -11,11 +11,19 @@ def assert_allclose(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     verbose: bool = True,
+    *,
+    allow_nan: bool = False,
+    allow_inf: bool = False,
+    fail_if_too_small: bool = False,
 ) -> None:
     """All of ``actual`` is finite and ``|actual - expected| <= atol + rtol * |expected|``.
 
     Both tensors have the same shape and dtype. A NaN or an infinity fails in either of them: an
     expectation that is not finite would let a broken kernel pass.
+
+    Args:
+        allow_nan, allow_inf: such values may be there, at the same places and alike in both.
+        fail_if_too_small: fail if zeros in place of ``actual`` would pass: then nothing is checked.
 
     Raises:
         AssertionError: with the number of mismatches, the worst index and both values there, unless
@@ -28,7 +36,7 @@ def assert_allclose(
         )
     expected = expected.to(actual.device)
     for name, tensor in (("actual", actual), ("expected", expected)):
-        not_finite = ~torch.isfinite(tensor)
+        not_finite = tensor.isnan() * (not allow_nan) | tensor.isinf() * (not allow_inf)
         count = int(not_finite.sum())
         if count:
             first = _index(int(not_finite.flatten().int().argmax()), tensor.shape)
@@ -37,9 +45,17 @@ def assert_allclose(
                 f"the first at {first}: {tensor[first].item()}"
             )
     # In double precision, so that neither the difference nor the bound is rounded to the dtype.
-    wanted = expected.to(torch.float64)
-    difference = (actual.to(torch.float64) - wanted).abs()
-    excess = difference - (atol + rtol * wanted.abs())
+    wanted, found = expected.to(torch.float64), actual.to(torch.float64)
+    bound = atol + rtol * wanted.abs()
+    if fail_if_too_small and bool((wanted.abs() <= bound).all()):
+        raise AssertionError(
+            f"expected is at most {wanted.abs().max().item():.6g}, within atol={atol} + rtol={rtol}"
+            " * |expected| of zeros: nothing was checked"
+        )
+    alike = (found == wanted) | (found.isnan() & wanted.isnan())  # infinities have no difference
+    difference = torch.where(alike, 0.0, found - wanted).abs()
+    excess = torch.where(difference.isfinite(), difference - bound, torch.inf)
+    excess = torch.where(alike, 0.0, excess)
     mismatches = int((excess > 0).sum())
     if mismatches == 0:
         return

@@ -94,6 +94,9 @@ def _check(
         collective_context.check_output("all_reduce", output, x, x.numel(), device)
     if method is not None and not isinstance(method, AllReduceMethod):
         raise InvalidArgument("all_reduce", "method", method, "an AllReduceMethod, or None")
+    if method is not None and method.instead is not None:
+        expected = f"{method.instead}: multicast and TMA reductions are not used"
+        raise InvalidArgument("all_reduce", "method", method, expected)
 
 
 def key_fn(

@@ -32,14 +32,26 @@ class AllReduceMethod(enum.Enum):
     OneShot = "one_shot"  # noqa: PIE796
     TwoShot = "two_shot"  # noqa: PIE796
     DoubleTree = "double_tree"  # noqa: PIE796
+    # Those of scripts that need multicast, or another kernel: refused, with ``instead``.
+    OneShot_TMA = "one_shot_tma"
+    OneShot_Multimem = "one_shot_multimem"
+    TwoShot_Multimem = "two_shot_multimem"
+    TwoShot_Multimem_ST = "two_shot_multimem_st"
 
     def __repr__(self) -> str:
         return str(self)
 
+    @property
+    def instead(self) -> AllReduceMethod | None:
+        """The method to use in place of one that is not here."""
+        if self.value.startswith("one_shot_"):
+            return AllReduceMethod.ONE_SHOT
+        return AllReduceMethod.TWO_SHOT if self.value.startswith("two_shot_") else None
+
 
 def get_allreduce_methods() -> list[str]:
-    """Names that ``to_allreduce_method`` takes."""
-    return [method.value for method in AllReduceMethod]
+    """Names that ``to_allreduce_method`` takes and ``all_reduce`` has."""
+    return [method.value for method in AllReduceMethod if method.instead is None]
 
 
 def to_allreduce_method(name: str) -> AllReduceMethod:
@@ -49,8 +61,12 @@ def to_allreduce_method(name: str) -> AllReduceMethod:
         InvalidArgument: there is no such method here.
     """
     if name not in get_allreduce_methods():
-        expected = ", ".join(get_allreduce_methods())
-        raise InvalidArgument("to_allreduce_method", "name", name, f"one of {expected}")
+        others = {method.value: method.instead for method in AllReduceMethod}
+        known = others.get(name)
+        expected = f"one of {', '.join(get_allreduce_methods())}"
+        if known is not None:
+            expected = f"{known.value!r}: multicast and TMA reductions are not used"
+        raise InvalidArgument("to_allreduce_method", "name", name, expected)
     return AllReduceMethod(name)
 
 

@@ -18,6 +18,12 @@ _RELATIVE_RATE = {
 }
 
 
+def get_dram_gbps(device: torch.device | str | int | None = None) -> float:
+    """Peak bandwidth of a GPU's memory in GB/s; default: of this process's GPU."""
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
+    return device_peak(index).memory_gbps
+
+
 def get_tensorcore_tflops(dtype: torch.dtype) -> float:
     """Peak dense matrix rate of this process's GPU in TFLOP/s.
 

@@ -16,6 +16,8 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),
     "cuCtxSetCurrent": (_HANDLE,),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    # value, attribute, source, target
+    "cuDeviceGetP2PAttribute": (ctypes.POINTER(ctypes.c_int), *[ctypes.c_int] * 3),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
     "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "cuEventRecord": (_HANDLE, _HANDLE),

@@ -12,6 +12,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
+from triton_dist._tuning.engine.contextual.own_run import keeps_own_table
 from triton_dist._tuning.engine.contextual.parts import Plan
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
@@ -77,6 +78,7 @@ class Context:
         """Chosen for one call, because nothing could be tuned."""
         self.compiled: set[str] = set()
         self.ahead: CompileAhead | None = None
+        self._in_own_table = keeps_own_table(tuner)
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
         """How often each config was launched as a step, by digest."""
@@ -110,8 +112,13 @@ class Context:
         self.bind()
 
     def bind(self) -> None:
-        if not self.provisional:
+        if not self.provisional and not self._in_own_table:
             self.tuner.cache[self.triton_key] = self.winner
+
+    def unbind(self) -> None:
+        """Launches outside of the function choose for themselves again."""
+        if not self._in_own_table:
+            self.tuner.cache.pop(self.triton_key, None)
 
     def use_once(self, config: Any) -> None:
         self.winner, self.provisional = config, True
@@ -231,7 +238,7 @@ class Context:
             if isinstance(trial.outcome, Measurement)
         }
         tuner.bench_time, tuner.configs_timings = record.seconds, timings
-        if tuner.cache_results:
+        if tuner.cache_results and not self._in_own_table:
             tuner.check_disk_cache(self.triton_key, self._live_candidates(), lambda: None)
             tuner.configs_timings = timings  # those of an older entry, if it had one
             self.bind()
@@ -267,7 +274,7 @@ def triton_disk_winner(tuner: Any, key: tuple[Any, ...], candidates: list[Any]) 
     def not_cached() -> None:
         raise _NotCached
 
-    if not tuner.cache_results:
+    if not tuner.cache_results or keeps_own_table(tuner):
         return None
     try:
         tuner.check_disk_cache(key, candidates, not_cached)

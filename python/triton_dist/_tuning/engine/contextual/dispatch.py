@@ -7,6 +7,7 @@ No environment, log, lock or word to other ranks; kernels in it run Triton's own
 from __future__ import annotations
 
 import functools
+import pickle
 import threading
 import types
 from collections.abc import Callable
@@ -14,10 +15,19 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
 
-from triton_dist._tuning.engine.contextual.interception import Call, Interception, Watch
+from triton_dist._tuning.engine.contextual.context import triton_key
+from triton_dist._tuning.engine.contextual.interception import (
+    NOT_KNOWN,
+    Call,
+    Interception,
+    Watch,
+)
+from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
+
+_UNSETTLED = object()
 
 
 class ContextualAutoTuner:
@@ -36,20 +46,26 @@ class ContextualAutoTuner:
         fn: Callable[..., Any],
         compose: Callable[[], ContextualParts],
         interception: Interception,
+        default_group: Any,
     ) -> None:
+        """``default_group`` has the group of all ranks in ``WORLD``; in another one all is chosen
+        again."""
         self.fn = fn
         self.tuning_calls = 0
         functools.update_wrapper(self, fn)
         self._compose, self._interception = compose, interception
+        self._default_group = default_group
         self._contexts: Contexts = {}
-        self._settled = False
-        """Whether the last call left nothing to be tuned."""
+        self._chosen_in: object = None
+        """The world that ``_contexts`` are of."""
+        self._settled_in: object = _UNSETTLED
+        """The world in which the last call left nothing to be tuned."""
         # Not re-entrant: what a call tunes may begin on a thread of autograd and end on its own.
         self._tuning = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; tunes what its kernels meet for the first time."""
-        if not self._settled or self._interception.sessions:
+        if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
             return self._call_beside_tuning(args, kwargs)
         return self._watched(args, kwargs)
 
@@ -75,19 +91,23 @@ class ContextualAutoTuner:
     def clear(self) -> None:
         """Forget what this process chose. Records on disk stay, and are looked up again."""
         for context in self._contexts.values():
-            context.tuner.cache.pop(context.triton_key, None)
+            context.unbind()
         self._contexts.clear()
-        self._settled = False
+        self._settled_in = _UNSETTLED
 
     def _call_beside_tuning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that has to tune, or that may be part of one that does."""
+        if self._interception.is_traced((args, kwargs)):
+            return self.fn(*args, **kwargs)
         outer = self._interception.current_call()
         own = None if outer is None else outer.enclosing(self)
         if own is not None and own.session is not None:  # the function calls itself: one tuning
             return self._run(Call(self, outer, own.session), args, kwargs)
-        if not self._settled:
+        if self._settled_in is not self._default_group.WORLD:
             with self._tuning:
-                if not self._settled:  # else another thread was faster
+                if (
+                    self._settled_in is not self._default_group.WORLD
+                ):  # else another thread was faster
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
 
@@ -110,12 +130,17 @@ class ContextualAutoTuner:
             interception.leave(call)
 
     def _session(self) -> Session:
+        world = self._default_group.WORLD
+        if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
+            self.clear()
+            self._chosen_in = world
         name = function_name(self.fn)
         return Session(name, self._contexts, self._compose(), self._interception)
 
     def _settle(self, session: Session) -> None:
         self.tuning_calls += session.calls - 1
-        self._settled = all(context.winner is not None for context in self._contexts.values())
+        settled = all(context.winner is not None for context in self._contexts.values())
+        self._settled_in = self._chosen_in if settled else _UNSETTLED
 
     def begin_session(self) -> Session:
         """The settled function launches a kernel, or a key, that is new: tune from here on."""
@@ -125,6 +150,13 @@ class ContextualAutoTuner:
         except BaseException:
             self._tuning.release()
             raise
+
+    def launch_known(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Launch the config that this function has chosen, if it has."""
+        context = self._contexts.get((tuner, triton_key(tuner, args, kwargs)))
+        if context is None or context.winner is None:
+            return NOT_KNOWN
+        return Launch(tuner, args, kwargs, Undo()).known(context.winner)
 
     def _continue(
         self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -159,7 +191,10 @@ class ContextualAutoTuner:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> str:
-        return str(vars(self)["__qualname__"])  # pickled by name, as functions are
+        name = vars(self).get("__qualname__")
+        if name is None:
+            raise pickle.PicklingError(f"{self!r} has no name to be pickled by")
+        return str(name)  # as functions are
 
     def __repr__(self) -> str:
         return f"<contextually autotuned {function_name(self.fn)}>"

@@ -97,6 +97,11 @@ class Launch:
         self._run_config_hook(config)
         return self._run(config)
 
+    def known(self, config: Any) -> Any:
+        """Launch a config as in production."""
+        self._run_config_hook(config)
+        return self._run(config)
+
     def _run(self, config: Any) -> Any:
         self._tuner.best_config = config
         return self._tuner.fn.run(*self._args, **self._kwargs, **config.all_kwargs())

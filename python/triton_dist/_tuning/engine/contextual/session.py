@@ -19,6 +19,7 @@ from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.log import step_line, summary
 from triton_dist._tuning.engine.contextual.opening import open_context
+from triton_dist._tuning.engine.contextual.own_run import keeps_own_table
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
 from triton_dist._tuning.engine.contextual.words import Words
@@ -107,7 +108,7 @@ class Session:
         context = self._contexts.get((tuner, key))
         launch = Launch(tuner, args, kwargs, self._turn.undo)
         if context is None:
-            if self._parts.ranks.size == 1 and key in tuner.cache:
+            if self._parts.ranks.size == 1 and not keeps_own_table(tuner) and key in tuner.cache:
                 return launch.loaded(tuner.cache[key])
             context = open_context(
                 tuner,

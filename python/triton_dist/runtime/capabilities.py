@@ -1,0 +1,78 @@
+"""What this process's device can do, for scripts that ask before they use it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from triton_dist.errors import TritonDistWarning
+from triton_dist.runtime.device import cuda_driver, current_device
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
+
+def is_fp8_dtype(dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` is a floating one of 8 bits."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def has_tma() -> bool:
+    """Whether tensor descriptors become TMA: compute capability 9.0 and later."""
+    device = current_device()
+    return device.name == "cuda" and device.prefers_descriptors
+
+
+def is_nvshmem_multimem_supported() -> bool:
+    """``False``: kernels here store to each peer, and multicast (NVLink SHARP) is not used."""
+    return False
+
+
+def supports_p2p_native_atomic() -> bool:
+    """Whether atomics of this GPU reach the memory of all others of the host; ``True`` without
+    another, and for CPU ranks, which share memory."""
+    device = current_device()
+    if device.name != "cuda":
+        return True
+    own = device.torch_device.index
+    others = (gpu for gpu in range(torch.cuda.device_count()) if gpu != own)
+    return all(_has_native_atomics(own, gpu) for gpu in others)
+
+
+@functools.cache
+def _has_native_atomics(source: int, target: int) -> bool:
+    value, ends = ctypes.c_int(), []
+    for ordinal in (source, target):
+        end = ctypes.c_int()
+        status = cuda_driver.function("cuDeviceGet")(ctypes.byref(end), ordinal)
+        cuda_driver.check(status, f"find GPU {ordinal}")
+        ends.append(end)
+    ask = cuda_driver.function("cuDeviceGetP2PAttribute")
+    status = ask(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *ends)
+    cuda_driver.check(status, f"tell how GPU {source} reaches GPU {target}")
+    return value.value == 1
+
+
+def requires_p2p_native_atomic(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that counts on such atomics: it warns where they are missing."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not supports_p2p_native_atomic():
+            name = getattr(function, "__qualname__", repr(function))
+            warnings.warn(
+                f"{name} uses atomics on peers' memory, and the GPUs of this host have none: "
+                "counts may be lost. GPUs that NVLink joins have them.",
+                TritonDistWarning,
+                stacklevel=2,
+            )
+        return function(*args, **kwargs)
+
+    return call

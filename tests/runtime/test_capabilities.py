@@ -1,0 +1,86 @@
+"""What scripts ask of the device, and the clock that they wait for."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triton_dist.errors import TritonDistWarning
+from triton_dist.runtime import capabilities
+from triton_dist.runtime.device import clocks
+
+
+def test_dtypes_of_eight_bits():
+    found = {dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.half)
+             if capabilities.is_fp8_dtype(dtype)}  # fmt: skip
+    assert found == {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def test_cpu_ranks():
+    assert not capabilities.has_tma()
+    assert not capabilities.is_nvshmem_multimem_supported()
+    assert capabilities.supports_p2p_native_atomic()
+
+
+def on_gpus(monkeypatch, *joined):
+    """This process's GPU is 1 of 3; ``joined`` are pairs with native atomics."""
+    device = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 1))
+    monkeypatch.setattr(capabilities, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(capabilities, "_has_native_atomics", lambda *pair: pair in joined)
+
+
+def test_atomics_have_to_reach_all_others(monkeypatch):
+    on_gpus(monkeypatch, (1, 0), (1, 2))
+    assert capabilities.supports_p2p_native_atomic()
+    on_gpus(monkeypatch, (1, 0), (2, 1))
+    assert not capabilities.supports_p2p_native_atomic()
+
+
+def test_a_function_that_needs_them_warns(monkeypatch):
+    @capabilities.requires_p2p_native_atomic
+    def add(x, y=1):
+        return x + y
+
+    assert add(1, y=2) == 3
+    on_gpus(monkeypatch)
+    with pytest.warns(TritonDistWarning, match="add uses atomics on peers"):
+        assert add(1) == 2
+    assert add.__name__ == "add"
+
+
+def test_the_clock_is_not_waited_for_unless_asked(monkeypatch):
+    monkeypatch.setattr(clocks, "_wait", lambda *_: pytest.fail("it waits"))
+    assert clocks.wait_until_max_gpu_clock_or_warning()
+    monkeypatch.setenv("TRITON_DIST_WAIT_GPU_CLOCK", "1")
+    assert clocks.wait_until_max_gpu_clock_or_warning(device_id=0, timeout_sec=1)  # CPU ranks
+
+
+def test_waiting_for_a_clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clocks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clocks.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    rising = iter([(300, 1980), (1200, 1980), (1980, 1980)])
+    assert clocks._wait("cuda:0", lambda: next(rising), 10)
+    assert 0.2 < now[0] < 1
+    with pytest.warns(TritonDistWarning, match="cuda:0: the SM clock is 1200 MHz after 10 s"):
+        assert not clocks._wait("cuda:0", lambda: (1200, 1980), 10)
+    assert now[0] < 11
+
+    def without():
+        raise FileNotFoundError("nvidia-smi")
+
+    with pytest.warns(TritonDistWarning, match="does not tell the SM clock: nvidia-smi"):
+        assert not clocks._wait("cuda:0", without, 10)
+
+
+def test_the_clock_is_read_from_nvidia_smi(monkeypatch):
+    def answer(command, **_):
+        assert command[:3] == ["nvidia-smi", "-i", "GPU-1"]
+        return SimpleNamespace(stdout="1755, 1980\n")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert clocks._megahertz("GPU-1") == (1755, 1980)
