@@ -67,7 +67,10 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = serial.exchanged_rows(max_M, K, dtype, self.num_ranks)
         slot_bytes = serial.slot_bytes(self.exchanged_rows, K, dtype, self.num_ranks)
-        self.exchange = ExchangeBuffer(slot_bytes, group, "the exchange of ag_gemm")
+        self.exchange = ExchangeBuffer(
+            slot_bytes, group, "the exchange of ag_gemm",
+            disagreements=self.buffer.slots.disagreements,
+        )  # fmt: skip
         self.launcher = Launcher()
         with torch.inference_mode(False):
             # Now: zeros that are written in a capture would be there from its first replay on.

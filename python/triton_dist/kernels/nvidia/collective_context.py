@@ -19,6 +19,7 @@ from triton_dist.kernels.nvidia.context import (
     device_checks,
     group_checks,
 )
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.runtime.ranks import group_for
 
@@ -34,13 +35,17 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     """Of the collective, for errors."""
 
     def __init__(
-        self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
+        self,
+        workspace_nbytes: int,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+        disagreements: Disagreements | None = None,
     ) -> None:
         self.workspace_nbytes = workspace_nbytes
         size = group_for(group).size
         slot_bytes = self.slot_bytes(workspace_nbytes, size)
         packet_bytes = self.packet_bytes(workspace_nbytes, size)
-        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes)
+        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes, disagreements)
         super().__init__(self.name, buffer, group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)

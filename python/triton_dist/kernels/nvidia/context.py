@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting
@@ -25,6 +26,7 @@ class Buffer(Protocol):
 
     rank: int
     num_ranks: int
+    disagreements: Disagreements
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
@@ -49,6 +51,15 @@ class OpContext(Generic[B]):
         if self._buffer is None:
             raise ContextFinalized(type(self).__name__)
         return self._buffer
+
+    def check(self) -> None:
+        """Wait for the device, and raise if ranks have come to a call with different rows. An op's
+        next call does so without waiting; this is for CUDA graphs, behind which comes no call.
+
+        Raises:
+            RankDisagreement: names the ranks and what each came with.
+        """
+        self.buffer.disagreements.check_when_done()
 
     def barrier_all(self) -> None:
         """Line up all ranks on their current streams."""

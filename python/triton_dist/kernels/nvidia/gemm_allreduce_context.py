@@ -87,7 +87,9 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, held)
         nbytes = held * whole_lines if self.num_ranks > 1 else 1
-        self.reducer = AllReduceContext(nbytes, local_world_size, group)
+        found = self.buffer.slots.disagreements
+        self.reducer = AllReduceContext(nbytes, local_world_size, group, found)
+        self.reducer.row_elements = N
 
     def reset(self) -> None:
         """Bring the flags of all ranks back to one state after a call that failed on some rank.

@@ -62,8 +62,9 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         part_bytes = shard_elements(max(1, rows_of_each) * N) * output_dtype.itemsize
         self.exchange = ExchangeBuffer(
-            size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs"
-        )
+            size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs",
+            disagreements=buffer.slots.disagreements,
+        )  # fmt: skip
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
