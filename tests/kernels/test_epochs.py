@@ -87,7 +87,7 @@ def looks_beside():
     """How often peers were looked at: for calls of our own, and for calls beside them."""
     used, looked = slots(), []
     look = used._look_at_peers
-    used._look_at_peers = lambda slot: (looked.append((slot, used.index)), look(slot))
+    used._look_at_peers = lambda slot, size: (looked.append((slot, used.index)), look(slot, size))
     counts = []
 
     def own():

@@ -4,10 +4,10 @@ memory of peers, say so, wait, and add or copy what has come.
 An exchange is one launch of up to ``MAX_CTAS`` programs. Program p of a rank takes part with
 programs p of its peers alone, so no barrier of a grid is needed:
 
-    slots     [2, slot]                            what peers write to; a call uses one of the two
-    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   by source rank: how far it has got, in calls of
-                                                   odd and of even numbers
-    calls     int64                                counts calls, MAX_CTAS for each
+    slots     [2, slot]                               what peers write to, in calls of even and of
+                                                      odd numbers
+    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   by source rank: how far it has got in them
+    calls     int64                                   counts calls, MAX_CTAS for each
 
 *Epochs.* A call is known by its number, which every program computes from ``calls`` by one atomic
 add: program 0 adds what makes the sum of all programs ``MAX_CTAS``, so it does not matter which one

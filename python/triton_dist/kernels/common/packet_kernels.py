@@ -34,7 +34,8 @@ def kernel_all_reduce_packets(
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every rank sends all of x [elements] to all, and adds what it gets; ``size`` is what ranks have to agree on.
+    """Every rank sends all of x [elements] to all, and adds what it gets; ``size`` is what ranks
+    have to agree on.
 
     Blocks of ``BLOCK`` elements go round the programs. Grid: (up to ``MAX_CTAS``,).
     """

@@ -14,8 +14,8 @@ acknowledgement.
 sees the tag of a word has its payload too, whatever became of other words.
 
 *Tags.* The lowest 11 bits of the number of the call above the size of the call (``flags.py``), and
-the highest bit set: never 0, which is what memory is allocated and reset with. A word that is
-neither 0 nor has the tag is of a peer that came with another size.
+the highest bit set: never 0, which is what memory is allocated and reset with. A word with a tag
+that is another one is of a peer that came with another size.
 
 *Why no word is old.* A word is set to 0 when it has been read, so a word that is not 0 is of a call
 that has not read it yet. Tags alone would not do: a word that later, smaller calls leave alone
@@ -187,7 +187,7 @@ def _poll_in_turn(lines, tag, mask, guard_ptr):
         words = tl.load(word_ptr, mask=there, other=wanted << 32, volatile=True)
         seen = (words >> 32) & 0xFFFFFFFF
         while (tl.max(tl.where(seen == wanted, 0, 1)) != 0) & (polls >= 0):
-            foreign = (seen != wanted) & (seen != 0)
+            foreign = (seen != wanted) & (seen > 0x7FFFFFFF)
             if tl.max(foreign.to(tl.int32)) != 0:
                 words_at = word_ptr.to(tl.int64)
                 flag = tl.max(tl.where(foreign, words_at, 0))
@@ -244,7 +244,7 @@ def _polling(peers: int) -> str:
     has (guard[1]), which is looked at together with the lines; or when a word has come with a tag
     that is another size's; or with a limit, ``most`` > 0, after as many looks.
 
-    ``xor`` of tags is 0 for a word that has come, and the tag for one that has not.
+    ``t``, tags' exclusive or, is 0 for a word that has come, and negative for one that has not.
     """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
     tag, mask, most, guard = (f"${3 * peers + place}" for place in range(4))
@@ -263,8 +263,7 @@ def _polling(peers: int) -> str:
         ]
         for word in (first, second):
             foreign += [
-                f"setp.ne.b32 some, t{word}, 0;",
-                f"setp.ne.and.b32 some, t{word}, {tag}, some;",
+                f"setp.gt.s32 some, t{word}, 0;",
                 f"@some mov.b64 late, {line};",
                 f"@some xor.b32 others, t{word}, {tag};",
                 "or.pred differs, differs, some;",

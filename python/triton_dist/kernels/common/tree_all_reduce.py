@@ -70,8 +70,8 @@ def slot_at(slots_table, peer, slots_ptr, offset):
 
 @jit
 def await_neighbour(arrivals_ptr, guard_ptr, phase, value, source, NUM_RANKS: tl.constexpr):
-    """Wait until this program of ``source`` has got to ``value`` (acquire); gives a token, and 0, or
-    1 if it came with another size. For nobody, do not wait."""
+    """Wait until this program of ``source`` has got to ``value`` (acquire); gives a token, and 0,
+    or 1 if it came with another size. For nobody, do not wait."""
     token, differs = 0, 0
     if source >= 0:
         program = tl.program_id(0) * NUM_RANKS

@@ -1,8 +1,8 @@
 """How shards travel: the steps of an all-gather, method by method.
 
-Each copy of rows is followed on its stream by the copy of an 8-byte flag. What a flag is copied from
-must lie on another GPU than what it is copied to: the driver may give a copy within one GPU to an
-SM, which a full grid that waits for the flag never frees.
+Each copy of rows is followed on its stream by the copy of an 8-byte flag. What a flag is copied
+from must lie on another GPU than what it is copied to: the driver may give a copy within one GPU to
+an SM, which a full grid that waits for the flag never frees.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ T = TypeVar("T")
 
 SLOTS = 2
 _LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
-# Words of a slot's "epoch" line. The first is the flag of the slot's present use: its epoch, and the
-# size of the last call that looked at the peers. Then comes the guard of its waits.
+# Words of a slot's "epoch" line. The first is the flag of the slot's present use: its epoch, and
+# the size of the last call that looked at the peers. Then comes the guard of its waits.
 EPOCH, _GUARD = 0, 1
 MOST_POLLS = _GUARD + disagreement.MOST_POLLS
 GAVE_UP = tl.constexpr(_GUARD + disagreement.GAVE_UP)
@@ -204,7 +204,7 @@ class EpochSlots:
                 up.
 
         Raises:
-            RankDisagreement: ranks have come with different sizes; on a GPU, mostly by a later call.
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
             WaitTimeout: while candidates are tried and nobody settles, when a wait gave up.
         """
         if self.num_ranks == 1:

@@ -188,7 +188,7 @@ class ExchangeBuffer:
         """Launch an exchange; every rank launches the same.
 
         Raises:
-            RankDisagreement: ranks have come with different sizes; on a GPU, mostly to a later call.
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
@@ -222,7 +222,7 @@ class ExchangeBuffer:
         """After the launch.
 
         Raises:
-            RankDisagreement: ranks have come with different sizes; on a GPU, mostly to a later call.
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
