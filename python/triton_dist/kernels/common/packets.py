@@ -155,7 +155,7 @@ def await_lines(
 def _poll_together(lines, tag, mask, guard_ptr):
     """Each thread its words."""
     PEERS: tl.constexpr = len(lines)
-    most = tl.load(guard_ptr).to(tl.int32)
+    most = tl.load(guard_ptr.to(tl.pointer_type(tl.int32)))  # of int64, the lower half
     # All pointers have to be of one type.
     guard_ptr = guard_ptr.to(lines[0].dtype.scalar)
     halves = tl.inline_asm_elementwise(
