@@ -294,10 +294,10 @@ def words(count=64):
 
 
 def test_consumption_is_looked_at_with_acquire(sm90):
-    kernel = compile_kernel(kernel_await_consumption, words(), words(), 1, 4, num_warps=1)
+    kernel = compile_kernel(kernel_await_consumption, words(), words(), 9, 1, 4, num_warps=1)
     assert kernel.stack_bytes == 0
     assert ACQUIRE in kernel.ptx
-    again = compile_kernel(kernel_await_consumption, words(), words(), 0, 2, num_warps=1)
+    again = compile_kernel(kernel_await_consumption, words(), words(), 1, 0, 2, num_warps=1)
     assert again.kernel is kernel.kernel
 
 

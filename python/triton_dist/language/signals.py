@@ -10,9 +10,8 @@ from triton_dist.language import _spin
 from triton_dist.language._spin import INTERPRETED, give_turn_to_others, spin, wait_deadline
 
 SET = tl.constexpr("set")  # a bare str is no default for a constexpr argument in Triton 3.6 to 3.9
-# Of a flag that carries a size, the lowest bits. A larger size counts modulo a prime.
+# Of a flag that carries a size, its lowest bits are in the lowest of the flag.
 SIZE_BITS = tl.constexpr(_spin.SIZE_BITS)
-LARGEST_SIZE = tl.constexpr(2**20 - 4)
 _SIZE = tl.constexpr(2**20 - 1)
 # How a flag stands to what is awaited; the lowest of several decides.
 _DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
@@ -55,8 +54,8 @@ def notify(ptr, value, op: tl.constexpr = SET, mask=None):
 @jit
 def sized(count, size):
     """The int64 that a flag is set to, and awaited at, which also says of what size the caller's
-    work is: ``count`` above, ``size`` (int32, from 0 on) in the lowest 20 bits."""
-    return (count.to(tl.int64) << SIZE_BITS) | (size % (LARGEST_SIZE + 1))
+    work is: ``count`` above, ``size`` (int32, from 0 on) modulo 2**20 in the lowest 20 bits."""
+    return (count.to(tl.int64) << SIZE_BITS) | (size & _SIZE)
 
 
 @jit

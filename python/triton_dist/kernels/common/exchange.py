@@ -45,6 +45,7 @@ from triton_dist.language.signals import SIZE_BITS
 MAX_CTAS = tl.constexpr(256)
 MAX_PIECES = tl.constexpr(16)
 PHASES = tl.constexpr(2)
+ONE_PIECE = tl.constexpr(1 << SIZE_BITS.value)  # added to a flag, one piece more
 _EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # of a flag, where the number of its call begins
 # Elements of which shards in a slot are multiples, so that each starts on 16 bytes and more.
 SHARD_ALIGNMENT = tl.constexpr(128)

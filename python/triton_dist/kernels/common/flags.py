@@ -12,7 +12,9 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.language.signals import LARGEST_SIZE, SIZE_BITS
+from triton_dist.language.signals import SIZE_BITS
+
+_PRIME = 2**20 - 3
 
 
 @jit
@@ -28,7 +30,7 @@ def flag_of(epoch_ptr, size):
 
 
 def size_in(flag: int) -> int:
-    """The size in a flag, on the host; exact up to ``LARGEST_SIZE``, else modulo one more."""
+    """The size in a flag, on the host, modulo 2**20."""
     mask: int = (1 << SIZE_BITS.value) - 1
     return flag & mask
 
@@ -42,5 +44,10 @@ def count_in(flag: int) -> int:
 def flag_value(count: int, size: int) -> int:
     """``language.sized`` on the host."""
     places: int = SIZE_BITS.value
-    most: int = LARGEST_SIZE.value
-    return count << places | size % (most + 1)
+    return count << places | size_in(size)
+
+
+def folded(number: int) -> int:
+    """A number of elements as a size: as it is below the largest prime that a flag has room for,
+    else modulo that, since numbers of elements mostly differ by multiples of powers of two."""
+    return number % _PRIME

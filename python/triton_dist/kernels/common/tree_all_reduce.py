@@ -45,6 +45,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange import (
+    ONE_PIECE,
     begin_call,
     behind,
     first_of,
@@ -224,11 +225,11 @@ def kernel_all_reduce_double_tree(
     told, also_told = tl.where(is_root, left, parent), tl.where(is_root, right, NOBODY)
     up_phase = is_root.to(tl.int32)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
+    value = flag_of_piece(epoch, 1, size)
     differs = 0  # the size of what has come, from this one's: all that passes on says so
     for piece in range(NUM_PIECES + 1):
         first = piece * blocks
         if piece < NUM_PIECES:
-            value = flag_of_piece(epoch, piece + 1, size)
             pass_on(
                 x_ptr + leaf_begin, leaf_parent_ptr, leaf_parent_ptr, leaf_parent_ptr, leaf_length,
                 first, first + blocks, NOBODY, NOBODY, BLOCK,
@@ -243,22 +244,23 @@ def kernel_all_reduce_double_tree(
             )  # fmt: skip
             tell_two(flags, up_phase, value ^ differs, told, also_told, NUM_RANKS, LANES)
         if piece >= 1:
-            value = flag_of_piece(epoch, piece, size)
+            before = value - ONE_PIECE
             if parent >= 0:
                 token, of_parent = await_neighbour(
-                    arrivals_ptr, guard_ptr, 1, value, parent, NUM_RANKS
+                    arrivals_ptr, guard_ptr, 1, before, parent, NUM_RANKS
                 )
                 differs |= of_parent
                 pass_on(
                     slots_ptr + behind(offset + sums, token), out_ptr + begin, left_ptr, right_ptr,
                     length, first - blocks, first, left, right, BLOCK,
                 )  # fmt: skip
-                tell_two(flags, 1, value ^ differs, left, right, NUM_RANKS, LANES)
+                tell_two(flags, 1, before ^ differs, left, right, NUM_RANKS, LANES)
             token, of_parent = await_neighbour(
-                arrivals_ptr, guard_ptr, 1, value, leaf_parent, NUM_RANKS
+                arrivals_ptr, guard_ptr, 1, before, leaf_parent, NUM_RANKS
             )
             differs |= of_parent
             pass_on(
                 slots_ptr + behind(offset + leaf_sums, token), out_ptr + leaf_begin,
                 out_ptr, out_ptr, leaf_length, first - blocks, first, NOBODY, NOBODY, BLOCK,
             )  # fmt: skip
+        value += ONE_PIECE

@@ -38,6 +38,7 @@ from triton_dist.kernels.common.exchange_kernels import (
     kernel_all_reduce_one_shot,
     kernel_all_reduce_two_shot,
 )
+from triton_dist.kernels.common.flags import folded
 from triton_dist.kernels.common.packet_kernels import kernel_all_reduce_packets
 from triton_dist.kernels.common.tree_all_reduce import kernel_all_reduce_double_tree
 from triton_dist.kernels.nvidia import collective_context
@@ -300,7 +301,7 @@ def _exchange(
     in_packets: bool,
 ) -> Exchange:
     """One launch, for ``total`` elements of a sum of ``of``."""
-    size = of // ctx.row_elements
+    size = folded(of // ctx.row_elements)
     if in_packets:
         return Exchange(kernel_all_reduce_packets, total, total, shape, size, 0, in_packets=True)
     if method is AllReduceMethod.ONE_SHOT:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.common.flags import folded
 from triton_dist.kernels.nvidia.collective_context import (
     CollectiveContext,
     exact_size,
@@ -229,4 +230,4 @@ class PushedCollective:
     ) -> Exchange:
         kernel = self.take_pushed if method.by_copy_engine else self.push
         elements = self._elements(x, ctx)
-        return Exchange(kernel, elements, elements * ctx.num_ranks, shape, x.numel())
+        return Exchange(kernel, elements, elements * ctx.num_ranks, shape, folded(x.numel()))
