@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -371,11 +372,16 @@ def context_ends(op: str) -> list[str]:
 
 
 def trainable_and_inference(op: str) -> int:
-    """Operands that require grad leave no history; contexts made and used in inference mode."""
+    """Operands that require grad are refused while gradients are recorded, and leave no history
+    otherwise; contexts made and used in inference mode."""
     calls = Calls(op, ROOM)
     x = torch.ones(8 * calls.ctx.num_ranks, device=current_device().torch_device)
+    x.requires_grad_()
+    with pytest.raises(InvalidArgument, match=r"x.requires_grad is True, .* torch.no_grad\(\)"):
+        calls.op.fn(x, calls.ctx)
     for name in (*WAYS[op], "collective"):
-        assert not calls.op.fn(x.requires_grad_(), calls.ctx, **way(op, name)).requires_grad
+        with torch.no_grad():
+            assert not calls.op.fn(x, calls.ctx, **way(op, name)).requires_grad
     calls.finish()
     with torch.inference_mode():
         calls = Calls(op, ROOM)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -324,13 +325,17 @@ def context_ends(kind: Kind) -> list[str]:
 
 
 def trainable_operands(kind: Kind) -> None:
-    """Operands that require grad leave no history in the context's memory."""
+    """Operands that require grad are refused while gradients are recorded, and leave no history in
+    the context's memory otherwise."""
     calls = kind(max_rows=5, columns=40, K=72)
     shape = (kind.rows_of_a(5, calls.ctx.num_ranks), 72)
     A = uniform(1, shape, torch.float16).requires_grad_()
     B = uniform(100, (72, 40), torch.float16).requires_grad_()
+    with pytest.raises(InvalidArgument, match=r"A.requires_grad is True, .* torch.no_grad\(\)"):
+        kind.op.fn(A, B, calls.ctx, default_tiles())
     for way in kind.in_turn:
-        C = kind.op.fn(A, B, calls.ctx, **{"gemm_config": default_tiles(), **way})
+        with torch.no_grad():
+            C = kind.op.fn(A, B, calls.ctx, **{"gemm_config": default_tiles(), **way})
         current_device().synchronize()
         assert not C.requires_grad
         for region in calls.ctx.buffer.slots.memory._regions.values():

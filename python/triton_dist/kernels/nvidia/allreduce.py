@@ -52,6 +52,7 @@ from triton_dist.kernels.nvidia.allreduce_context import (
     get_allreduce_methods,
     to_allreduce_method,
 )
+from triton_dist.kernels.nvidia.context import buffer_of
 from triton_dist.kernels.nvidia.exchange import Exchange, fits_vectors, shard_elements
 from triton_dist.kernels.nvidia.exchange_shapes import (
     DEFAULT_SHAPE,
@@ -89,7 +90,7 @@ _PACKET_SHAPE = Shape(32, 2048)
 def _check(
     x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None, method: object
 ) -> None:
-    device = ctx.buffer.device.torch_device
+    device = buffer_of(ctx, "all_reduce", "create_allreduce_ctx").device.torch_device
     collective_context.check_tensor("all_reduce", "x", x, device)
     if output is not None:
         collective_context.check_output("all_reduce", output, x, x.numel(), device)

@@ -16,7 +16,8 @@ from triton_dist.kernels.nvidia.context import (
     Check,
     OpContext,
     agree_to_create,
-    device_checks,
+    first_refusal,
+    gradient_check,
     group_checks,
 )
 from triton_dist.kernels.nvidia.disagreement import Disagreements
@@ -90,7 +91,6 @@ def create(
         yield from group_checks("world_size", world_size, rank, group)
         yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
-        yield from device_checks()
 
     asked = {"workspace_nbytes": workspace_nbytes}
     agree_to_create(function, f"a {kind.name}", asked, checks(), group)
@@ -129,6 +129,10 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
         raise InvalidArgument(function, f"{argument}.stride()", tensor.stride(), expected)
     if tensor.numel() == 0:
         raise InvalidArgument(function, f"{argument}.shape", tuple(tensor.shape), "some elements")
+    if tensor.requires_grad:
+        refusal = first_refusal(function, [gradient_check(argument, tensor)])
+        if refusal is not None:
+            raise refusal
 
 
 def check_output(

@@ -40,7 +40,7 @@ class Disagreements:
         self._device = current_device()
         memory = self._device.host_word()
         self.address = memory.data_ptr()
-        self._word = memoryview(memory.numpy())
+        self._word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
         self._looks: list[Callable[[], RankDisagreement | None]] = []
 
     def add(self, look: Callable[[], RankDisagreement | None]) -> None:

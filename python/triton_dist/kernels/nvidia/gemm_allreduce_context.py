@@ -16,7 +16,12 @@ from triton_dist.kernels.nvidia.allreduce_context import (
     PACKET_BYTES,
     AllReduceContext,
 )
-from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
+from triton_dist.kernels.nvidia.context import (
+    Check,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+)
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
     accept,
@@ -155,7 +160,7 @@ def check_operands(
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
     """
-    device = ctx.buffer.slots.epoch.device
+    device = buffer_of(ctx, "gemm_ar", "create_gemm_ar_context").slots.epoch.device
 
     def row_checks() -> Iterator[Check]:
         M = A.shape[0]
