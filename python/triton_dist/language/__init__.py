@@ -7,14 +7,13 @@ no-ops in the interpreter and below the compute capability that they are for.
 ``symm_at``          a region's address on a peer
 ``notify``           set or add a flag, after everything the program wrote (release)
 ``wait``             spin until flags have reached a value (acquire); gives a token
-``sized``            a flag's value that also says how large the sender's work is
 ``consume_token``    tie a load to the ``wait`` before it
 ``give_turn``        before a look at what other programs of the grid do
 ``publish_tile``     make TMA stores visible, before a ``notify``
 ===================  ====================================================================
 """
 
-from triton_dist.language.signals import consume_token, give_turn, notify, sized, symm_at, wait
+from triton_dist.language.signals import consume_token, give_turn, notify, symm_at, wait
 from triton_dist.language.tma import publish_tile
 
-__all__ = ["consume_token", "give_turn", "notify", "publish_tile", "sized", "symm_at", "wait"]
+__all__ = ["consume_token", "give_turn", "notify", "publish_tile", "symm_at", "wait"]

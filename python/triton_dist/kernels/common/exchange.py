@@ -40,7 +40,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.scattered_tiles import target_at
-from triton_dist.language.signals import SIZE_BITS
+from triton_dist.language.signals import SIZE_BITS, sized
 
 MAX_CTAS = tl.constexpr(256)
 MAX_PIECES = tl.constexpr(16)
@@ -68,7 +68,7 @@ def slot_offset(epoch, slot_elements):
 @jit
 def flag_of_piece(epoch, pieces, size):
     """What the flag of a program is set to that has got through ``pieces`` of call ``epoch``."""
-    return dl.sized(epoch * MAX_PIECES + pieces - 1, size)
+    return sized(epoch * MAX_PIECES + pieces - 1, size)
 
 
 @jit

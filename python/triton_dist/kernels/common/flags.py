@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.language.signals import SIZE_BITS
+from triton_dist.language.signals import SIZE_BITS, sized
 
 _PRIME = 2**20 - 3
 
@@ -26,7 +25,7 @@ def epoch_at(epoch_ptr):
 @jit
 def flag_of(epoch_ptr, size):
     """What flags of the slot's present use are set to and awaited at, in a call of ``size``."""
-    return dl.sized(epoch_at(epoch_ptr), size)
+    return sized(epoch_at(epoch_ptr), size)
 
 
 def size_in(flag: int) -> int:

@@ -43,12 +43,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.flags import flag_value
 from triton_dist.kernels.common.scattered_tiles import target_at
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
-from triton_dist.language.signals import note_disagreement
+from triton_dist.language.signals import note_disagreement, sized
 
 # Bytes of data in a line, and words.
 LINE_BYTES = tl.constexpr(8)
@@ -63,7 +62,7 @@ _GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _DISAGREED = 1, 2, 3, 4, 5, 2
 @jit
 def tag_of(epoch, size):
     """int32, of call number ``epoch``, of ``size``."""
-    return dl.sized(epoch, size).to(tl.int32) | _NEVER_ZERO
+    return sized(epoch, size).to(tl.int32) | _NEVER_ZERO
 
 
 def tag_number(epoch: int, size: int) -> int:
