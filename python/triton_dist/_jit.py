@@ -20,10 +20,13 @@ def jit(fn: Any = None, **options: Any) -> Any:
 
     Raises:
         UnsupportedVersion: torch or triton is outside the supported range.
+
+    Launched where there is no GPU and kernels are not interpreted, it raises ``DeviceUnavailable``.
     """
     triton_compat.check_versions()
     if triton_compat.is_interpreting():
         interpreter.install()
     else:
         triton_compat.pin_defaults()
+        triton_compat.explain_missing_driver()
     return triton.jit(fn, **options) if fn is not None else triton.jit(**options)

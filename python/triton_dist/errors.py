@@ -150,10 +150,15 @@ WATCHDOG_EXIT_STATUS = 86
 class RankDisagreement(TritonDistError, RuntimeError):
     """Ranks that must act alike came with different values."""
 
-    def __init__(self, what: str, by_rank: Mapping[int, object]) -> None:
+    def __init__(
+        self,
+        what: str,
+        by_rank: Mapping[int, object],
+        remedy: str = "All ranks must come with the same.",
+    ) -> None:
         self.by_rank = dict(by_rank)
         lines = "\n".join(f"  rank {rank}: {value}" for rank, value in self.by_rank.items())
-        super().__init__(f"ranks disagree on {what}:\n{lines}\nAll ranks must come with the same.")
+        super().__init__(f"ranks disagree on {what}:\n{lines}\n{remedy}")
 
 
 class NoValidConfig(TritonDistError, RuntimeError):

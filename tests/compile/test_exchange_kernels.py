@@ -48,17 +48,17 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
 
     total = elements * {"one shot": 1, "double tree": 2}.get(name, num_ranks)
     block = shape.block_bytes // dtype.itemsize
-    counts = shard_elements(elements), elements, total, rank
+    counts = shard_elements(elements), elements, total, 100, rank
     options = {"NUM_RANKS": num_ranks, "BLOCK": block, "num_warps": shape.num_warps}
     pieces = 1 if name == "one shot" else shape.num_pieces
     if name in PUSHED:
-        words = meta(256, torch.int32)
+        words = meta(256, torch.int64)
         arguments = (meta(1), meta(1), meta(1), words, words, *counts)
         return Launch(PUSHED[name], (64,), arguments, {**options, "NUM_PIECES": pieces})
     table, flags, guard = (
         meta(num_ranks, torch.int64),
         meta(256, torch.int64),
-        meta(32, torch.int32),
+        meta(32, torch.int64),
     )
     arguments = (
         meta(1), meta(1), meta(1), table, flags, table, flags, guard, 1 << 26, *counts,

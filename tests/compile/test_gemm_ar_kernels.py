@@ -51,10 +51,10 @@ def matrix(*shape, of=torch.bfloat16):
 
 
 def scattering(rank=1, num_ranks=4, dtype=torch.bfloat16):
-    words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
+    flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
     return Scattering(
-        "all", rank, num_ranks, matrix(1, of=dtype), 1 << 21, table, table, words, words, words,
-        table, table,
+        "all", rank, num_ranks, matrix(1, of=dtype), 1 << 21, table, table, flags, flags,
+        matrix(4096, of=torch.int32), table, table,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def prepared(
     vector = matrix(8192, of=dtype) if bias else None
     if kind in IN_ONE_LAUNCH:
         flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
-        words = matrix(32, of=torch.int32)
+        words = matrix(32, of=torch.int64)
         slots = (matrix(1 << 23, of=dtype), table, flags, table, flags, words, 1 << 22)
         return exchanged_gemm(
             A, B, C, vector, config, slots, 1 << 20,
@@ -182,7 +182,7 @@ def test_any_number_of_ranks(sm90, kind, num_ranks):
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_sums_are_copied_in_whole_vectors_once_they_are_there(sm90, copy):
-    C, words = matrix(4000, 8192), matrix(4096, of=torch.int32)
+    C, words = matrix(4000, 8192), matrix(4096, of=torch.int64)
     launch = copy_sums(
         C, C, words, PERSISTENT_TILES[0], scattering(), num_chunks=2, copy=copy
     )  # fmt: skip

@@ -45,7 +45,7 @@ def prepared(
         return torch.empty(m, n, dtype=dtype, device="meta")
 
     ranks = num_ranks if gathered else 1
-    flags = torch.empty(256, dtype=torch.int32, device="meta")
+    flags = torch.empty(256, dtype=torch.int64, device="meta")
     own, C = matrix(rows, K), matrix(rows * ranks, 1024)
     B = matrix(1024, K).T if layout == "column-major" else matrix(K, 1024)
     shards = GatheredShards(matrix(rows * ranks, K), flags, flags[:32], chunk_rows, 8, push)
@@ -290,14 +290,14 @@ def test_one_compiled_kernel_serves_all_ranks(sm90, persistent):
 
 
 def words(count=64):
-    return torch.empty(count, dtype=torch.int32, device="meta")
+    return torch.empty(count, dtype=torch.int64, device="meta")
 
 
 def test_consumption_is_looked_at_with_acquire(sm90):
-    kernel = compile_kernel(kernel_await_consumption, words(), words(), 1, 4, num_warps=1)
+    kernel = compile_kernel(kernel_await_consumption, words(), words(), 9, 1, 4, num_warps=1)
     assert kernel.stack_bytes == 0
     assert ACQUIRE in kernel.ptx
-    again = compile_kernel(kernel_await_consumption, words(), words(), 0, 2, num_warps=1)
+    again = compile_kernel(kernel_await_consumption, words(), words(), 1, 0, 2, num_warps=1)
     assert again.kernel is kernel.kernel
 
 

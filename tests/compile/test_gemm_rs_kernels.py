@@ -34,10 +34,11 @@ def prepared(
 
     A, C = matrix(rows * num_ranks, 4096), matrix(rows, columns)
     B = matrix(columns, 4096).T if layout == "column-major" else matrix(4096, columns)
-    words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
+    flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
+    left = matrix(4096, of=torch.int32)
     partials = matrix(1, of=torch.float32 if scatter == "add" else dtype)
     to = Scattering(
-        scatter, rank, num_ranks, partials, 1 << 21, table, table, words, words, words, table, table
+        scatter, rank, num_ranks, partials, 1 << 21, table, table, flags, flags, left, table, table
     )
     vector = matrix(columns) if bias else None
     return scattered_gemm(

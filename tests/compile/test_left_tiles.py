@@ -19,10 +19,11 @@ def left(scatter, config, num_ranks):
         return torch.empty(*shape, dtype=of, device="meta")
 
     M = 1000 * num_ranks
-    words, table = matrix(4096, of=torch.int32), matrix(num_ranks, of=torch.int64)
+    flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
+    left = matrix(4096, of=torch.int32)
     partials = matrix(1, of=torch.float32 if scatter == "add" else torch.bfloat16)
     to = Scattering(
-        scatter, 1, num_ranks, partials, 1 << 23, table, table, words, words, words, table, table
+        scatter, 1, num_ranks, partials, 1 << 23, table, table, flags, flags, left, table, table
     )
     C = matrix(M if scatter == "all" else 1000, 8192)
     return add_left(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)

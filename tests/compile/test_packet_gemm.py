@@ -29,7 +29,7 @@ def matrix(*shape, of=torch.bfloat16):
 def prepared(persistent, config, rows=1, N=8192, dtype=torch.bfloat16, rank=1, num_ranks=4):
     """The launch for an A of ``rows`` x 4096; no memory."""
     words = matrix(64, of=torch.int64)
-    table, guard = matrix(num_ranks, of=torch.int64), matrix(32, of=torch.int32)
+    table, guard = matrix(num_ranks, of=torch.int64), matrix(32, of=torch.int64)
     return packet_gemm(
         matrix(rows, 4096, of=dtype), matrix(N, 4096, of=dtype).T, matrix(rows, N, of=dtype),
         matrix(N, of=dtype), config, (words, table, words, guard, 1 << 16),

@@ -28,8 +28,8 @@ def prepared(shape, elements=1 << 14, num_ranks=4, dtype=torch.bfloat16, rank=1)
 
     words = meta(64, torch.int64)
     arguments = (
-        meta(1), meta(1), words, meta(num_ranks, torch.int64), words, meta(32, torch.int32),
-        1 << 16, elements, rank,
+        meta(1), meta(1), words, meta(num_ranks, torch.int64), words, meta(32, torch.int64),
+        1 << 16, elements, 100, rank,
     )  # fmt: skip
     options = {
         "NUM_RANKS": num_ranks,

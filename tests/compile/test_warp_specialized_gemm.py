@@ -34,7 +34,7 @@ EVERY_TILE = (*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES)
 BEGIN_OF_PRODUCER = re.compile(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;")
 STAGED = re.compile(r"stmatrix\.sync|st\.shared\.v4")
 WAIT_FOR_STORE = re.compile(r"cp\.async\.bulk\.wait_group\.read\s+0;")
-GIVE_UP = "atom.global.gpu.relaxed.exch.b32"
+GIVE_UP = "gpu.relaxed.max"
 WGMMA = "wgmma.mma_async"
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
-from triton_dist.errors import ContextFinalized, WaitTimeout
+from triton_dist.errors import ContextFinalized, InvalidArgument, WaitTimeout
+from triton_dist.kernels.common.flags import count_in, flag_value
 from triton_dist.kernels.nvidia import VendorMethod, ag_gemm, vendor
 from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
@@ -259,20 +261,22 @@ def in_groups(members: Sequence[Sequence[int]], tune: bool) -> int:
 
 
 def epochs_wrap_around() -> int:
-    """Flags and epochs that pass the largest int32."""
+    """Flags of what is consumed pass the largest int32, and other flags what 32 bits would hold."""
     calls = Calls(max_rows=5, columns=40, K=72)
     slots, nearly = calls.ctx.buffer.slots, 2**31 - 3
     for flags in ("arrivals", "pushed", "consumed", "staged"):
         for slot in range(SLOTS):
-            slots.of_slot(slot, flags).local.fill_(nearly)
-    epochs = slots.memory["epoch"].local[:, 0].fill_(nearly + 1)  # the present use, after `nearly`
+            words = slots.of_slot(slot, flags).local
+            words.fill_(nearly if flags == "consumed" else flag_value(nearly, 5))
+    # The present use, after `nearly`.
+    epochs = slots.memory["epoch"].local[:, 0].fill_(flag_value(nearly + 1, 0))
     current_device().synchronize()
     dist.barrier()
     for _ in range(4):
         for method in AllGatherMethod:
             calls(5, method=method)
     count = calls.check()
-    assert epochs.max() < 0
+    assert count_in(int(epochs.min())) > 2**31
     calls.ctx.finalize()
     return count
 
@@ -537,13 +541,17 @@ def strides_of_one_row() -> int:
 
 
 def trainable_operands() -> None:
-    """Operands that require grad leave no history in the context's memory."""
+    """Operands that require grad are refused while gradients are recorded, and leave no history in
+    the context's memory otherwise."""
     calls = Calls(max_rows=5, columns=40, K=72)
     shards = [uniform(rank, (5, 72), torch.float16) for rank in range(calls.ctx.num_ranks)]
     B = uniform(100, (72, 40), torch.float16).requires_grad_()
     A = shards[calls.ctx.rank].clone().requires_grad_()
+    with pytest.raises(InvalidArgument, match=r"A.requires_grad is True, .* torch.no_grad\(\)"):
+        ag_gemm.fn(A, B, calls.ctx, default_tiles())
     for method in AllGatherMethod:
-        C = ag_gemm.fn(A, B, calls.ctx, default_tiles(), method=method)
+        with torch.no_grad():
+            C = ag_gemm.fn(A, B, calls.ctx, default_tiles(), method=method)
         current_device().synchronize()
         expected = (torch.cat(shards).double() @ B.detach().double()).half()
         assert_allclose(C, expected, rtol=2e-3, atol=2e-3)

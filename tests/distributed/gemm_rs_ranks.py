@@ -37,6 +37,7 @@ def order_of_slabs() -> list[str]:
 
     calls = Calls(max_rows=20, columns=72, K=72)
     calls(20, **SLABS)
+    calls(20, **SLABS)
     with noted(Launch, "compile"), noted(Launch, "run"), noted(CpuTransfer, "queue"):
         calls(20, **SLABS)
     calls.finish()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tests.distributed.collective_calls import NO_TAG, Calls, way
 from tests.distributed.collective_ranks import DTYPES, ROOM, shape
 from triton_dist.errors import WaitTimeout
+from triton_dist.kernels.common.flags import flag_value
 from triton_dist.kernels.nvidia import all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.exchange_shapes import MAX_CTAS, MAX_PIECES
 from triton_dist.runtime.device import current_device
@@ -45,7 +46,7 @@ def tags_come_again(before: int) -> int:
     calls = Calls("all_reduce", ROOM)
     memory = calls.ctx.buffer.memory
     memory["calls"].local.fill_(before * MAX_CTAS)
-    memory["arrivals"].local.fill_(before * MAX_PIECES)
+    memory["arrivals"].local.fill_(flag_value(before * MAX_PIECES, 0))
     current_device().synchronize()
     dist.barrier()
     for number in range(6):

@@ -15,7 +15,7 @@ MESSAGES = {
     "B.dtype": "torch.float32, expected the context's torch.float16",
     "A.device": "device(type='meta'), expected the context's cpu",
     "A.shape": f"({ROWS}, {K + 1}), expected [M_per_rank, K = {K}]",
-    "A.shape (no rows)": f"(0, {K}), expected [M_per_rank, K = {K}]",
+    "A.shape (no rows)": f"(0, {K}), expected [M_per_rank, K = {K}] with at least one row",
     "M": f"{2 * (ROWS + 1)}, expected at most the context's max_M = {2 * ROWS}",
     "B.shape": f"({K}, {COLUMNS + 1}), expected [K, N_per_rank] = ({K}, {COLUMNS})",
     "A.stride()": f"({2 * K}, 1), expected a contiguous A; call A.contiguous()",

@@ -18,7 +18,7 @@ def test_no_word_is_left_behind(spawn_ranks, world_size, rounds):
     assert count > rounds
 
 
-@pytest.mark.parametrize("before", [2**31 - 3, 2**32 - 3, 2**40 - 3])
+@pytest.mark.parametrize("before", [2**11 - 3, 2**31 - 3, 2**38 - 3])
 def test_tags_may_come_again(spawn_ranks, before):
     assert spawn_ranks(2, packet_ranks.tags_come_again, before) == [6] * 2
 
@@ -37,4 +37,4 @@ def test_a_call_that_gives_up_says_whose_word_is_late(spawn_ranks):
             assert flag == ""
         else:
             assert re.fullmatch(r"all_reduce\.packets\[0, 1, \d+\]", flag)
-            assert tags == [0x80000002, NO_TAG * 0x01010101]
+            assert tags == [0x80000000 + (2 << 20) + 300, NO_TAG * 0x01010101]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import uniform
 from triton_dist.errors import InvalidArgument, WaitTimeout
+from triton_dist.kernels.common.flags import count_in, flag_value
 from triton_dist.kernels.nvidia.allgather import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.epochs import GAVE_UP
 from triton_dist.runtime import waits
@@ -53,7 +54,7 @@ def gather_by_every_schedule():
         for peer, received in enumerate(arrived(buffer, gathered, rows)):
             if peer != buffer.rank:
                 assert torch.equal(received, shard(peer, number, rows)), (method, streams, chunks)
-        numbers.append(int(gathered.epoch[0]))
+        numbers.append(count_in(int(gathered.epoch[0])))
         buffer.finish(awaited=number % 5 != 0)  # all arrived; the next call need not know
     buffer.slots.memory.barrier()
     buffer.free()
@@ -130,10 +131,10 @@ def settled_by_the_caller(method):
             call(4)
             dist.barrier()  # nobody writes flags while one is taken back
             flags = buffer.slots.of_slot(0, "arrivals").local  # of call 3
-            flags[peer * MAX_CHUNKS] -= 1
+            flags[peer * MAX_CHUNKS] -= flag_value(1, 0)
             with pytest.raises(WaitTimeout) as overdue:
                 settle()
-            flags[peer * MAX_CHUNKS] += 1
+            flags[peer * MAX_CHUNKS] += flag_value(1, 0)
             dist.barrier()
             steps.append(len(waits_seen))
             call(5)

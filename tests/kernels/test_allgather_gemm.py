@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, Calls, default_tiles
-from triton_dist.errors import ContextFinalized, InvalidArgument, NoValidConfig
+from triton_dist.errors import (
+    ContextFinalized,
+    DeviceUnavailable,
+    InvalidArgument,
+    NoValidConfig,
+)
+from triton_dist.kernels import nvidia
 from triton_dist.kernels.common.row_bucket import row_bucket
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
@@ -283,8 +289,33 @@ def test_a_rank_of_another_world_is_refused():
 
 def test_cpu_ranks_need_the_interpreter(monkeypatch):
     monkeypatch.setattr(context, "is_interpreting", lambda: False)
-    with pytest.raises(InvalidArgument, match="TRITON_INTERPRET is 'unset', expected 1"):
+    with pytest.raises(DeviceUnavailable, match=r"Set TRITON_INTERPRET=1 before .*launch\.sh"):
         create_ag_gemm_context(8, 8, 8, torch.float16, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "creator"),
+    [
+        ("ag_gemm", "create_ag_gemm_context"),
+        ("gemm_rs", "create_gemm_rs_context"),
+        ("gemm_ar", "create_gemm_ar_context"),
+        ("all_reduce", "create_allreduce_ctx"),
+        ("all_gather", "create_all_gather_ctx"),
+        ("reduce_scatter", "create_reduce_scatter_ctx"),
+    ],
+)
+def test_who_has_no_context_is_told_who_makes_one(op, creator):
+    operands = (torch.ones(4, 4),) * (2 if "gemm" in op else 1)
+    with pytest.raises(InvalidArgument, match=rf"{op}: ctx is None, .* {creator}\(…\) made"):
+        getattr(nvidia, op)(*operands, None)
+
+
+def test_a_call_of_no_rows_is_refused():
+    calls = Calls(max_rows=5, columns=40, K=72)
+    A, B = torch.ones(0, 72).half(), torch.ones(72, 40).half()
+    with pytest.raises(InvalidArgument, match="with at least one row"):
+        ag_gemm(A, B, calls.ctx)
+    calls.finish()
 
 
 def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import WaitTimeout
+from triton_dist.kernels.common.flags import flag_value
 from triton_dist.kernels.nvidia.epochs import EPOCH, GAVE_UP, EpochSlots
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
@@ -14,7 +15,7 @@ from triton_dist.runtime.waits import bounded_waits
 
 
 def slots(name="test"):
-    regions = {"flags": ((4,), torch.int32), "data": ((3,), torch.float32)}
+    regions = {"flags": ((4,), torch.int64), "data": ((3,), torch.float32)}
     return EpochSlots(name, regions, ("flags",), "the kernel of a test", None)
 
 
@@ -40,7 +41,7 @@ def settled_by_the_caller():
         if gives_up:
             give_up(used)
             used["flags"].local[:] = used.epoch[EPOCH]
-            used["flags"].local[2] -= behind
+            used["flags"].local[2] -= flag_value(behind, 0)
         used.finish(awaited=True, expected=lambda: {"flags": [0, 2, 3]})
         steps.append(len(waits_seen))
 
@@ -86,7 +87,7 @@ def looks_beside():
     """How often peers were looked at: for calls of our own, and for calls beside them."""
     used, looked = slots(), []
     look = used._look_at_peers
-    used._look_at_peers = lambda slot: (looked.append((slot, used.index)), look(slot))
+    used._look_at_peers = lambda slot, size: (looked.append((slot, used.index)), look(slot, size))
     counts = []
 
     def own():

@@ -28,8 +28,8 @@ def there_and_back(x_ptr, payload_ptr, out_ptr, N: tl.constexpr, WORDS: tl.const
 
 
 @triton_dist.jit
-def tag_at(epoch_ptr, tag_ptr):
-    tl.store(tag_ptr, tag_of(tl.load(epoch_ptr)))
+def tag_at(epoch_ptr, tag_ptr, size):
+    tl.store(tag_ptr, tag_of(tl.load(epoch_ptr), size))
 
 
 @pytest.mark.parametrize("dtype", list(WHOLE), ids=str)
@@ -45,13 +45,15 @@ def test_a_payload_is_the_bytes_of_its_elements(dtype):
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 2**31 - 1, 2**31, 2**32, 2**40 + 7])
-def test_a_tag_is_never_zero_and_of_one_call_in_two_billion(epoch):
-    tags = torch.empty(1, dtype=torch.int32)
+def test_a_tag_is_never_zero_and_says_which_call_of_which_size(epoch):
+    tags, seen = torch.empty(1, dtype=torch.int32), set()
     for number in (epoch, epoch + 2):
-        tag_at[(1,)](torch.tensor([number]), tags)
-        assert int(tags) & 0xFFFFFFFF == tag_number(number)
-        assert tag_number(number) >> 31 == 1
-    assert tag_number(epoch) != tag_number(epoch + 2)
+        for size in (0, 1, 17, 2**20 - 1, 2**20 + 40):
+            tag_at[(1,)](torch.tensor([number]), tags, size)
+            assert int(tags) & 0xFFFFFFFF == tag_number(number, size)
+            assert tag_number(number, size) >> 31 == 1
+            seen.add(int(tags))
+    assert len(seen) == 10
 
 
 def test_packets_are_tried_where_they_fit():

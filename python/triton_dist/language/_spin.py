@@ -3,6 +3,7 @@ others run. Either gives up when a limit is set and reached."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
@@ -22,6 +23,9 @@ _ARGUMENTS = tl.constexpr(
     "wait acquires, at system scope"
 )
 INTERPRETED = tl.constexpr(is_interpreting())
+SIZE_BITS = 20
+_LOOKS = tl.constexpr(64)
+_MOST_COUNTED = tl.constexpr(1 << 30)
 
 
 def _deadline_interpreted() -> float:
@@ -29,21 +33,32 @@ def _deadline_interpreted() -> float:
 
 
 def _spin_interpreted(
-    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any
+    ptr: Any, seen: Any, value: Any, deadline: float, polls: int, guard: Any, sized: Any
 ) -> int:
-    """Give other programs, threads and processes a turn; raise once a flag is overdue."""
+    """Give other programs, threads and processes a turn; -1 once a wait with this guard has noted
+    a disagreement. Raise once a flag is overdue."""
+    if guard is not None and _gave_up(guard):
+        return -1
     if time.monotonic() > deadline:
         latest = int(np.argmin((seen - value).handle.data))  # of a block
+        places = SIZE_BITS if sized else 0
         raise WaitTimeout(
             rank=knobs.rank.get(),
             program=f"program {interpreter.current_program()}",
             flag=describe_address(int(ptr.handle.data.flat[latest])),
-            expected=int(value),
-            seen=int(seen.handle.data.flat[latest]),
+            expected=int(value) >> places,
+            seen=int(seen.handle.data.flat[latest]) >> places,
             seconds=waits.interpreted_limit_seconds(),
         )
     interpreter.pause(polls)
     return polls + 1
+
+
+def _gave_up(guard: Any) -> bool:
+    """Whether the second word of a guard is set."""
+    word = ctypes.c_int64 if guard.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
+    address = int(guard.handle.data.flat[0]) + ctypes.sizeof(word)
+    return bool(word.from_address(address).value)
 
 
 def _give_turn_interpreted() -> None:
@@ -71,19 +86,29 @@ def _deadline_compiled():
 
 
 @jit
-def _spin_compiled(ptr, seen, value, deadline, polls, guard):
+def _spin_compiled(ptr, seen, value, deadline, polls, guard, SIZED: tl.constexpr):
     """Count a look at the flag; -1 when this program gives up.
 
     Every thread of the program must come to the same decision, so it is made from a count and from
     an atomic's result, which are the same for all, and not from a clock.
+
+    Without a limit, only every 64th look is also one at what other programs have noted, since it
+    takes as long as the one at the flag.
     """
     if guard is not None:
         most = tl.load(guard)
         polls += 1
-        if most > 0:  # noqa: SIM102  # Triton evaluates both sides of `and`
-            if (polls >= most) | (tl.atomic_add(guard + 1, 0, sem="relaxed", scope="gpu") != 0):
-                tl.atomic_xchg(guard + 1, 1, sem="relaxed", scope="gpu")
-                polls = -1
+        gave_up = False
+        if (most > 0) | (polls % _LOOKS == 1):
+            gave_up = tl.atomic_add(guard + 1, 0, sem="relaxed", scope="gpu") != 0
+        if most > 0:
+            if (polls >= most) & (gave_up == 0):
+                tl.atomic_max(guard + 1, 1, sem="relaxed", scope="gpu")
+                gave_up = True
+        else:
+            polls = polls % _MOST_COUNTED
+        if gave_up:
+            polls = -1
     return polls
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.language import target_info
 
 from triton_dist._jit import jit
+from triton_dist.language import _spin
 from triton_dist.language._spin import (
     INTERPRETED,
     give_turn_to_others,
@@ -15,6 +16,17 @@ from triton_dist.language._spin import (
 )
 
 SET = tl.constexpr("set")  # a bare str is no default for a constexpr argument in Triton 3.6 to 3.9
+# Of a flag that carries a size, its lowest bits are in the lowest of the flag.
+SIZE_BITS = tl.constexpr(_spin.SIZE_BITS)
+_SIZE = tl.constexpr(2**20 - 1)
+# How a flag stands to what is awaited; the lowest of several decides.
+_DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
+# Words of a guard behind the first two.
+_SEEN, _AWAITED, _FLAG, _REPORT = (
+    tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5),
+)  # fmt: skip
+DISAGREED = tl.constexpr(2)
+"""In a guard's second word: a flag came with another size."""
 
 
 @jit
@@ -46,36 +58,79 @@ def notify(ptr, value, op: tl.constexpr = SET, mask=None):
 
 
 @jit
-def _wait_together(ptr, count, value, guard):
+def sized(count, size):
+    """The int64 that a flag is set to, and awaited at, which also says of what size the caller's
+    work is: ``count`` above, ``size`` (int32, from 0 on) modulo 2**20 in the lowest 20 bits."""
+    return (count.to(tl.int64) << SIZE_BITS) | (size & _SIZE)
+
+
+@jit
+def _standing(seen, value, SIZED: tl.constexpr):
+    if SIZED:
+        late = ((seen | _SIZE) - value) < 0
+        differs = ((seen ^ value) & _SIZE) != 0
+        standing = tl.where(late, _LATE, tl.where(differs, _DIFFERS, _REACHED))
+    else:
+        standing = tl.where(seen - value < 0, _LATE, _REACHED)
+    return standing
+
+
+@jit
+def note_disagreement(guard, flag, seen, value):
+    """Let all waits with this guard end, and the host know why: the flag at address ``flag`` is
+    ``seen`` and was awaited at ``value``. The first of a context that notes is heard."""
+    if tl.atomic_xchg(guard + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
+        tl.store(guard + _SEEN, seen)
+        tl.store(guard + _AWAITED, value)
+        tl.store(guard + _FLAG, flag)
+        tl.store(tl.load(guard + _REPORT).to(tl.pointer_type(tl.int64)), 1)
+
+
+@jit
+def _wait_together(ptr, count, value, guard, SIZED: tl.constexpr):
     # Carries no block around the loop: Triton 3.6 aborts ("Result number is out of range").
     among = tl.arange(0, ptr.shape[0]) < count
     deadline = wait_deadline()
     polls = 0
     latest = -1
-    while (latest < 0) & (polls >= 0):
+    while (latest == -1) & (polls >= 0):
         seen = tl.atomic_add(ptr, 0, mask=among, sem="acquire", scope="sys")
         seen = tl.where(among, seen, value)
-        latest = tl.min(tl.where(seen - value < 0, -1, 0), 0)
-        if latest < 0:
-            polls = spin(ptr, seen, value, deadline, polls, guard)
+        latest = tl.min(_standing(seen, value, SIZED), 0)
+        if latest == _LATE:
+            polls = spin(ptr, seen, value, deadline, polls, guard, SIZED)
+        if SIZED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+            if latest == _DIFFERS:
+                flags = ptr.to(tl.int64)
+                flag = tl.max(tl.where(_standing(seen, value, SIZED) == _DIFFERS, flags, 0), 0)
+                other = tl.max(tl.where(flags == flag, seen, 0), 0)
+                note_disagreement(guard, flag, other, value)
     tl.debug_barrier()  # each flag was acquired by a thread of its own
 
 
 @jit
-def _wait_in_turn(ptr, count, value, guard):
+def _wait_in_turn(ptr, count, value, guard, SIZED: tl.constexpr):
+    """Whether all have come with the same size."""
     index = 0
+    agree = True
     while index < count:
         deadline = wait_deadline()
         polls = 0
         seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
-        while (seen - value < 0) & (polls >= 0):
-            polls = spin(ptr + index, seen, value, deadline, polls, guard)
+        while (_standing(seen, value, SIZED) == _LATE) & (polls >= 0):
+            polls = spin(ptr + index, seen, value, deadline, polls, guard, SIZED)
             seen = tl.atomic_add(ptr + index, 0, sem="acquire", scope="sys")
+        if SIZED:
+            standing = _standing(seen, value, SIZED)
+            agree = agree & (standing == _REACHED)
+            if standing == _DIFFERS:
+                note_disagreement(guard, (ptr + index).to(tl.int64), seen, value)
         index += 1
+    return agree
 
 
 @jit
-def wait(ptr, count, value, guard=None):
+def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
     """Spin until each of the ``count`` int32 flags from ``ptr`` on has reached ``value``.
 
     ``ptr`` may be a block of pointers: then its first ``count`` are looked at all at once, which
@@ -87,15 +142,32 @@ def wait(ptr, count, value, guard=None):
 
     Interpreted, a wait has a wall-clock limit and raises ``WaitTimeout``. Compiled, it waits for as
     long as it takes, unless ``guard`` points to int32 [2]: ``guard[0]`` > 0 is how often to look
-    before giving up; then ``guard[1]`` becomes 1, all waits with this guard end at their next look,
-    and what the kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
+    before giving up; then ``guard[1]`` becomes 1, all waits with this guard end soon, and what the
+    kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
+
+    ``SIZED``: flags and ``value`` are int64 of ``sized``, and ``guard`` points to int64 [6]. A flag
+    that was set with another size ends the wait: then ``guard[1]`` becomes 2, ``guard[2:5]`` the
+    flag's value, ``value`` and the flag's address, and the int64 at address ``guard[5]`` 1.
     """
     refuse_text(value)
     refuse_text(guard)
     if ptr.type.is_block():
-        _wait_together(ptr, count, value, guard)
+        _wait_together(ptr, count, value, guard, SIZED)
     else:
-        _wait_in_turn(ptr, count, value, guard)
+        _wait_in_turn(ptr, count, value, guard, SIZED)
+    return _token()
+
+
+@jit
+def wait_for_size(ptr, value, guard):
+    """(token, whether the flag came with the size of ``value``): ``wait`` for one ``SIZED`` flag,
+    for whoever passes on what came."""
+    agrees = _wait_in_turn(ptr, 1, value, guard, True)
+    return _token(), agrees
+
+
+@jit
+def _token():
     token = 0
     if not INTERPRETED and target_info.cuda_capability_geq(9, 0):
         # TMA reads through the async proxy, which the acquire of the generic proxy does not order.

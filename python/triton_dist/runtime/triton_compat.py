@@ -7,6 +7,7 @@ What only the interpreter gets wrong is mended in :mod:`triton_dist.runtime.inte
 from __future__ import annotations
 
 import functools
+import importlib
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from triton_dist import knobs
-from triton_dist.errors import UnsupportedVersion
+from triton_dist.errors import DeviceUnavailable, UnsupportedVersion
 
 SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
 
@@ -58,6 +59,36 @@ def software_versions() -> dict[str, str]:
 def is_interpreting() -> bool:
     """Whether a kernel that is decorated now would be interpreted: Triton's own switch."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def no_device_for_kernels() -> DeviceUnavailable:
+    """The error of a kernel that is to be compiled where no GPU is."""
+    return DeviceUnavailable(
+        "cuda",
+        "there is no GPU, and kernels are not interpreted",
+        "Set TRITON_INTERPRET=1 before the first kernel is imported, or start the script with "
+        "scripts/launch.sh, which does.",
+    )
+
+
+@functools.cache
+def explain_missing_driver() -> None:
+    """Where Triton finds no GPU, let it raise an error that says what to do; its own is "0 active
+    drivers ([]). There should only be one.", in 3.6 to 3.9."""
+    module = importlib.import_module("triton.runtime.driver")
+    create = getattr(module, "_create_driver", None)
+    if create is None:
+        return
+
+    def create_or_explain() -> Any:
+        try:
+            return create()
+        except RuntimeError as failure:
+            if "0 active drivers" not in str(failure):
+                raise
+            raise no_device_for_kernels() from failure
+
+    module._create_driver = create_or_explain  # type: ignore[attr-defined]
 
 
 def pin_defaults() -> None:

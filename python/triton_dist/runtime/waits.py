@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from typing import Protocol, TypeAlias
 
 from triton_dist import knobs
-from triton_dist.errors import WaitTimeout
+from triton_dist.errors import RankDisagreement, WaitTimeout
 
-Check: TypeAlias = Callable[[], WaitTimeout | None]
-"""Called once the device is done: the error of the first wait that gave up since the last time."""
+Check: TypeAlias = Callable[[], WaitTimeout | RankDisagreement | None]
+"""Called once the device is done: the error of the first wait that gave up since the last time, or
+that found that ranks disagree."""
 
 # One look at a flag takes about 0.5 us on H200, where the flag lies in the own memory (measured).
 _POLLS_PER_SECOND = 2_000_000
@@ -74,7 +75,8 @@ class _Settling:
         """Wait for the device, ``seconds`` at most, and make all checks.
 
         Raises:
-            WaitTimeout: a wait gave up; of several checks, of the first that was left.
+            WaitTimeout, RankDisagreement: a wait gave up; of several checks, of the first that was
+                left.
             TimeoutError: the device did not finish in time.
         """
         if not self.checks:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import flag_of
 from triton_dist.kernels.common.tiles import tile_in_scatter_order
 
 
@@ -42,7 +43,7 @@ def kernel_copy_sums(
     )  # fmt: skip
     if slab != rank:
         flag_ptr = arrivals_ptr + tile * NUM_RANKS + slab
-        token = dl.wait(flag_ptr, 1, tl.load(epoch_ptr), epoch_ptr + 1)
+        token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), epoch_ptr + 1, True)
         if COPY:
             end = min((slab + 1) * rows, M)
             column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)

@@ -4,9 +4,10 @@ memory of peers, say so, wait, and add or copy what has come.
 An exchange is one launch of up to ``MAX_CTAS`` programs. Program p of a rank takes part with
 programs p of its peers alone, so no barrier of a grid is needed:
 
-    slots     [2, slot]                            what peers write to; a call uses one of the two
-    arrivals  [phase, MAX_CTAS, NUM_RANKS] int64   by source rank: how far it has got
-    calls     int64                                counts calls, MAX_CTAS for each
+    slots     [2, slot]                               what peers write to, in calls of even and of
+                                                      odd numbers
+    arrivals  [2, phase, MAX_CTAS, NUM_RANKS] int64   by source rank: how far it has got in them
+    calls     int64                                   counts calls, MAX_CTAS for each
 
 *Epochs.* A call is known by its number, which every program computes from ``calls`` by one atomic
 add: program 0 adds what makes the sum of all programs ``MAX_CTAS``, so it does not matter which one
@@ -24,7 +25,12 @@ the order of their numbers: of all that wait, those with the smallest number hav
 running or will run.
 
 *Pieces.* A program's share may be cut in up to ``MAX_PIECES``, so that it sends one while it waits
-for another; a flag is ``epoch * MAX_PIECES + pieces``.
+for another; a flag counts ``epoch * MAX_PIECES + pieces - 1``.
+
+*Sizes.* A flag also carries the size of the call (``flags.py``), and who waits compares it with its
+own. A peer may be one call ahead, which may be of another size: so calls take turns with their
+flags, as with slots. 40 bits are left for the epoch: a flag that smaller calls leave alone would
+count as new after 2**39 of them, which are more than a month without a pause.
 """
 
 from __future__ import annotations
@@ -34,9 +40,13 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.scattered_tiles import target_at
+from triton_dist.language.signals import SIZE_BITS, sized
 
 MAX_CTAS = tl.constexpr(256)
 MAX_PIECES = tl.constexpr(16)
+PHASES = tl.constexpr(2)
+ONE_PIECE = tl.constexpr(1 << SIZE_BITS.value)  # added to a flag, one piece more
+_EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # of a flag, where the number of its call begins
 # Elements of which shards in a slot are multiples, so that each starts on 16 bytes and more.
 SHARD_ALIGNMENT = tl.constexpr(128)
 
@@ -56,9 +66,17 @@ def slot_offset(epoch, slot_elements):
 
 
 @jit
-def flag_offset(phase, NUM_RANKS: tl.constexpr):
-    """Where the flags of this program begin, of one of its phases."""
-    return (phase * MAX_CTAS + tl.program_id(0)) * NUM_RANKS
+def flag_of_piece(epoch, pieces, size):
+    """What the flag of a program is set to that has got through ``pieces`` of call ``epoch``."""
+    return sized(epoch * MAX_PIECES + pieces - 1, size)
+
+
+@jit
+def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
+    """Where, behind the flags of this program of a first phase in calls of even numbers, those are
+    of one of its phases that are set to ``value``."""
+    turn = (value >> _EPOCH_FROM).to(tl.int32) & 1
+    return (turn * PHASES + phase) * MAX_CTAS * NUM_RANKS
 
 
 @jit
@@ -69,7 +87,7 @@ def flags_at_ranks(
     power of two. Looked up before there is anything to tell: a look-up takes as long as a load."""
     peer = tl.arange(0, LANES)
     table = tl.load(arrivals_table + peer, mask=peer < NUM_RANKS, other=0)
-    return table.to(arrivals_ptr.dtype) + flag_offset(0, NUM_RANKS) + rank
+    return table.to(arrivals_ptr.dtype) + tl.program_id(0) * NUM_RANKS + rank
 
 
 @jit
@@ -84,8 +102,9 @@ def tell_ranks(flags, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
     there = tl.arange(0, LANES) < NUM_RANKS
     values = tl.zeros((LANES,), tl.int64) + value
     tl.atomic_xchg(
-        flags + phase * MAX_CTAS * NUM_RANKS, values, mask=there, sem="release", scope="sys"
-    )
+        flags + flag_offset(phase, value, NUM_RANKS), values, mask=there,
+        sem="release", scope="sys",
+    )  # fmt: skip
 
 
 @jit
@@ -96,8 +115,8 @@ def await_programs(arrivals_ptr, guard_ptr, phase, programs, value, NUM_RANKS: t
     All flags are looked at together: one after another, each look takes as long as the first.
     """
     sources = tl.arange(0, programs.shape[0])
-    flags = arrivals_ptr + (phase * MAX_CTAS + programs) * NUM_RANKS + sources
-    return dl.wait(flags, NUM_RANKS, value, guard_ptr)
+    flags = arrivals_ptr + flag_offset(phase, value, NUM_RANKS) + programs * NUM_RANKS + sources
+    return dl.wait(flags, NUM_RANKS, value, guard_ptr, True)
 
 
 @jit
@@ -110,14 +129,14 @@ def await_peers(
 
 
 @jit
-def await_pushed(arrivals_ptr, epoch_ptr, epoch, piece, rank, NUM_RANKS: tl.constexpr):
+def await_pushed(arrivals_ptr, epoch_ptr, value, piece, rank, NUM_RANKS: tl.constexpr):
     """Wait until a copy engine of every peer has brought ``piece``; gives a token. The flags,
-    [piece, source rank], are int32 and set to the epoch of the slot."""
+    [piece, source rank], are set to ``value``, that of the slot."""
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
         flag = arrivals_ptr + piece * NUM_RANKS + source
-        token += dl.wait(flag, 1, epoch, epoch_ptr + 1)
+        token += dl.wait(flag, 1, value, epoch_ptr + 1, True)
     return token
 
 

@@ -3,7 +3,8 @@ what adds or copies shards that copy engines push.
 
 A *shard* is what one rank owns, of ``elements`` elements; in a slot it has ``shard_elements``.
 ``total`` is the length of the whole: x of an all-reduce and a reduce-scatter, out of an
-all-gather. Blocks of ``BLOCK`` elements go round the programs. Grid: (up to ``MAX_CTAS``,).
+all-gather. ``size`` is what ranks have to agree on, and flags carry. Blocks of ``BLOCK`` elements
+go round the programs. Grid: (up to ``MAX_CTAS``,).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange import (
-    MAX_PIECES,
     add_parts,
     await_peers,
     await_pushed,
     begin_call,
     copy_shards,
     first_of,
+    flag_of_piece,
     flags_at_ranks,
     pieces_of,
     push_shards,
@@ -27,9 +28,10 @@ from triton_dist.kernels.common.exchange import (
     slot_offset,
     tell_ranks,
 )
+from triton_dist.kernels.common.flags import flag_of
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_all_reduce_one_shot(
     x_ptr,
     out_ptr,
@@ -43,6 +45,7 @@ def kernel_all_reduce_one_shot(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
@@ -66,7 +69,7 @@ def kernel_all_reduce_one_shot(
         x_ptr, slots_ptr, out_ptr, slots_table, offset, elements, shard_elements, 1, blocks, rank,
         NUM_RANKS, BLOCK, False,
     )  # fmt: skip
-    value = epoch * MAX_PIECES + 1
+    value = flag_of_piece(epoch, 1, size)
     tell_ranks(flags, 0, value, NUM_RANKS, LANES)
     token = await_peers(arrivals_ptr, guard_ptr, 0, value, NUM_RANKS, LANES)
     add_parts(
@@ -75,7 +78,7 @@ def kernel_all_reduce_one_shot(
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_all_reduce_two_shot(
     x_ptr,
     out_ptr,
@@ -89,6 +92,7 @@ def kernel_all_reduce_two_shot(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
@@ -107,7 +111,6 @@ def kernel_all_reduce_two_shot(
     gathered_offset = offset + NUM_RANKS * shard_elements.to(tl.int64)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
     own = rank.to(tl.int64) * elements
-    value = epoch * MAX_PIECES
     for piece in range(NUM_PIECES + 2):
         first = piece * blocks
         if piece < NUM_PIECES:
@@ -115,24 +118,28 @@ def kernel_all_reduce_two_shot(
                 x_ptr, slots_ptr, slots_table, offset, elements, total, shard_elements,
                 first, first + blocks, rank, NUM_RANKS, BLOCK,
             )  # fmt: skip
-            tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
+            tell_ranks(flags, 0, flag_of_piece(epoch, piece + 1, size), NUM_RANKS, LANES)
         if (piece >= 1) & (piece <= NUM_PIECES):
-            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, NUM_RANKS, LANES)
+            token = await_peers(
+                arrivals_ptr, guard_ptr, 0, flag_of_piece(epoch, piece, size), NUM_RANKS, LANES
+            )
             add_parts(
                 x_ptr, slots_ptr, out_ptr, slots_table, offset, gathered_offset, own, own,
                 elements, total, shard_elements, first - blocks, first, token, rank,
                 NUM_RANKS, BLOCK, True,
             )  # fmt: skip
-            tell_ranks(flags, 1, value + piece, NUM_RANKS, LANES)
+            tell_ranks(flags, 1, flag_of_piece(epoch, piece, size), NUM_RANKS, LANES)
         if piece >= 2:
-            token = await_peers(arrivals_ptr, guard_ptr, 1, value + piece - 1, NUM_RANKS, LANES)
+            token = await_peers(
+                arrivals_ptr, guard_ptr, 1, flag_of_piece(epoch, piece - 1, size), NUM_RANKS, LANES
+            )
             copy_shards(
                 slots_ptr, out_ptr, gathered_offset, elements, total, shard_elements,
                 first - 2 * blocks, first - blocks, token, rank, NUM_RANKS, BLOCK,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_reduce_scatter(
     x_ptr,
     out_ptr,
@@ -146,6 +153,7 @@ def kernel_reduce_scatter(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
@@ -159,7 +167,6 @@ def kernel_reduce_scatter(
     offset = slot_offset(epoch, slot_elements)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
     own = rank.to(tl.int64) * elements
-    value = epoch * MAX_PIECES
     for piece in range(NUM_PIECES + 1):
         first = piece * blocks
         if piece < NUM_PIECES:
@@ -167,16 +174,18 @@ def kernel_reduce_scatter(
                 x_ptr, slots_ptr, slots_table, offset, elements, total, shard_elements,
                 first, first + blocks, rank, NUM_RANKS, BLOCK,
             )  # fmt: skip
-            tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
+            tell_ranks(flags, 0, flag_of_piece(epoch, piece + 1, size), NUM_RANKS, LANES)
         if piece >= 1:
-            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, NUM_RANKS, LANES)
+            token = await_peers(
+                arrivals_ptr, guard_ptr, 0, flag_of_piece(epoch, piece, size), NUM_RANKS, LANES
+            )
             add_parts(
                 x_ptr, slots_ptr, out_ptr, slots_table, offset, offset, own, 0, elements, total,
                 shard_elements, first - blocks, first, token, rank, NUM_RANKS, BLOCK, False,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_all_gather(
     x_ptr,
     out_ptr,
@@ -190,6 +199,7 @@ def kernel_all_gather(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
@@ -202,7 +212,6 @@ def kernel_all_gather(
     epoch = begin_call(calls_ptr)
     offset = slot_offset(epoch, slot_elements)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
-    value = epoch * MAX_PIECES
     for piece in range(NUM_PIECES + 1):
         first = piece * blocks
         if piece < NUM_PIECES:
@@ -210,16 +219,18 @@ def kernel_all_gather(
                 x_ptr, slots_ptr, out_ptr + rank.to(tl.int64) * elements, slots_table, offset,
                 elements, shard_elements, first, first + blocks, rank, NUM_RANKS, BLOCK, True,
             )  # fmt: skip
-            tell_ranks(flags, 0, value + piece + 1, NUM_RANKS, LANES)
+            tell_ranks(flags, 0, flag_of_piece(epoch, piece + 1, size), NUM_RANKS, LANES)
         if piece >= 1:
-            token = await_peers(arrivals_ptr, guard_ptr, 0, value + piece, NUM_RANKS, LANES)
+            token = await_peers(
+                arrivals_ptr, guard_ptr, 0, flag_of_piece(epoch, piece, size), NUM_RANKS, LANES
+            )
             copy_shards(
                 slots_ptr, out_ptr, offset, elements, total, shard_elements,
                 first - blocks, first, token, rank, NUM_RANKS, BLOCK,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_add_pushed(
     x_ptr,
     out_ptr,
@@ -229,6 +240,7 @@ def kernel_add_pushed(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -236,21 +248,21 @@ def kernel_add_pushed(
 ):
     """Add the shards that copy engines push, and the own one of x [total], into out [elements], a
     piece at a time as it comes."""
-    epoch = tl.load(epoch_ptr)
+    value = flag_of(epoch_ptr, size)
     offset = tl.zeros((), tl.int64)
     own = rank.to(tl.int64) * elements
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
     for piece in range(NUM_PIECES):
         first = piece * blocks
         if first * tl.num_programs(0) * BLOCK < elements:
-            token = await_pushed(arrivals_ptr, epoch_ptr, epoch, piece, rank, NUM_RANKS)
+            token = await_pushed(arrivals_ptr, epoch_ptr, value, piece, rank, NUM_RANKS)
             add_parts(
                 x_ptr, shards_ptr, out_ptr, shards_ptr, offset, offset, own, 0, elements, total,
                 shard_elements, first, first + blocks, token, rank, NUM_RANKS, BLOCK, False,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_copy_pushed(
     x_ptr,
     out_ptr,
@@ -260,13 +272,14 @@ def kernel_copy_pushed(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_PIECES: tl.constexpr,
 ):
     """Copy x [elements], and the shards that copy engines push as they come, into out [total]."""
-    epoch = tl.load(epoch_ptr)
+    value = flag_of(epoch_ptr, size)
     offset = tl.zeros((), tl.int64)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
     own_ptr = out_ptr + rank.to(tl.int64) * elements
@@ -277,7 +290,7 @@ def kernel_copy_pushed(
     for piece in range(NUM_PIECES):
         first = piece * blocks
         if first * tl.num_programs(0) * BLOCK < elements:
-            token = await_pushed(arrivals_ptr, epoch_ptr, epoch, piece, rank, NUM_RANKS)
+            token = await_pushed(arrivals_ptr, epoch_ptr, value, piece, rank, NUM_RANKS)
             copy_shards(
                 shards_ptr, out_ptr, offset, elements, total, shard_elements,
                 first, first + blocks, token, rank, NUM_RANKS, BLOCK,

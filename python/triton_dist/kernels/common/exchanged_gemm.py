@@ -48,11 +48,11 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange import (
     MAX_CTAS,
-    MAX_PIECES,
     await_peers,
     await_programs,
     begin_call,
     behind,
+    flag_of_piece,
     flags_at_ranks,
     slot_offset,
     tell_ranks,
@@ -141,7 +141,7 @@ def kernel_gemm_exchange(
                     target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
                     rows, N, "tile", BLOCK_SIZE_M, BLOCK_SIZE_N,
                 )  # fmt: skip
-    value = epoch * MAX_PIECES + 1
+    value = flag_of_piece(epoch, 1, M)
     tell_ranks(flags, 0, value, NUM_RANKS, LANES)
     sums_offset = offset + NUM_RANKS * shard_elements.to(tl.int64)  # with PASS_ON: [M, N]
     own_offset = 0  # of the own rows in C

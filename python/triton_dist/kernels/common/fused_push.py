@@ -22,6 +22,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import epoch_at, flag_of
 from triton_dist.kernels.common.tile_product import multiply_steps
 
 # A piece is what a program reads, then writes to every peer: rows of 256 contiguous bytes. A thread
@@ -40,12 +41,12 @@ def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
 
 @jit
 def wait_for_chunk(
-    arrivals_ptr, epoch_ptr, shard, chunk, FLAGS_PER_RANK, NUM_COMM_SMS: tl.constexpr
+    arrivals_ptr, epoch_ptr, shard, rows, chunk, FLAGS_PER_RANK, NUM_COMM_SMS: tl.constexpr
 ):
-    """Wait until ``chunk`` of ``shard`` is gathered; gives a token."""
+    """Wait until ``chunk`` of ``shard``, which has ``rows``, is gathered; gives a token."""
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-    return dl.wait(flags_ptr, NUM_COMM_SMS, tl.load(epoch_ptr), epoch_ptr + 1)
+    return dl.wait(flags_ptr, NUM_COMM_SMS, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
 
 
 @jit
@@ -72,11 +73,12 @@ def push_own_shard(
     ``ALIGNED``: rows begin at multiples of 16 bytes here and on the peers.
     """
     program = tl.program_id(0)
-    epoch = tl.load(epoch_ptr)
+    last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
+    value = flag_of(epoch_ptr, rows)
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
-        dl.wait(consumed_ptr + peer, peers - first_peer, epoch - 1, epoch_ptr + 1)
+        dl.wait(consumed_ptr + peer, peers - first_peer, last, epoch_ptr + 1)
 
     # Elements that are known to lie together. Such hints hold where they stand, and are lost when
     # they stand on what a call returns or is given.
@@ -95,7 +97,7 @@ def push_own_shard(
             number = first_peer + tl.arange(0, _PEERS)
             flags_ptr = dl.symm_at(arrivals_ptr, arrivals_table, (rank + 1 + number) % num_ranks)
             flag = rank * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-            dl.notify(flags_ptr + flag, epoch, mask=number < peers)
+            dl.notify(flags_ptr + flag, value, mask=number < peers)
 
 
 @jit
@@ -139,6 +141,7 @@ def multiply_arriving_tile(
     gathered_desc,
     b_desc,
     shard,
+    rows,
     row,
     column,
     K,
@@ -155,8 +158,8 @@ def multiply_arriving_tile(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
-    """``multiply_tile`` of rows of ``shard``, which arrive in chunks along K: each is multiplied as
-    soon as it is there. The waits stand outside of the loop that is pipelined."""
+    """``multiply_tile`` from ``row`` of ``shard`` on, whose ``rows`` arrive in chunks along K: each
+    is multiplied as soon as it is there. The waits stand outside of the loop that is pipelined."""
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     for chunk in range(NUM_CHUNKS):
@@ -166,10 +169,10 @@ def multiply_arriving_tile(
         end = min(end, steps * (part + 1) // num_parts)
         if begin < end:
             token = wait_for_chunk(
-                arrivals_ptr, epoch_ptr, shard, chunk, FLAGS_PER_RANK, NUM_COMM_SMS
+                arrivals_ptr, epoch_ptr, shard, rows, chunk, FLAGS_PER_RANK, NUM_COMM_SMS
             )
             accumulator = multiply_steps(
-                accumulator, gathered_desc, b_desc, dl.consume_token(row, token), column, begin,
-                end, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K,
+                accumulator, gathered_desc, b_desc, dl.consume_token(shard * rows + row, token),
+                column, begin, end, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K,
             )  # fmt: skip
     return accumulator

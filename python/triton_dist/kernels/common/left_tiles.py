@@ -26,7 +26,7 @@ from triton_dist.kernels.common.scattered_tiles import (
 from triton_dist.kernels.common.tiles import tile_in_scatter_order
 
 # Word of a slot's line, behind those of ``epochs.py``.
-BEGUN = tl.constexpr(8)
+BEGUN = tl.constexpr(12)
 # Of a program that has looked whether it may wait.
 STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
 
@@ -100,7 +100,7 @@ def kernel_add_left(
             )  # fmt: skip
             if slab == rank:
                 unit = m // chunk_tiles_m if SCATTER == "slab" else tile
-                token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
+                token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
                 add_partials(
                     partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, m * BLOCK_SIZE_M,
                     n * BLOCK_SIZE_N, min(rows, M - rank * rows), N, token, rank, sums_ptr,
@@ -108,4 +108,4 @@ def kernel_add_left(
                     REDUCE_ROWS,
                 )  # fmt: skip
                 if SCATTER == "all":
-                    announce_to_all(sum_flags_ptr, epoch_ptr, tile, rank, NUM_RANKS)
+                    announce_to_all(sum_flags_ptr, epoch_ptr, M, tile, rank, NUM_RANKS)

@@ -81,6 +81,7 @@ def kernel_gemm_packets(
     # What needs no product comes first, so that it is under way meanwhile.
     targets = peers_at(packets_ptr, packets_table, rank, NUM_RANKS)
     epoch = begin_call(calls_ptr)
+    tag = tag_of(epoch, M)
     tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     a, b = operands_at(
@@ -103,9 +104,9 @@ def kernel_gemm_packets(
         there = (line_row < M) & (line_column < lines_n)
         own = _in_lines(own, there)
         offset = part_offset(epoch, rank, part_words, NUM_RANKS)
-        send_lines(targets, offset, own, line, there, tag_of(epoch))
+        send_lines(targets, offset, own, line, there, tag)
         payloads = await_lines(
-            packets_ptr, guard_ptr, epoch, part_words, line, there, rank, NUM_RANKS
+            packets_ptr, guard_ptr, epoch, tag, part_words, line, there, rank, NUM_RANKS
         )
         sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
         # Line by line, too: who has polled a line stores its sums.

@@ -19,7 +19,7 @@ from triton_dist.kernels.common.packets import (
 )
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["size", "rank"])
 def kernel_all_reduce_packets(
     x_ptr,
     out_ptr,
@@ -29,11 +29,13 @@ def kernel_all_reduce_packets(
     guard_ptr,
     part_words,
     elements,
+    size,
     rank,
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every rank sends all of x [elements] to all, and adds what it gets.
+    """Every rank sends all of x [elements] to all, and adds what it gets; ``size`` is what ranks
+    have to agree on.
 
     Blocks of ``BLOCK`` elements go round the programs. Grid: (up to ``MAX_CTAS``,).
     """
@@ -44,7 +46,7 @@ def kernel_all_reduce_packets(
     index = first_of(0, BLOCK) + tl.arange(0, BLOCK)
     values = tl.load(x_ptr + index, mask=index < elements, other=0.0)
     epoch = begin_call(calls_ptr)
-    tag = tag_of(epoch)
+    tag = tag_of(epoch, size)
     offset = part_offset(epoch, rank, part_words, NUM_RANKS)
     # Of this program's share, not of the largest: no flag has to say that there was none.
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
@@ -61,7 +63,7 @@ def kernel_all_reduce_packets(
         mask = index < elements
         own = payload_of(tl.load(x_ptr + index, mask=mask, other=0.0))
         payloads = await_lines(
-            packets_ptr, guard_ptr, epoch, part_words, line, there, rank, NUM_RANKS
+            packets_ptr, guard_ptr, epoch, tag, part_words, line, there, rank, NUM_RANKS
         )
         sums = add_lines(own, payloads, rank, NUM_RANKS, x_ptr.dtype.element_ty)
         tl.store(out_ptr + index, sums.to(out_ptr.dtype.element_ty), mask=mask)

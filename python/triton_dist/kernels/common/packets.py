@@ -13,12 +13,13 @@ acknowledgement.
 *Why no fence.* An aligned access of 8 bytes happens as a whole, also within a vector of two. Who
 sees the tag of a word has its payload too, whatever became of other words.
 
-*Tags.* The lowest 31 bits of the number of the call, and the highest bit set: never 0, which is
-what memory is allocated and reset with.
+*Tags.* The lowest 11 bits of the number of the call above the size of the call (``flags.py``), and
+the highest bit set: never 0, which is what memory is allocated and reset with. A word with a tag
+that is another one is of a peer that came with another size.
 
 *Why no word is old.* A word is set to 0 when it has been read, so a word that is not 0 is of a call
 that has not read it yet. Tags alone would not do: a word that later, smaller calls leave alone
-would count as new after 2**31 calls, which are some hours. Nor does setting it to 0 hit a new
+would soon count as new. Nor does setting it to 0 hit a new
 word: a peer writes to the same slot two calls later, and begins that call after every rank has
 begun the call in between (``exchange.py``, *why a slot is free*), so after the kernel that cleared
 has ended. For this a call has to read all words that are sent to it. A call that gave up has not:
@@ -43,8 +44,10 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import flag_value
 from triton_dist.kernels.common.scattered_tiles import target_at
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
+from triton_dist.language.signals import note_disagreement, sized
 
 # Bytes of data in a line, and words.
 LINE_BYTES = tl.constexpr(8)
@@ -52,17 +55,19 @@ LINE_WORDS = tl.constexpr(2)
 # Words of which parts are multiples, so that each line lies on 16 bytes.
 PART_ALIGNMENT = tl.constexpr(16)
 _NEVER_ZERO = tl.constexpr(-(2**31))
+# Words of the guard (``language.wait``), by number.
+_GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _DISAGREED = 1, 2, 3, 4, 5, 2
 
 
 @jit
-def tag_of(epoch):
-    """int32, of call number ``epoch``."""
-    return epoch.to(tl.int32) | _NEVER_ZERO
+def tag_of(epoch, size):
+    """int32, of call number ``epoch``, of ``size``."""
+    return sized(epoch, size).to(tl.int32) | _NEVER_ZERO
 
 
-def tag_number(epoch: int) -> int:
+def tag_number(epoch: int, size: int) -> int:
     """The same on the host, as an unsigned number."""
-    return epoch & 0x7FFFFFFF | 0x80000000
+    return flag_value(epoch, size) & 0x7FFFFFFF | 0x80000000
 
 
 @jit
@@ -124,15 +129,15 @@ def send_lines(targets, offset, payload, line, mask, tag):
 
 @jit
 def await_lines(
-    packets_ptr, guard_ptr, epoch, part_words, line, mask, rank, NUM_RANKS: tl.constexpr
+    packets_ptr, guard_ptr, epoch, tag, part_words, line, mask, rank, NUM_RANKS: tl.constexpr
 ):
     """Wait until the lines ``line`` [lines] of every peer's part are there; gives their payloads,
     NUM_RANKS - 1 of int32 [lines, 2], in the order of ranks.
 
-    Waits no longer than ``language.wait`` with the same guard. When it gives up, guard[2:4] is the
-    address of a line that had not come, and what it gives is of no use.
+    Waits no longer than ``language.wait`` with the same guard, to whose end a word with another
+    size's tag leads too. When it gives up, guard[4] is the address of a line that had not come, or
+    whose first word came so, and what it gives is of no use.
     """
-    tag = tag_of(epoch)
     lines = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
         source = peer + (peer >= rank).to(tl.int32)
@@ -149,7 +154,7 @@ def await_lines(
 def _poll_together(lines, tag, mask, guard_ptr):
     """Each thread its words."""
     PEERS: tl.constexpr = len(lines)
-    most = tl.load(guard_ptr)
+    most = tl.load(guard_ptr.to(tl.pointer_type(tl.int32)))  # of int64, the lower half
     # All pointers have to be of one type.
     guard_ptr = guard_ptr.to(lines[0].dtype.scalar)
     halves = tl.inline_asm_elementwise(
@@ -177,10 +182,17 @@ def _poll_in_turn(lines, tag, mask, guard_ptr):
     for peer in tl.static_range(len(lines)):
         word_ptr = lines[peer][:, None] + tl.arange(0, LINE_WORDS)[None, :]
         deadline = wait_deadline()
+        polls = 0
         words = tl.load(word_ptr, mask=there, other=wanted << 32, volatile=True)
         seen = (words >> 32) & 0xFFFFFFFF
-        while tl.max(wanted - seen) != 0:
-            spin(word_ptr, seen, wanted, deadline, 0, guard_ptr)
+        while (tl.max(tl.where(seen == wanted, 0, 1)) != 0) & (polls >= 0):
+            foreign = (seen != wanted) & (seen > 0x7FFFFFFF)
+            if tl.max(foreign.to(tl.int32)) != 0:
+                words_at = word_ptr.to(tl.int64)
+                flag = tl.max(tl.where(foreign, words_at, 0))
+                other = tl.max(tl.where(words_at == flag, seen, 0))
+                note_disagreement(guard_ptr, flag, other, wanted)
+            polls = spin(word_ptr, seen, wanted, deadline, 0, guard_ptr, False)
             words = tl.load(word_ptr, mask=there, other=wanted << 32, volatile=True)
             seen = (words >> 32) & 0xFFFFFFFF
         payloads = payloads + (words.to(tl.int32),)  # noqa: RUF005
@@ -227,12 +239,16 @@ def _constraints(peers: int) -> str:
 
 @triton.constexpr_function
 def _polling(peers: int) -> str:
-    """PTX: look at a line of each peer until all words have the tag. With a limit, ``most`` > 0,
-    give up after as many looks, or when another thread has (guard[1])."""
+    """PTX: look at a line of each peer until all words have the tag. Give up when another thread
+    has (guard[1]), which is looked at together with the lines; or when a word has come with a tag
+    that is another size's; or with a limit, ``most`` > 0, after as many looks.
+
+    ``t``, tags' exclusive or, is 0 for a word that has come, and negative for one that has not.
+    """
     lines = [f"${2 * peers + peer}" for peer in range(peers)]
     tag, mask, most, guard = (f"${3 * peers + place}" for place in range(4))
     out = [f"${place}" for place in range(2 * peers)]
-    look, compare = [], []
+    look, compare, foreign = [], [], []
     for peer, line in enumerate(lines):
         first, second = 2 * peer, 2 * peer + 1
         look += [f"ld.relaxed.sys.global.v2.b64 {{w{first}, w{second}}}, [{line}];"]
@@ -244,6 +260,13 @@ def _polling(peers: int) -> str:
             f"or.b32 missing{peer}, t{first}, t{second};",
             f"or.b32 missing, missing, missing{peer};",
         ]
+        for word in (first, second):
+            foreign += [
+                f"setp.gt.s32 some, t{word}, 0;",
+                f"@some mov.b64 late, {line};",
+                f"@some xor.b32 others, t{word}, {tag};",
+                "or.pred differs, differs, some;",
+            ]
     name_late = [f"mov.b64 late, {lines[-1]};"]
     for peer in reversed(range(peers - 1)):
         name_late += [
@@ -251,9 +274,9 @@ def _polling(peers: int) -> str:
             f"selp.b64 late, {lines[peer]}, late, some;",
         ]
     instructions = [
-        ".reg .pred some;",
+        ".reg .pred some, differs;",
         ".reg .b32 looks, missing, others;",
-        ".reg .b64 late;",
+        ".reg .b64 late, value;",
         f".reg .b64 w<{2 * peers}>;",
         f".reg .b32 t<{2 * peers}>, missing<{peers}>;",
         *(f"mov.b32 {each}, 0;" for each in out),
@@ -262,21 +285,36 @@ def _polling(peers: int) -> str:
         "@some bra done;",
         "look:",
         *look,
+        f"ld.relaxed.gpu.global.b32 others, [{guard} + {8 * _GAVE_UP}];",
         "mov.b32 missing, 0;",
         *compare,
         "setp.eq.b32 some, missing, 0;",
         "@some bra done;",
-        f"setp.eq.b32 some, {most}, 0;",
-        "@some bra look;",
-        f"ld.relaxed.gpu.global.b32 others, [{guard} + 4];",
         "setp.ne.b32 some, others, 0;",
         "@some bra done;",
+        "setp.ne.b32 differs, 0, 0;",
+        *foreign,
+        "@differs bra disagree;",
+        f"setp.eq.b32 some, {most}, 0;",
+        "@some bra look;",
         "add.u32 looks, looks, 1;",
         f"setp.lt.u32 some, looks, {most};",
         "@some bra look;",
         *name_late,
-        f"st.relaxed.gpu.global.b64 [{guard} + 8], late;",
-        f"st.relaxed.gpu.global.b32 [{guard} + 4], 1;",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _FLAG}], late;",
+        f"cvt.u64.u32 value, {tag};",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _AWAITED}], value;",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _GAVE_UP}], 1;",
+        "bra done;",
+        "disagree:",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _FLAG}], late;",
+        "cvt.u64.u32 value, others;",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _SEEN}], value;",
+        f"cvt.u64.u32 value, {tag};",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _AWAITED}], value;",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _GAVE_UP}], {_DISAGREED};",
+        f"ld.relaxed.gpu.global.b64 late, [{guard} + {8 * _REPORT}];",
+        "st.relaxed.sys.global.b64 [late], 1;",
         "done:",
     ]
     return "{\n" + "\n".join(instructions) + "\n}"

@@ -157,12 +157,12 @@ def kernel_gemm_scatter_persistent(
             if stored_slab != rank:
                 dl.publish_tile()
                 announce_tile(
-                    flags_ptr, epoch_ptr, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER
+                    flags_ptr, epoch_ptr, M, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER
                 )
                 stored_slab = rank
         if SCATTER == "all":  # noqa: SIM102  # a constexpr: not to be joined with the other condition
             if summed >= 0:
-                announce_to_all(sum_flags_ptr, epoch_ptr, summed, rank, NUM_RANKS)
+                announce_to_all(sum_flags_ptr, epoch_ptr, M, summed, rank, NUM_RANKS)
                 summed = -1
         if SCATTER == "add":
             store_tile_by_pointers(
@@ -184,7 +184,7 @@ def kernel_gemm_scatter_persistent(
             if ANNOUNCE_LATER:
                 stored_slab, stored_unit = slab, unit
             else:
-                announce_tile(flags_ptr, epoch_ptr, slab, unit, rank, NUM_RANKS, SCATTER)
+                announce_tile(flags_ptr, epoch_ptr, M, slab, unit, rank, NUM_RANKS, SCATTER)
         else:
             if ANNOUNCE_LATER:
                 dl.publish_tile()  # to the other threads of this program
@@ -194,7 +194,7 @@ def kernel_gemm_scatter_persistent(
                 if stays == STAYS:
                     token = 0
                     if unit != awaited:  # tiles of a chunk arrive together
-                        token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
+                        token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
                         awaited = unit
                     add_partials(
                         partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
@@ -203,7 +203,7 @@ def kernel_gemm_scatter_persistent(
                     )  # fmt: skip
         if SCATTER == "all":
             if due >= 0:
-                token = await_partials(arrivals_ptr, epoch_ptr, due, rank, NUM_RANKS)
+                token = await_partials(arrivals_ptr, epoch_ptr, M, due, rank, NUM_RANKS)
                 add_partials(
                     partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, due_row, due_column,
                     own_rows, N, token, rank, sums_ptr, own_begin,
@@ -215,18 +215,20 @@ def kernel_gemm_scatter_persistent(
     if ANNOUNCE_LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
         if stored_slab != rank:  # of a program whose last tile is for others
             dl.publish_tile()
-            announce_tile(flags_ptr, epoch_ptr, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER)
+            announce_tile(
+                flags_ptr, epoch_ptr, M, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER
+            )
     if SCATTER == "all":
         if summed >= 0:
-            announce_to_all(sum_flags_ptr, epoch_ptr, summed, rank, NUM_RANKS)
+            announce_to_all(sum_flags_ptr, epoch_ptr, M, summed, rank, NUM_RANKS)
         if due >= 0:
-            token = await_partials(arrivals_ptr, epoch_ptr, due, rank, NUM_RANKS)
+            token = await_partials(arrivals_ptr, epoch_ptr, M, due, rank, NUM_RANKS)
             add_partials(
                 partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, due_row, due_column,
                 own_rows, N, token, rank, sums_ptr, own_begin,
                 NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
             )  # fmt: skip
-            announce_to_all(sum_flags_ptr, epoch_ptr, due, rank, NUM_RANKS)
+            announce_to_all(sum_flags_ptr, epoch_ptr, M, due, rank, NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -284,16 +286,16 @@ def kernel_gemm_scatter_non_persistent(
         target_ptr, accumulator, row, column, rows, N, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N
     )
     if slab != rank:
-        announce_tile(flags_ptr, epoch_ptr, slab, unit, rank, NUM_RANKS, SCATTER)
+        announce_tile(flags_ptr, epoch_ptr, M, slab, unit, rank, NUM_RANKS, SCATTER)
     else:
         own_begin = 0  # of the own rows in C
         if SCATTER == "all":
             own_begin = rank.to(tl.int64) * rows * N
-        token = await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS)
+        token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
         add_partials(
             partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, row, column,
             min(rows, M - rank * rows), N, token, rank, sums_ptr, own_begin,
             NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
         )  # fmt: skip
         if SCATTER == "all":
-            announce_to_all(sum_flags_ptr, epoch_ptr, unit, rank, NUM_RANKS)
+            announce_to_all(sum_flags_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import flag_of
 
 # Bytes of which every target is a multiple. The compiler knows nothing of an address from a table;
 # without this it stores 2 bytes at a time.
@@ -26,18 +27,20 @@ def target_at(targets_ptr, slab, like_ptr):
 
 @jit
 def announce_tile(
-    flags_ptr, epoch_ptr, slab, unit, rank, NUM_RANKS: tl.constexpr, SCATTER: tl.constexpr
+    flags_ptr, epoch_ptr, M, slab, unit, rank, NUM_RANKS: tl.constexpr, SCATTER: tl.constexpr
 ):
-    """Say that a tile of another rank's ``slab`` is stored: to that rank, or to the copy engine."""
-    flag_ptr = tl.load(flags_ptr + slab).to(epoch_ptr.dtype)
+    """Say that a tile of another rank's ``slab``, of a product of ``M`` rows, is stored: to that
+    rank, or to the copy engine."""
+    flag = tl.load(flags_ptr + slab)
     if SCATTER == "slab":
-        dl.notify(flag_ptr + unit, 1, "add")
+        dl.notify(flag.to(tl.pointer_type(tl.int32)) + unit, 1, "add")
     else:
-        dl.notify(flag_ptr + unit * NUM_RANKS + rank, tl.load(epoch_ptr))
+        flag_ptr = flag.to(epoch_ptr.dtype) + unit * NUM_RANKS + rank
+        dl.notify(flag_ptr, flag_of(epoch_ptr, M))
 
 
 @jit
-def announce_to_all(flags_ptr, epoch_ptr, unit, rank, NUM_RANKS: tl.constexpr):
+def announce_to_all(flags_ptr, epoch_ptr, M, unit, rank, NUM_RANKS: tl.constexpr):
     """Set this rank's flag of ``unit`` on every rank, the own one too, after everything that the
     program stored; ``flags_ptr``: addresses of the flags by rank.
 
@@ -47,17 +50,17 @@ def announce_to_all(flags_ptr, epoch_ptr, unit, rank, NUM_RANKS: tl.constexpr):
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     there = peer < NUM_RANKS
     flags = tl.load(flags_ptr + peer, mask=there, other=0).to(epoch_ptr.dtype)
-    dl.notify(flags + unit * NUM_RANKS + rank, tl.load(epoch_ptr), mask=there)
+    dl.notify(flags + unit * NUM_RANKS + rank, flag_of(epoch_ptr, M), mask=there)
 
 
 @jit
-def await_partials(arrivals_ptr, epoch_ptr, unit, rank, NUM_RANKS: tl.constexpr):
-    """Wait for ``unit`` of every peer; gives a token."""
-    epoch = tl.load(epoch_ptr)
+def await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS: tl.constexpr):
+    """Wait for ``unit`` of every peer, of a product of ``M`` rows; gives a token."""
+    value = flag_of(epoch_ptr, M)
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
-        token += dl.wait(arrivals_ptr + unit * NUM_RANKS + source, 1, epoch, epoch_ptr + 1)
+        token += dl.wait(arrivals_ptr + unit * NUM_RANKS + source, 1, value, epoch_ptr + 1, True)
     return token
 
 

@@ -11,7 +11,8 @@ a 2-D
 one: same registers, shared memory and instructions for sm_90) or by a mask.
 
 Flags of shard s are ``arrivals_ptr[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows; a
-chunk is there when its flag has reached the epoch at ``epoch_ptr``.
+chunk is there when its flag has reached the epoch at ``epoch_ptr``. A flag also carries the rows of
+a shard, and whoever waits compares them (``flags.py``).
 
 The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
 (``split_k.py``).
@@ -26,6 +27,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import flag_of
 from triton_dist.kernels.common.fused_push import multiply_arriving_tile, push_own_shard
 from triton_dist.kernels.common.split_k import (
     part_of_unit,
@@ -43,13 +45,21 @@ from triton_dist.kernels.common.tiles import (
 
 @jit
 def wait_for_rows(
-    arrivals_ptr, epoch_ptr, shard, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr
+    arrivals_ptr,
+    epoch_ptr,
+    shard,
+    rows,
+    first_row,
+    last_row,
+    chunk_rows,
+    FLAGS_PER_RANK: tl.constexpr,
 ):
-    """Wait until rows ``first_row`` to ``last_row`` of ``shard`` are gathered; gives a token."""
+    """Wait until rows ``first_row`` to ``last_row`` of ``shard``, which has ``rows``, are gathered;
+    gives a token."""
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
     flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
-    return dl.wait(flags_ptr, count, tl.load(epoch_ptr), epoch_ptr + 1)
+    return dl.wait(flags_ptr, count, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
 
 
 @jit
@@ -227,14 +237,14 @@ def kernel_gemm_persistent(
             row = m * BLOCK_SIZE_M
             if NUM_COMM_SMS > 0:
                 accumulator = multiply_arriving_tile(
-                    gathered_desc, b_desc, shard, shard * rows + row, n * BLOCK_SIZE_N, K, part,
-                    num_parts, arrivals_ptr, epoch_ptr, FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS,
+                    gathered_desc, b_desc, shard, rows, row, n * BLOCK_SIZE_N, K, part, num_parts,
+                    arrivals_ptr, epoch_ptr, FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS,
                     B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
                 )  # fmt: skip
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(
-                    arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
+                    arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
                 )
                 accumulator = multiply_tile(
                     gathered_desc, b_desc, dl.consume_token(shard * rows + row, token), n *
@@ -308,12 +318,12 @@ def kernel_gemm_non_persistent(
         if shard != rank:
             if NUM_COMM_SMS > 0:
                 flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK
-                epoch = tl.load(epoch_ptr)
-                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, epoch, epoch_ptr + 1)
+                value = flag_of(epoch_ptr, rows)
+                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, value, epoch_ptr + 1, True)
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(
-                    arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
+                    arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
                 )
             a_ptr = gathered_ptr + shard.to(tl.int64) * rows * stride_am
             a_row = dl.consume_token(

@@ -29,6 +29,9 @@ ended call n + 1 knows that every rank had begun it, and thus ended call n: all 
 asks for. It holds for each program by itself, since one whose share is empty, as all shares of the
 second half are where x is short, waits and tells like the others, though no data goes with it.
 
+*Sizes.* A rank hears from its neighbours only. One to which something came with another size tells
+on with another size than its own, so that all ranks notice.
+
 *Numerics.* A rank adds its own part, the left child's and the right one's in fp32 in this order,
 and rounds the sum to x's dtype, in which it travels. So there are as many roundings as the tree is
 high, floor(log2(ranks)): one of up to three ranks, two of up to seven. The shape of the trees
@@ -40,20 +43,20 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange import (
-    MAX_CTAS,
-    MAX_PIECES,
+    ONE_PIECE,
     begin_call,
     behind,
     first_of,
+    flag_of_piece,
     flag_offset,
     flags_at_ranks,
     pieces_of,
     slot_offset,
 )
 from triton_dist.kernels.common.scattered_tiles import target_at
+from triton_dist.language.signals import wait_for_size
 
 NOBODY = tl.constexpr(-1)
 # Where the sum of the first half lies in a slot, behind the parts of two children.
@@ -68,13 +71,16 @@ def slot_at(slots_table, peer, slots_ptr, offset):
 
 @jit
 def await_neighbour(arrivals_ptr, guard_ptr, phase, value, source, NUM_RANKS: tl.constexpr):
-    """Wait until this program of ``source`` has got to ``value`` (acquire); gives a token. For
-    nobody, do not wait."""
-    token = 0
+    """Wait until this program of ``source`` has got to ``value`` (acquire); gives a token, and 0,
+    or 1 if it came with another size. For nobody, do not wait."""
+    token, differs = 0, 0
     if source >= 0:
-        flag = arrivals_ptr + flag_offset(phase, NUM_RANKS) + source
-        token += dl.wait(flag, 1, value, guard_ptr)
-    return token
+        program = tl.program_id(0) * NUM_RANKS
+        flag = arrivals_ptr + flag_offset(phase, value, NUM_RANKS) + program + source
+        waited, agrees = wait_for_size(flag, value, guard_ptr)
+        token += waited
+        differs += 1 - agrees.to(tl.int32)
+    return token, differs
 
 
 @jit
@@ -86,8 +92,9 @@ def tell_two(flags, phase, value, first, second, NUM_RANKS: tl.constexpr, LANES:
     there = (peer == first) | (peer == second)
     values = tl.zeros((LANES,), tl.int64) + value
     tl.atomic_xchg(
-        flags + phase * MAX_CTAS * NUM_RANKS, values, mask=there, sem="release", scope="sys"
-    )
+        flags + flag_offset(phase, value, NUM_RANKS), values, mask=there,
+        sem="release", scope="sys",
+    )  # fmt: skip
 
 
 @jit
@@ -166,7 +173,8 @@ def pass_on(
 
 @jit(
     do_not_specialize=[
-        "rank", "leaf_tree", "leaf_parent", "leaf_is_right", "parent", "is_right", "left", "right",
+        "size", "rank", "leaf_tree", "leaf_parent", "leaf_is_right", "parent", "is_right", "left",
+        "right",
     ]
 )  # fmt: skip
 def kernel_all_reduce_double_tree(
@@ -182,6 +190,7 @@ def kernel_all_reduce_double_tree(
     shard_elements,
     elements,
     total,
+    size,
     rank,
     leaf_tree,
     leaf_parent,
@@ -216,7 +225,8 @@ def kernel_all_reduce_double_tree(
     told, also_told = tl.where(is_root, left, parent), tl.where(is_root, right, NOBODY)
     up_phase = is_root.to(tl.int32)
     blocks = pieces_of(elements, BLOCK, NUM_PIECES)
-    value = epoch * MAX_PIECES
+    value = flag_of_piece(epoch, 1, size)
+    differs = 0  # the size of what has come, from this one's: all that passes on says so
     for piece in range(NUM_PIECES + 1):
         first = piece * blocks
         if piece < NUM_PIECES:
@@ -224,30 +234,33 @@ def kernel_all_reduce_double_tree(
                 x_ptr + leaf_begin, leaf_parent_ptr, leaf_parent_ptr, leaf_parent_ptr, leaf_length,
                 first, first + blocks, NOBODY, NOBODY, BLOCK,
             )  # fmt: skip
-            tell_two(flags, 0, value + piece + 1, leaf_parent, NOBODY, NUM_RANKS, LANES)
-            token = await_neighbour(arrivals_ptr, guard_ptr, 0, value + piece + 1, left, NUM_RANKS)
-            token += await_neighbour(
-                arrivals_ptr, guard_ptr, 0, value + piece + 1, right, NUM_RANKS
-            )
+            tell_two(flags, 0, value ^ differs, leaf_parent, NOBODY, NUM_RANKS, LANES)
+            token, of_left = await_neighbour(arrivals_ptr, guard_ptr, 0, value, left, NUM_RANKS)
+            waited, of_right = await_neighbour(arrivals_ptr, guard_ptr, 0, value, right, NUM_RANKS)
+            differs |= of_left | of_right
             add_children(
                 x_ptr + begin, slots_ptr, out_ptr + begin, parent_ptr, left_ptr, right_ptr, offset,
-                length, shard, first, first + blocks, token, parent, left, right, BLOCK,
+                length, shard, first, first + blocks, token + waited, parent, left, right, BLOCK,
             )  # fmt: skip
-            tell_two(flags, up_phase, value + piece + 1, told, also_told, NUM_RANKS, LANES)
+            tell_two(flags, up_phase, value ^ differs, told, also_told, NUM_RANKS, LANES)
         if piece >= 1:
+            before = value - ONE_PIECE
             if parent >= 0:
-                token = await_neighbour(
-                    arrivals_ptr, guard_ptr, 1, value + piece, parent, NUM_RANKS
+                token, of_parent = await_neighbour(
+                    arrivals_ptr, guard_ptr, 1, before, parent, NUM_RANKS
                 )
+                differs |= of_parent
                 pass_on(
                     slots_ptr + behind(offset + sums, token), out_ptr + begin, left_ptr, right_ptr,
                     length, first - blocks, first, left, right, BLOCK,
                 )  # fmt: skip
-                tell_two(flags, 1, value + piece, left, right, NUM_RANKS, LANES)
-            token = await_neighbour(
-                arrivals_ptr, guard_ptr, 1, value + piece, leaf_parent, NUM_RANKS
+                tell_two(flags, 1, before ^ differs, left, right, NUM_RANKS, LANES)
+            token, of_parent = await_neighbour(
+                arrivals_ptr, guard_ptr, 1, before, leaf_parent, NUM_RANKS
             )
+            differs |= of_parent
             pass_on(
                 slots_ptr + behind(offset + leaf_sums, token), out_ptr + leaf_begin,
                 out_ptr, out_ptr, leaf_length, first - blocks, first, NOBODY, NOBODY, BLOCK,
             )  # fmt: skip
+        value += ONE_PIECE

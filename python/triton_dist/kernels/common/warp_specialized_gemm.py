@@ -162,7 +162,7 @@ def _produce(
             row = m * BLOCK_SIZE_M
             last_row = min(row + BLOCK_SIZE_M, rows) - 1
             token = wait_for_rows(
-                arrivals_ptr, epoch_ptr, shard, row, last_row, chunk_rows, FLAGS_PER_RANK
+                arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
             )
             first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
             stage, phase = _load_tile(

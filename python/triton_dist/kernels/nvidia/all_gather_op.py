@@ -18,6 +18,7 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_all_gather, kernel_copy_pushed
 from triton_dist.kernels.nvidia import collective_context, vendor
+from triton_dist.kernels.nvidia.context import buffer_of
 from triton_dist.kernels.nvidia.pushed_collective import (
     PushedCollective,
     PushingContext,
@@ -77,7 +78,7 @@ def create_all_gather_ctx(
 
 
 def _check(x: torch.Tensor, ctx: AllGatherContext, output: torch.Tensor | None) -> None:
-    device = ctx.buffer.device.torch_device
+    device = buffer_of(ctx, "all_gather", "create_all_gather_ctx").device.torch_device
     collective_context.check_tensor("all_gather", "x", x, device)
     if x.ndim < 1:
         raise InvalidArgument("all_gather", "x.shape", tuple(x.shape), "[M, …]")

@@ -1,7 +1,7 @@
 """All-gather producers: they bring every rank's shard into a local buffer and set a flag for each
 chunk, in slots that take turns by the protocol of ``epochs.py``.
 
-No producer here uses an SM for data: copies go to a copy engine, and a flag is a 4-byte copy that
+No producer here uses an SM for data: copies go to a copy engine, and a flag is an 8-byte copy that
 follows its data on the same stream. In a fused method the consumer is the producer, too, in the
 same slots and by the same protocol; it looks at its peers itself (``common/fused_push.py``).
 
@@ -39,6 +39,7 @@ from triton_dist.kernels.nvidia.allgather_schedules import (
     rows_of_chunk,
     schedule,
 )
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.epochs import EpochSlots, Expected
 
 T = TypeVar("T")
@@ -53,17 +54,17 @@ _MOST_PLANS = 4096
 @jit(do_not_specialize=["rank", "num_ranks"])
 def kernel_exchange_staged(epoch_ptr, staged_ptr, staged_table, rank, num_ranks):
     """Tell every peer that the own shard is staged, and wait until theirs are. Grid (1,)."""
-    epoch = tl.load(epoch_ptr)
-    tl.store(epoch_ptr + _STAGED, epoch)
+    flag = tl.load(epoch_ptr)
+    tl.store(epoch_ptr + _STAGED, flag)
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.notify(dl.symm_at(staged_ptr, staged_table, peer) + rank, epoch)
+            dl.notify(dl.symm_at(staged_ptr, staged_table, peer) + rank, flag)
         peer += 1
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.wait(staged_ptr + peer, 1, epoch, epoch_ptr + 1)
+            dl.wait(staged_ptr + peer, 1, flag, epoch_ptr + 1, True)
         peer += 1
 
 
@@ -104,9 +105,9 @@ class AllGatherBuffer:
     ) -> None:
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         flags = {
-            "arrivals": ((size * MAX_CHUNKS,), torch.int32),
-            "pushed": ((size * _PUSHED_FLAGS,), torch.int32),
-            "staged": ((size,), torch.int32),
+            "arrivals": ((size * MAX_CHUNKS,), torch.int64),
+            "pushed": ((size * _PUSHED_FLAGS,), torch.int64),
+            "staged": ((size,), torch.int64),
             "forward": ((size * MAX_CHUNKS,), torch.int32),
         }
         self.slots = EpochSlots(
@@ -116,8 +117,11 @@ class AllGatherBuffer:
             "a kernel of the all-gather or its consumer",
             group,
             single={"workspace": ((max_M, K), dtype)},
+            found=Disagreements(f"the rows of A in {name}", group),
+            flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS, "staged": 1},
         )
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        self.disagreements = self.slots.disagreements
         self.workspace = self.slots.memory["workspace"].local
         self._K = K
         self._device = self.slots.device
@@ -136,8 +140,8 @@ class AllGatherBuffer:
         if not method.by_copy_engine:
             expected = "a copy engine's; of what the consumer does see start_fused"
             raise InvalidArgument("start", "method", method, expected)
-        self.slots.take()
         rows = own.shape[0]
+        self.slots.take(rows, copied=True)
         if self.num_ranks == 1:
             return self.describe(rows, num_chunks)
         key = (self.slots.index, rows, method, num_streams, num_chunks)
@@ -155,7 +159,7 @@ class AllGatherBuffer:
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
         """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
         caller queues next: a launch of ``sharded_gemm``."""
-        self.slots.take(look=False)
+        self.slots.take(rows, look=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
         if plan is None:
@@ -199,7 +203,7 @@ class AllGatherBuffer:
         if plan is None:  # of one rank
             return
         if plan.transfer is not None:
-            if plan.hands_on and self.slots.waits_are_bounded:
+            if plan.hands_on:
                 # A copy stream may wait for what will not come, and the join would for it.
                 self._release_copies()
             plan.transfer.join(self._device.current_stream())

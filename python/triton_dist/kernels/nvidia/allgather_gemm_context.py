@@ -16,7 +16,12 @@ from triton_dist.kernels.common.split_k import SplitWorkspace
 from triton_dist.kernels.nvidia import allgather_gemm_serial as serial
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm_tiles import room_for_parts
-from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
+from triton_dist.kernels.nvidia.context import (
+    Check,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+)
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
@@ -67,7 +72,10 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = serial.exchanged_rows(max_M, K, dtype, self.num_ranks)
         slot_bytes = serial.slot_bytes(self.exchanged_rows, K, dtype, self.num_ranks)
-        self.exchange = ExchangeBuffer(slot_bytes, group, "the exchange of ag_gemm")
+        self.exchange = ExchangeBuffer(
+            slot_bytes, group, "the exchange of ag_gemm",
+            disagreements=self.buffer.slots.disagreements,
+        )  # fmt: skip
         self.launcher = Launcher()
         with torch.inference_mode(False):
             # Now: zeros that are written in a capture would be there from its first replay on.
@@ -168,11 +176,13 @@ def check_operands(
     A: torch.Tensor, B: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
 ) -> Operands:
     """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
-    buffer = ctx.buffer
+    buffer = buffer_of(ctx, "ag_gemm", "create_ag_gemm_context")
 
     def checks() -> Iterator[Check]:
-        is_shard = A.ndim == 2 and A.shape[1] == ctx.K and A.shape[0] >= 1
+        is_shard = A.ndim == 2 and A.shape[1] == ctx.K
         yield "A.shape", tuple(A.shape), is_shard, f"[M_per_rank, K = {ctx.K}]"
+        expected = f"[M_per_rank, K = {ctx.K}] with at least one row"
+        yield "A.shape", tuple(A.shape), A.shape[0] >= 1, expected
         M = A.shape[0] * buffer.num_ranks
         yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
         shape = (ctx.K, ctx.N // buffer.num_ranks)

@@ -88,4 +88,5 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
 
 
 def _exchange(own: torch.Tensor, buffer: ExchangeBuffer, shape: Shape) -> Exchange:
-    return Exchange(kernel_all_gather, own.numel(), own.numel() * buffer.num_ranks, shape)
+    total = own.numel() * buffer.num_ranks
+    return Exchange(kernel_all_gather, own.numel(), total, shape, own.shape[0])

@@ -1,8 +1,8 @@
 """How shards travel: the steps of an all-gather, method by method.
 
-Each copy of rows is followed on its stream by the copy of a 4-byte flag. What a flag is copied from
-must lie on another GPU than what it is copied to: the driver may give a copy within one GPU to an
-SM, which a full grid that waits for the flag never frees.
+Each copy of rows is followed on its stream by the copy of an 8-byte flag. What a flag is copied
+from must lie on another GPU than what it is copied to: the driver may give a copy within one GPU to
+an SM, which a full grid that waits for the flag never frees.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Slot:
     Attributes:
         shards: [num_ranks * rows, K] of each rank, by rank.
         arrivals: flags of each rank, by rank.
-        epoch: [1], what the own flags are copied from in a push.
+        epoch: [1], what the own flags are copied from in a push; a ring hands on with a chunk the
+            flag that it came with, so that every rank learns whose shard has how many rows.
         staged_epochs: [1] of each rank, by rank: what flags are copied from in a pull.
         forward: flags of a ring that say that a chunk may be handed on, by rank.
         one: [1], holds 1.
@@ -139,7 +140,8 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
                 yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
                 yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
             source = OwnRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
+            value = slot.epoch if step == 0 else slot.arrivals[slot.rank][flag : flag + 1]
             yield Copy(stream, slot.shards[neighbour][rows], source)
-            yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], slot.epoch)
+            yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], value)
             if step < slot.num_ranks - 2:  # the neighbour hands it on
                 yield Copy(stream, slot.forward[neighbour][flag : flag + 1], slot.one)

@@ -38,6 +38,7 @@ from triton_dist.kernels.common.exchange_kernels import (
     kernel_all_reduce_one_shot,
     kernel_all_reduce_two_shot,
 )
+from triton_dist.kernels.common.flags import folded
 from triton_dist.kernels.common.packet_kernels import kernel_all_reduce_packets
 from triton_dist.kernels.common.tree_all_reduce import kernel_all_reduce_double_tree
 from triton_dist.kernels.nvidia import collective_context
@@ -51,6 +52,7 @@ from triton_dist.kernels.nvidia.allreduce_context import (
     get_allreduce_methods,
     to_allreduce_method,
 )
+from triton_dist.kernels.nvidia.context import buffer_of
 from triton_dist.kernels.nvidia.exchange import Exchange, fits_vectors, shard_elements
 from triton_dist.kernels.nvidia.exchange_shapes import (
     DEFAULT_SHAPE,
@@ -88,7 +90,7 @@ _PACKET_SHAPE = Shape(32, 2048)
 def _check(
     x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None, method: object
 ) -> None:
-    device = ctx.buffer.device.torch_device
+    device = buffer_of(ctx, "all_reduce", "create_allreduce_ctx").device.torch_device
     collective_context.check_tensor("all_reduce", "x", x, device)
     if output is not None:
         collective_context.check_output("all_reduce", output, x, x.numel(), device)
@@ -191,7 +193,8 @@ def prepare(
     shape = _shape_of(chosen, num_ctas, block_bytes, num_pieces, in_packets)
     total = min(x.numel(), ctx.piece_elements(chosen, x.element_size(), in_packets))
     out = torch.empty_like(x) if output is None else output
-    ctx.buffer.launch(_exchange(chosen, total, ctx, shape, in_packets), x, out).compile()
+    exchange = _exchange(chosen, total, x.numel(), ctx, shape, in_packets)
+    ctx.buffer.launch(exchange, x, out).compile()
 
 
 @tune.autotune(
@@ -264,7 +267,7 @@ def all_reduce(
     step = ctx.piece_elements(chosen, x.element_size(), in_packets)
     for first in range(0, x.numel(), step):
         piece, piece_sums = flat[first : first + step], flat_sums[first : first + step]
-        exchange = _exchange(chosen, piece.numel(), ctx, shape, in_packets)
+        exchange = _exchange(chosen, piece.numel(), x.numel(), ctx, shape, in_packets)
         ctx.buffer.run(exchange, piece, piece_sums)
     return sums
 
@@ -294,18 +297,24 @@ def _shape_of(
 
 
 def _exchange(
-    method: AllReduceMethod, total: int, ctx: AllReduceContext, shape: Shape, in_packets: bool
+    method: AllReduceMethod,
+    total: int,
+    of: int,
+    ctx: AllReduceContext,
+    shape: Shape,
+    in_packets: bool,
 ) -> Exchange:
-    """One launch, for ``total`` elements."""
+    """One launch, for ``total`` elements of a sum of ``of``."""
+    size = folded(of // ctx.row_elements)
     if in_packets:
-        return Exchange(kernel_all_reduce_packets, total, total, shape, 0, in_packets=True)
+        return Exchange(kernel_all_reduce_packets, total, total, shape, size, 0, in_packets=True)
     if method is AllReduceMethod.ONE_SHOT:
-        return Exchange(kernel_all_reduce_one_shot, total, total, shape)
+        return Exchange(kernel_all_reduce_one_shot, total, total, shape, size)
     elements = shard_elements(-(-total // _num_shards(method, ctx.num_ranks)))
     if method is AllReduceMethod.TWO_SHOT:
-        return Exchange(kernel_all_reduce_two_shot, elements, total, shape, phases=2)
+        return Exchange(kernel_all_reduce_two_shot, elements, total, shape, size, phases=2)
     role = role_of(ctx.rank, ctx.num_ranks)
     return Exchange(
-        kernel_all_reduce_double_tree, elements, total, shape, phases=2, sources=role.sources,
-        arguments=role.arguments,
+        kernel_all_reduce_double_tree, elements, total, shape, size, phases=2,
+        sources=role.sources, arguments=role.arguments,
     )  # fmt: skip

@@ -71,9 +71,14 @@ def to_allreduce_method(name: str) -> AllReduceMethod:
 
 
 class AllReduceContext(collective_context.CollectiveContext):
-    """Symmetric memory for all-reduces, of any dtype. A context manager."""
+    """Symmetric memory for all-reduces, of any dtype. A context manager.
+
+    Attributes:
+        row_elements: how many elements count as one when ranks compare what they come with.
+    """
 
     name = "all_reduce"
+    row_elements = 1
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:

@@ -16,9 +16,11 @@ from triton_dist.kernels.nvidia.context import (
     Check,
     OpContext,
     agree_to_create,
-    device_checks,
+    first_refusal,
+    gradient_check,
     group_checks,
 )
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.runtime.ranks import group_for
 
@@ -34,13 +36,17 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     """Of the collective, for errors."""
 
     def __init__(
-        self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
+        self,
+        workspace_nbytes: int,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+        disagreements: Disagreements | None = None,
     ) -> None:
         self.workspace_nbytes = workspace_nbytes
         size = group_for(group).size
         slot_bytes = self.slot_bytes(workspace_nbytes, size)
         packet_bytes = self.packet_bytes(workspace_nbytes, size)
-        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes)
+        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes, disagreements)
         super().__init__(self.name, buffer, group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
@@ -85,7 +91,6 @@ def create(
         yield from group_checks("world_size", world_size, rank, group)
         yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
-        yield from device_checks()
 
     asked = {"workspace_nbytes": workspace_nbytes}
     agree_to_create(function, f"a {kind.name}", asked, checks(), group)
@@ -124,6 +129,10 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
         raise InvalidArgument(function, f"{argument}.stride()", tensor.stride(), expected)
     if tensor.numel() == 0:
         raise InvalidArgument(function, f"{argument}.shape", tuple(tensor.shape), "some elements")
+    if tensor.requires_grad:
+        refusal = first_refusal(function, [gradient_check(argument, tensor)])
+        if refusal is not None:
+            raise refusal
 
 
 def check_output(

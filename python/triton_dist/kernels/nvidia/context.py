@@ -8,10 +8,16 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement
+from triton_dist.errors import (
+    ContextFinalized,
+    DeviceUnavailable,
+    InvalidArgument,
+    RankDisagreement,
+)
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.runtime.triton_compat import is_interpreting
+from triton_dist.runtime.triton_compat import is_interpreting, no_device_for_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
@@ -25,6 +31,7 @@ class Buffer(Protocol):
 
     rank: int
     num_ranks: int
+    disagreements: Disagreements
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
@@ -49,6 +56,15 @@ class OpContext(Generic[B]):
         if self._buffer is None:
             raise ContextFinalized(type(self).__name__)
         return self._buffer
+
+    def check(self) -> None:
+        """Wait for the device, and raise if ranks have come to a call with different rows. An op's
+        next call does so without waiting; this is for CUDA graphs, behind which comes no call.
+
+        Raises:
+            RankDisagreement: names the ranks and what each came with.
+        """
+        self.buffer.disagreements.check_when_done()
 
     def barrier_all(self) -> None:
         """Line up all ranks on their current streams."""
@@ -99,9 +115,10 @@ def agree_to_create(
 
     Raises:
         InvalidArgument: on a rank whose arguments cannot work.
+        DeviceUnavailable: on a rank that cannot run kernels.
         RankDisagreement: ranks ask for different contexts, or those of another cannot work.
     """
-    refusal = first_refusal(function, checks)
+    refusal = first_refusal(function, checks) or _device_refusal()
     answers = group_for(group).gather(
         f"creation of {a_context} context", (*asked.values(), str(refusal or ""))
     )
@@ -111,6 +128,13 @@ def agree_to_create(
         raise RankDisagreement(
             f"{', '.join(asked)} or validity of {a_context} context", dict(enumerate(answers))
         )
+
+
+def _device_refusal() -> DeviceUnavailable | None:
+    """The error of a process that has no GPU and whose kernels are not interpreted."""
+    if current_device().name != "cpu" or is_interpreting():
+        return None
+    return no_device_for_kernels()
 
 
 def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
@@ -131,8 +155,26 @@ def group_checks(
     yield "rank", rank, rank == ranks.rank, f"{ranks.rank}, this process's rank in the group"
 
 
-def device_checks() -> Iterator[Check]:
-    """That kernels run here."""
-    runs = current_device().name != "cpu" or is_interpreting()
-    expected = "1, set before kernels are imported, to run on CPU ranks"
-    yield "TRITON_INTERPRET", "unset", runs, expected
+def buffer_of(ctx: OpContext[B], function: str, creator: str) -> B:
+    """``ctx.buffer``.
+
+    Raises:
+        InvalidArgument: it is no context; ``creator`` makes one.
+        ContextFinalized: it has none any more.
+    """
+    try:
+        return ctx.buffer
+    except AttributeError:
+        expected = f"a context that {creator}(…) made, on all ranks"
+        raise InvalidArgument(function, "ctx", ctx, expected) from None
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether autograd would want a history of what is computed from ``tensor``."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def gradient_check(name: str, tensor: torch.Tensor) -> Check:
+    """That nobody expects a gradient, which no op here has."""
+    expected = "False, since the op has no backward; or call it under torch.no_grad()"
+    return f"{name}.requires_grad", True, not is_differentiated(tensor), expected

@@ -31,8 +31,12 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.errors import WaitTimeout
+from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.kernels.common.flags import count_in, epoch_at, flag_of, flag_value
 from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.nvidia import disagreement
+from triton_dist.kernels.nvidia.disagreement import Disagreements
+from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
@@ -42,25 +46,31 @@ from triton_dist.runtime.symmetric import Region
 T = TypeVar("T")
 
 SLOTS = 2
-_LINE = 32  # int32 in a cache line: what has a line of its own is always aligned
-# Words of a slot's "epoch" line. Words 1 and 2 are the guard of its waits (language.wait).
-EPOCH, MOST_POLLS = 0, 1
-GAVE_UP = tl.constexpr(2)
-SOUND = tl.constexpr(3)  # the last epoch that ended before any wait gave up
-OWN_WORD = tl.constexpr(4)  # for the op's own use; 0 after a reset
+_LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
+# Words of a slot's "epoch" line. The first is the flag of the slot's present use: its epoch, and
+# the size of the last call that looked at the peers. Then comes the guard of its waits.
+EPOCH, _GUARD = 0, 1
+MOST_POLLS = _GUARD + disagreement.MOST_POLLS
+GAVE_UP = tl.constexpr(_GUARD + disagreement.GAVE_UP)
+_REPORT = _GUARD + disagreement.REPORT
+SOUND = tl.constexpr(_GUARD + disagreement.GUARD_WORDS)  # the last epoch before any wait gave up
+OWN_WORD = tl.constexpr(SOUND.value + 1)  # for the op's own use; 0 after a reset
+_ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
 _LAUNCH_SECONDS = 10.0
 
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
 Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
-"""Which int32 flags of which regions the kernels of a slot's last use wait for."""
+"""Which flags of which regions the kernels of a slot's last use wait for."""
 
 
-@jit(do_not_specialize=["rank", "num_ranks"])
-def kernel_await_consumption(epoch_ptr, consumed_ptr, rank, num_ranks):
-    """Wait until every peer has consumed what it got in the slot's last use. Grid (1,)."""
-    last = tl.load(epoch_ptr) - 1
+@jit(do_not_specialize=["size", "rank", "num_ranks"])
+def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
+    """Wait until every peer has consumed what it got in the slot's last use, and let the flag of
+    the present one, from which copy engines copy, be of a call of ``size``. Grid (1,)."""
+    last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
+    tl.store(epoch_ptr, flag_of(epoch_ptr, size))
     peer = 0
     while peer < num_ranks:
         if peer != rank:
@@ -71,14 +81,16 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, rank, num_ranks):
 @jit(do_not_specialize=["rank", "num_ranks"])
 def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
     """Tell every peer that what it sent is consumed, and advance the slot's epoch. Grid (1,)."""
-    epoch = tl.load(epoch_ptr)
+    flag = tl.load(epoch_ptr)
+    epoch = epoch_at(epoch_ptr)
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.notify(dl.symm_at(consumed_ptr, consumed_table, peer) + rank, epoch)
+            consumed = dl.symm_at(consumed_ptr, consumed_table, peer) + rank
+            dl.notify(consumed, epoch.to(tl.int32))
         peer += 1
     tl.store(epoch_ptr + SOUND, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
-    tl.store(epoch_ptr, epoch + 1)
+    tl.store(epoch_ptr, flag + _ONE_EPOCH)
 
 
 class EpochSlots:
@@ -90,6 +102,9 @@ class EpochSlots:
         zeroed: those of them that ``reset`` fills with zero, as they are at first: flags, sums.
         kernels: what waits for flags in them, for errors.
         single: what there is once, beside the slots.
+        found: the disagreements of the context; default: of this memory alone.
+        flags_of_rank: by region, how many flags in a row are one peer's; by default they are
+            [anything, source rank].
     """
 
     def __init__(
@@ -100,6 +115,8 @@ class EpochSlots:
         kernels: str,
         group: dist.ProcessGroup | None,
         single: Regions | None = None,
+        found: Disagreements | None = None,
+        flags_of_rank: Mapping[str, int] | None = None,
     ) -> None:
         self._ranks = group_for(group)
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
@@ -114,14 +131,18 @@ class EpochSlots:
             {
                 **(single or {}),
                 **{f"{each}{slot}": doubled[each] for each in doubled for slot in range(SLOTS)},
-                "epoch": ((SLOTS, _LINE), torch.int32),
+                "epoch": ((SLOTS, _LINE), torch.int64),
             },
             group,
         )
+        self.disagreements = found or Disagreements(f"the size of a call of {name}", group)
+        self.disagreements.add(self._disagreement)
+        self._flags_of_rank = dict(flags_of_rank or {})
+        self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
         self._most_polls = 0
         self._in_turn = self._in_graphs = self._capturing = self._freed = False
-        self.memory["epoch"].local[:, EPOCH] = 1
+        self._clear_lines()
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._look(0).followed_by(self._telling(kernel_finish_epoch, "consumed")).compile()
         self.device.synchronize()
@@ -135,7 +156,7 @@ class EpochSlots:
 
     @property
     def epoch(self) -> torch.Tensor:
-        """int32 of the current slot: its epoch, then the guard of its waits."""
+        """int64 of the current slot: its flag, then the guard of its waits."""
         return self.epoch_of(self.index)
 
     def epoch_of(self, slot: int) -> torch.Tensor:
@@ -146,19 +167,30 @@ class EpochSlots:
         """Whether a wait of the current call may give up: while candidates are tried."""
         return self._most_polls != 0
 
-    def take(self, look: bool = True) -> None:
+    def take(self, size: int = 0, look: bool = True, copied: bool = False) -> None:
         """Go on to the other slot; queue a look at the peers where the host does not know that they
-        are done with it. No ``look``: the call's kernel does so itself."""
+        are done with it.
+
+        Args:
+            size: with which the ranks come to this call.
+            look: ``False``: the call's kernel does so itself.
+            copied: copy engines copy the slot's flag, which a look lets be of this size.
+
+        Raises:
+            RankDisagreement: ranks have come to an earlier call with different sizes.
+        """
         self.index = (self.index + 1) % SLOTS
         if self.num_ranks == 1:
             return
+        self.disagreements.check()
         most_polls = waits.limit_polls()
         self._bound_waits(most_polls)
         self._capturing = self.device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
-        if look and (self._in_graphs or most_polls or not self._in_turn):
-            self._look_at_peers(self.index)
+        unknown = self._in_graphs or most_polls or not self._in_turn
+        if look and (unknown or (copied and self._sizes[self.index] != size)):
+            self._look_at_peers(self.index, size)
         self._in_turn = False
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
@@ -172,6 +204,7 @@ class EpochSlots:
                 up.
 
         Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
             WaitTimeout: while candidates are tried and nobody settles, when a wait gave up.
         """
         if self.num_ranks == 1:
@@ -181,6 +214,7 @@ class EpochSlots:
         if self._most_polls:
             self._expected[self.index] = expected
             self._see_to_waits()
+        self.disagreements.check()
 
     def tell(self, kernel: Any, flags: str) -> None:
         """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
@@ -194,11 +228,13 @@ class EpochSlots:
         would be ahead by a kernel's launch, which is a lot where the op is short. What else our own
         calls do, they do in production too.
         """
+        self.disagreements.check()
         most_polls = waits.limit_polls()
         if self.num_ranks == 1 or not most_polls or self.device.is_capturing():
             return call()
         self._bound_waits(most_polls)
-        self._look_at_peers((self.index + 1) % SLOTS)  # it stays the next call's
+        slot = (self.index + 1) % SLOTS  # it stays the next call's
+        self._look_at_peers(slot, self._sizes[slot])
         result = call()
         self._see_to_waits()
         return result
@@ -211,8 +247,9 @@ class EpochSlots:
         for region in self._zeroed:
             for slot in range(SLOTS):
                 self.of_slot(slot, region).local.zero_()
-        self.memory["epoch"].local.zero_()
-        self.memory["epoch"].local[:, EPOCH] = 1
+        self._clear_lines()
+        self._sizes = [0] * SLOTS
+        self.disagreements.clear()
         self.index = self._most_polls = 0
         self._in_turn = False
         self.device.synchronize()
@@ -223,13 +260,20 @@ class EpochSlots:
         self._freed = True
         self.memory.free()
 
-    def _look_at_peers(self, slot: int) -> None:
-        """Queue a wait until every peer is done with ``slot``."""
-        self.launcher.run((kernel_await_consumption, slot), lambda: self._look(slot))
+    def _clear_lines(self) -> None:
+        lines = self.memory["epoch"].local
+        lines.zero_()
+        lines[:, EPOCH] = flag_value(1, 0)
+        lines[:, _REPORT] = self.disagreements.address
 
-    def _look(self, slot: int) -> Launch:
+    def _look_at_peers(self, slot: int, size: int) -> None:
+        """Queue a wait until every peer is done with ``slot``, whose next call is of ``size``."""
+        self._sizes[slot] = size
+        self.launcher.run((kernel_await_consumption, slot, size), lambda: self._look(slot, size))
+
+    def _look(self, slot: int, size: int = 0) -> Launch:
         consumed = self.of_slot(slot, "consumed").local
-        arguments = (self.epoch_of(slot), consumed, self.rank, self.num_ranks)
+        arguments = (self.epoch_of(slot), consumed, size, self.rank, self.num_ranks)
         return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
     def _telling(self, kernel: Any, flags: str) -> Launch:
@@ -256,11 +300,33 @@ class EpochSlots:
         if overdue is not None:
             raise overdue
 
-    def _gave_up(self) -> WaitTimeout | None:
+    def _disagreement(self) -> RankDisagreement | None:
+        """Once the device is done: what peers of the present calls came with, if with other
+        sizes than this rank."""
+        if self._freed:
+            return None
+        for slot, line in enumerate(self.memory["epoch"].local.tolist()):
+            guard = line[_GUARD:]
+            if guard[disagreement.GAVE_UP] == disagreement.DISAGREED:
+                flags = [self._flags(slot, region) for region in self._zeroed]
+                return self.disagreements.of(self.rank, guard, flags)
+        return None
+
+    def _flags(self, slot: int, region: str) -> disagreement.Flags:
+        number = self._flags_of_rank.get(region)
+        words = self.of_slot(slot, region).local
+        if number is None:
+            return words, lambda index: index % self.num_ranks
+        return words, lambda index: index // number
+
+    def _gave_up(self) -> WaitTimeout | RankDisagreement | None:
         """Once the device is done: the error of the first call, since this was last asked, of which
         a wait gave up."""
         if self._freed:
             return None
+        disagreed = self._disagreement()
+        if disagreed is not None:
+            return disagreed
         lines = self.memory["epoch"].local
         seen = lines.tolist()
         oldest_first = [(self.index + 1 + number) % SLOTS for number in range(SLOTS)]
@@ -270,7 +336,7 @@ class EpochSlots:
         epoch = seen[slot][SOUND.value] + 1
         flag, value = self._overdue(slot, epoch)
         lines[:, GAVE_UP.value] = 0
-        lines[:, SOUND.value] = lines[:, EPOCH] - 1
+        lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
         return WaitTimeout(
             rank=self.rank,
             program=self._kernels,
@@ -289,6 +355,8 @@ class EpochSlots:
         ):
             flags = self.of_slot(slot, region).local
             seen = flags.tolist()
+            if flags.dtype == torch.int64:
+                seen = [count_in(flag) for flag in seen]
             for index in indices:
                 if seen[index] < value:
                     address = flags.data_ptr() + index * flags.element_size()

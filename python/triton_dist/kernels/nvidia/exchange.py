@@ -9,9 +9,20 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.errors import WaitTimeout
+from triton_dist.errors import RankDisagreement, WaitTimeout
 from triton_dist.kernels.common import exchange, packets
+from triton_dist.kernels.common.flags import size_in
 from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.nvidia.disagreement import (
+    AWAITED,
+    DISAGREED,
+    FLAG,
+    GAVE_UP,
+    GUARD_WORDS,
+    MOST_POLLS,
+    REPORT,
+    Disagreements,
+)
 from triton_dist.kernels.nvidia.exchange_shapes import (
     LINE_BYTES,
     MAX_CTAS,
@@ -19,6 +30,7 @@ from triton_dist.kernels.nvidia.exchange_shapes import (
     VECTOR_BYTES,
     Shape,
 )
+from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
@@ -27,11 +39,10 @@ from triton_dist.runtime.ranks import group_for
 _SHARD_ALIGNMENT: int = exchange.SHARD_ALIGNMENT.value
 _PART_ALIGNMENT: int = packets.PART_ALIGNMENT.value
 _LINE_WORDS: int = packets.LINE_WORDS.value
-_PHASES = 2
-_LINE = 32  # int32 in a cache line
+_TURNS, _PHASES = 2, exchange.PHASES.value
+_LINE = 16  # int64 in a cache line
 # Triton compiles kernels of whole vectors for sizes that are multiples of this.
 VECTOR_ELEMENTS = 16
-_MOST_POLLS, _GAVE_UP, _LATE, _LATE_END = 0, 1, 2, 4
 # Beside the waits themselves, the longest that a call's kernel takes, compiling not counted.
 _LAUNCH_SECONDS = 10.0
 
@@ -54,6 +65,7 @@ class Exchange:
     """One launch of a kernel of ``exchange_kernels.py``: shards of ``elements`` elements, ``total``
     in all.
 
+    size: what all ranks have to come with alike; a number that says in errors what is wrong.
     phases: how often a program waits for flags that peers set behind a piece. sources: of whom in
     each phase; ``None``: of every peer. arguments: what the kernel takes besides. in_packets: the
     kernel is one of ``packet_kernels.py``, which waits for no flag.
@@ -63,6 +75,7 @@ class Exchange:
     elements: int
     total: int
     shape: Shape
+    size: int
     phases: int = 1
     sources: Sources | None = None
     arguments: tuple[int, ...] = ()
@@ -82,6 +95,7 @@ class ExchangeBuffer:
         name: says in errors whose memory it is.
         packet_bytes: the largest tensor that goes in packets (``kernels/common/packets.py``). These
             have slots of their own, since ordinary data might look like a word.
+        disagreements: of the context; default: of this memory alone.
     """
 
     def __init__(
@@ -90,6 +104,7 @@ class ExchangeBuffer:
         group: dist.ProcessGroup | None,
         name: str,
         packet_bytes: int = 0,
+        disagreements: Disagreements | None = None,
     ) -> None:
         self._ranks = group_for(group)
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
@@ -103,9 +118,9 @@ class ExchangeBuffer:
             name,
             {
                 "slots": ((2 * self.slot_bytes,), torch.uint8),
-                "arrivals": ((_PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
+                "arrivals": ((_TURNS * _PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
                 "calls": ((_LINE,), torch.int64),
-                "guard": ((_LINE,), torch.int32),
+                "guard": ((_LINE,), torch.int64),
                 "packets": ((2, self.num_ranks, self.part_words), torch.int64),
             },
             group,
@@ -115,6 +130,9 @@ class ExchangeBuffer:
             [self.memory[region].pointers for region in ("slots", "arrivals")]
         ).split(self.num_ranks)
         self.launcher = Launcher()
+        self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
+        self.disagreements.add(self._disagreement)
+        self.memory["guard"].local[REPORT] = self.disagreements.address
         self._most_polls = 0
         self._last: tuple[int, int, int, Sources | None] | None = None
 
@@ -144,7 +162,7 @@ class ExchangeBuffer:
             return self._launch_in_packets(exchange, x, out)
         arguments = (
             x, out, *self.regions(x.dtype), shard_elements(exchange.elements),
-            exchange.elements, exchange.total, self.rank, *exchange.arguments,
+            exchange.elements, exchange.total, exchange.size, self.rank, *exchange.arguments,
         )  # fmt: skip
         options = {
             "NUM_RANKS": self.num_ranks,
@@ -156,7 +174,9 @@ class ExchangeBuffer:
         return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
 
     def _launch_in_packets(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
-        arguments = (x, out, *self.packet_regions(), exchange.elements, self.rank)
+        arguments = (
+            x, out, *self.packet_regions(), exchange.elements, exchange.size, self.rank
+        )  # fmt: skip
         options = {
             "NUM_RANKS": self.num_ranks,
             "BLOCK": exchange.shape.block_bytes // x.element_size(),
@@ -168,6 +188,7 @@ class ExchangeBuffer:
         """Launch an exchange; every rank launches the same.
 
         Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
@@ -182,13 +203,18 @@ class ExchangeBuffer:
     ) -> None:
         """Go on to a launch: so many programs wait in so many phases for so many pieces of their
         peers, or of those in ``sources``. What waits by its guard, waits no longer than trials
-        allow."""
+        allow.
+
+        Raises:
+            RankDisagreement: ranks have come to an earlier call with different sizes.
+        """
+        self.disagreements.check()
         most_polls = waits.limit_polls()
         if most_polls != self._most_polls:
             guard = self.memory["guard"].local
             if not self._most_polls:
-                guard[_GAVE_UP:_LATE_END] = 0  # in trials before these, after which nobody looked
-            guard[_MOST_POLLS] = most_polls
+                guard[GAVE_UP:REPORT] = 0  # in trials before these, after which nobody looked
+            guard[MOST_POLLS] = most_polls
             self._most_polls = most_polls
         self._last = phases, num_ctas, num_pieces, sources
 
@@ -196,11 +222,13 @@ class ExchangeBuffer:
         """After the launch.
 
         Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
         if self._most_polls:
             self._see_to_waits()
+        self.disagreements.check()
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
@@ -209,6 +237,8 @@ class ExchangeBuffer:
         self._ranks.barrier(f"no rank uses the memory of {self._name}")
         for region in ("arrivals", "calls", "guard", "packets"):
             self.memory[region].local.zero_()
+        self.memory["guard"].local[REPORT] = self.disagreements.address
+        self.disagreements.clear()
         self._most_polls = 0
         self.device.synchronize()
         self._ranks.barrier(f"the flags of {self._name} are reset")
@@ -232,15 +262,35 @@ class ExchangeBuffer:
         if overdue is not None:
             raise overdue
 
-    def _gave_up(self) -> WaitTimeout | None:
+    def _disagreement(self) -> RankDisagreement | None:
+        """Once the device is done: what a peer came with, if with another size than this rank."""
+        if self._last is None:
+            return None
+        guard = self.memory["guard"].local[:GUARD_WORDS].tolist()
+        if guard[GAVE_UP] != DISAGREED:
+            return None
+        flags, words = (self.memory[region].local for region in ("arrivals", "packets"))
+        return self.disagreements.of(
+            self.rank,
+            guard,
+            [
+                (flags, lambda index: index % self.num_ranks),
+                (words, lambda index: index // self.part_words % self.num_ranks),
+            ],
+        )
+
+    def _gave_up(self) -> WaitTimeout | RankDisagreement | None:
         """Once the device is done: the error of the last call, if a wait gave up."""
         if self._last is None:  # never used, or freed
             return None
+        disagreed = self._disagreement()
+        if disagreed is not None:
+            return disagreed
         guard = self.memory["guard"].local
-        if not int(guard[_GAVE_UP]):
+        if not int(guard[GAVE_UP]):
             return None
         flag, expected, seen = self._late_word() or self._overdue(*self._last)
-        guard[_GAVE_UP:_LATE_END] = 0
+        guard[GAVE_UP:REPORT] = 0
         return WaitTimeout(
             rank=self.rank,
             program="a kernel of a collective",
@@ -253,22 +303,25 @@ class ExchangeBuffer:
     def _late_word(self) -> tuple[str, int, int] | None:
         """Of a word of a packet that the last call waited for in vain: its name, by slot, source
         rank and place, and the tags that it had to have, and has. ``None``: of none."""
-        address = int(self.memory["guard"].local[_LATE:_LATE_END].view(torch.int64))
+        guard = self.memory["guard"].local
+        address = int(guard[FLAG])
         if not address:
             return None
         words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
-        return describe_address(address), packets.tag_number(epoch), (word >> 32) & 0xFFFFFFFF
+        tag = packets.tag_number(epoch, size_in(int(guard[AWAITED])))
+        return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
 
     def _overdue(
         self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None
     ) -> tuple[str, int, int]:
-        """The first flag that the last call waited for in vain: its name, what it had to reach, and
-        its value."""
+        """The first flag that the last call waited for in vain: its name, what it had to count, and
+        what it counts."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
-        expected = epoch * MAX_PIECES + num_pieces
-        flags = self.memory["arrivals"].local
-        seen = flags.view(_PHASES, MAX_CTAS, self.num_ranks)[:phases, :num_ctas]
+        expected = epoch * MAX_PIECES + num_pieces - 1
+        flags = self.memory["arrivals"].local.view(_TURNS, _PHASES, MAX_CTAS, self.num_ranks)
+        flags = flags[epoch % _TURNS]
+        seen = flags[:phases, :num_ctas] >> SIZE_BITS.value
         late = seen < expected
         late[..., self.rank] = False
         for phase, awaited in enumerate(sources or ()):
@@ -278,6 +331,5 @@ class ExchangeBuffer:
         if not len(found):
             return "which has arrived since", expected, expected
         phase, program, source = found[0].tolist()
-        index = (phase * MAX_CTAS + program) * self.num_ranks + source
-        address = flags.data_ptr() + index * flags.element_size()
-        return describe_address(address), expected, int(flags[index])
+        address = flags[phase, program, source].data_ptr()
+        return describe_address(address), expected, int(seen[phase, program, source])

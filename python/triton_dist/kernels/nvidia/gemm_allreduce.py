@@ -206,7 +206,7 @@ def gemm_ar(
         return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
     buffer, awaited = ctx.buffer, False
     tiles = tiles_of_slab(gemm_config, slab_rows(A.shape[0], ctx.num_ranks), ctx.N)
-    buffer.slots.take()
+    buffer.slots.take(A.shape[0])
     ctx.sleep(straggler_option)
     try:
         call = _two_shot(A, B, bias, ctx, gemm_config, persistent, num_chunks, copy_to_local, looks)

@@ -16,7 +16,12 @@ from triton_dist.kernels.nvidia.allreduce_context import (
     PACKET_BYTES,
     AllReduceContext,
 )
-from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
+from triton_dist.kernels.nvidia.context import (
+    Check,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+)
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
     accept,
@@ -87,7 +92,9 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, held)
         nbytes = held * whole_lines if self.num_ranks > 1 else 1
-        self.reducer = AllReduceContext(nbytes, local_world_size, group)
+        found = self.buffer.slots.disagreements
+        self.reducer = AllReduceContext(nbytes, local_world_size, group, found)
+        self.reducer.row_elements = N
 
     def reset(self) -> None:
         """Bring the flags of all ranks back to one state after a call that failed on some rank.
@@ -153,7 +160,7 @@ def check_operands(
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
     """
-    device = ctx.buffer.slots.epoch.device
+    device = buffer_of(ctx, "gemm_ar", "create_gemm_ar_context").slots.epoch.device
 
     def row_checks() -> Iterator[Check]:
         M = A.shape[0]

@@ -15,8 +15,9 @@ from triton_dist.kernels.nvidia.context import (
     B,
     Check,
     OpContext,
-    device_checks,
     first_refusal,
+    gradient_check,
+    is_differentiated,
 )
 
 _MOST_FORMS = 4096
@@ -37,15 +38,15 @@ class GEMMContext(OpContext[B]):
 
 
 def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
-    """That kernels here can multiply ``dtype``, and run."""
+    """That kernels here can multiply ``dtype``."""
     yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
-    yield from device_checks()
 
 
 def look_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """What decides whether tensors can be operands, apart from their addresses."""
     return tuple(
-        tensor is not None and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        tensor is not None
+        and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_differentiated(tensor))
         for tensor in tensors
     )
 
@@ -77,9 +78,10 @@ def accept(
 def kind_checks(
     dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
 ) -> Iterator[Check]:
-    """That operands have the context's dtype and device."""
+    """That operands have the context's dtype and device, and are not differentiated."""
     for name, tensor in tensors.items():
         if tensor is not None:
+            yield gradient_check(name, tensor)
             expected = f"the context's {dtype}"
             yield f"{name}.dtype", tensor.dtype, tensor.dtype == dtype, expected
             expected = f"the context's {device}"
@@ -99,6 +101,8 @@ def addend_checks(
     which M are good."""
     is_matrix = A.ndim == 2 and A.shape[1] >= 1
     yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
+    expected = "[M, K_per_rank] with at least one row"
+    yield "A.shape", tuple(A.shape), A.shape[0] >= 1, expected
     yield from row_checks()
     shape = (A.shape[1], N)
     yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, f"[K_per_rank, N] = {shape}"

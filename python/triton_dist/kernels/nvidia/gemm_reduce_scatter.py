@@ -217,7 +217,7 @@ def gemm_rs(
     buffer, rows = ctx.buffer, A.shape[0] // ctx.num_ranks
     tiles = tiles_of_slab(gemm_config, rows, ctx.N)
     pushes, awaited = None, False
-    buffer.slots.take()
+    buffer.slots.take(A.shape[0], copied=scatter == "slab")
     ctx.sleep(straggler_option)
     try:
         call = _scattered(A, B, bias, ctx, gemm_config, scatter, persistent, num_chunks, looks)

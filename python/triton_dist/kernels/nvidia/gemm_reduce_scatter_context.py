@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.row_bucket import row_bucket
-from triton_dist.kernels.nvidia.context import Check, agree_to_create, group_checks
+from triton_dist.kernels.nvidia.context import (
+    Check,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+)
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
 from triton_dist.kernels.nvidia.gemm_context import (
     GEMMContext,
@@ -62,8 +67,9 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         part_bytes = shard_elements(max(1, rows_of_each) * N) * output_dtype.itemsize
         self.exchange = ExchangeBuffer(
-            size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs"
-        )
+            size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs",
+            disagreements=buffer.slots.disagreements,
+        )  # fmt: skip
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
@@ -140,7 +146,7 @@ def check_operands(
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
     """
-    device = ctx.buffer.slots.epoch.device
+    device = buffer_of(ctx, "gemm_rs", "create_gemm_rs_context").slots.epoch.device
 
     def row_checks() -> Iterator[Check]:
         M, size = A.shape[0], ctx.num_ranks

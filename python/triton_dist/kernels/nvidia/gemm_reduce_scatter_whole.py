@@ -34,7 +34,7 @@ def multiply_then_scatter(
         if isinstance(how, VendorMethod):
             return vendor.reduce_scatter(product, ctx.group)
         flat, rows = product.view(-1), _own_rows(product, ctx)
-        ctx.exchange.run(_exchange(flat, ctx, how), flat, rows.view(-1))
+        ctx.exchange.run(_exchange(product, ctx, how), flat, rows.view(-1))
         return rows
 
     rows: torch.Tensor = ctx.buffer.slots.beside(call)
@@ -45,7 +45,7 @@ def scatter_launch(A: torch.Tensor, B: torch.Tensor, ctx: Any, shape: Shape) -> 
     """The launch of our reduce-scatter behind ``A @ B``."""
     product = A.new_empty((A.shape[0], B.shape[1]))
     flat, rows = product.view(-1), _own_rows(product, ctx)
-    launch: Launch = ctx.exchange.launch(_exchange(flat, ctx, shape), flat, rows.view(-1))
+    launch: Launch = ctx.exchange.launch(_exchange(product, ctx, shape), flat, rows.view(-1))
     return launch
 
 
@@ -55,4 +55,5 @@ def _own_rows(product: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 def _exchange(product: torch.Tensor, ctx: Any, shape: Shape) -> Exchange:
     elements = product.numel()
-    return Exchange(kernel_reduce_scatter, elements // ctx.num_ranks, elements, shape)
+    size = product.shape[0]
+    return Exchange(kernel_reduce_scatter, elements // ctx.num_ranks, elements, shape, size)

@@ -22,6 +22,7 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
     Scattering,
     chunks_of_slab,
 )
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.epochs import SLOTS, EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
@@ -60,7 +61,7 @@ class PartialsBuffer:
         tiles = -(-max_rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
-            "arrivals": ((tiles * size,), torch.int32),
+            "arrivals": ((tiles * size,), torch.int64),
             "counters": ((size * MAX_CHUNKS,), torch.int32),
             "left": ((self._device.num_sms,), torch.int32),
         }
@@ -69,8 +70,10 @@ class PartialsBuffer:
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
-        self.slots = EpochSlots(name, regions, zeroed, kernels, group)
+        found = Disagreements(f"the rows of A in {name}", group)
+        self.slots = EpochSlots(name, regions, zeroed, kernels, group, found=found)
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        self.disagreements = self.slots.disagreements
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None

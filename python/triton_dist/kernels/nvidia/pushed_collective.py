@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.common.flags import folded
 from triton_dist.kernels.nvidia.collective_context import (
     CollectiveContext,
     exact_size,
@@ -65,7 +66,8 @@ class PushingContext(CollectiveContext):
         self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
     ) -> None:
         super().__init__(workspace_nbytes, local_world_size, group)
-        self._pushed = PushedShards(shard_bytes(workspace_nbytes, self.num_ranks), group, self.name)
+        shard_nbytes = shard_bytes(workspace_nbytes, self.num_ranks)
+        self._pushed = PushedShards(shard_nbytes, group, self.name, self.buffer.disagreements)
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
@@ -228,4 +230,4 @@ class PushedCollective:
     ) -> Exchange:
         kernel = self.take_pushed if method.by_copy_engine else self.push
         elements = self._elements(x, ctx)
-        return Exchange(kernel, elements, elements * ctx.num_ranks, shape)
+        return Exchange(kernel, elements, elements * ctx.num_ranks, shape, folded(x.numel()))

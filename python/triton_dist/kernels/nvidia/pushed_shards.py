@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.exchange_kernels import kernel_add_pushed
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.epochs import EpochSlots
 from triton_dist.kernels.nvidia.exchange import Exchange, shard_elements
 from triton_dist.kernels.nvidia.exchange_shapes import MAX_PIECES
@@ -27,15 +28,22 @@ _MOST_PLANS = 4096
 class PushedShards:
     """Slots for a shard of up to ``shard_bytes`` bytes from each rank. Creation is collective."""
 
-    def __init__(self, shard_bytes: int, group: dist.ProcessGroup | None, name: str) -> None:
+    def __init__(
+        self,
+        shard_bytes: int,
+        group: dist.ProcessGroup | None,
+        name: str,
+        found: Disagreements | None = None,
+    ) -> None:
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         regions = {
             "shards": ((size * shard_bytes,), torch.uint8),
-            "arrivals": ((MAX_PIECES * size,), torch.int32),
+            "arrivals": ((MAX_PIECES * size,), torch.int64),
         }
         self.slots = EpochSlots(
-            f"{name}.pushed", regions, ("arrivals",), "a kernel of a collective", group
-        )
+            f"{name}.pushed", regions, ("arrivals",), "a kernel of a collective", group,
+            found=found,
+        )  # fmt: skip
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
         self._device = current_device()
         self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
@@ -46,7 +54,7 @@ class PushedShards:
         arguments = (
             x, out, self.slots["shards"].local.view(x.dtype), self.slots["arrivals"].local,
             self.slots.epoch, shard_elements(exchange.elements), exchange.elements,
-            exchange.total, self.rank,
+            exchange.total, exchange.size, self.rank,
         )  # fmt: skip
         options = {
             "NUM_RANKS": self.num_ranks,
@@ -64,7 +72,7 @@ class PushedShards:
             WaitTimeout: while candidates are tried, when a wait of this call gave up.
         """
         slots, awaited, transfer = self.slots, False, None
-        slots.take()
+        slots.take(exchange.size, copied=True)
         stream = self._device.current_stream()
         try:
             transfer = self._transfer(exchange, x)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_add_pushed, kernel_reduce_scatter
 from triton_dist.kernels.nvidia import collective_context, vendor_reduce_scatter
+from triton_dist.kernels.nvidia.context import buffer_of
 from triton_dist.kernels.nvidia.pushed_collective import (
     PushedCollective,
     PushingContext,
@@ -80,7 +81,7 @@ def create_reduce_scatter_ctx(
 
 
 def _check(x: torch.Tensor, ctx: ReduceScatterContext, output: torch.Tensor | None) -> None:
-    device = ctx.buffer.device.torch_device
+    device = buffer_of(ctx, "reduce_scatter", "create_reduce_scatter_ctx").device.torch_device
     collective_context.check_tensor("reduce_scatter", "x", x, device)
     if x.ndim < 1 or x.shape[0] % ctx.num_ranks:
         expected = f"a first dimension that is a multiple of world_size = {ctx.num_ranks}"

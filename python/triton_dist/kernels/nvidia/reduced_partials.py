@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.scattered_gemm_launch import Scattering, slab_rows
+from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.epochs import SLOTS, EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -34,15 +35,18 @@ class ReducedPartials:
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
-            "arrivals": ((tiles * size,), torch.int32),
-            "sum_arrivals": ((tiles * size,), torch.int32),
+            "arrivals": ((tiles * size,), torch.int64),
+            "sum_arrivals": ((tiles * size,), torch.int64),
             "left": ((current_device().num_sms,), torch.int32),
         }
         if size == 1:  # a plain product needs none of it
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
         flags = ("arrivals", "sum_arrivals", "left")
-        self.slots = EpochSlots(name, regions, flags, "the GEMM that adds over ranks", group)
+        kernels = "the GEMM that adds over ranks"
+        found = Disagreements(f"the rows of A in {name}", group)
+        self.slots = EpochSlots(name, regions, flags, kernels, group, found=found)
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        self.disagreements = self.slots.disagreements
         self._N = N
         # Beforehand: what is made in a capture is no good outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]

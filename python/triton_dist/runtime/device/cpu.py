@@ -57,6 +57,10 @@ class CpuDevice:
     def is_capturing(self) -> bool:
         return False
 
+    def host_word(self) -> torch.Tensor:
+        """int64 [1], 0, that kernels can write and the host can read at any time."""
+        return torch.zeros(1, dtype=torch.int64)
+
     def sleep(self, cycles: int) -> None:
         """Sleep for as long as a GPU would take for ``cycles``."""
         time.sleep(cycles / _GPU_CLOCK_HZ)

@@ -112,6 +112,11 @@ class CudaDevice:
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def host_word(self) -> torch.Tensor:
+        """int64 [1], 0, that kernels can write and the host can read at any time: pinned, so it has
+        the same address for both."""
+        return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
     def sleep(self, cycles: int) -> None:
         """Keep the current stream busy for about ``cycles`` SM clock cycles."""
         torch.cuda._sleep(cycles)

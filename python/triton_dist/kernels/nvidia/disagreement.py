@@ -1,0 +1,93 @@
+"""How the host learns that ranks came to a call with different sizes, say rows of A.
+
+Kernels compare (``kernels/common/flags.py``). The first that finds a difference writes it to the
+guard of its memory, and sets a word in the memory of the host. All waits with that guard end then,
+at this and any later call, so nothing hangs, and what such calls compute is of no use. The host
+looks at its word, which takes no time, before it launches anything and behind it, and raises. The
+device is waited for only once the word is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from triton_dist import knobs
+from triton_dist.errors import RankDisagreement
+from triton_dist.kernels.common.flags import size_in
+from triton_dist.runtime.device import current_device
+
+# Words of a guard, int64 (``language.wait``).
+MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, GUARD_WORDS = range(7)
+DISAGREED = 2
+
+Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
+"""Words that peers set, and who sets the word of some index."""
+
+
+class Disagreements:
+    """What the memories of one context found.
+
+    Args:
+        what: of which ranks come with the same number, for errors.
+    """
+
+    def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
+        self._what, self._group = what, group
+        self._device = current_device()
+        memory = self._device.host_word()
+        self.address = memory.data_ptr()
+        self._word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
+        self._looks: list[Callable[[], RankDisagreement | None]] = []
+
+    def add(self, look: Callable[[], RankDisagreement | None]) -> None:
+        """``look``: called once the device is done; the disagreement that a memory has noted."""
+        self._looks.append(look)
+
+    def check(self) -> None:
+        """Raise if a kernel has found that ranks disagree; some tens of ns otherwise.
+
+        Raises:
+            RankDisagreement: until the context is reset.
+        """
+        if self._word[0]:
+            self._raise()
+
+    def check_when_done(self) -> None:
+        """The same, once the device has done what is queued."""
+        self._device.synchronize(knobs.wait_timeout.get())
+        self.check()
+
+    def clear(self) -> None:
+        """The memories are reset."""
+        self._word[0] = 0
+
+    def of(self, rank: int, guard: Sequence[int], flags: Iterable[Flags]) -> RankDisagreement:
+        """The error of rank ``rank`` of the group, whose ``guard`` says that one of ``flags`` came
+        with another size."""
+        own, others = size_in(guard[AWAITED]), size_in(guard[SEEN])
+        by_rank: dict[int, object] = {self._of_world(rank): own}
+        for words, source_of in flags:
+            index, rest = divmod(guard[FLAG] - words.data_ptr(), words.element_size())
+            if rest == 0 and 0 <= index < words.numel():
+                by_rank[self._of_world(source_of(index))] = others
+        remedy = (
+            "All ranks must come with the same. The result of the call is not to be used, and the "
+            "context not before all ranks have called its reset()."
+        )
+        return RankDisagreement(self._what, dict(sorted(by_rank.items())), remedy)
+
+    def _of_world(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+    def _raise(self) -> None:
+        if self._device.is_capturing():  # what is found then is an earlier call's; told behind it
+            return
+        self._device.synchronize(knobs.wait_timeout.get())
+        for look in self._looks:
+            found = look()
+            if found is not None:
+                raise found

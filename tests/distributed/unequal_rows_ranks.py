@@ -1,0 +1,162 @@
+"""Ranks that come to a call with different rows, behind calls with equal ones: the same on CPU
+ranks and on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import gemm_ar_calls, gemm_rs_calls
+from tests.distributed.ag_gemm_calls import default_tiles, uniform
+from triton_dist.errors import RankDisagreement
+from triton_dist.kernels.nvidia import (
+    AllGatherMethod,
+    AllReduceMethod,
+    GEMMAllReduceMethod,
+    ag_gemm,
+    create_ag_gemm_context,
+    create_gemm_ar_context,
+    create_gemm_rs_context,
+    gemm_ar,
+    gemm_rs,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.testing import assert_allclose
+
+K, N = 32, 48
+MOST_ROWS = 40
+SMALL = {"num_ctas": 2, "block_bytes": 512}
+
+
+@dataclass(frozen=True)
+class Op:
+    """create: of a context. rows_of_a: of a call with so many rows of a rank. own: this rank's part
+    of the sum of products, or of all rows."""
+
+    op: Any
+    create: Callable[[int, int], Any]
+    ways: Sequence[Mapping[str, Any]]
+    gathers: bool = False
+    scatters: bool = False
+
+    def operands(self, number: int, rows: int, rank: int, size: int) -> tuple[torch.Tensor, ...]:
+        M = rows if self.gathers else rows * size
+        return uniform(100 * number + rank, (M, K), torch.float16), uniform(
+            7 * number + rank, (K, N), torch.float16
+        )
+
+    def expected(self, number: int, rows: int, rank: int, size: int) -> torch.Tensor:
+        pairs = [self.operands(number, rows, each, size) for each in range(size)]
+        if self.gathers:
+            gathered = torch.cat([A for A, _ in pairs]).double()
+            return gathered @ pairs[rank][1].double()
+        total = torch.stack([A.double() @ B.double() for A, B in pairs]).sum(0)
+        return total[rank * rows : (rank + 1) * rows] if self.scatters else total
+
+
+OPS = {
+    "ag_gemm": Op(
+        ag_gemm,
+        lambda rank, size: create_ag_gemm_context(
+            MOST_ROWS * size, N * size, K, torch.float16, rank, size
+        ),
+        [
+            *({"method": method, "num_chunks": 2} for method in AllGatherMethod),
+            {"method": AllGatherMethod.SERIAL},  # as many programs as the rows ask for
+        ],
+        gathers=True,
+    ),
+    "gemm_rs": Op(
+        gemm_rs,
+        lambda rank, size: create_gemm_rs_context(
+            MOST_ROWS * size, N, rank, size, size, torch.float16, reduce_st=True
+        ),
+        gemm_rs_calls.WAYS,
+        scatters=True,
+    ),
+    "gemm_ar": Op(
+        gemm_ar,
+        lambda rank, size: create_gemm_ar_context(
+            MOST_ROWS * size, N, rank, size, size, torch.float16
+        ),
+        [
+            *gemm_ar_calls.WAYS,
+            *(
+                {"method": GEMMAllReduceMethod.SERIAL, "reduction": reduction, **SMALL}
+                for reduction in (AllReduceMethod.TWO_SHOT, AllReduceMethod.DOUBLE_TREE)
+            ),
+        ],
+    ),
+}
+
+
+def unequal(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
+    """In each way of op ``name`` a call of equal rows, one of ``mine[rank]`` and, after a reset,
+    two of equal rows again; what the error of each said."""
+    op, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
+    said: list[dict[int, object]] = []
+    with op.create(rank, size) as ctx:
+        for number, way in enumerate(op.ways):
+
+            def call(rows: int, number: int = number, way: Any = way) -> torch.Tensor:
+                options = {"gemm_config": default_tiles(), **way}
+                return op.op.fn(*op.operands(number, rows, rank, size), ctx, **options)
+
+            def check(rows: int, number: int = number, call: Any = call) -> None:
+                expected = op.expected(number, rows, rank, size)
+                assert_allclose(call(rows), expected.half(), atol=2e-2, rtol=2e-2)
+
+            check(mine[0])
+            with pytest.raises(RankDisagreement, match=f"the rows of A in {name}") as told:
+                _settled(call, mine[rank], ctx)
+            said.append(told.value.by_rank)
+            with pytest.raises(RankDisagreement):  # until the reset
+                call(mine[0])
+            ctx.reset()
+            for rows in (mine[1], mine[0]):
+                check(rows)
+    return said
+
+
+def _settled(call: Callable[[int], object], rows: int, ctx: Any) -> None:
+    call(rows)
+    ctx.check()
+
+
+def replayed(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
+    """The same of a CUDA graph for each number of rows, of which ranks replay different ones."""
+    op, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
+    device, said = current_device(), []
+    with op.create(rank, size) as ctx:
+        for number, way in enumerate(op.ways):
+            options = {"gemm_config": default_tiles(), **way}
+            graphs = dict(_graphs(op, ctx, number, set(mine), options))
+            for rows in (mine[0], mine[1], mine[0]):
+                graphs[rows].replay()
+            ctx.check()
+            graphs[mine[rank]].replay()
+            with pytest.raises(RankDisagreement) as told:
+                ctx.check()
+            said.append(told.value.by_rank)
+            device.synchronize(60.0)
+            ctx.reset()
+    return said
+
+
+def _graphs(
+    op: Op, ctx: Any, number: int, each: set[int], options: Mapping[str, Any]
+) -> Iterator[tuple[int, Any]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for rows in sorted(each):
+        operands = op.operands(number, rows, rank, size)
+        op.op.fn(*operands, ctx, **options)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            op.op.fn(*operands, ctx, **options)
+        yield rows, graph
