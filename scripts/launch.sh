@@ -127,7 +127,7 @@ export PATH PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
 if [[ -n ${TORCHRUN:-} ]]; then
     read -ra torchrun <<<"$TORCHRUN"
 else
-    torchrun=("$PYTHON" -m torch.distributed.run)
+    torchrun=("$PYTHON" "$ROOT/scripts/torchrun.py")
 fi
 
 nnodes=${NNODES:-${ARNOLD_WORKER_NUM:-1}}
