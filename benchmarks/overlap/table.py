@@ -27,8 +27,9 @@ def console() -> Console:
 
 def shape_table(tree: Tree) -> Table:
     """Every row of one shape."""
-    took = f": config {tree['tuning']}; measured in {tree['seconds']:.1f} s"
-    named = title(tree) + (took if "seconds" in tree else "")
+    named = title(tree)
+    if "seconds" in tree:
+        named += f": config {tree['tuning']}; measured in {tree['seconds']:.1f} s"
     table = Table(title=named, title_justify="left")
     for name in ("", "mode", "kind"):
         table.add_column(name, no_wrap=True)
