@@ -2,10 +2,10 @@
 
     bash scripts/launch.sh benchmarks/bench_collectives.py --json collectives.json
     bash scripts/launch.sh benchmarks/bench_collectives.py --ops all_reduce --sizes 16K,64K,1M
-    python benchmarks/bench_collectives.py --from-json collectives.json
+    scripts/python benchmarks/bench_collectives.py --from-json collectives.json
 
 For each size the op is tuned, or its cached config used. Then the winner, the best config of each
-way by the tuning record, the library's collective and, for all-reduce, torch's own over symmetric
+way by the record, the library's collective and, for all-reduce, torch's own over symmetric
 memory are each checked against a sum in fp32 and timed: interleaved, ranks lined up, cold L2, the
 slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
 may differ too. With --calls 20 a sample is of 20 calls after one another, in graph mode all in one

@@ -1,6 +1,6 @@
 """What searches cost and find, replayed on recorded spaces; needs no GPU.
 
-    python benchmarks/bench_tuning.py [folder] [--seeds 200] [--json results.json]
+    scripts/python benchmarks/bench_tuning.py [folder] [--seeds 200] [--json results.json]
 
 In a recorded space every config was run 32 times. For each seed, 16 runs of each config are drawn
 (they stay in the order in which they were recorded) for a search to decide on; its winner is judged

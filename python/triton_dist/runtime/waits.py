@@ -114,7 +114,7 @@ def settling(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
         yield functools.partial(own.settle, seconds)
     finally:
         settlings.remove(own)
-        # What a call that raised has left is to blame no later one; not worth to wait for.
+        # Drop checks left by a call that raised, without waiting: no later call must be blamed for them.
         with suppress(Exception):
             own.settle(0.0)
 

@@ -49,7 +49,7 @@ from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 # Bytes of data in a line, and words.
 LINE_BYTES = tl.constexpr(8)
 LINE_WORDS = tl.constexpr(2)
-# Words of which parts are multiples, so that each line lies on 16 bytes.
+# Alignment of a part, in words: each line lies on 16 bytes.
 PART_ALIGNMENT = tl.constexpr(16)
 _NEVER_ZERO = tl.constexpr(-(2**31))
 
