@@ -76,7 +76,7 @@ class Device(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks that tune together. ``decide`` to ``align`` are messages: collective over the group.
+    """The ranks that tune together. ``decide`` to ``align`` are words: collective over the group.
 
     ``phase`` names the step in the error, ``RankTimeout``, that a rank gets when another does not
     arrive within ``seconds``, or is known not to come. Ranks in different phases at one step get
@@ -93,10 +93,10 @@ class RankGroup(Protocol):
         """Size and placement of the group, as text; part of the fingerprint."""
 
     def converse(self) -> RankGroup:
-        """The same ranks for one tuning: messages of different conversations never meet."""
+        """The same ranks for one tuning: words of different conversations never meet."""
 
     def leave(self, reason: str) -> None:
-        """Tell the others, without waiting for them, that this rank sends no more messages here."""
+        """Tell the others, without waiting for them, that this rank says no more words here."""
 
     def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""

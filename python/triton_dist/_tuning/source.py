@@ -1,6 +1,6 @@
 """The source of a function and of everything that it reaches, as digests.
 
-A record holds as long as the code that was timed: the function, its helpers, the Triton
+A tuning result holds as long as the code that was timed: the function, its helpers, the Triton
 kernels that it launches with their callees, closures, and globals that are constants. Reached means
 named in the source; what comes in as an argument is not followed, but for the methods and
 attributes of a method's own class. Library code (standard library, installed packages other than

@@ -114,7 +114,7 @@ def settling(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
         yield functools.partial(own.settle, seconds)
     finally:
         settlings.remove(own)
-        # Drop checks left by a call that raised, without waiting: no later call must be blamed for them.
+        # Drop checks left by a call that raised, without waiting: no later call is to blame.
         with suppress(Exception):
             own.settle(0.0)
 

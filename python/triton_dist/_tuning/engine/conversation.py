@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Conversation:
-    """Messages of ``ranks``.
+    """Words of ``ranks``.
 
     Attributes:
         config: what is being tried; in the message when a rank does not come.

@@ -1,7 +1,7 @@
 """What ``@autotune`` makes of a function: a look-up, and a call.
 
 The hot path is ``__call__``: after ``key_fn`` one dictionary look-up, no environment, log, lock,
-context manager or message to other ranks.
+context manager or word to other ranks.
 """
 
 from __future__ import annotations

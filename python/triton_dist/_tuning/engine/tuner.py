@@ -1,6 +1,6 @@
 """The first call of a key, from meeting to record. Reads top to bottom.
 
-One law: the leader decides, all agree, nobody infers. Each message of ``ranks`` is sent by all ranks
+One law: the leader decides, all agree, nobody infers. Each word of ``ranks`` is said by all ranks
 at the same place, whatever happened on one of them before.
 """
 

@@ -1,4 +1,4 @@
-"""What a record depends on besides its key, and what may change without invalidating it."""
+"""What a tuning result depends on besides its key, and what may change without invalidating it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, by which records are looked up, and two functions to make them of."""
+"""What a tuning result is looked up by, and two words to make keys of."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Words(Conversation):
-    """There is one message, ``gather``. Its phase says where a rank is and is compared: ranks that are
+    """There is one word, ``gather``. Its phase says where a rank is and is compared: ranks that are
     at different places get an error that says where each of them is.
 
     Attributes:
@@ -36,7 +36,7 @@ class Words(Conversation):
             return super().gather(f"{self._function}, {phase}", value, after or self.limit)
 
     def lose(self, error: Exception) -> Exception:
-        """``error`` comes to all ranks: no more messages are needed."""
+        """``error`` comes to all ranks: no more words are needed."""
         self.lost = error
         return error
 
