@@ -70,8 +70,8 @@ def get_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not is_cuda():
         args.max_nbytes = max(256, args.max_nbytes // _CPU_SCALE)
-        args.iters, args.verify_shapes = min(args.iters, 3), min(args.verify_shapes, 6)
-        args.verify_hang = min(args.verify_hang, 12)
+        args.iters, args.verify_shapes = min(args.iters, 2), min(args.verify_shapes, 4)
+        args.verify_hang = min(args.verify_hang, 8)
     return args
 
 
