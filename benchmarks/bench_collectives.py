@@ -2,7 +2,7 @@
 
     bash scripts/launch.sh benchmarks/bench_collectives.py --json collectives.json
     bash scripts/launch.sh benchmarks/bench_collectives.py --ops all_reduce --sizes 16K,64K,1M
-    python benchmarks/bench_collectives.py --from-json collectives.json
+    scripts/python benchmarks/bench_collectives.py --from-json collectives.json
 
 For each size the op is tuned, or its cached config used. Then the winner, the best config of each
 way by the tuning record, the library's collective and, for all-reduce, torch's own over symmetric

@@ -3,7 +3,7 @@
     bash scripts/launch.sh benchmarks/bench_overlap.py --json overlap.json --png overlap.png
     bash scripts/launch.sh benchmarks/bench_overlap.py --shapes 8192:28672:8192 --mode graph
     bash scripts/launch.sh benchmarks/bench_overlap.py --layers all --M 512,2048,8192
-    python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
+    scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
 For each shape the op is tuned, or its cached config used. Then the winner, the best few other
 configs by the tuning record, and the peers are each checked against the unfused reference, on fresh

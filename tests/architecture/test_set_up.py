@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT
+from triton_dist.cli.main import main
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ensurepip") is None, reason="this Python cannot make environments"
@@ -122,3 +125,10 @@ def test_only_versions_with_constraints_can_be_asked_for(newcomer: Newcomer) -> 
     result = newcomer("scripts/python", "-c", "", TRITON_VERSION="3.5.1")
     assert result.returncode == 2
     assert "TRITON_VERSION=3.5.1, expected one of: 3.6.0 3.7.1 3.8.0 3.9.0" in result.stderr
+
+
+def test_the_command_that_pip_installs_is_the_same() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (value,) = re.findall(r'^\[project\.scripts\]\ntriton-dist = "(.*)"$', text, re.MULTILINE)
+    entry = importlib.metadata.EntryPoint("triton-dist", value, "console_scripts")
+    assert entry.load() is main
