@@ -160,7 +160,7 @@ install_locked() {
 
 # install BASE EXTRA: called with the lock held.
 install() {
-    local base=$1 extra=$2 flavour=cpu log=$VENV/pip.log site problems begin=$SECONDS
+    local base=$1 extra=$2 flavour=cpu site problems begin=$SECONDS
     if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
     # A torch of the other kind counts as installed for pip, and an interpreter that is gone as present.
     if ! "$VENV/bin/python" -c '' 2>/dev/null || [[ "$(cat "$VENV/.flavour" 2>/dev/null)" != "$flavour" ]]; then
@@ -169,21 +169,20 @@ install() {
         "$base" -m venv "$VENV" || return 1
         echo "$flavour" >"$VENV/.flavour"
     fi
-    rm -f "$VENV"/.ready-* "$log"
-    local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile --log "$log")
-    if [[ ! -t 2 ]]; then pip+=(--quiet); fi
+    rm -f "$VENV"/.ready-*
+    local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
+    if [[ ! -t 2 ]]; then pip+=(--quiet --progress-bar off); fi
     local -a wanted
     mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+"$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
     # In one step, so that pip chooses a torch and a triton that agree.
     if ! "${pip[@]}" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2; then
-        explain_failure "$log"
+        say "pip has to find all versions of constraints/tested.txt and ${PAIR#"$ROOT/"}, and a torch whose build" \
+            "demands no other triton. $(remedy)"
         return 1
     fi
-    local -a need=(${extra:+"$extra"})
-    if [[ $flavour == gpu ]]; then need+=(--cuda); fi
-    if ! problems=$("$VENV/bin/python" "$ROOT/scripts/requirements.py" check "${need[@]}"); then
-        say "pip installed what this host cannot use: $problems. $(offers)"
+    if [[ $flavour == gpu ]] && ! problems=$("$VENV/bin/python" "$ROOT/scripts/requirements.py" check --cuda); then
+        say "pip chose what the GPUs of this host cannot use: $problems. $(remedy)"
         return 1
     fi
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -196,17 +195,7 @@ install() {
     say "set-up took $((SECONDS - begin)) s"
 }
 
-# What to look at when pip offers something else than its default index does.
-offers() {
-    echo "Look at what 'python3 -m pip config list' and the PIP_ variables add to pip's default index, or name a" \
-        "Python that has torch and triton already: PYTHON=/path/to/python3"
-}
-
-# explain_failure LOG: one sentence after pip's own, with what to do.
-explain_failure() {
-    if grep -q ResolutionImpossible "$1"; then
-        say "no torch that pip finds agrees with ${PAIR#"$ROOT/"} (each build of torch names the triton it needs). $(offers)"
-    elif grep -q 'No matching distribution' "$1"; then
-        say "pip's index lacks a package of this version for this Python, or does not answer. $(offers)"
-    fi
+remedy() {
+    echo "Look at what 'python3 -m pip config list' and PIP_ variables add to pip's default index, or name a Python" \
+        "that has torch and triton already: PYTHON=/path/to/python3"
 }

@@ -56,6 +56,8 @@ def test_every_supported_triton_has_a_set_of_versions() -> None:
     minors = {tuple(map(int, version.split(".")[:2])) for version in PAIRS}
     assert all(version in SpecifierSet(SUPPORTED["triton"]) for version in PAIRS)
     assert minors == {(3, minor) for minor in range(6, 10)}
+    page = (ROOT / "docs" / "reference" / "supported-versions.md").read_text(encoding="utf-8")
+    assert [version for version in PAIRS if version not in page] == []
 
 
 def test_what_is_needed_is_said_once() -> None:
