@@ -1,10 +1,11 @@
-"""The source of a function and of everything that it reaches, as digests.
+"""The source of a function and of everything that it reaches: digests of code, texts of constants.
 
-A tuning result holds as long as the code that was timed: the function, its helpers, the Triton
-kernels that it launches with their callees, closures, and globals that are constants. Reached means
-named in the source; what comes in as an argument is not followed, but for the methods and
-attributes of a method's own class. Library code (standard library, installed packages other than
-the function's own) is not followed either: its versions are in the fingerprint.
+A tuning record holds as long as the code that was timed: the function, its helpers, the Triton
+kernels that it launches with their callees, and the constants that they read and bind (which of
+them count, :mod:`~triton_dist._tuning.constants` says). Reached means named in the source; what
+comes in as an argument is not followed, but for the methods and attributes of a method's own class.
+Library code (standard library, installed packages other than the function's own) is not followed
+either: its versions are in the fingerprint.
 
 A comment, a docstring, formatting, or another place in the file or in the file system changes
 nothing.
@@ -12,303 +13,58 @@ nothing.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import enum
-import functools
 import hashlib
-import inspect
-import sys
-import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_dist._tuning import definitions, libraries, normalise
-from triton_dist._tuning.values import codec
-
-_ABSENT = types.ModuleType("absent")
-_WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
-"""Where callables keep the function inside: Triton's kernels and tuned functions; functools.cache
-and torch.compile; cached_property; torch.library.custom_op."""
-
-_LookUp = Callable[[str], Any]
+from triton_dist._tuning.constants import Constants
+from triton_dist._tuning.snapshot import Snapshot
+from triton_dist._tuning.values import Origin, codec, original
+from triton_dist._tuning.walk import Walk
 
 
-def source_digests(roots: Iterable[Callable[..., Any]]) -> dict[str, str]:
-    """A digest for each function and class that ``roots`` reach, by qualified name."""
+class Source(NamedTuple):
+    """What functions are made of. Names are those of the code."""
+
+    digests: dict[str, str]
+    """Of each function and class that is reached."""
+    literal: dict[str, str]
+    bound: dict[str, str]
+    uncounted: dict[str, str]
+    """Why each of these constants does not count."""
+
+
+def source_of(
+    roots: Iterable[Callable[..., Any]],
+    ignore: Iterable[str] = (),
+    snapshot: Snapshot | None = None,
+) -> Source:
+    """What ``roots`` reach.
+
+    Args:
+        ignore: names of constants that do not count.
+        snapshot: what the roots held when they were given, of what changes as a program runs.
+    """
     roots = list(roots)
-    walk = _Walk(libraries.Libraries(inspect.unwrap(root).__module__ for root in roots))
+    library = libraries.Libraries(original(root).__module__ for root in roots)
+    walk = Walk(library, Constants(ignore), snapshot or Snapshot(()))
     for root in roots:
-        walk.reference(root)
-    return {
+        walk.root(root)
+    digests = {
         name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in walk.texts.items()
     }
+    constants = walk.constants
+    return Source(digests, constants.literal, constants.bound, constants.uncounted)
 
 
-class _Walk:
-    """Depth first, in the order of names, so that all ranks and processes get the same names."""
-
-    def __init__(self, library: libraries.Libraries) -> None:
-        self.texts: dict[str, str] = {}
-        self._library = library
-        self._names: dict[int, str] = {}
-        self._alive: list[object] = []  # an id means something only while its object lives
-
-    def reference(
-        self, value: Any, origin: tuple[types.ModuleType | None, str] = (None, "")
-    ) -> str:
-        """What ``value`` is, as text, and a visit to it if it is code.
-
-        Args:
-            origin: module and name of the global that holds it, for values that may change while
-                the program runs: the statements that made it count, not what it holds at the
-                moment.
-        """
-        if isinstance(value, types.ModuleType):
-            return ""
-        if isinstance(value, functools.partial):
-            keywords = sorted(value.keywords.items())
-            return f"partial {self.reference((value.func, *value.args, *keywords))}"
-        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-            return self.reference(value.__func__)
-        if isinstance(value, property):
-            return self.reference((value.fget, value.fset))
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, type):
-            return self._class(value)
-        if type(value).__name__ == "constexpr":
-            return self.reference(value.value)
-        if isinstance(value, enum.Enum):
-            return f"{self._class(type(value))}.{value.name}"
-        if codec.is_triton_config(value):
-            return f"{codec.text(codec.encode(value))} {self._functions_in(value)}"
-        inside = next((each for each in _WRAPPED if _is_code(_attribute(value, each))), None)
-        if inside is not None:
-            return self._wrapped(value, inside, origin)
-        if dataclasses.is_dataclass(value):
-            return self._dataclass(value, origin)
-        if isinstance(value, tuple):
-            return f"({', '.join(map(self.reference, value))})"
-        if isinstance(value, (list, set, dict)):
-            items = value.values() if isinstance(value, dict) else value
-            code = [self.reference(item) for item in items if callable(item)]
-            return f"{type(value).__name__} {self._made(*origin)} {sorted(code)}"
-        if type(value).__module__ == "torch" and type(value).__name__ == "device":
-            return f"device {value.type}"  # which one differs by rank
-        try:
-            return codec.text(codec.encode(value))
-        except TypeError:
-            return f"{self._class(type(value))} {self._made(*origin)}"
-
-    def _dataclass(self, value: Any, origin: tuple[types.ModuleType | None, str]) -> str:
-        """By its fields; a global that may change while the program runs, by how it was made."""
-        cls = self._class(type(value))
-        made = "" if value.__dataclass_params__.frozen else self._made(*origin)
-        if made or id(value) in self._names:  # one that leads back to itself
-            return f"{cls} {made}"
-        self._names[id(value)] = cls
-        self._alive.append(value)
-        fields = [self.reference(getattr(value, f.name)) for f in dataclasses.fields(value)]
-        del self._names[id(value)]
-        return f"{cls} {fields}"
-
-    def _wrapped(self, value: Any, inside: str, origin: tuple[Any, str]) -> str:
-        """A Triton kernel (compiled or interpreted), its ``autotune`` or ``heuristics``, or another
-        wrapper: the function inside, and beside it what changes its code."""
-        text = f"{self.reference(_attribute(value, inside))} {self._functions_in(value)}"
-        configs = _attribute(value, "configs")
-        if isinstance(configs, list) and all(map(codec.is_triton_config, configs)):
-            text += f" configs {[self.reference(config) for config in configs]}"
-        heuristics = _attribute(value, "values")
-        if isinstance(heuristics, dict):
-            computed = [(name, self.reference(heuristics[name])) for name in sorted(heuristics)]
-            text += f" heuristics {computed}"
-        return f"{text} {self._made(*origin)}"  # triton.jit(noinline=True)(function)
-
-    def _functions_in(self, value: Any) -> list[str]:
-        """Functions that are attributes of ``value``, such as hooks and prune functions."""
-        found = sorted(getattr(value, "__dict__", {}).items())
-        return [
-            f"{name} {self.reference(item)}"
-            for name, item in found
-            if isinstance(item, types.FunctionType)
-            and name not in _WRAPPED
-            and not self._library.has_function(item)
-        ]
-
-    def _function(self, function: types.FunctionType) -> str:
-        inner = getattr(function, "__wrapped__", None)
-        if self._library.has_function(function):
-            return (
-                f"{function.__module__}.{function.__qualname__}"
-                if inner is None
-                else self.reference(inner)
-            )
-        name, known = self._name(function)
-        if known:
-            return name
-        code, module = function.__code__, sys.modules.get(function.__module__)
-        node = definitions.definition(code)
-        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        receiver, owner = _receiver(function, module)
-        local = self._imported(function, node)
-
-        def look_up(root: str) -> Any:
-            if root in cells:
-                try:
-                    return cells[root].cell_contents
-                except ValueError:  # not bound yet
-                    return None
-            if root in local:
-                return local[root]
-            return owner if root == receiver else function.__globals__.get(root, _ABSENT)
-
-        read, bound = normalise.global_names(code)
-        roots = read | cells.keys() | local.keys() | {receiver}
-        defaults = (function.__defaults__ or ()), sorted((function.__kwdefaults__ or {}).items())
-        lines = [self.reference((*defaults[0], *defaults[1]))]
-        lines += [] if inner is None else [self.reference(inner)]
-        if node is None:
-            lines.append(normalise.bytecode(code))
-            found: Iterable[str] = roots
-        else:
-            dropped = _tuners(node, look_up)
-            lines.append(normalise.normalised(node, dropped))
-            roots |= normalise.header_names(node, dropped)
-            found = normalise.chains(node, dropped)
-        reached = {each for each in found if each.partition(".")[0] in roots - bound} - {receiver}
-        self.texts[name] = "\n".join([*lines, *self._reached(reached, look_up, module)])
-        return name
-
-    def _class(self, cls: type) -> str:
-        module = sys.modules.get(cls.__module__)
-        if module is None or self._library.has_module(module.__name__):
-            return f"{cls.__module__}.{cls.__qualname__}"
-        name, known = self._name(cls)
-        if known:
-            return name
-        node = definitions.definition(cls)
-        if node is None:
-            methods = [each for each in vars(cls).values() if isinstance(each, types.FunctionType)]
-            self.texts[name] = "\n".join(normalise.bytecode(each.__code__) for each in methods)
-            return name
-
-        def look_up(root: str) -> Any:
-            return vars(module).get(root, _ABSENT)
-
-        dropped = _tuners(node, look_up)
-        reached = self._reached(normalise.chains(node, dropped), look_up, module)
-        self.texts[name] = "\n".join([normalise.normalised(node, dropped), *reached])
-        return name
-
-    def _name(self, item: Any) -> tuple[str, bool]:
-        """A unique name, and whether ``item`` was visited before."""
-        known = self._names.get(id(item))
-        if known is not None:
-            return known, True
-        # A wrapper has the name of what it wraps; its code has its own.
-        own = item.__code__.co_name if hasattr(item, "__wrapped__") else item.__qualname__
-        base = own.rpartition("<locals>.")[2]
-        count = sum(name.partition("#")[0] == base for name in self.texts)
-        name = base if count == 0 else f"{base}#{count + 1}"
-        self._names[id(item)] = name
-        self._alive.append(item)
-        self.texts[name] = ""  # taken, while what it reaches is visited
-        return name, False
-
-    def _reached(
-        self, chains: Iterable[str], look_up: _LookUp, module: types.ModuleType | None
-    ) -> list[str]:
-        """A line for each name that leads to code or a constant."""
-        lines = []
-        for chain in sorted(chains):
-            root, *path = chain.split(".")
-            value, holder, last = look_up(root), module, root
-            for part in path:
-                if not isinstance(value, (types.ModuleType, type)) or self._library.has(value):
-                    break
-                holder = value if isinstance(value, types.ModuleType) else None
-                value, last = _attribute(value, part, _ABSENT), part
-            if value is not _ABSENT:
-                lines.append(f"{chain} = {self.reference(value, (holder, last))}")
-        return lines
-
-    def _made(self, module: types.ModuleType | None, name: str) -> str:
-        """The statements that made a global, and what they reach."""
-        if module is None or self._library.has_module(module.__name__):
-            return ""
-        lines = []
-        for statement in definitions.makers(module, name):
-            lines.append(ast.unparse(statement))
-            if id(statement) not in self._names:
-                self._names[id(statement)] = name
-                self._alive.append(statement)
-                reached = {
-                    each for each in normalise.chains(statement) if each.partition(".")[0] != name
-                }
-                lines += self._reached(
-                    reached, lambda root: vars(module).get(root, _ABSENT), module
-                )
-        return "\n".join(lines)
-
-    def _imported(
-        self, function: types.FunctionType, node: definitions.Definition | None
-    ) -> dict[str, Any]:
-        """What a function imports when it is called, by the name that it has there. Its modules are
-        imported now, as they will be then."""
-        package = function.__globals__.get("__package__") or ""
-        found = {}
-        for each in normalise.imports(node) if node is not None else ():
-            module = self._library.imported(each.module, each.level, package)
-            if module is None:
-                continue
-            if each.attribute is not None:
-                if not hasattr(module, each.attribute):  # a submodule, or not there
-                    self._library.imported(f"{module.__name__}.{each.attribute}")
-                found[each.name] = _attribute(module, each.attribute, _ABSENT)
-            elif each.name == each.module:  # import a.b binds a
-                top = each.module.partition(".")[0]
-                found[top] = sys.modules[top]
-            else:
-                found[each.name] = module
-        return found
-
-
-def _tuners(node: definitions.Definition, look_up: _LookUp) -> frozenset[ast.expr]:
-    """The decorators that are the tuner's own: their arguments are compared by value elsewhere."""
-    found = set()
-    for decorator in normalise.decorators(node):
-        callee = decorator.func if isinstance(decorator, ast.Call) else decorator
-        root, *path = (normalise.dotted(callee) or "").split(".")
-        value = look_up(root)
-        for part in path:
-            value = _attribute(value, part)
-        if libraries.is_tuner(str(_attribute(value, "__module__"))):
-            found.add(decorator)
-    return frozenset(found)
-
-
-def _receiver(
-    function: types.FunctionType, module: types.ModuleType | None
-) -> tuple[str, type | None]:
-    """The name of a method's first parameter, and the class that the method is defined in."""
-    value: Any = module
-    for part in function.__qualname__.split(".")[:-1]:
-        value = _attribute(value, part)
-    if isinstance(value, type) and function.__code__.co_argcount:
-        return function.__code__.co_varnames[0], value
-    return "", None
-
-
-def _is_code(value: Any) -> bool:
-    """Whether ``value`` is a function, or a Triton kernel or its wrapper, which cannot be called
-    but launched."""
-    return callable(value) or hasattr(value, "fn")
-
-
-def _attribute(value: Any, name: str, default: Any = None) -> Any:
-    try:
-        return getattr(value, name, default)
-    except Exception:  # objects with a __getattr__ of their own
-        return default
+def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
+    """Which function it is: name, module, signature, and which of several of one name."""
+    origin = Origin.of(function, tunables)
+    code = getattr(original(function), "__code__", None)
+    if code is None:
+        return origin
+    ordinal = definitions.ordinal(code)
+    if ordinal is None:  # no source: what it does tells it apart
+        return origin.of_several(f"code {codec.digest(normalise.bytecode(code))[:8]}")
+    return origin.of_several(f"definition {ordinal + 1}") if ordinal else origin

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.engine.conversation import Conversation
-from triton_dist._tuning.values import Fingerprint, Key
+from triton_dist._tuning.values import Fingerprint, Key, agreed
 from triton_dist.errors import RankDisagreement, TuningTimeout
 
 
@@ -24,6 +24,8 @@ class Verdict:
     """Digest of that record."""
     shipped: bool = False
     """Whether it is one that came with a package, which any rank's own goes before."""
+    bound: frozenset[str] | None = None
+    """The bound constants that it counts; ``None``: it does not look at them."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,29 @@ def meet(ranks: Conversation, own: Arrival, failure: Exception | None) -> Meetin
     _same(f"the key of {own.function}", arrivals, lambda arrival: _shown(arrival.key))
     _same(f"the arguments of {own.function}", arrivals, lambda arrival: arrival.details)
     _same(f"the config space of {own.function}", arrivals, lambda arrival: str(arrival.space))
-    _same_fingerprint(own.function, arrivals)
-    return Meeting(arrivals)
+    fingerprint = same_fingerprint(own.function, [arrival.fingerprint for arrival in arrivals])
+    return Meeting(arrivals, fingerprint)
 
 
 class Meeting:
     """What all ranks know once they met."""
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+        """Of all ranks; of what functions bind it has what all hold alike."""
         self._verdicts = [arrival.verdict for arrival in arrivals]
         leader = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
         self.capturing = any(arrival.capturing for arrival in arrivals)
         self.frozen = [rank for rank, arrival in enumerate(arrivals) if arrival.frozen]
         """Ranks on which tuning is forbidden; one is enough."""
-        valid = {rank: v for rank, v in enumerate(self._verdicts) if v and v.winner}
+        # What a record counts, all ranks must hold alike; that on the holder it is the same as
+        # recorded, the holder has seen.
+        counted = frozenset(fingerprint.bound)
+        valid = {
+            rank: v
+            for rank, v in enumerate(self._verdicts)
+            if v and v.winner and v.bound in (None, counted)
+        }
         holders = [rank for rank, v in valid.items() if not v.shipped] or list(valid)
         # Where nothing can be tuned, a record is used even if it was asked to be replaced.
         cannot_tune = self.capturing or bool(self.frozen)
@@ -114,12 +125,18 @@ def _same(what: str, arrivals: Sequence[Arrival], value: Callable[[Arrival], str
         raise RankDisagreement(what, by_rank)
 
 
-def _same_fingerprint(function: str, arrivals: Sequence[Arrival]) -> None:
-    """Ranks are compared with rank 0, field by field."""
-    first = arrivals[0].fingerprint
-    by_rank: dict[int, object] = {0: "(the others are compared with this)"}
-    for rank, arrival in enumerate(arrivals[1:], start=1):
-        if first is not None and arrival.fingerprint is not None:
-            by_rank[rank] = "; ".join(first.diff(arrival.fingerprint)) or "the same"
-    if any(arrival.fingerprint != first for arrival in arrivals):
+def same_fingerprint(function: str, fingerprints: Sequence[Fingerprint | None]) -> Fingerprint:
+    """The one fingerprint of all ranks.
+
+    Raises:
+        RankDisagreement: they differ in what is no constant that a function binds. Ranks are
+            compared with rank 0, field by field.
+    """
+    common = agreed([each for each in fingerprints if each is not None])
+    first = common[0]
+    if any(each != first for each in common):
+        by_rank: dict[int, object] = {0: "(the others are compared with this)"}
+        for rank, each in enumerate(common[1:], start=1):
+            by_rank[rank] = "; ".join(first.diff(each)) or "the same"
         raise RankDisagreement(f"what a tuning of {function} depends on", by_rank)
+    return first

@@ -17,6 +17,8 @@ from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress
 from triton_dist._tuning.engine.report import Report
+from triton_dist._tuning.engine.restless import Restless
+from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
@@ -25,7 +27,6 @@ from triton_dist._tuning.values import (
     Fingerprint,
     Key,
     Measurement,
-    Origin,
     Outcome,
     Pruned,
     Request,
@@ -46,6 +47,8 @@ class Resolution:
     record: TuningRecord | None
     """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
     tuned: bool
+    advice: str = ""
+    """What the user should know of why it was tuned again."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class _FirstCall:
         self._ranks = ranks
         self._tolerated = ""
         self._incumbent: Config | None = None
+        self._restless = Restless(subject.name)
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
@@ -97,13 +101,16 @@ class _FirstCall:
             meet(self._ranks, refusal, error)
             raise AssertionError("unreachable: a meeting with a failure raises it")
         fingerprint = parts.fingerprint(subject.function, subject.space)
-        own, reason = self._own_record(key, fingerprint)
+        own, reason = self._own_record(key.binding(fingerprint.bound), fingerprint)
         meeting = meet(self._ranks, self._arrival(key, details, fingerprint, own), None)
+        fingerprint = meeting.fingerprint
+        key = key.binding(fingerprint.bound)
         report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:
             record = self._shared_record(meeting, own)
             where = reason if record is own else f"the cache of rank {meeting.holder}"
+            self._restless.is_used(record)
             report.cached(record, where, self._tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
 
@@ -115,7 +122,9 @@ class _FirstCall:
 
         record, where = self._tune(key, fingerprint, own, report, reason)
         report.tuned(record, where)
-        return Resolution(self._config(record.best.digest), record, tuned=True)
+        self._restless.is_used(record)
+        advice = self._restless.advice if self._ranks.is_leader else ""
+        return Resolution(self._config(record.best.digest), record, tuned=True, advice=advice)
 
     def _key(self) -> tuple[Exception | None, Key | None, str]:
         """The key, and what else must be the same on all ranks; or why there is none."""
@@ -123,8 +132,7 @@ class _FirstCall:
         if isinstance(call.key, Exception):
             return call.key, None, ""
         try:
-            origin = Origin.of(self._subject.function, self._subject.space.names)
-            key = Key.of(origin, call.key, self._parts.hardware)
+            key = Key.of(self._subject.origin, call.key, self._parts.hardware)
             return None, key, "" if agree is None else str(agree(*call.args, **call.kwargs))
         except Exception as error:
             return error, None, ""
@@ -140,6 +148,7 @@ class _FirstCall:
             if not reasons:
                 self._tolerated = "; ".join(found.tolerated)
                 return record, where
+            self._restless.look(record, fingerprint)
             # The nearest one's reason is said: it is this function's own.
             kind = "shipped" if record.shipped else "cached"
             reason = reason or f"the {kind} result in {where} is not valid: {'; '.join(reasons)}"
@@ -167,7 +176,8 @@ class _FirstCall:
         space, parts = self._subject.space, self._parts
         verdict = Verdict(None, None)
         if own is not None:
-            verdict = Verdict(own.best.digest, own.digest, own.shipped)
+            counted = None if own.shipped else frozenset(own.fingerprint.bound)
+            verdict = Verdict(own.best.digest, own.digest, own.shipped, counted)
         return Arrival(
             function=self._subject.name,
             failure=None,
@@ -203,6 +213,7 @@ class _FirstCall:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks = self._parts, self._ranks
         candidates, pruned = self._candidates(key)
+        restorer = self._restorer()
         if parts.always_tune:
             reason = "told to tune always"
         journal = parts.journal(key)
@@ -211,7 +222,11 @@ class _FirstCall:
             default = self._subject.space[0]
             with report.begin(len(candidates), len(pruned), reason, default):
                 with parts.quiet():
-                    self._try(candidates, progress, report)
+                    restorer.keep()
+                    try:
+                        self._try(candidates, progress, report, restorer)
+                    finally:
+                        restorer.restore()
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
                 now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -230,7 +245,17 @@ class _FirstCall:
             journal.close()
         return StoredRecord(record, where)
 
-    def _try(self, candidates: Sequence[Config], progress: Progress, report: Report) -> None:
+    def _restorer(self) -> Restorer:
+        call, subject = self._call, self._subject
+        return Restorer(subject.function, subject.hooks.restore, call.args, call.kwargs)
+
+    def _try(
+        self,
+        candidates: Sequence[Config],
+        progress: Progress,
+        report: Report,
+        restorer: Restorer,
+    ) -> None:
         """Do what the search asks for, until it asks for nothing more."""
         parts, ranks = self._parts, self._ranks
         search = (
@@ -244,7 +269,7 @@ class _FirstCall:
         ahead = CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
             ahead.begin(candidates[: parts.policy.max_trials])
-            attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle)
+            attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle, restorer)
             while (decided := self._next(search, progress)) is not None:
                 request, outcome = decided
                 label = labels[request.config.digest]

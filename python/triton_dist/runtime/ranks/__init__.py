@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.ranks.process_group import ProcessGroupRanks
 from triton_dist.runtime.ranks.solo import SoloRank
 
-__all__ = ["ProcessGroupRanks", "SoloRank", "group_for"]
+__all__ = ["ProcessGroupRanks", "SoloRank", "default_group", "group_for"]
+
+default_group: Any = distributed_c10d.GroupMember
+"""Its attribute ``WORLD`` is the group of all ranks, as it is now; ``None`` without one."""
 
 _groups: dict[str, ProcessGroupRanks] = {}
 
