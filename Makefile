@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test stress chaos dist docs bench gpu
+.PHONY: check format lint types test versions fresh stress chaos dist docs bench gpu
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -20,6 +20,16 @@ types:
 
 test:
 	bash scripts/test.sh
+
+# The whole suite with every Triton that is supported, each in an environment of its own.
+versions = $(patsubst constraints/triton-%.txt,%,$(wildcard constraints/triton-*.txt))
+versions:
+	for version in $(versions); do TRITON_VERSION=$$version bash scripts/test.sh $(TESTS) || exit; done
+
+# The two commands of the README in a fresh clone and an empty environment, for both kinds of torch.
+# TESTS=tests/runtime limits this and `versions` to some tests.
+fresh:
+	bash scripts/fresh.sh $(TESTS)
 
 # Thousands of kills of writers of tuning records, with the counts; about two minutes.
 stress:

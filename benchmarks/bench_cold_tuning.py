@@ -164,7 +164,10 @@ def main() -> None:
     with create_ag_gemm_context(args.M, N, K, torch.bfloat16, rank, num_ranks) as ctx:
         ag_gemm.fn(A, B, ctx, **space()[0])  # process-wide set-up of Triton is nobody's
         serial_seconds, serial = tuned_serially(A, B, ctx)
-        dist_print(f"serial, 5 + 10 runs: {serial_seconds:.1f} s for {len(serial)} candidates")
+        dist_print(
+            f"{serial_seconds:.1f} s for {len(serial)} candidates in turn: each compiled, "
+            "run 5 times untimed and 10 times timed"
+        )
         tunings = []
         for number in range(args.tunings):
             seconds, winner = tuned_cold(A, B, ctx)

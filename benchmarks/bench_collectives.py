@@ -2,10 +2,10 @@
 
     bash scripts/launch.sh benchmarks/bench_collectives.py --json collectives.json
     bash scripts/launch.sh benchmarks/bench_collectives.py --ops all_reduce --sizes 16K,64K,1M
-    python benchmarks/bench_collectives.py --from-json collectives.json
+    scripts/python benchmarks/bench_collectives.py --from-json collectives.json
 
 For each size the op is tuned, or its cached config used. Then the winner, the best config of each
-way by the tuning record, the library's collective and, for all-reduce, torch's own over symmetric
+way by the record, the library's collective and, for all-reduce, torch's own over symmetric
 memory are each checked against a sum in fp32 and timed: interleaved, ranks lined up, cold L2, the
 slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
 may differ too. With --calls 20 a sample is of 20 calls after one another, in graph mode all in one
@@ -35,6 +35,7 @@ from overlap.workload import TUNED, TUNED_AGAIN
 from rich.table import Table
 
 from triton_dist.runtime.device import current_device
+from triton_dist.test.report import NO_TIMES
 from triton_dist.test.utils import dtype_named
 from triton_dist.testing.collective_peers import IN_PLACE, LIBRARY
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
@@ -42,6 +43,10 @@ from triton_dist.utils import finalize_distributed, initialize_distributed, is_c
 _CPU_SCALE = 1024
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _SIZES = "16K,32K,64K,128K,256K,512K,1M,2M,4M,8M,16M,32M,64M,128M,256M"
+_LEGEND = (
+    "A/A: the winner against itself, measured twice; smaller differences mean nothing. x library, "
+    "x best peer: how many times as fast."
+)
 Tree = dict[str, Any]
 
 
@@ -150,6 +155,8 @@ def show(result: Tree) -> None:
             f"us, slowest rank, medians of {result['rounds']} interleaved rounds"
             + (f" of {result['calls']} calls each" if result["calls"] > 1 else ""),
             title_justify="left",
+            caption=_LEGEND if "interpreter" not in hardware["gpu"] else NO_TIMES,
+            caption_justify="left",
         )
         for name in ("bytes", TUNED, "A/A", "x library", "x best peer", *names):
             table.add_column(name, justify="right", no_wrap=True)

@@ -25,9 +25,9 @@ import triton
 from triton_dist import knobs
 from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
 from triton_dist.runtime.device import current_device
-from triton_dist.test.nvidia.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.test.utils import LAYER_CONFIGS
 from triton_dist.testing.timing import interleaved
+from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.utils import (
     dist_print,
     finalize_distributed,

@@ -1,6 +1,6 @@
 """What a tuned function costs when nothing is left to be tuned.
 
-    python benchmarks/bench_dispatch.py --json dispatch.json
+    scripts/python benchmarks/bench_dispatch.py --json dispatch.json
 
 Each number is the best of many repeats: what other processes take only ever adds. The overhead of a
 hit is what it takes beyond the plain call and one call of ``key_fn``; a guarded look-up, the least

@@ -3,10 +3,10 @@
     bash scripts/launch.sh benchmarks/bench_overlap.py --json overlap.json --png overlap.png
     bash scripts/launch.sh benchmarks/bench_overlap.py --shapes 8192:28672:8192 --mode graph
     bash scripts/launch.sh benchmarks/bench_overlap.py --layers all --M 512,2048,8192
-    python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
+    scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
 For each shape the op is tuned, or its cached config used. Then the winner, the best few other
-configs by the tuning record, and the peers are each checked against the unfused reference, on fresh
+configs by the record, and the peers are each checked against the unfused reference, on fresh
 random data and with outputs that held NaN, and timed: interleaved, ranks lined up, cold L2, the
 slowest rank of each sample. The winner is timed twice, under two names: what that differs, others
 may differ too.
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--M", type=parse_numbers, default=[8192], help="rows for --layers")
     parser.add_argument("--scale", type=int, help="divide every size; default: 1, on CPU ranks 256")
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
-    parser.add_argument("--best", type=int, default=4, help="other configs, by the tuning record")
+    parser.add_argument("--best", type=int, default=4, help="other configs, by the record")
     parser.add_argument("--all-candidates", action="store_true", help="all that pruning leaves")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, help="default: 25, on CPU ranks 3")

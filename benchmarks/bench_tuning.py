@@ -1,6 +1,6 @@
 """What searches cost and find, replayed on recorded spaces; needs no GPU.
 
-    python benchmarks/bench_tuning.py [folder] [--seeds 200] [--json results.json]
+    scripts/python benchmarks/bench_tuning.py [folder] [--seeds 200] [--json results.json]
 
 In a recorded space every config was run 32 times. For each seed, 16 runs of each config are drawn
 (they stay in the order in which they were recorded) for a search to decide on; its winner is judged
@@ -189,6 +189,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Score]:
                 flush=True,
             )
             scores.append(each)
+    print(
+        "5 + 10: each config run 5 times untimed and 10 times timed; cost: device time over that;\n"
+        "regret: by how much the winner is slower than the best, mean and 95th percentile;\n"
+        "in 1 %: seeds with a winner within 1 % of the best; same: with the most frequent winner;\n"
+        "s: seconds of one replay"
+    )
     if asked.json is not None:
         result = {
             "benchmark": "tuning",

@@ -1,9 +1,9 @@
-"""Tune an op for the layers of known models, so that its results can be packed and shipped.
+"""Tune an op for the layers of known models, so that its records can be packed and shipped.
 
     bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm
-    python -m triton_dist pack ag_gemm --out ag_gemm.NVIDIA_H200.json
+    scripts/triton-dist pack ag_gemm --out ag_gemm.NVIDIA_H200.json
 
-Results go to ``TRITON_DIST_CACHE_DIR``, as of any call; layers that are there are not tuned again.
+Records go to ``TRITON_DIST_CACHE_DIR``, as of any call; layers that are there are not tuned again.
 One run for each number of ranks; tune on an idle machine. On CPU ranks sizes are scaled down.
 """
 

@@ -27,11 +27,6 @@ Environment:
 END
 }
 
-die() {
-    say "$*"
-    exit 2
-}
-
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # Arguments: options of torchrun, then the script, then what belongs to the script.
@@ -65,6 +60,10 @@ while (($# > 0)); do
     esac
     shift
 done
+case $nproc in
+    '' | gpu | cpu | auto) ;; # the words are torchrun's
+    *[!0-9]* | 0*) die "--nproc_per_node=$nproc is no number of ranks: give 1 or more" ;;
+esac
 (($# > 0)) || die "which script? See: bash scripts/launch.sh --help"
 
 script=$1
@@ -82,52 +81,24 @@ if ((is_path)) && [[ ! -f $script ]]; then
     esac
 fi
 
-# Device.
-
-detect_gpus
-case ${TRITON_DIST_DEVICE:-auto} in
-    cpu) device=cpu why="TRITON_DIST_DEVICE=cpu" ;;
-    auto | cuda)
-        if ((GPU_COUNT > 0)); then
-            device=cuda why=$GPU_REASON
-        elif [[ ${TRITON_DIST_DEVICE:-auto} == cuda ]]; then
-            die "TRITON_DIST_DEVICE=cuda, but there is no GPU: $GPU_REASON"
-        else
-            device=cpu why=$GPU_REASON
-        fi
-        ;;
-    *) die "TRITON_DIST_DEVICE=$TRITON_DIST_DEVICE, expected auto, cuda or cpu" ;;
-esac
-
-if [[ $device == cuda ]]; then
+choose_device
+if [[ $DEVICE == cuda ]]; then
     nproc=${nproc:-$GPU_COUNT}
     if [[ $nproc =~ ^[0-9]+$ ]] && ((nproc > GPU_COUNT)); then
         die "--nproc_per_node=$nproc, but there are $GPU_COUNT GPU(s) ($GPU_REASON); each rank needs its own"
     fi
-    say "device: cuda, $nproc rank(s), one per GPU, because $why"
-    if [[ -n ${TRITON_INTERPRET:-} ]]; then
-        say "ignoring TRITON_INTERPRET=$TRITON_INTERPRET on GPUs; TRITON_DIST_DEVICE=cpu runs the interpreter"
-        unset TRITON_INTERPRET
-    fi
-    # One hardware queue: work starts in the order in which it was queued, over all streams. Producers
-    # (copies) are queued before the GEMM that waits for them, so they are never stuck behind it.
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    say "device: cuda, $nproc rank(s), one per GPU, because $DEVICE_REASON"
 else
     nproc=${nproc:-2}
-    say "device: cpu, $nproc rank(s) in Triton's interpreter, because $why"
-    export TRITON_DIST_DEVICE=cpu TRITON_INTERPRET=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    say "device: cpu, $nproc rank(s) in Triton's interpreter, because $DEVICE_REASON"
 fi
 
-# Python and torchrun.
-
-find_python "$device" || exit 1
-PATH=$(dirname -- "$PYTHON"):$PATH # so that a replaced TORCHRUN finds this Python's torchrun
-export PATH PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
-
+use_python "$DEVICE"
+say "using $PYTHON"
 if [[ -n ${TORCHRUN:-} ]]; then
     read -ra torchrun <<<"$TORCHRUN"
 else
-    torchrun=("$PYTHON" -m torch.distributed.run)
+    torchrun=("$PYTHON" "$ROOT/scripts/torchrun.py")
 fi
 
 nnodes=${NNODES:-${ARNOLD_WORKER_NUM:-1}}

@@ -3,7 +3,14 @@
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
+DEFAULT_TRITON=3.7.1
+
 say() { echo "$(basename -- "$0"): $*" >&2; }
+
+die() {
+    say "$*"
+    exit 2
+}
 
 # Sets GPU_COUNT, the GPUs that a process may use; HOST_HAS_GPU; and GPU_REASON, a sentence for people.
 detect_gpus() {
@@ -29,6 +36,41 @@ detect_gpus() {
     fi
 }
 
+# choose_device: sets DEVICE (cuda, cpu), DEVICE_REASON, and what the environment must hold for it.
+choose_device() {
+    detect_gpus
+    local asked=${TRITON_DIST_DEVICE:-auto}
+    DEVICE=cpu DEVICE_REASON=$GPU_REASON
+    case $asked in
+        cpu) DEVICE_REASON="TRITON_DIST_DEVICE=cpu" ;;
+        auto | cuda)
+            if ((GPU_COUNT > 0)); then DEVICE=cuda; fi
+            if [[ $asked == cuda && $DEVICE == cpu ]]; then
+                die "TRITON_DIST_DEVICE=cuda, but there is no GPU: $GPU_REASON"
+            fi
+            ;;
+        *) die "TRITON_DIST_DEVICE=$asked, expected auto, cuda or cpu" ;;
+    esac
+    if [[ $DEVICE == cpu ]]; then
+        export TRITON_DIST_DEVICE=cpu TRITON_INTERPRET=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+        return
+    fi
+    if [[ -n ${TRITON_INTERPRET:-} ]]; then
+        say "ignoring TRITON_INTERPRET=$TRITON_INTERPRET on GPUs; TRITON_DIST_DEVICE=cpu runs the interpreter"
+        unset TRITON_INTERPRET
+    fi
+    # One hardware queue: work starts in the order in which it was queued, over all streams. Producers
+    # (copies) are queued before the GEMM that waits for them, so they are never stuck behind it.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+}
+
+# use_python DEVICE [EXTRA]: find_python, then puts its programs on PATH and the package on PYTHONPATH.
+use_python() {
+    find_python "$@" || exit 1
+    PATH=$(dirname -- "$PYTHON"):$PATH
+    export PATH PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+}
+
 # find_python DEVICE [EXTRA]: sets PYTHON to one that has all that the package, and EXTRA (test, dev),
 # needs on DEVICE (cuda, cpu): $PYTHON or python3 if it does, else that of .venv, set up when needed.
 # With TRITON_VERSION the environment is one of its own, with that version of Triton.
@@ -36,13 +78,18 @@ find_python() {
     local device=$1 extra=${2:-} asked=${PYTHON:-python3} missing
     local -a need=(${extra:+"$extra"})
     if [[ $device == cuda ]]; then need+=(--cuda); fi
+    PAIR=$ROOT/constraints/triton-${TRITON_VERSION:-$DEFAULT_TRITON}.txt
+    if [[ ! -f $PAIR ]]; then
+        local -a known=("$ROOT"/constraints/triton-*.txt)
+        known=("${known[@]##*/triton-}")
+        die "TRITON_VERSION=$TRITON_VERSION, expected one of: ${known[*]%.txt}"
+    fi
     if [[ -n ${TRITON_VERSION:-} ]]; then
         missing="TRITON_VERSION=$TRITON_VERSION asks for an environment of its own"
     elif ! command -v "$asked" >/dev/null; then
         missing="not found"
     elif missing=$("$asked" "$ROOT/scripts/requirements.py" check "${need[@]}" 2>/dev/null); then
         PYTHON=$("$asked" -c 'import sys; print(sys.executable)')
-        say "using $PYTHON, which has all that is needed"
         return
     fi
     VENV=$ROOT/.venv${TRITON_VERSION:+-triton-$TRITON_VERSION}
@@ -51,11 +98,10 @@ find_python() {
         set_up "$device" "$extra" || return 1
     fi
     PYTHON=$VENV/bin/python
-    say "using $PYTHON"
 }
 
 # What an environment was made from: a change of any of it makes set-up run again.
-stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/cpu.txt" | cksum) $ROOT"; }
+stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/tested.txt" "$PAIR" | cksum) $ROOT"; }
 
 # is_ready DEVICE EXTRA: whether $VENV was set up for them, or for more.
 is_ready() {
@@ -114,7 +160,7 @@ install_locked() {
 
 # install BASE EXTRA: called with the lock held.
 install() {
-    local base=$1 extra=$2 flavour=cpu constraints=$VENV/.constraints.txt site begin=$SECONDS
+    local base=$1 extra=$2 flavour=cpu site problems begin=$SECONDS
     if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
     # A torch of the other kind counts as installed for pip, and an interpreter that is gone as present.
     if ! "$VENV/bin/python" -c '' 2>/dev/null || [[ "$(cat "$VENV/.flavour" 2>/dev/null)" != "$flavour" ]]; then
@@ -125,29 +171,31 @@ install() {
     fi
     rm -f "$VENV"/.ready-*
     local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
-    if [[ ! -t 2 ]]; then pip+=(--quiet); fi
+    if [[ ! -t 2 ]]; then pip+=(--quiet --progress-bar off); fi
     local -a wanted
-    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list ${extra:+"$extra"})
-    : >"$constraints"
-    if [[ $flavour == cpu ]]; then grep -v '^#' "$ROOT/constraints/cpu.txt" >"$constraints"; fi
-    if [[ -n ${TRITON_VERSION:-} ]]; then
-        sed -i.bak '/^triton==/d' "$constraints"
-        echo "triton==$TRITON_VERSION" >>"$constraints"
+    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+"$extra"})
+    say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
+    # In one step, so that pip chooses a torch and a triton that agree.
+    if ! "${pip[@]}" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2; then
+        say "pip has to find all versions of constraints/tested.txt and ${PAIR#"$ROOT/"}, and a torch whose build" \
+            "demands no other triton. $(remedy)"
+        return 1
     fi
-    if [[ $flavour == cpu ]]; then
-        # First and by exactly this pin, so that pip looks for no newer one. By default pip takes torch
-        # from PyPI, whose Linux wheels carry CUDA; PIP_EXTRA_INDEX_URL may name the index of CPU wheels.
-        local pin
-        pin=$(grep '^torch==' "$constraints")
-        say "installing $pin (no GPU: the tested CPU set)"
-        "${pip[@]}" "$pin" >&2 || return 1
+    if [[ $flavour == gpu ]] && ! problems=$("$VENV/bin/python" "$ROOT/scripts/requirements.py" check --cuda); then
+        say "pip chose what the GPUs of this host cannot use: $problems. $(remedy)"
+        return 1
     fi
-    say "installing ${wanted[*]}"
-    "${pip[@]}" -c "$constraints" "${wanted[@]}" >&2 || return 1
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     # pip would do this too, half of its time, on one core. Some packages hold files for other Pythons.
     "$VENV/bin/python" -m compileall -qq -j 0 "$site" || true
     echo "$ROOT/python" >"$site/triton_dist.pth"
+    printf '#!/usr/bin/env bash\nexec %q -m triton_dist "$@"\n' "$VENV/bin/python" >"$VENV/bin/triton-dist"
+    chmod +x "$VENV/bin/triton-dist"
     stamp "$flavour" >"$VENV/.ready-${extra:-run}"
     say "set-up took $((SECONDS - begin)) s"
+}
+
+remedy() {
+    echo "Look at what 'python3 -m pip config list' and PIP_ variables add to pip's default index, or name a Python" \
+        "that has torch and triton already: PYTHON=/path/to/python3"
 }

@@ -17,9 +17,8 @@ if [[ ${1:-} == --gpu ]]; then
     shift
     if ((GPU_COUNT > 0)); then device=cuda; fi
 fi
-find_python $device test || exit 1
-PATH=$(dirname -- "$PYTHON"):$PATH
-export PATH PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+use_python $device test
+say "using $PYTHON"
 "$PYTHON" -c '
 import importlib.metadata as installed, platform
 print("Python", platform.python_version(), *(f"{name} {installed.version(name)}" for name in ("torch", "triton", "numpy")))

@@ -42,7 +42,7 @@ class TunedCollective:
 
     Args:
         nbytes: of x; of an all-gather of the result.
-        best: how many configs of each way to measure, the best by the tuning record.
+        best: how many configs of each way to measure, the best by the record.
     """
 
     serial = LIBRARY

@@ -10,9 +10,13 @@ from .table import median, title
 from .workload import TUNED
 
 Tree = dict[str, Any]
-_COLOURS = ("#1f5f99", "#7fb2d9", "#d98c3f", "#8c8c8c", "#5a9e6f", "#b65f7c")
-_WIDTH = 0.8
-"""Of the bars of one shape, where shapes are 1 apart."""
+# The same in every picture. A peer's is found by a part of its name.
+_TUNED_COLOUR, _SERIAL_COLOUR, _OTHER_COLOUR = "#1f5f99", "#8c8c8c", "#c9b458"
+_PEER_COLOURS = {"async-TP": "#d98c3f", "one-shot": "#b65f7c", "two-shot": "#5a9e6f"}
+_OPS = {"ag_gemm": "AllGather-GEMM", "gemm_rs": "GEMM-ReduceScatter", "gemm_ar": "GEMM-AllReduce"}
+_MODES = {"eager": "called from Python", "graph": "replayed in a CUDA graph"}
+_WIDTH = 11.0
+"""Inches; at most twice the height, so that numbers stay legible at the width of a page."""
 
 
 def check_matplotlib() -> None:
@@ -27,68 +31,125 @@ def check_matplotlib() -> None:
 
 
 def draw(report: Tree, path: Path) -> None:
-    """Write a PNG with a row of two panels a mode."""
+    """Write a PNG with a row of two panels a mode: speed-up, and time over the limit."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    shapes = report["shapes"]
+    shapes, names = report["shapes"], series(report["shapes"])
     modes = list(dict.fromkeys(mode for tree in shapes for mode in tree["modes"]))
-    figure = Figure(figsize=(5 + 1.6 * len(shapes), 4 * len(modes) + 0.8), layout="constrained")
-    hardware = report["hardware"]
+    bars = len(modes) * len(shapes) * (len(names) + 1)
+    figure = Figure(figsize=(_WIDTH, max(_WIDTH / 2, 2.4 + 0.14 * bars)), layout="constrained")
+    hardware, software = report["hardware"], report["software"]
     figure.suptitle(
-        f"{report['op']}, {report['dtype'].removeprefix('torch.')}, {hardware['ranks']} ranks, "
-        f"{hardware['gpu']}; torch {report['software']['torch']}, "
-        f"triton {report['software']['triton']}"
+        f"{_OPS.get(report['op'], report['op'])} on {hardware['ranks']} x {hardware['gpu']}, "
+        f"{report['dtype'].removeprefix('torch.')}, torch {software['torch']}, "
+        f"triton {software['triton']}\n\n"  # the legend is there
     )
-    panels = figure.subplots(len(modes), 2, squeeze=False)
+    panels = figure.subplots(len(modes), 2, squeeze=False, sharey="row")
     for (left, right), mode in zip(panels, modes, strict=True):
-        _bars(left, shapes, mode, over_limit=False)
-        left.set_title(f"{mode}: speed-up over {shapes[0]['serial']}; higher is better")
-        _bars(right, shapes, mode, over_limit=True)
-        right.set_title(f"{mode}: time / limit; lower is better")
-        right.set_ylim(bottom=0.9)
-        right.legend(fontsize="small")
+        _bars(left, shapes, mode, names, over_limit=False)
+        _bars(right, shapes, mode, names, over_limit=True)
+        left.set_title("how many times as fast; longer is better", fontsize=10)
+        right.set_title("time over the limit; shorter is better", fontsize=10)
+        left.set_ylabel(f"M x N x K, {_MODES.get(mode, mode)}")
+    figure.legend(
+        *panels[0][0].get_legend_handles_labels(),
+        loc="upper center", bbox_to_anchor=(0.5, 1 - 0.27 / figure.get_figheight()),
+        ncols=len(names), frameon=False,
+    )  # fmt: skip
+    figure.supxlabel("\n".join(notes(report)), fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
 
-def _bars(panel: Any, shapes: list[Tree], mode: str, over_limit: bool) -> None:
-    """Best own config, winner and peers of each shape, as groups of bars with a line at 1."""
-    peers = dict.fromkeys(
-        row["name"] for tree in shapes for row in tree["rows"] if row["kind"] == "peer"
-    )
-    series = ["best own", TUNED, *(name for name in peers if name != shapes[0]["serial"])]
-    if over_limit:
-        series.append(shapes[0]["serial"])
-    width = _WIDTH / len(series)
-    for place, name in enumerate(series):
-        heights = [_ratio(tree, mode, name, over_limit) for tree in shapes]
-        # Colours go with names: the same in both panels.
-        colour = _COLOURS[place % len(_COLOURS)]
-        offset = (place - (len(series) - 1) / 2) * width
-        bars = panel.bar(
-            [index + offset for index in range(len(shapes))],
-            heights,
-            width,
-            label=name,
-            color=colour,
+def series(shapes: list[Tree]) -> list[str]:
+    """What has a bar: the tuned op, the peers, and last the two parts one after the other."""
+    serial = shapes[0]["serial"]
+    rows = [row for tree in shapes for row in tree["rows"] if row["kind"] == "peer"]
+    return [TUNED, *dict.fromkeys(row["name"] for row in rows if row["name"] != serial), serial]
+
+
+def notes(report: Tree) -> list[str]:
+    """What a reader has to know of the bars, one sentence a line."""
+    shapes = report["shapes"]
+    found = [
+        f"Left: {shapes[0]['serial']} is 1. Right: the limit is 1, the larger of the GEMM alone "
+        "and the fastest transfer alone.",
+        f"Medians of {report['rounds']} rounds, in each the slowest rank. "
+        + (
+            "Lines at the ends of bars: 10th to 90th percentile."
+            if all("p10" in row for tree in shapes for row in tree["rows"])
+            else "The spread was not kept; by how much the tuned op differs from itself is A/A "
+            "in the table."
+        ),
+    ]
+    bars = [
+        ratio(tree, mode, name, over_limit=True)
+        for tree in shapes
+        for mode in tree["modes"]
+        for name in series(shapes)
+    ]
+    if None in bars:
+        found.append("none: it failed, or cannot take this shape; the table has the reason.")
+    if any(bar is not None and bar < 1 for bar in bars):
+        found.append(
+            "Right, below 1: faster than the library's GEMM or transfer alone, of which the limit "
+            "is made, or as fast within the spread."
         )
-        panel.bar_label(bars, fmt=_label, fontsize=6, rotation=90, padding=2)
-    panel.axhline(1.0, color="black", linewidth=0.8)
-    panel.set_xticks(range(len(shapes)), [title(tree) for tree in shapes], rotation=30, ha="right")
-    panel.margins(y=0.15)
+    return found
 
 
-def _label(height: float) -> str:
-    return f"{height:.2f}" if height == height else ""
-
-
-def _ratio(tree: Tree, mode: str, name: str, over_limit: bool) -> float:
-    """NaN, which is drawn as nothing, where something failed."""
-    summary = tree["modes"].get(mode, {})
-    own = median(tree, summary.get("best_own", ""), mode) if name == "best own" else None
-    time = own if name == "best own" else median(tree, name, mode)
-    unit = summary.get("limit") if over_limit else median(tree, tree["serial"], mode)
+def ratio(tree: Tree, mode: str, name: str, over_limit: bool) -> float | None:
+    """Length of a bar; ``None`` where something failed."""
+    time, unit = median(tree, name, mode), _unit(tree, mode, over_limit)
     if time is None or unit is None:
-        return float("nan")
-    ratio: float = time / unit if over_limit else unit / time
-    return ratio
+        return None
+    return time / unit if over_limit else unit / time
+
+
+def _unit(tree: Tree, mode: str, over_limit: bool) -> float | None:
+    limit: float | None = tree["modes"].get(mode, {}).get("limit")
+    return limit if over_limit else median(tree, tree["serial"], mode)
+
+
+def _bars(panel: Any, shapes: list[Tree], mode: str, names: list[str], over_limit: bool) -> None:
+    """Groups of horizontal bars from 0 on, the first shape on top, with a line at 1."""
+    thickness = 1 / (len(names) + 1)
+    for place, name in enumerate(names):
+        lengths = [ratio(tree, mode, name, over_limit) for tree in shapes]
+        heights = [index + (place + 1) * thickness - 0.5 for index in range(len(shapes))]
+        panel.barh(
+            heights, [length or 0.0 for length in lengths], thickness, label=name,
+            color=_colour(name, shapes[0]["serial"]), error_kw={"elinewidth": 1.0},
+            xerr=_spread(shapes, mode, name, over_limit),
+        )  # fmt: skip
+        for length, height in zip(lengths, heights, strict=True):
+            if length is None:
+                panel.text(0.0, height, " none", va="center", fontsize=8)
+            elif name == TUNED:
+                panel.text(length, height, f"  {length:.2f}", va="center", fontsize=9)
+    panel.axvline(1.0, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(shapes)), [title(tree) for tree in shapes])
+    panel.set_ylim(len(shapes) - 0.5, -0.5)
+    panel.margins(x=0.12)
+
+
+def _colour(name: str, serial: str) -> str:
+    own = {TUNED: _TUNED_COLOUR, serial: _SERIAL_COLOUR}
+    peers = [colour for part, colour in _PEER_COLOURS.items() if part in name]
+    return own.get(name) or [*peers, _OTHER_COLOUR][0]
+
+
+def _spread(shapes: list[Tree], mode: str, name: str, over_limit: bool) -> list[list[float]]:
+    """From the end of each bar back and on to those of its 10th and 90th percentile."""
+    back, on = [], []
+    for tree in shapes:
+        middle, unit = ratio(tree, mode, name, over_limit), _unit(tree, mode, over_limit)
+        rows = {(row["name"], row["mode"]): row for row in tree["rows"]}
+        row = rows.get((name, mode), {})
+        ends = [0.0, 0.0]
+        if middle is not None and unit is not None and "p10" in row:
+            ratios = [row[of] / unit if over_limit else unit / row[of] for of in ("p10", "p90")]
+            ends = [max(0.0, middle - min(ratios)), max(0.0, max(ratios) - middle)]
+        back.append(ends[0])
+        on.append(ends[1])
+    return [back, on]

@@ -8,10 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from triton_dist.test.report import NO_TIMES
+
 from .workload import TUNED
 
 _WIDTH = 200
 """Of the console: a launcher's output is no terminal, and 80 columns would fold every row."""
+_LEGEND = """\
+limit: the larger of the GEMM alone and the fastest transfer alone. own: this package's fastest.
+x serial, x peer: how many times as fast as one part after the other, as the best of the peers.
+A/A: the winner against itself, measured twice; smaller differences mean nothing."""
 Tree = dict[str, Any]
 
 
@@ -21,10 +27,10 @@ def console() -> Console:
 
 def shape_table(tree: Tree) -> Table:
     """Every row of one shape."""
-    table = Table(
-        title=f"{title(tree)}: config {tree['tuning']}; measured in {tree['seconds']:.1f} s",
-        title_justify="left",
-    )
+    named = title(tree)
+    if "seconds" in tree:
+        named += f": config {tree['tuning']}; measured in {tree['seconds']:.1f} s"
+    table = Table(title=named, title_justify="left")
     for name in ("", "mode", "kind"):
         table.add_column(name, no_wrap=True)
     for name in ("ms", "p10", "p90", "/ limit", "x serial"):
@@ -44,11 +50,11 @@ def shape_table(tree: Tree) -> Table:
 
 def _row_cells(tree: Tree, row: Tree) -> list[str]:
     mode, time = row["mode"], row["median"]
-    times = [f"{row[name]:.4f}" for name in ("median", "p10", "p90")]
+    times = [_shown(row.get(name), 1.0, digits=4) for name in ("median", "p10", "p90")]
     over = _shown(time, tree["modes"][mode].get("limit"))
     whole = row["kind"] in ("peer", "own", "vendor")
     faster = _shown(median(tree, tree["serial"], mode), time) if whole else ""
-    return [mode, row["kind"], *times, over, faster, _short(row["config"])]
+    return [mode, row["kind"], *times, over, faster, _short(row.get("config", ""))]
 
 
 def _short(config: str) -> str:
@@ -62,7 +68,7 @@ def summary_table(report: Tree) -> Table:
     table = Table(
         title=f"{report['op']}, {report['dtype']}, {hardware['ranks']} ranks, {hardware['gpu']}; "
         f"slowest rank, medians of {report['rounds']} interleaved rounds",
-        caption="limit: max(GEMM alone, fastest transfer alone). A/A: the winner against itself.",
+        caption=_LEGEND if "interpreter" not in hardware["gpu"] else f"{NO_TIMES}\n{_LEGEND}",
         title_justify="left",
         caption_justify="left",
     )
@@ -98,8 +104,8 @@ def _cells(tree: Tree, mode: str) -> list[str]:
     ]
 
 
-def _shown(value: float | None, unit: float | None) -> str:
-    return "" if value is None or unit is None else f"{value / unit:.3f}"
+def _shown(value: float | None, unit: float | None, digits: int = 3) -> str:
+    return "" if value is None or unit is None else f"{value / unit:.{digits}f}"
 
 
 def title(tree: Tree) -> str:

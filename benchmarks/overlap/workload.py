@@ -22,7 +22,7 @@ class Choice:
     """How many candidates to measure, beside the peers and the winner."""
 
     best: int
-    """So many of the others, the best by the tuning record."""
+    """So many of the others, the best by the record."""
     every: bool = False
     """All that are left after pruning, instead."""
 

@@ -177,6 +177,9 @@ def test_a_driver_without_gpus_means_cpu(launch: Launcher) -> None:
         (["missing.py"], {}, "missing.py: no such file here"),
         (["no/such.py"], {}, "no/such.py: no such file"),
         (["--nproc_per_node"], {}, "needs a number"),
+        (["--nproc_per_node=0", "script.py"], {}, "--nproc_per_node=0 is no number of ranks"),
+        (["--nproc-per-node", "abc", "script.py"], {}, "--nproc_per_node=abc is no number"),
+        (["--nproc_per_node=-1", "script.py"], {}, "give 1 or more"),
         (["script.py"], {"TRITON_DIST_DEVICE": "cuda"}, "there is no GPU: there is no nvidia-smi"),
         (["script.py"], {"TRITON_DIST_DEVICE": "tpu"}, "expected auto, cuda or cpu"),
         (["script.py"], {"NNODES": "2"}, "needs MASTER_PORT"),
@@ -312,14 +315,27 @@ def test_a_real_launch_of_two_ranks(launch: Launcher) -> None:
         "import os, sys\n"
         "line = f\"rank {os.environ['RANK']} {sys.argv[1:]}\\n\"\n"
         "os.write(1, line.encode())\n"  # in one piece
-        "sys.exit(int(sys.argv[2]))\n"
     )
     result = launch("a script.py", "two words", "0", TORCHRUN="")
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [
         f"rank {rank} ['two words', '0']" for rank in range(2)
     ]
-    assert launch("a script.py", "two words", "5", TORCHRUN="").returncode != 0
+
+
+def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
+    """Although rank 1 finds it first, and torchrun would have a traceback of its own."""
+    (launch.folder / "parses.py").write_text(
+        "import os, time\n"
+        "from triton_dist.test.options import ScriptParser\n"
+        "time.sleep(0.5 * (os.environ['RANK'] == '0'))\n"
+        "ScriptParser('', ['check', 'perf'], 'check').parse_args()\n"
+    )
+    result = launch("parses.py", "--case", "chekc", TORCHRUN="")
+    assert result.returncode == 2
+    assert result.stderr.count("invalid choice: 'chekc'") == 1
+    assert result.stderr.endswith("launch.sh: rank 0 ended with status 2; what it said is above\n")
+    assert "Traceback" not in result.stderr
 
 
 def test_requirements_are_those_of_pyproject() -> None:

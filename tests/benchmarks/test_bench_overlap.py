@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import json
 import statistics
+import struct
 import sys
 
 import pytest
@@ -18,6 +20,7 @@ from tests.commands import launch, python
 
 pytestmark = pytest.mark.timeout(180)
 SCRIPT = str(ROOT / "benchmarks" / "bench_overlap.py")
+EXPLANATION = ROOT / "docs" / "explanation"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -117,12 +120,55 @@ def test_what_is_drawn(tree):
     serial = table.median(shape, "all-gather + matmul", "eager")
     tuned = table.median(shape, "tuned", "eager")
     limit = shape["modes"]["eager"]["limit"]
-    assert plot._ratio(shape, "eager", "tuned", over_limit=False) == serial / tuned
-    assert plot._ratio(shape, "eager", "tuned", over_limit=True) == tuned / limit
-    best = plot._ratio(shape, "eager", "best own", over_limit=True)
-    assert best <= tuned / limit
-    missing = plot._ratio(shape, "eager", "torch async-TP", over_limit=True)
-    assert missing != missing
+    assert plot.ratio(shape, "eager", "tuned", over_limit=False) == serial / tuned
+    assert plot.ratio(shape, "eager", "tuned", over_limit=True) == tuned / limit
+    assert plot.ratio(shape, "eager", "torch async-TP", over_limit=True) is None
+    assert plot.series([shape]) == ["tuned", "all-gather + matmul"]
+
+
+def test_a_picture_is_at_most_twice_as_wide_as_high_and_says_what_is_missing(tree, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, extra bench")
+    failed = copy.deepcopy(tree)
+    shape = failed["shapes"][0]
+    shape["rows"] = [row for row in shape["rows"] if row["name"] != "tuned"]
+    for number, report in enumerate([tree, failed, {**tree, "shapes": tree["shapes"] * 8}]):
+        path = tmp_path / f"{number}.png"
+        plot.draw(report, path)
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert width <= 2 * height
+    assert "none: it failed" in "".join(plot.notes(failed))
+    assert "none: it failed" not in "".join(plot.notes(tree))
+
+
+def test_the_notes_say_whether_there_is_a_spread_and_what_is_below_the_limit():
+    def report(tuned, **spread):
+        rows = [
+            {"name": name, "mode": "eager", "kind": kind, "median": time, **spread}
+            for name, kind, time in (("tuned", "own", tuned), ("serial", "peer", 3.0))
+        ]
+        shape = {"serial": "serial", "rows": rows, "modes": {"eager": {"limit": 2.0}}}
+        return "".join(plot.notes({"rounds": 5, "shapes": [shape]}))
+
+    assert "10th to 90th percentile" in report(2.5, p10=2.4, p90=2.6)
+    assert "spread was not kept" in report(2.5)
+    assert "below 1" in report(1.9)
+    assert "below 1" not in report(2.5)
+
+
+@pytest.mark.parametrize("name", ["overlap", "gemm-rs", "gemm-ar"])
+def test_the_numbers_of_the_pictures_in_the_documentation_are_there(name):
+    """And each colour means one thing in all of them."""
+    report = json.loads((EXPLANATION / f"{name}-4-h200.json").read_text())
+    serial = report["shapes"][0]["serial"]
+    colours = {each: plot._colour(each, serial) for each in plot.series(report["shapes"])}
+    assert len(set(colours.values())) == len(colours)
+    assert colours["tuned"] == plot._colour("tuned", "")
+    assert colours[serial] == plot._colour("serial", "serial")
+    assert (EXPLANATION / f"{name}-4-h200.png").read_bytes().startswith(PNG)
+    console = table.console()
+    with console.capture() as captured:
+        console.print(table.shape_table(report["shapes"][0]), table.summary_table(report))
+    assert table.title(report["shapes"][0]) in captured.get()
 
 
 def test_what_fails_on_some_rank_is_left_out_on_all(spawn_ranks):

@@ -28,6 +28,7 @@ from triton_dist.kernels.common.scattered_gemm_launch import (
 )
 from triton_dist.kernels.nvidia.exchanged_tiles import POINTER_TILES_TO_ALL, TILES_TO_ALL
 from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES, tile_shapes
+from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
 IN_ONE_LAUNCH = ("one shot", "two shot, one launch", "reduce-scatter")
@@ -114,7 +115,9 @@ def test_a_tile_fits_pipelines_and_waits(kind, persistent, index):
     assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
     # The number of the call is found before the K loop and needed behind it: where a tile needs few
     # registers, the assembler puts it aside rather than to have fewer programs on a processor.
-    assert kernel.stack_bytes <= (16 if kind in IN_ONE_LAUNCH else 0)
+    # In Triton 3.8 an address too.
+    aside = 24 if triton_version().minor == 8 else 16
+    assert kernel.stack_bytes <= (aside if kind in IN_ONE_LAUNCH else 0)
     # 16 rows are too few for the matrix units of a group of warps.
     is_low = config.kwargs["BLOCK_SIZE_M"] == 16
     assert ("mma.sync" if is_low else "wgmma.mma_async") in kernel.ptx

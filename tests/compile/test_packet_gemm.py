@@ -11,6 +11,7 @@ import torch
 from tests.compile.scattered import compile_launch
 from triton_dist.kernels.common.packet_gemm import packet_gemm
 from triton_dist.kernels.nvidia.exchanged_tiles import LOW, POINTER_TILES_TO_ALL, TILES_TO_ALL
+from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
 COUNT = "atom.global.gpu.relaxed.add.u64"
@@ -64,14 +65,14 @@ def test_a_tile_goes_in_whole_lines_from_who_polls_them(persistent, index, num_r
     kernel, config = compiled(persistent, index, num_ranks=num_ranks), TILES[persistent][index]
     ptx, lines = kernel.ptx, lines_of_a_thread(config) * (num_ranks - 1)
     assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
-    assert kernel.stack_bytes <= 64
+    assert kernel.stack_bytes <= 72  # addresses of peers, of 8 ranks; most in Triton 3.7
     assert "mma.sync" in ptx
     # What is sent, and set to 0 again.
     assert ptx.count(SEND) == 2 * lines
     assert "st.global.b64" not in ptx
-    # Of four lines a thread, Triton 3.6 makes copies of the polling, whose results nobody uses.
-    copies = (1, 4) if lines_of_a_thread(config) == 4 else (1,)
-    assert ptx.count(POLL) in [lines * each for each in copies]
+    # Of four lines a thread, Triton makes copies of the polling, whose results nobody uses.
+    copies = {6: 4, 7: 3, 8: 3}.get(triton_version().minor, 1)
+    assert ptx.count(POLL) == lines * (copies if lines_of_a_thread(config) == 4 else 1)
     # Nothing that peers send moves to other threads: they meet to clear words, and that is all.
     last_poll = ptx.rindex(POLL)
     assert "st.shared" not in ptx[ptx.index(POLL) : last_poll]

@@ -57,6 +57,7 @@ OTHER_NAMES = {
     ],
     "triton_dist.knobs": ["InvalidKnob"],
 }  # fmt: skip
+SCRIPTS = sorted(path.stem for path in (PACKAGE / "test" / "nvidia").glob("test_*.py"))
 KNOBS = [value for value in vars(knobs).values() if isinstance(value, Knob)]
 
 
@@ -128,12 +129,16 @@ def test_every_page_is_in_the_index() -> None:
     assert set(DOCS.rglob("*.md")) - {DOCS / "README.md"} <= linked
 
 
-def test_every_option_of_the_test_script_is_documented() -> None:
-    source = (PACKAGE / "test" / "nvidia" / "test_ag_gemm.py").read_text(encoding="utf-8")
-    options = re.findall(r'add_argument\("(--[\w-]+)"', source)
-    page = (REFERENCE / "test_ag_gemm.md").read_text(encoding="utf-8")
-    assert options
-    assert [option for option in options if option[2:] not in page] == []
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_option_of_a_test_script_is_documented(script: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", [f"{script}.py", "--help"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"triton_dist.test.nvidia.{script}").get_args()
+    options = set(re.findall(r"(?<!\w)--(?!no-|help)([\w-]+)", capsys.readouterr().out))
+    page = script.replace("test_all_gather", "test_allreduce")
+    text = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
+    assert "case" in options
+    assert sorted(option for option in options if not re.search(rf"\b{option}\b", text)) == []
 
 
 def test_pages_are_short() -> None:

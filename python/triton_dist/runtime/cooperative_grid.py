@@ -174,8 +174,8 @@ def pause(looks: int = 0) -> bool:
 
     Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
     copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``
-    from 50 µs to 1 ms: a look costs more than the first sleep, and where there are more ranks than
-    cores, it is the core of who is waited for that it costs.
+    from 50 µs to 1 ms: a look costs more than the first sleep, and with more ranks than cores,
+    polling takes the core away from the very rank that is waited for.
     """
     seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)
     if _local.grid is not None and _local.grid.pause(seconds):

@@ -124,7 +124,7 @@ def source_class(function: Any) -> Any:
 
 @functools.cache
 def has_gluon_for_hopper() -> bool:
-    """Whether Triton has the Gluon words for TMA, barriers in shared memory and warpgroup products.
+    """Whether Triton has the Gluon calls for TMA, barriers in shared memory and warpgroup products.
 
     3.6 to 3.9 have; Gluon is experimental, so it is looked at.
     """

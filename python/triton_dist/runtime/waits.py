@@ -116,7 +116,7 @@ def settling(device: Device, seconds: float) -> Iterator[Callable[[], None]]:
         yield functools.partial(own.settle, seconds)
     finally:
         settlings.remove(own)
-        # What a call that raised has left is to blame no later one; not worth to wait for.
+        # Drop checks left by a call that raised, without waiting: no later call is to blame.
         with suppress(Exception):
             own.settle(0.0)
 

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
+from triton_dist.test.options import ScriptParser
+from triton_dist.test.report import report_passed, report_times
 from triton_dist.test.utils import assert_allclose, dtype_named
-from triton_dist.testing.overlap import Candidate, overlap_limit
+from triton_dist.testing.overlap import Candidate
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.tune import AutoTuner
 from triton_dist.utils import dist_print, rand_tensor
@@ -55,19 +57,21 @@ class Script:
         return str(self.op.fn.__name__)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def make_parser(description: str | None) -> ScriptParser:
+    """Options of both scripts, but those of the shape."""
+    parser = ScriptParser(description, ("check", "perf"), default="perf")
+    parser.add_other_name("--check", "check")
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before those that count")
-    parser.add_argument("--iters", type=int, default=15, help="rounds that count")
+    parser.add_dtype("bfloat16")
+    parser.add_rounds(iters=15, warmup=3)
     parser.add_argument("--trans_b", action=flag, default=True, help="B column-major")
     parser.add_argument("--autotune", action=flag, default=True)
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
-    parser.add_argument("--check", action="store_true", help="compare results, measure nothing")
-    parser.add_argument("--verify-iters", type=int, default=5, help="rounds of --check")
+    parser.add_argument("--verify-iters", type=int, default=5, help="rounds of check")
     parser.add_argument("--persistent", action=flag, help="fix the kind of kernel; default: tuned")
     parser.add_argument("--has_bias", action="store_true")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    return parser
 
 
 def make_operands(args: argparse.Namespace, M: int, N: int, K: int) -> Operands:
@@ -113,10 +117,7 @@ def check(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) ->
 
 
 def report_check(args: argparse.Namespace, M: int, N: int, K: int) -> None:
-    size = dist.get_world_size()
-    dist_print(
-        f"✅ check passed: {size} ranks, {current_device().name}, {args.dtype}, {M}x{N}x{K * size}"
-    )
+    report_passed(f"{args.dtype}, {M}x{N}x{K * dist.get_world_size()}")
 
 
 def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
@@ -153,15 +154,8 @@ def _report_table(
     data: Operands,
     candidates: Mapping[str, Candidate],
 ) -> None:
-    """Medians of the slowest rank beside the serial op and the limit max(GEMM, collective)."""
     calls = {name: captured(each.call) for name, each in candidates.items()}
     samples = interleaved(calls, rounds=max(2, args.iters), warmup_rounds=args.warmup)
-    limit, serial = overlap_limit(candidates, samples), samples[script.serial].median
     (M, K), N, size = data.A.shape, data.B.shape[1], dist.get_world_size()
-    dist_print(f"{M}x{N}x{K * size} {args.dtype} on {size} ranks, slowest rank, cold cache:")
-    dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")
-    for name, sample in samples.items():
-        quartiles = "{:.3f}-{:.3f}".format(*sample.spread)
-        ratios = f"{serial / sample.median:10.2f}{sample.median / limit:9.2f}"
-        dist_print(f"{name:32}{sample.median:10.3f}{quartiles:>20}{ratios}")
-    dist_print(f"{f'limit max(GEMM, {script.reduction})':32}{limit:10.3f}")
+    title = f"{M}x{N}x{K * size} {args.dtype} on {size} ranks"
+    report_times(title, candidates, samples, script.serial, script.reduction)

@@ -11,7 +11,7 @@ Phase = Literal["compile", "measure", "agree"]
 
 
 class Clock:
-    """Seconds by phase; within another phase a phase does not count.
+    """Seconds by phase. Phases do not nest: time in an inner one counts for the outer.
 
     ``compile``: until a candidate is ready to run, on whichever rank. ``measure``: runs and
     samples, with lining up for them. ``agree``: all other waits for other ranks.

@@ -1,7 +1,7 @@
 """Compiling the candidates while others are measured, each kernel once on a host.
 
 The ranks tell one another which kernels each would compile for which candidate, and which cache
-they share. So all know, with no further word, which rank compiles what, and for which candidates
+they share. So all know, with no further message, which rank compiles what, and for which candidates
 there is something to wait for.
 """
 

@@ -1,5 +1,5 @@
-"""Tiles that a program of the scattered GEMM (``scattered_gemm.py``) leaves to a kernel behind it,
-instead of waiting for the peers' parts.
+"""Deferred tiles: a program of the scattered GEMM (``scattered_gemm.py``) that cannot wait safely
+for the peers' parts leaves its own tiles to a later kernel on the same stream.
 
 A persistent program waits while later ones may have yet to begin: kernels of other streams can hold
 multiprocessors. If such a kernel waits for peers itself, as collectives do, and two ranks have each

@@ -52,7 +52,7 @@ from triton_dist.language.signals import note_disagreement, sized
 # Bytes of data in a line, and words.
 LINE_BYTES = tl.constexpr(8)
 LINE_WORDS = tl.constexpr(2)
-# Words of which parts are multiples, so that each line lies on 16 bytes.
+# Alignment of a part, in words: each line lies on 16 bytes.
 PART_ALIGNMENT = tl.constexpr(16)
 _NEVER_ZERO = tl.constexpr(-(2**31))
 # Words of the guard (``language.wait``), by number.

@@ -107,5 +107,5 @@ def _config(
         "num_streams": num_streams,
         "num_chunks": num_chunks,
     }
-    # Of methods that send by SMs alone, so that results of the others are found as before.
+    # Set only for methods that send from SMs: digests of all other configs stay valid.
     return config if num_comm_sms is None else config | {"num_comm_sms": num_comm_sms}

@@ -10,8 +10,11 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import collective_context
 from triton_dist.kernels.nvidia.exchange import VECTOR_ELEMENTS
 
-ONE_SHOT_BYTES = 4 << 20  # of one launch: each rank has W of them in a slot, for little use
-PACKET_BYTES = 256 << 10  # of one launch in packets, which take twice the room and the link's time
+# Largest tensor of a one-shot launch: a slot holds one for each rank, and above it one shot never
+# wins.
+ONE_SHOT_BYTES = 4 << 20
+# The same in packets, which take twice the memory and the link's time.
+PACKET_BYTES = 256 << 10
 # From what size on two shots are the default; which one is faster, tuning finds out.
 TWO_SHOT_FROM = 256 << 10
 

@@ -223,10 +223,9 @@ class EpochSlots:
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which uses none of this memory.
 
-        While candidates are tried, an eager call of our own begins with a look at the peers, which
-        it does not need later, when it follows another. ``call`` gets the same before it: else it
-        would be ahead by a kernel's launch, which is a lot where the op is short. What else our own
-        calls do, they do in production too.
+        While candidates are tried, our own begin with a check that all peers have read the memory,
+        which production calls skip. The same check runs before ``call``, so that libraries are
+        timed on equal terms: where the op is short, a kernel's launch counts.
         """
         self.disagreements.check()
         most_polls = waits.limit_polls()

@@ -9,7 +9,7 @@ import triton
 from triton_dist.kernels.nvidia import gemm
 from triton_dist.runtime.device import current_device
 
-# Of what goes to all ranks; beyond it, the addresses there find no registers.
+# Most accumulator values per warp of a tile sent to all ranks; above it the peers' addresses spill.
 _MOST_VALUES_OF_A_WARP = 64 * 128 // 4
 LOW = 16
 """Rows of the lowest tiles, which are for few rows."""

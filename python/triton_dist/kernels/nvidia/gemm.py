@@ -175,8 +175,8 @@ def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[A
 def prune_fn(
     config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
-    """Keep a config that, as launched for A's dtype, fits shared memory, is worth trying, and is no
-    other one than it says: specialised warps are for 16-bit operands that TMA can read."""
+    """Keep configs that fit shared memory as launched for A's dtype, are worth trying, and would
+    not fall back to another kernel: specialised warps need 16-bit operands that TMA can read."""
     if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
         can_specialize_warps(A.dtype)
         and A.is_contiguous()

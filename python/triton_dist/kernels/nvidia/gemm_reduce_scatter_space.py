@@ -1,4 +1,4 @@
-"""What GEMM-ReduceScatter tries: tiles, and how their sums come to those who own them."""
+"""Config space of GEMM-ReduceScatter: tile shapes x transfer methods."""
 
 from __future__ import annotations
 

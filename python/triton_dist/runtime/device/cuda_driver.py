@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver, by ctypes: for what torch has no word, and where torch's word costs
+"""Functions of the CUDA driver, by ctypes: for what torch has no call, and where torch's call costs
 the host several times what the driver's does."""
 
 from __future__ import annotations

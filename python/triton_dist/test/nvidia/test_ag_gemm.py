@@ -1,15 +1,14 @@
 """AllGather-GEMM on all ranks: ``bash scripts/launch.sh test_ag_gemm.py --case check``.
 
 ``check``: five rounds of fresh data and a scrambled workspace against all-gather and matmul.
-``correctness_tma_autotune``: the same with a consumer that is tuned in its place, by calling the
-op. ``perf``: the tuned op beside its peers and its limit. On CPU ranks all run at small shapes, M
-per rank odd.
+``correctness_tma_autotune``: the same with a GEMM kernel that ``contextual_autotune`` tunes inside
+the op. ``perf``: the tuned op beside its peers and its limit. On CPU ranks all run at small shapes,
+M per rank odd.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,14 @@ from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.runtime.device import current_device
-from triton_dist.test.nvidia.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
+from triton_dist.test.options import ScriptParser
+from triton_dist.test.report import report_passed, report_times
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
 from triton_dist.testing.ag_gemm_peers import SERIAL, ag_gemm_peers
-from triton_dist.testing.overlap import Candidate, overlap_limit
+from triton_dist.testing.overlap import Candidate
 from triton_dist.testing.reference import all_gather_matmul
-from triton_dist.testing.timing import Samples, captured, interleaved
+from triton_dist.testing.timing import captured, interleaved
+from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.utils import (
     dist_print,
     finalize_distributed,
@@ -46,11 +47,8 @@ _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 
 
 def get_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, CASES, default="check")
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--case", choices=list(CASES), required=True)
     parser.add_argument("--shape_id", default="LLaMA-3.1-70B", choices=list(LAYER_CONFIGS))
     parser.add_argument("--M", "-M", type=int, default=8192, help="global number of rows (perf)")
     parser.add_argument("--persistent", action=flag, help="fix the kind of kernel; default: tuned")
@@ -60,7 +58,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument(
         "--local-copy", action=flag, default=True, help="off: own rows are in the workspace"
     )
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
+    parser.add_dtype("float16")
     parser.add_argument(
         "--debug", action="store_true", help="verbose tuning, a straggler in each round"
     )
@@ -124,9 +122,7 @@ def check(args: argparse.Namespace) -> None:
                 if turn == dist.get_rank():
                     assert_allclose(C, expected, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
         report_tuning(args, A, B, ctx)
-    dist_print(
-        f"✅ check passed: {num_ranks} ranks, {current_device().name}, {args.dtype}, {M}x{N}x{K}"
-    )
+    report_passed(f"{args.dtype}, {M}x{N}x{K}")
 
 
 def perf(args: argparse.Namespace) -> None:
@@ -154,12 +150,14 @@ def perf(args: argparse.Namespace) -> None:
             else calls,
             rounds=15 if is_cuda() else 3,
         )
-        report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], M, N, K, dtype)
         title = f"{M}x{N}x{K} {dtype} on {num_ranks} ranks"
-        report_table(title, candidates, {name: samples[name] for name in calls})
+        eager = {name: samples[name] for name in calls}
+        if is_cuda():
+            report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], M, N, K, dtype)
+        report_times(title, candidates, eager, SERIAL, "all-gather")
         if is_cuda():
             graphs = {name: samples[f"{name}, CUDA graph"] for name in calls}
-            report_table(f"{title}, CUDA graphs", candidates, graphs)
+            report_times(f"{title}, CUDA graphs", candidates, graphs, SERIAL, "all-gather")
         with group_profile("ag_gemm_perf", args.profile):
             for _ in range(20 if args.profile else 0):
                 ours()
@@ -201,21 +199,6 @@ def report_rates(own_ms: float, M: int, N: int, K: int, dtype: torch.dtype) -> N
     )
 
 
-def report_table(
-    title: str, candidates: Mapping[str, Candidate], samples: Mapping[str, Samples]
-) -> None:
-    """Medians of the slowest rank beside the serial op and the limit max(GEMM, all-gather)."""
-    limit, serial = overlap_limit(candidates, samples), samples[SERIAL].median
-    rounds = len(samples[SERIAL].milliseconds)
-    dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
-    dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")
-    for name, sample in samples.items():
-        quartiles = "{:.3f}-{:.3f}".format(*sample.spread)
-        ratios = f"{serial / sample.median:10.2f}{sample.median / limit:9.2f}"
-        dist_print(f"{name:32}{sample.median:10.3f}{quartiles:>20}{ratios}")
-    dist_print(f"{'limit max(GEMM, all-gather)':32}{limit:10.3f}")
-
-
 def correctness_tma_autotune(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
     M, N, K = check_shape(num_ranks)
@@ -230,9 +213,7 @@ def correctness_tma_autotune(args: argparse.Namespace) -> None:
     dist_print(f"calls to tune: {op.tuning_calls}")
     dist.barrier()
     buffer.free()
-    dist_print(
-        f"✅ check passed: {num_ranks} ranks, {current_device().name}, {args.dtype}, {M}x{N}x{K}"
-    )
+    report_passed(f"{args.dtype}, {M}x{N}x{K}")
 
 
 CASES = {"check": check, "correctness_tma_autotune": correctness_tma_autotune, "perf": perf}

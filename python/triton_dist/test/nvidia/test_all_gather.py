@@ -1,7 +1,8 @@
-"""All-gather on all ranks: ``bash scripts/launch.sh test_all_gather.py``.
+"""All-gather on all ranks: ``bash scripts/launch.sh test_all_gather.py --case check``.
 
-Every way of it, at sizes that fit vectors and such that do not, exact; then each beside the
-library's. On CPU ranks sizes are scaled down to what the interpreter can do.
+``check``: every way of it, at sizes that fit vectors and such that do not, exact. ``perf``: the
+tuned one beside the library's. Without ``--case``: both, size by size. On CPU ranks sizes are
+scaled down to what the interpreter can do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from triton_dist.kernels.nvidia import (
     create_all_gather_ctx,
 )
 from triton_dist.runtime.device import current_device
+from triton_dist.test.options import ScriptParser
+from triton_dist.test.report import NO_TIMES, report_passed
 from triton_dist.test.utils import assert_bitwise_equal, dtype_named
 from triton_dist.testing.collective_peers import LIBRARY, collective_peers, expected_of
 from triton_dist.testing.timing import captured, interleaved
@@ -33,13 +36,10 @@ _CPU_SCALE = 512
 
 
 def get_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, ("check", "perf"), default=None)
     parser.add_argument("--max_nbytes", type=int, default=16 << 20, help="of the largest result")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--iters", type=int, default=15, help="rounds that count; 0: only check")
-    parser.add_argument("--warmup_iters", type=int, default=3, help="rounds before those")
+    parser.add_dtype("bfloat16")
+    parser.add_rounds(iters=15, warmup=3)
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=42, help="of the data")
     args = parser.parse_args()
@@ -63,13 +63,15 @@ def perf(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None
         LIBRARY: captured(collective_peers("all_gather", x)[LIBRARY].call),
         "ours": captured(lambda: all_gather(x, ctx, autotune=args.autotune)),
     }
-    samples = interleaved(calls, max(2, args.iters), args.warmup_iters)
+    samples = interleaved(calls, max(2, args.iters), args.warmup)
     library, own = (samples[name].median * 1e3 for name in calls)
     nbytes = x.nbytes * ctx.num_ranks
-    dist_print(
-        f"{nbytes:12} bytes: {own:9.1f} us, {nbytes / own / 1e3:7.1f} GB/s; "
-        f"library {library:9.1f} us, x {library / own:.2f}"
+    compared = (
+        f", {nbytes / own / 1e3:7.1f} GB/s; library {library:9.1f} us, x {library / own:.2f}"
+        if is_cuda()
+        else ""
     )
+    dist_print(f"{nbytes:12} bytes: {own:9.1f} us{compared}")
 
 
 def main() -> None:
@@ -77,14 +79,22 @@ def main() -> None:
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
     rank, size = dist.get_rank(), dist.get_world_size()
+    if args.case != "check":
+        dist_print(
+            "median of the slowest rank; x: how many times as fast as the library's"
+            if is_cuda()
+            else NO_TIMES
+        )
     with create_all_gather_ctx(args.max_nbytes, rank, size, size) as ctx:
         elements = args.max_nbytes // size // dtype_named(args.dtype).itemsize
         while elements > 16:
-            check(args, ctx, elements)
-            if args.iters:
+            if args.case != "perf":
+                check(args, ctx, elements)
+            if args.case != "check" and args.iters:
                 perf(args, ctx, elements)
             elements //= 4
-    dist_print(f"✅ check passed: {size} ranks, {current_device().name}, {args.dtype}")
+    if args.case != "perf":
+        report_passed(args.dtype)
     finalize_distributed()
 
 

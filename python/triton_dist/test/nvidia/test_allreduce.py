@@ -1,8 +1,8 @@
-"""All-reduce on all ranks: ``bash scripts/launch.sh test_allreduce.py --stress``.
+"""All-reduce on all ranks: ``bash scripts/launch.sh test_allreduce.py --case check``.
 
-With ``--stress``: random sizes against a sum in fp32, then calls back to back with nothing between
-them. Without: latency and bandwidth beside the library's, each size four times the one before. On
-CPU ranks all is scaled down to what the interpreter can do.
+``check``: random sizes against a sum in fp32, then calls back to back with nothing between them.
+``perf``: latency and bandwidth beside the library's, each size four times the one before. On CPU
+ranks all is scaled down to what the interpreter can do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.utils import assert_allclose, assert_bitwise_equal
+from triton_dist.test.options import ScriptParser
+from triton_dist.test.report import NO_TIMES, report_passed
+from triton_dist.test.utils import assert_allclose, assert_bitwise_equal, dtype_named
 from triton_dist.testing.collective_peers import (
     IN_PLACE,
     LIBRARY,
@@ -46,17 +48,14 @@ from triton_dist.utils import (
 _CPU_SCALE = 256
 _FIRST_BYTES = 128
 _LATE_CYCLES = 17_000_000  # 10 ms
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def get_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, ("check", "perf"), default="perf")
+    parser.add_other_name("--stress", "check")
     parser.add_argument("--max_nbytes", type=int, default=4 << 20, help="of the largest tensor")
-    parser.add_argument("--iters", type=int, default=10, help="rounds that count, or of --stress")
-    parser.add_argument("--warmup_iters", type=int, default=5, help="rounds before those")
-    parser.add_argument("--verify_shapes", type=int, default=25, help="of a round of --stress")
+    parser.add_rounds(iters=10, warmup=5)
+    parser.add_argument("--verify_shapes", type=int, default=25, help="sizes in a round of check")
     parser.add_argument("--verify_hang", type=int, default=100, help="calls back to back")
     parser.add_argument("--seed", type=int, default=40, help="of sizes, data and stragglers")
     parser.add_argument("--alignment", type=int, default=16, help="sizes are multiples of it")
@@ -65,15 +64,14 @@ def get_args() -> argparse.Namespace:
     parser.add_argument(
         "--simulate_straggler", action="store_true", help="a rank is late, by turns"
     )
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--stress", action="store_true", help="compare results, measure nothing")
+    parser.add_dtype("bfloat16")
     parser.add_argument("--debug", action="store_true", help="data that a person can follow")
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
     args = parser.parse_args()
     if not is_cuda():
         args.max_nbytes = max(256, args.max_nbytes // _CPU_SCALE)
-        args.iters, args.verify_shapes = min(args.iters, 3), min(args.verify_shapes, 6)
-        args.verify_hang = min(args.verify_hang, 12)
+        args.iters, args.verify_shapes = min(args.iters, 2), min(args.verify_shapes, 4)
+        args.verify_hang = min(args.verify_hang, 8)
     return args
 
 
@@ -93,15 +91,15 @@ def run_all_reduce(
 
 def make_data(args: argparse.Namespace, elements: int) -> torch.Tensor:
     """U(-1, 1) [elements]; with ``--debug`` (rank + 1) / 128."""
-    dtype, device = DTYPES[args.dtype], current_device().torch_device
+    dtype, device = dtype_named(args.dtype), current_device().torch_device
     if args.debug:
         return torch.full((elements,), (dist.get_rank() + 1) / 128, dtype=dtype, device=device)
     return rand_tensor([elements], dtype, device)
 
 
-def stress(args: argparse.Namespace, ctx: AllReduceContext) -> None:
+def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     sizes = random.Random(args.seed)  # the same on all ranks
-    dtype = DTYPES[args.dtype]
+    dtype = dtype_named(args.dtype)
     most = max(1, args.max_nbytes // dtype.itemsize // args.alignment)
     for _ in range(args.iters):
         inputs = [
@@ -120,10 +118,7 @@ def stress(args: argparse.Namespace, ctx: AllReduceContext) -> None:
             run_all_reduce(args, x, ctx, _straggler(args, sizes))
         current_device().synchronize()
     calls = args.iters * (2 * args.verify_shapes + args.verify_hang)
-    dist_print(
-        f"✅ check passed: {dist.get_world_size()} ranks, {current_device().name}, {args.dtype}, "
-        f"{args.method or 'tuned'}, {calls} calls"
-    )
+    report_passed(f"{args.dtype}, {args.method or 'tuned'}, {calls} calls")
 
 
 def _straggler(args: argparse.Namespace, sizes: random.Random) -> tuple[int, int] | None:
@@ -136,12 +131,20 @@ def sizes_to_measure(args: argparse.Namespace) -> Iterator[int]:
     """Elements: from 128 bytes on, four times as many each, up to the largest."""
     nbytes = _FIRST_BYTES
     while nbytes <= args.max_nbytes:
-        yield nbytes // DTYPES[args.dtype].itemsize
+        yield nbytes // dtype_named(args.dtype).itemsize
         nbytes *= 4
 
 
 def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
-    dist_print(f"{'bytes':>10}{'us':>10}{'GB/s':>8}{'library':>10}{'in place':>10}{'x':>6}  config")
+    measured = is_cuda()
+    dist_print(
+        "us: ours, the library's and the library's in place; GB/s: bytes over our time; x: how "
+        "many times as fast as the faster of the library's two"
+        if measured
+        else NO_TIMES
+    )
+    heads = f"{'GB/s':>8}{'library':>10}{'in place':>10}{'x':>6}" if measured else ""
+    dist_print(f"{'bytes':>10}{'us':>10}{heads}  config")
     for elements in sizes_to_measure(args):
         x = make_data(args, elements)
         tolerance = TOLERANCE[x.dtype]
@@ -150,13 +153,16 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
         peers = collective_peers("all_reduce", x)
         calls = {name: captured(peers[name].call) for name in (LIBRARY, IN_PLACE)}
         calls["ours"] = captured(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
-        samples = interleaved(calls, max(2, args.iters), args.warmup_iters)
+        samples = interleaved(calls, max(2, args.iters), args.warmup)
         own, library, in_place = (
             samples[name].median * 1e3 for name in ("ours", LIBRARY, IN_PLACE)
         )
+        compared = (
+            f"{x.nbytes / own / 1e3:8.1f}{library:10.1f}{in_place:10.1f}"
+            f"{min(library, in_place) / own:6.2f}"
+        )
         dist_print(
-            f"{x.nbytes:10}{own:10.1f}{x.nbytes / own / 1e3:8.1f}{library:10.1f}{in_place:10.1f}"
-            f"{min(library, in_place) / own:6.2f}  {_config(args, x, ctx)}"
+            f"{x.nbytes:10}{own:10.1f}{compared if measured else ''}  {_config(args, x, ctx)}"
         )
     with group_profile("allreduce_perf", args.profile):
         for _ in range(20 if args.profile else 0):
@@ -176,7 +182,7 @@ def main() -> None:
     init_seed(args.seed + dist.get_rank())
     rank, size = dist.get_rank(), dist.get_world_size()
     with create_allreduce_ctx(args.max_nbytes, rank, size, size) as ctx:
-        (stress if args.stress else perf)(args, ctx)
+        (check if args.case == "check" else perf)(args, ctx)
     finalize_distributed()
 
 

@@ -1,9 +1,9 @@
-"""GEMM-AllReduce on all ranks: ``bash scripts/launch.sh test_gemm_ar.py 128 8192 28672 --check``.
+"""GEMM-AllReduce on all ranks: ``bash scripts/launch.sh test_gemm_ar.py --case check``.
 
-Without ``--check`` it measures: the op beside its two parts alone, the two one after the other, and
-torch's own over symmetric memory. With it, rounds of fresh data, of M rows and fewer, with a rank
-that is late, are compared with a product and sum in torch. On CPU ranks shapes are scaled down to
-what the interpreter can do.
+``check``: rounds of fresh data, of M rows and fewer, with a rank that is late, are compared with a
+product and sum in torch. ``perf``: the op beside its two parts alone, the two one after the other,
+and torch's own over symmetric memory. The shape is given by -M, -N and -K, or by three numbers. On
+CPU ranks shapes are scaled down to what the interpreter can do.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ Shape = tuple[int, int, int]
 
 
 def get_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = summed_gemm.make_parser(__doc__)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("M", type=int, help="rows, any number")
-    parser.add_argument("N", type=int, help="columns of B")
-    parser.add_argument("K", type=int, help="global K")
-    summed_gemm.add_options(parser)
+    parser.add_argument("shape", type=int, nargs="*", metavar="SIZE", help="M N K, in this order")
+    parser.add_argument("-M", "--M", type=int, default=128, help="rows, any number")
+    parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
+    parser.add_argument("-K", "--K", type=int, default=28672, help="global K")
     parser.add_argument(
         "--low-latency", action=flag, help="one shot, or with --no- two; default: tuned"
     )
     parser.add_argument(
         "--copy-to-local", action=flag, default=True, help="off: the result may be a view"
     )
-    return parser.parse_args()
+    args = parser.parse_intermixed_args()
+    if len(args.shape) not in (0, 3):
+        parser.error(f"{len(args.shape)} sizes, expected three, M N K, or none")
+    if args.shape:
+        args.M, args.N, args.K = args.shape
+    return args
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
@@ -90,7 +93,7 @@ def main() -> None:
     with create_gemm_ar_context(
         shape[0], shape[1], rank, size, size, dtype_named(args.dtype)
     ) as ctx:
-        if args.check:
+        if args.case == "check":
             check(args, shape, ctx)
         else:
             summed_gemm.perf(script(args), args, make_operands(args, *shape), ctx)

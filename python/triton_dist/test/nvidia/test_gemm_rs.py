@@ -1,8 +1,8 @@
-"""GEMM-ReduceScatter on all ranks: ``bash scripts/launch.sh test_gemm_rs.py --check``.
+"""GEMM-ReduceScatter on all ranks: ``bash scripts/launch.sh test_gemm_rs.py --case check``.
 
-Without ``--check`` it measures: the op beside its two parts alone and the two one after the other,
-for each M. With it, rounds of fresh data are compared with a product and sum in torch. On CPU ranks
-shapes are scaled down to what the interpreter can do.
+``check``: rounds of fresh data are compared with a product and sum in torch. ``perf``: the op
+beside its two parts alone and the two one after the other, for each M. On CPU ranks shapes are
+scaled down to what the interpreter can do.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ Shape = tuple[int, int, int]
 
 
 def get_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = summed_gemm.make_parser(__doc__)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("-M", type=int, default=8192, help="global number of rows")
+    parser.add_argument("-M", "--M", type=int, default=8192, help="global number of rows")
     parser.add_argument(
         "--M_range", help="FIRST-LAST-STEP: several M instead, such as 1024-8192-1024"
     )
-    parser.add_argument("-N", type=int, default=8192, help="columns of B")
-    parser.add_argument("-K", type=int, default=28672, help="global K")
-    summed_gemm.add_options(parser)
+    parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
+    parser.add_argument("-K", "--K", type=int, default=28672, help="global K")
     parser.add_argument("--fuse_scatter", action=flag, help="fix the transfer; default: tuned")
     parser.add_argument("--reduce_st", action=flag, default=False, help="add tiles on arrival")
     return parser.parse_args()
@@ -91,7 +88,7 @@ def main() -> None:
         reduce_st=args.reduce_st,
     ) as ctx:  # fmt: skip
         for shape in asked:
-            (check if args.check else perf)(args, shape, ctx)
+            (check if args.case == "check" else perf)(args, shape, ctx)
     finalize_distributed()
 
 

@@ -1,0 +1,64 @@
+"""What the test scripts print: that a check has passed, and tables of times."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.overlap import Candidate, overlap_limit
+from triton_dist.testing.timing import Samples
+from triton_dist.utils import dist_print, is_cuda
+
+NO_TIMES = "interpreted: times mean nothing, they only show that everything runs"
+"""Stands above times on CPU ranks, in place of rates and ratios."""
+
+
+def report_passed(details: str) -> None:
+    """``✅ check passed: 2 ranks, cpu, details`` on rank 0; without the mark where standard output
+    cannot encode it."""
+    mark = "✅ "
+    try:
+        mark.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        mark = ""
+    ranks, device = dist.get_world_size(), current_device().name
+    dist_print(f"{mark}check passed: {ranks} ranks, {device}, {details}")
+
+
+def report_times(
+    title: str,
+    candidates: Mapping[str, Candidate],
+    samples: Mapping[str, Samples],
+    serial: str,
+    transfer: str,
+) -> None:
+    """Print a table of medians, with ratios where times mean something.
+
+    Args:
+        title: op, shape and dtype, for people.
+        candidates: what was timed, by name.
+        samples: times of each, of the slowest rank, in ms.
+        serial: the candidate that does one part after the other.
+        transfer: the op's collective, for people.
+    """
+    if not is_cuda():
+        dist_print(f"{title}\n{NO_TIMES}\n{'':32}{'ms':>10}")
+        for name, sample in samples.items():
+            dist_print(f"{name:32}{sample.median:10.3f}")
+        return
+    limit, base = overlap_limit(candidates, samples), samples[serial].median
+    rounds = len(samples[serial].milliseconds)
+    dist_print(f"{title}, slowest rank, cold cache, median of {rounds} interleaved rounds:")
+    dist_print(f"{'':32}{'ms':>10}{'quartiles':>20}{'x serial':>10}{'/ limit':>9}")
+    for name, sample in samples.items():
+        quartiles = "{:.3f}-{:.3f}".format(*sample.spread)
+        ratios = f"{base / sample.median:10.2f}{sample.median / limit:9.2f}"
+        dist_print(f"{name:32}{sample.median:10.3f}{quartiles:>20}{ratios}")
+    dist_print(f"{f'limit max(GEMM, {transfer})':32}{limit:10.3f}")
+    dist_print(
+        f"x serial: how many times as fast as {serial}; / limit: time over the limit, the larger "
+        f"of GEMM alone and the fastest {transfer} alone"
+    )

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The two commands of the README as a newcomer runs them: in a clone of the last commit, with nothing in
+# the environment but HOME, an empty folder, and PATH. Once with pip's default index, whose torch brings
+# CUDA (about 8 GB on disk), and once with a build for the CPU. Arguments go to scripts/test.sh.
+#
+#   bash scripts/fresh.sh
+#   bash scripts/fresh.sh tests/runtime
+#   KINDS=cpu bash scripts/fresh.sh
+#
+# The build for the CPU comes from PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, if set, else from torch's index.
+set -euo pipefail
+
+. "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
+
+if [[ -n ${PIP_FIND_LINKS:-} ]]; then
+    cpu_builds=PIP_FIND_LINKS=$PIP_FIND_LINKS
+else
+    cpu_builds=PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}
+fi
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+# bare COMMAND...: in the clone, with an empty environment.
+bare() {
+    say "$*"
+    (cd "$folder/clone" && time env -i HOME="$folder/home" PATH=/usr/bin:/bin "$@")
+}
+
+for kind in ${KINDS:-default cpu}; do
+    case $kind in
+        default) environment=() ;;
+        cpu) environment=(env "$cpu_builds") ;;
+        *) die "KINDS=$KINDS, expected default, cpu or both" ;;
+    esac
+    rm -rf "$folder"/*
+    mkdir "$folder/home"
+    git clone --quiet "$ROOT" "$folder/clone"
+    bare "${environment[@]}" bash scripts/launch.sh test_ag_gemm.py --case check
+    bare "${environment[@]}" bash scripts/test.sh "$@"
+done

@@ -1,0 +1,145 @@
+"""The commands of the documentation run as they are printed.
+
+Each line of a ``bash`` block is either run here, on CPU ranks and with a cache of the test, or has
+a reason in ``NOT_RUN``. What ``scripts/launch.sh`` itself makes of a command line is tested in
+``tests/architecture/test_scripts.py``; here its ranks begin at once, which takes a second instead
+of five.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import commands
+from tests.docs.markdown import ROOT, all_blocks, blocks
+from tests.docs.run_blocks import run_program
+from triton_dist.test.report import NO_TIMES
+
+pytestmark = pytest.mark.timeout(180)
+
+NOT_RUN = {
+    r"make |(TRITON_VERSION=\S+ )?bash scripts/test\.sh": "the test suite, of which this is a part",
+    r"NNODES=": "needs several hosts",
+    r"PIP_|pip install |triton-dist list": "needs a package index and what it installs",
+    r"tail ": "looks at the log of a tuning that is stuck",
+    r"python -m triton_dist|.*triton-dist \w+ (mypackage|matmul)": "names the reader's functions",
+    r"(bash scripts/launch\.sh|scripts/python) (scale|softmax)\.py": "the page's own program, "
+    "which test_code_blocks and test_programs run",
+    r".*bench_(overlap|collectives)\.py( --json \w+\.json)?$|.*--all-candidates|.*--layers all":
+        "takes minutes on CPU ranks, as the page says; tests/benchmarks measures less",
+    r".*bench_tuning\.py": "tests/benchmarks replays a part of it",
+    r"bash scripts/launch\.sh examples/": "tests/examples runs it",
+    r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
+}  # fmt: skip
+# Lines that others are printed among, by a part of the command.
+SHOWN = {
+    "test_ag_gemm.py --case perf": [
+        "ag_gemm ", "GEMM alone ", "all-gather alone ", "copy-engine all-gather alone ",
+        "all-gather + matmul ",
+    ],
+    "test_gemm_rs.py --case perf": [
+        "gemm_rs ", "GEMM alone ", "reduce-scatter alone ", "matmul + reduce-scatter ",
+    ],
+    "test_allreduce.py --case perf": ["       128 ", "       512 "],
+    "test_gemm_rs.py --case check\n": ["config (tuned now): "],
+    "correctness_tma_autotune": ["calls to tune: ", "✅ check passed: 2 ranks, cpu"],
+}  # fmt: skip
+RATES = ("TFLOP", "GB/s", "peaks", "x serial", "limit", " library")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a ``bash`` block."""
+
+    id: str
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.line, comments=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Those that the line sets in front of its program."""
+        pairs = [word.partition("=") for word in self.words]
+        first = next(i for i, word in enumerate(self.words) if not re.match(r"[A-Z_]+=", word))
+        return {name: value for name, _, value in pairs[:first]}
+
+    @property
+    def reason(self) -> str | None:
+        return next((why for which, why in NOT_RUN.items() if re.match(which, self.line)), None)
+
+
+COMMANDS = list(
+    {
+        line: Command(block.id, line)
+        for block in all_blocks("bash")
+        for line in block.text.splitlines()
+        if line
+    }.values()
+)
+RUN = [command for command in COMMANDS if command.reason is None]
+LAUNCHED = [command for command in RUN if "scripts/launch.sh" in command.line]
+OTHERS = [command for command in RUN if command not in LAUNCHED]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository, for what the commands write."""
+    there = tmp_path_factory.mktemp("clone")
+    for name in ("scripts", "benchmarks", "python", "examples", "pyproject.toml", "constraints"):
+        (there / name).symlink_to(ROOT / name)
+    readme = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
+    (there / "readme.py").write_text("".join(readme), encoding="utf-8")
+    return there
+
+
+def launched(command: Command) -> tuple[int, str, list[str]]:
+    """Ranks, script and its arguments of a ``launch.sh``."""
+    words = command.words[command.words.index("scripts/launch.sh") + 1 :]
+    ranks = 2
+    while words[0].startswith("--"):
+        option, _, value = words.pop(0).partition("=")
+        ranks = int(value) if option == "--nproc_per_node" else ranks
+    script = ROOT / words[0]
+    if not script.exists():
+        script = ROOT / "python" / "triton_dist" / "test" / "nvidia" / words[0]
+    return ranks, str(script), words[1:]
+
+
+@pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command.line)
+def test_launched(command: Command, spawn_ranks, folder: Path, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    ranks, script, arguments = launched(command)
+    env = {"TRITON_DIST_CACHE_DIR": str(folder / "cache")} | command.variables
+    (printed, *_) = spawn_ranks(
+        ranks, run_program, script, *arguments, init=False, timeout=150, env=env
+    )
+    assert printed.strip()
+    if "check" in arguments:
+        assert f"✅ check passed: {ranks} ranks, cpu" in printed
+    if "perf" in arguments:
+        assert NO_TIMES in printed
+        assert [rate for rate in RATES if rate in printed] == [], "of a GPU that is not there"
+    shown = [lines for part, lines in SHOWN.items() if part in f"{command.line}\n"]
+    assert [line for lines in shown for line in lines if f"\n{line}" not in f"\n{printed}"] == []
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.line)
+def test_command(command: Command, folder: Path) -> None:
+    cache = {"TRITON_DIST_CACHE_DIR": str(folder / "cache")}
+    done = commands.run("bash", "-c", command.line, cwd=folder, **cache)
+    nothing_found = "triton-dist" in command.line and done.returncode == 1
+    assert done.returncode == 0 or nothing_found, done.stdout + done.stderr
+
+
+def test_each_reason_and_each_line_is_needed() -> None:
+    lines = [command.line for command in COMMANDS]
+    unused = [which for which in NOT_RUN if not any(re.match(which, line) for line in lines)]
+    unused += [part for part in SHOWN if not any(part in f"{line}\n" for line in lines)]
+    assert unused == []
