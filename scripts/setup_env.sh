@@ -172,8 +172,9 @@ install() {
     rm -f "$VENV"/.ready-*
     local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
     if [[ ! -t 2 ]]; then pip+=(--quiet --progress-bar off); fi
+    # Not checked for in a Python that is there already: what most scripts do without.
     local -a wanted
-    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+"$extra"})
+    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
     # In one step, so that pip chooses a torch and a triton that agree.
     if ! "${pip[@]}" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2; then
