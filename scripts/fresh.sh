@@ -32,7 +32,7 @@ for kind in ${KINDS:-default cpu}; do
         cpu) environment=(env "$cpu_builds") ;;
         *) die "KINDS=$KINDS, expected default, cpu or both" ;;
     esac
-    rm -rf "$folder"/*
+    rm -rf "$folder/home" "$folder/clone"
     mkdir "$folder/home"
     git clone --quiet "$ROOT" "$folder/clone"
     bare "${environment[@]}" bash scripts/launch.sh test_ag_gemm.py --case check

@@ -135,7 +135,6 @@ set_up() {
             continue
         fi
         install_locked "$base" "$1" "$2" && return
-        say "set-up with Python $version failed; see the messages above"
     done
     if ((found == 0)); then
         say "found no Python from 3.10 to 3.13, but: ${tried:-none}. Install one, or name it: PYTHON=/path/to/python3"
@@ -160,20 +159,22 @@ install_locked() {
 
 # install BASE EXTRA: called with the lock held.
 install() {
-    local base=$1 extra=$2 flavour=cpu site problems begin=$SECONDS
+    local base=$1 extra=$2 flavour=cpu made_for site problems begin=$SECONDS
     if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
+    made_for="$flavour $("$base" --version)"
     # A torch of the other kind counts as installed for pip, and an interpreter that is gone as present.
-    if ! "$VENV/bin/python" -c '' 2>/dev/null || [[ "$(cat "$VENV/.flavour" 2>/dev/null)" != "$flavour" ]]; then
+    if ! "$VENV/bin/python" -c '' 2>/dev/null || [[ "$(cat "$VENV/.made-for" 2>/dev/null)" != "$made_for" ]]; then
         find "$VENV" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
-        say "making $VENV with $("$base" --version)"
+        say "making $VENV with ${made_for#* }"
         "$base" -m venv "$VENV" || return 1
-        echo "$flavour" >"$VENV/.flavour"
+        echo "$made_for" >"$VENV/.made-for"
     fi
     rm -f "$VENV"/.ready-*
     local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
     if [[ ! -t 2 ]]; then pip+=(--quiet --progress-bar off); fi
+    # Not checked for in a Python that is there already: what most scripts do without.
     local -a wanted
-    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+"$extra"})
+    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
     # In one step, so that pip chooses a torch and a triton that agree.
     if ! "${pip[@]}" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2; then

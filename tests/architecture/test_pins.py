@@ -22,7 +22,7 @@ NO_SOLUTION = 1  # uv's status; another one says that it could not find out
 
 def resolve(pair: Path, python: str) -> subprocess.CompletedProcess[str]:
     """What set-up asks pip for, asked of uv for every Python from ``python`` on."""
-    uv = pytest.importorskip("uv", reason="needs uv, of the extra `test`")
+    uv = pytest.importorskip("uv", reason="needs uv, of the extra `pins`")
     command = [
         uv.find_uv_bin(), "pip", "compile", "pyproject.toml", "--extra=dev", "--extra=bench",
         f"--constraint={CONSTRAINTS / 'tested.txt'}", f"--constraint={pair}",

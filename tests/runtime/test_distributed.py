@@ -64,7 +64,8 @@ finalize_distributed()
 
 def test_a_process_that_no_launcher_started_is_a_world_of_one():
     run = run_alone(PROGRAM, TRITON_INTERPRET="1", TRITON_DIST_DEVICE="cpu")
-    assert run.stdout == "0 1 False\n", run.stderr
+    lines = run.stdout.splitlines()  # gloo of torch 2.9 prints one of its own
+    assert lines[-1:] == ["0 1 False"], run.stderr
 
 
 def test_cpu_ranks_without_the_interpreter_say_what_to_set():

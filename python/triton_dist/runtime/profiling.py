@@ -86,7 +86,8 @@ def group_profile(
     if not do_prof:
         yield
         return
-    with torch.profiler.profile() as profile:
+    # One cycle, of which all is kept anyway; without saying so, torch 2.11 warns.
+    with torch.profiler.profile(acc_events=True) as profile:
         yield
         current_device().synchronize()
     rank = dist.get_rank(group) if dist.is_initialized() else 0
