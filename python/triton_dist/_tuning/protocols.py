@@ -92,11 +92,25 @@ class RankGroup(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Size and placement of the group, as text; part of the fingerprint."""
 
-    def converse(self) -> RankGroup:
-        """The same ranks for one tuning: words of different conversations never meet."""
+    def named(self, rank: int) -> int:
+        """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
-    def leave(self, reason: str) -> None:
-        """Tell the others, without waiting for them, that this rank says no more words here."""
+    def converse(self, function: str = "", key: str = "") -> RankGroup:
+        """The same ranks for one tuning: words of different conversations never meet.
+
+        ``function`` and ``key``, as text: what it is about; an empty key may be any.
+        """
+
+    def leave(self, reason: str, refused: bool = False) -> None:
+        """Tell the others, without waiting for them, that this rank says no more words here.
+        ``refused``: because its own call cannot be made."""
+
+    def note(self, function: str, text: str) -> None:
+        """Leave word, once, that may explain to ranks which wait why this one does not come."""
+
+    def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+        """``gather`` as the first word of a conversation, which may wait for as long as collectives
+        do; ``RankTimeout`` as soon as it is known that a rank stays away."""
 
     def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""

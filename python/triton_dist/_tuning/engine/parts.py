@@ -18,7 +18,7 @@ from triton_dist._tuning.protocols import (
     Search,
     Store,
 )
-from triton_dist._tuning.values import Config, ConfigSpace, Key, Policy
+from triton_dist._tuning.values import Config, ConfigSpace, Key, Policy, codec
 
 
 @dataclass(frozen=True)
@@ -97,4 +97,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     key: object
-    """What ``key_fn`` returned, or the exception that it raised."""
+    """What ``key_fn`` returned."""
+
+    @property
+    def text(self) -> str:
+        """The key as all ranks write it; empty if it has no such text."""
+        try:
+            return codec.digest(self.key)
+        except TypeError:
+            return ""
