@@ -121,6 +121,12 @@ autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
     "Tune again although a cached result exists, and replace it.",
 )
+autotune = flag(
+    "TRITON_DIST_AUTOTUNE",
+    "0: never tune and look nothing up, use the first config of every space; "
+    "TRITON_DIST_AUTOTUNE_FROZEN has no effect then.",
+    default=True,
+)
 autotune_frozen = flag(
     "TRITON_DIST_AUTOTUNE_FROZEN",
     "Never tune: a call for which no result is valid raises TuningFrozen; on one rank is on all.",

@@ -24,7 +24,6 @@ from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
     Key,
     Measurement,
-    Origin,
     Trial,
     TuningRecord,
     codec,
@@ -259,7 +258,7 @@ def made(
 ) -> Path:
     """A file as a tuning on four H200 would leave it."""
     on(op, "NVIDIA H200", FOUR)
-    origin = Origin.of(op.fn, op.config_space.names)
+    origin = op.origin()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
     for value in keys_of(op):

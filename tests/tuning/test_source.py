@@ -14,7 +14,7 @@ import torch
 import triton
 
 from tests.architecture.source import ROOT
-from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.source import source_of
 
 SOURCE = '''
 import enum
@@ -131,6 +131,12 @@ def unrelated():
 '''
 
 
+def all_of(roots):
+    """What counts of ``roots``: digests and constants, by name."""
+    found = source_of(roots)
+    return {**found.digests, **found.literal, **found.bound}
+
+
 @pytest.fixture
 def digests(tmp_path):
     """A function: the digests of ``op`` in a module with this source, under a name of its own."""
@@ -148,7 +154,7 @@ def digests(tmp_path):
         try:
             spec.loader.exec_module(module)
             prepare(module)
-            found = source_digests([module.op.fn])
+            found = all_of([module.op.fn])
         finally:
             del sys.modules[name]
         return found
@@ -173,23 +179,33 @@ def test_it_reaches_helpers_closures_kernels_and_classes(digests):
         "guessed_kernel",
         "<lambda>",
         "Inner",
+        # and constants
+        "SCALE",
+        "Method.PUSH",
+        "op.method",
+        "epilogue.bias",
+        "helper.0",
     }
 
 
 MUTATIONS = {
     "the function": ("tuned_kernel[(1,)](x)", "tuned_kernel[(2,)](x)", {"op"}),
-    "a default": ("block, method=Method.PUSH)", "block, method=None)", {"op", "Method"}),
+    "a default": (
+        "block, method=Method.PUSH)",
+        "block, method=None)",
+        {"op", "Method", "Method.PUSH", "op.method"},
+    ),
     "a constant in it": ("BLOCK=16", "BLOCK=32", {"op"}),
     "how a state begins": ("State(count=3)", "State(count=4)", {"op"}),
     "another operator": ("_calls += 1", "_calls -= 1", {"op"}),
     "a helper": ("x * SCALE + TABLE", "x * SCALE - TABLE", {"helper"}),
     "a helper of a helper": ("n + 7", "n + 8", {"round_up"}),
-    "a global constant": ("SCALE = 2", "SCALE = 3", {"helper"}),
-    "the type of a constant": ("SCALE = 2", "SCALE = 2.0", {"helper"}),
+    "a global constant": ("SCALE = 2", "SCALE = 3", {"SCALE"}),
+    "the type of a constant": ("SCALE = 2", "SCALE = 2.0", {"SCALE"}),
     "a global table": ("TABLE = [1, 2]", "TABLE = [1, 3]", {"helper"}),
-    "a closure": ("make_epilogue(5)", "make_epilogue(6)", {"epilogue"}),
+    "a closure": ("make_epilogue(5)", "make_epilogue(6)", {"epilogue.bias"}),
     "a closure's code": ("return x + bias", "return x - bias", {"epilogue"}),
-    "an argument of a partial": ("partial(helper, 11)", "partial(helper, 12)", {"op"}),
+    "an argument of a partial": ("partial(helper, 11)", "partial(helper, 12)", {"helper.0"}),
     "a wrapper": ("return fn(*args, **kwargs)", "return fn(*args)", {"guard", "wrapper"}),
     "a kernel": ("tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) * 1", {"kernel"}),
     "a kernel's callee": ("return x + 1\n", "return x + 2\n", {"device_function"}),
@@ -257,7 +273,7 @@ def test_a_constant_that_another_module_sets_is_seen(digests):
     def patch(module):
         module.SCALE = 5
 
-    assert digests(SOURCE)["helper"] != digests(SOURCE, patch)["helper"]
+    assert (digests(SOURCE)["SCALE"], digests(SOURCE, patch)["SCALE"]) == ("2", "5")
 
 
 def test_an_import_inside_the_function_is_followed(tmp_path, monkeypatch):
@@ -269,12 +285,12 @@ def test_an_import_inside_the_function_is_followed(tmp_path, monkeypatch):
 
         return late(x)
 
-    first = source_digests([op])
+    first = all_of([op])
     assert set(first) == {"op", "late"}
     del sys.modules["late_helpers"]
     (tmp_path / "late_helpers.py").write_text("def late(x):\n    return x + 100\n")
     importlib.invalidate_caches()
-    assert source_digests([op])["late"] != first["late"]
+    assert all_of([op])["late"] != first["late"]
     del sys.modules["late_helpers"]
 
 
@@ -282,14 +298,14 @@ def test_a_function_without_source_is_known_by_its_bytecode():
     def compiled(body):
         namespace = {}
         exec(f"def op(x):\n    return {body}", namespace)
-        return source_digests([namespace["op"]])
+        return all_of([namespace["op"]])
 
     assert compiled("x + 1") == compiled("x  +  1") != compiled("x + 2")
 
 
 def test_lambdas_are_told_apart_by_what_they_do():
-    assert source_digests([lambda x: x + 1]) != source_digests([lambda x: x + 2])
-    assert source_digests([lambda x: x + 1]) == source_digests([lambda x: x + 1])
+    assert all_of([lambda x: x + 1]) != all_of([lambda x: x + 2])
+    assert all_of([lambda x: x + 1]) == all_of([lambda x: x + 1])
 
 
 def test_library_code_is_not_followed():
@@ -298,7 +314,7 @@ def test_library_code_is_not_followed():
     def op(x):
         return json.dumps(x), pytest.approx(x)
 
-    assert set(source_digests([op])) == {"op"}
+    assert set(all_of([op])) == {"op"}
 
 
 def even(n):
@@ -310,15 +326,15 @@ def odd(n):
 
 
 def test_functions_that_call_one_another_end():
-    assert set(source_digests([even])) == {"even", "odd"}
+    assert set(all_of([even])) == {"even", "odd"}
 
 
 REPORT = """
 import json, sys
-from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.source import source_of
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
 choose = lambda x: x in {"push", "pull", "both"}
-json.dump(source_digests([ag_gemm.fn, choose]), sys.stdout, sort_keys=True)
+json.dump(source_of([ag_gemm.fn, choose])._asdict(), sys.stdout, sort_keys=True)
 """
 
 
@@ -362,8 +378,8 @@ def test_an_installed_package_is_followed_if_the_function_is_of_it(tmp_path, mon
         return module.helper(x)
 
     try:
-        assert set(source_digests([module.op])) == {"op", "helper"}
-        assert set(source_digests([op])) == {"op"}
+        assert set(all_of([module.op])) == {"op", "helper"}
+        assert set(all_of([op])) == {"op"}
     finally:
         del sys.modules["installed_ops"]
 
@@ -379,7 +395,7 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(tmp_
         path.write_text("def op(x):\n    return x + 1\n")
         module = importlib.import_module("edited_ops")
         path.write_text(text_now)
-        return source_digests([module.op])
+        return all_of([module.op])
 
     as_imported = digests("def op(x):\n    return x + 1\n")
     edited = digests("def op(x):\n    return x + 2\n")
@@ -388,7 +404,7 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(tmp_
     assert edited == again  # what runs is the same: its bytecode tells
     assert edited != as_imported  # but a later process does not take it for either file
     path.write_text("def op(x):\n    return x + 2\n")
-    assert source_digests([importlib.import_module("edited_ops").op]) != edited
+    assert all_of([importlib.import_module("edited_ops").op]) != edited
     del sys.modules["edited_ops"]
 
 
@@ -423,8 +439,8 @@ def test_what_a_closure_holds_is_seen(one, other):
 
         return op
 
-    assert source_digests([make(one)]) == source_digests([make(one)])
-    assert source_digests([make(one)]) != source_digests([make(other)])
+    assert all_of([make(one)]) == all_of([make(one)])
+    assert all_of([make(one)]) != all_of([make(other)])
 
 
 def test_which_device_it_is_does_not_count_since_ranks_differ_in_it():
@@ -432,7 +448,7 @@ def test_which_device_it_is_does_not_count_since_ranks_differ_in_it():
         return lambda: held
 
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert source_digests([make(one)]) == source_digests([make(other)])
+    assert all_of([make(one)]) == all_of([make(other)])
 
 
 @dataclasses.dataclass
@@ -447,4 +463,4 @@ def test_values_that_lead_back_to_themselves_end():
         state.parent = state
         return lambda: state
 
-    assert source_digests([make(1)]) == source_digests([make(1)]) != source_digests([make(2)])
+    assert all_of([make(1)]) == all_of([make(1)]) != all_of([make(2)])

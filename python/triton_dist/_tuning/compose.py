@@ -13,7 +13,8 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, Parts
+from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
+from triton_dist._tuning.engine.tunable import check_tunable
 from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.protocols import Device, RankGroup, Search
 from triton_dist._tuning.search import Exhaustive, Racing
@@ -25,7 +26,8 @@ from triton_dist._tuning.shared import (
     pack_store,
     read_only_store,
 )
-from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.snapshot import Snapshot
+from triton_dist._tuning.source import origin_of, source_of
 from triton_dist._tuning.store import (
     FileLog,
     LayeredStore,
@@ -36,7 +38,8 @@ from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy,
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import default_group, group_for
+from triton_dist.runtime.tracing import is_traced
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.untraced import untraced
 from triton_dist.runtime.waits import bounded_waits, settling
@@ -65,6 +68,8 @@ def autotune(
     search: str = "racing",
     version: str | None = None,
     agree_fn: Callable[..., object] | None = None,
+    restore: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
@@ -105,6 +110,12 @@ def autotune(
         agree_fn: ``agree_fn(*args, **kwargs)`` returns what must be the same on all ranks besides
             the key, such as an exact size behind a bucket; compared, as text, at the first call of
             a key. Ranks that differ get an error instead of a call that hangs.
+        restore: names of arguments that the function changes (tensors, or tuples, lists and dicts
+            of them): while tuning they are made what they were before each run, untimed, and the
+            call that follows finds them unchanged. Takes as much memory again.
+        ignore: names of constants that do not count in records: globals, closure cells, arguments
+            and attributes that the function, its hooks or their helpers read or bind, such as
+            ``"RANK"``.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -133,23 +144,44 @@ def autotune(
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
+    restore, ignore = _names("restore", restore), _names("ignore", ignore)
     if not callable(config_space):
-        config_space = list(config_space)  # an iterator would be empty at the second look
+        try:
+            config_space = list(config_space)  # an iterator would be empty at the second look
+        except TypeError:
+            expected = "dicts of keyword arguments, or a function that returns them"
+            raise InvalidArgument("autotune", "config_space", config_space, expected) from None
     policy = functools.partial(
         Policy.on, timing=timing, search=search, max_seconds=max_seconds, max_trials=max_trials
     )
 
-    def decorate(fn: Callable[..., Any]) -> AutoTuner:
-        composer = _Composer(scope, policy, prune_fn, check_fn, version or "", MemoryStore())
+    hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore)
+    surroundings = Surroundings(
+        functools.partial(group_for, scope=scope),
+        default_group if scope == "world" else NoGroup(),
+        is_traced,
+        lambda: not knobs.autotune.get(),
+        untraced,
+    )
+
+    def decorate(fn: Any) -> Any:
+        if isinstance(fn, (staticmethod, classmethod)):
+            return type(fn)(decorate(fn.__func__))
+        check_tunable(fn, "autotune", restore)
+        judges = tuple(each for each in (prune_fn, check_fn) if each is not None)
+        composer = _Composer(
+            scope, policy, judges, version or "", ignore, Snapshot([fn, *judges]), MemoryStore()
+        )
         return AutoTuner(
             fn,
             ConfigSpace(config_space),
             key_fn,
             prune_fn,
-            Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn),
+            hooks,
             composer.compose,
             composer.memory.clear,
-            untraced,
+            surroundings,
+            origin_of,
         )
 
     return decorate
@@ -160,6 +192,14 @@ def _one_of(argument: str, value: str, choices: Sequence[str]) -> None:
         raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
 
 
+def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if not (isinstance(name, str) and name):
+            raise InvalidArgument("autotune", argument, name, "names of arguments or constants")
+    return names
+
+
 @dataclass(frozen=True)
 class _Composer:
     """Puts the parts together for one tuned function."""
@@ -167,9 +207,11 @@ class _Composer:
     scope: str
     policy: Callable[[str], Policy]
     """Of a device, by its name."""
-    prune_fn: Callable[..., object] | None
-    check_fn: Callable[..., object] | None
+    judges: tuple[Callable[..., object], ...]
+    """What decides which configs can win, besides their times."""
     version: str
+    ignore: tuple[str, ...]
+    snapshot: Snapshot
     memory: MemoryStore
 
     def compose(self, process_group: Any, verbose: bool) -> Parts:
@@ -207,7 +249,7 @@ class _Composer:
             seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
             grace=knobs.autotune_grace.get(),
-            log=lambda key: FileLog(files.path(key), ranks.rank),
+            log=lambda key: FileLog(files.path(key), int(ranks.named(ranks.rank))),
             compiler=CompilePool if device.name == "cuda" else None,
             journal=functools.partial(journal_of, files),
         )
@@ -216,18 +258,25 @@ class _Composer:
         self, device: Device, ranks: RankGroup, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
         hooks = [value for config in space for value in config.functions()]
-        judges = source_digests(
-            judge for judge in (self.prune_fn, self.check_fn) if judge is not None
-        )
+        judges = source_of(self.judges, self.ignore, self.snapshot)
+        source = source_of([function, *hooks], self.ignore, self.snapshot)
         return Fingerprint(
             hardware=device.facts(),
             software=software_versions(),
             topology=ranks.facts(),
             policy=self.policy(device.name).facts(),
-            source=source_digests([function, *hooks]),
-            space=codec.digest(space.digest, judges),
+            source=source.digests,
+            space=codec.digest(space.digest, judges.digests),
             version=self.version,
+            literal=source.literal | _judging(judges.literal),
+            bound=source.bound | _judging(judges.bound),
+            uncounted=source.uncounted | _judging(judges.uncounted),
         )
+
+
+def _judging(constants: Mapping[str, str]) -> dict[str, str]:
+    """Names apart from those of the function."""
+    return {f"{name} of prune_fn or check_fn": text for name, text in constants.items()}
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def contextual_autotune(
     composer = _Composer(is_dist, n_repeat, n_warmup, race, group)
 
     def decorate(fn: Callable[..., Any]) -> ContextualAutoTuner:
-        return ContextualAutoTuner(fn, composer.compose, _interception)
+        return ContextualAutoTuner(fn, composer.compose, _interception, composer.ranks)
 
     return decorate
 
@@ -104,11 +104,14 @@ class _Composer:
     race: bool
     group: Any
 
+    def ranks(self) -> RankGroup:
+        return group_for(self.group, "world" if self.is_dist else "rank")
+
     def compose(self) -> ContextualParts:
         if is_interpreting():
             interpreter.install()  # kernels may all be of libraries, which know nothing of it
         device: Device = current_device()
-        ranks: RankGroup = group_for(self.group, "world" if self.is_dist else "rank")
+        ranks = self.ranks()
         seconds = knobs.autotune_timeout.get()
         policy = Policy(
             warmup=self.warmup,
@@ -116,8 +119,6 @@ class _Composer:
             timing="contextual",
             search="race" if self.race else "exhaustive",
         )
-        world = group_for()
-        rank = world.rank if world.size > 1 else knobs.rank.get()
         verbose = knobs.autotune_print.get() and ranks.is_leader
         folder = knobs.autotune_log_dir.get().expanduser()
         files = file_store(knobs.cache_dir.get())
@@ -129,7 +130,7 @@ class _Composer:
             plan=Race if self.race else InTurn,
             warmup=self.warmup,
             repeat=self.repeat,
-            log=StepLog(folder / f"rank-{rank}.log", prints=verbose),
+            log=StepLog(folder / f"rank-{int(ranks.named(ranks.rank))}.log", prints=verbose),
             # Ranks wait for one another for so long: a wait in a kernel must end before.
             quiet=functools.partial(bounded_waits, seconds / 2),
             settling=functools.partial(settling, device, seconds),

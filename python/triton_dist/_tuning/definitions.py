@@ -29,6 +29,13 @@ class Listing:
     """By the same. Several lambdas may be on one line."""
     makers: dict[str, list[ast.stmt]] = field(default_factory=dict)
     """The statements of the module that bind or change a name, by that name."""
+    statements: list[ast.stmt] = field(default_factory=list)
+    """All of the module, in order."""
+    assigned_in_functions: frozenset[str] = frozenset()
+    """Names that some function declares ``global``."""
+
+    namesakes: dict[str, list[types.CodeType]] = field(default_factory=dict)
+    """Code in the order of the file, by the names of all that it is inside of."""
 
     def has(self, code: types.CodeType) -> bool:
         """Whether ``code`` is what the file compiles to."""
@@ -50,9 +57,38 @@ def definition(item: types.CodeType | type) -> Definition | None:
 
 def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
     """The top-level statements of ``module`` that bind ``name`` or change what it holds."""
-    file = _file(module)
-    listing = _listing_of(file, _codes(module, file), module.__spec__)  # a reload makes a new spec
+    listing = _listing_of_module(module)
     return [] if listing is None else listing.makers.get(name, [])
+
+
+def statements(module: types.ModuleType) -> list[ast.stmt] | None:
+    """The top-level statements of ``module``; ``None`` without its source."""
+    listing = _listing_of_module(module)
+    return None if listing is None else listing.statements
+
+
+def assigned_in_functions(module: types.ModuleType) -> frozenset[str]:
+    """The globals of ``module`` that its functions assign to."""
+    listing = _listing_of_module(module)
+    return frozenset() if listing is None else listing.assigned_in_functions
+
+
+def ordinal(code: types.CodeType) -> int | None:
+    """How many definitions before that of ``code`` have its name and the same functions around.
+
+    ``None`` without its source.
+    """
+    listing = _listing_of(code.co_filename, [code], code)
+    if listing is None:
+        return None
+    namesakes = next((each for each in listing.namesakes.values() if code in each), [code])
+    return namesakes.index(code)
+
+
+def _listing_of_module(module: types.ModuleType) -> Listing | None:
+    file = _file(module)
+    # A reload makes a new spec; a script has none.
+    return _listing_of(file, _codes(module, file), module.__spec__ or module)
 
 
 _known: dict[tuple[int, str], tuple[object, Listing | None]] = {}
@@ -96,7 +132,11 @@ def _listing(text: str) -> Listing | None:
     listing = Listing()
     for code in with_inner(module):
         listing.codes.setdefault(_place(code), []).append(code)
+    _collect_namesakes(module, "", listing)
     _collect(tree, "", listing)
+    listing.statements = tree.body
+    declared = (each.names for each in ast.walk(tree) if isinstance(each, ast.Global))
+    listing.assigned_in_functions = frozenset(name for names in declared for name in names)
     for statement in tree.body:
         for name in _made_by(statement):
             listing.makers.setdefault(name, []).append(statement)
@@ -109,6 +149,14 @@ def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from with_inner(constant)
+
+
+def _collect_namesakes(code: types.CodeType, prefix: str, listing: Listing) -> None:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            name = f"{prefix}{constant.co_name}"
+            listing.namesakes.setdefault(name, []).append(constant)
+            _collect_namesakes(constant, f"{name}.", listing)
 
 
 def _place(code: types.CodeType) -> tuple[int, str]:

@@ -120,6 +120,18 @@ def global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(read), frozenset(bound)
 
 
+@functools.lru_cache(maxsize=4096)
+def rebound_cells(code: types.CodeType) -> frozenset[str]:
+    """The closure cells that ``code``, or a function inside it, binds anew."""
+    return frozenset(
+        instruction.argval
+        for inner in with_inner(code)
+        for instruction in dis.get_instructions(inner)
+        if instruction.opname in ("STORE_DEREF", "DELETE_DEREF")
+        and instruction.argval in code.co_freevars
+    )
+
+
 def _walk(node: ast.AST, dropped: frozenset[ast.expr]) -> Iterator[ast.AST]:
     if node not in dropped:
         yield node

@@ -1,10 +1,11 @@
-"""The source of a function and of everything that it reaches, as digests.
+"""The source of a function and of everything that it reaches: digests of code, texts of constants.
 
-A tuning result holds as long as the code that was timed: the function, its helpers, the Triton
-kernels that it launches with their callees, closures, and globals that are constants. Reached means
-named in the source; what comes in as an argument is not followed, but for the methods and
-attributes of a method's own class. Library code (standard library, installed packages other than
-the function's own) is not followed either: its versions are in the fingerprint.
+A tuning record holds as long as the code that was timed: the function, its helpers, the Triton
+kernels that it launches with their callees, and the constants that they read and bind (which of
+them count, :mod:`~triton_dist._tuning.constants` says). Reached means named in the source; what
+comes in as an argument is not followed, but for the methods and attributes of a method's own class.
+Library code (standard library, installed packages other than the function's own) is not followed
+either: its versions are in the fingerprint.
 
 A comment, a docstring, formatting, or another place in the file or in the file system changes
 nothing.
@@ -17,14 +18,16 @@ import dataclasses
 import enum
 import functools
 import hashlib
-import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from triton_dist._tuning import definitions, libraries, normalise
-from triton_dist._tuning.values import codec
+from triton_dist._tuning import definitions, libraries, literals, normalise
+from triton_dist._tuning.constants import Constants, text_of
+from triton_dist._tuning.snapshot import Snapshot
+from triton_dist._tuning.values import Origin, codec, original, qualified_name
 
 _ABSENT = types.ModuleType("absent")
 _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
@@ -34,25 +37,68 @@ and torch.compile; cached_property; torch.library.custom_op."""
 _LookUp = Callable[[str], Any]
 
 
-def source_digests(roots: Iterable[Callable[..., Any]]) -> dict[str, str]:
-    """A digest for each function and class that ``roots`` reach, by qualified name."""
+class Source(NamedTuple):
+    """What functions are made of. Names are those of the code."""
+
+    digests: dict[str, str]
+    """Of each function and class that is reached."""
+    literal: dict[str, str]
+    bound: dict[str, str]
+    uncounted: dict[str, str]
+    """Why each of these constants does not count."""
+
+
+def source_of(
+    roots: Iterable[Callable[..., Any]],
+    ignore: Iterable[str] = (),
+    snapshot: Snapshot | None = None,
+) -> Source:
+    """What ``roots`` reach.
+
+    Args:
+        ignore: names of constants that do not count.
+        snapshot: what the roots held when they were given, of what changes as a program runs.
+    """
     roots = list(roots)
-    walk = _Walk(libraries.Libraries(inspect.unwrap(root).__module__ for root in roots))
+    library = libraries.Libraries(original(root).__module__ for root in roots)
+    walk = _Walk(library, Constants(ignore), snapshot or Snapshot(()))
     for root in roots:
-        walk.reference(root)
-    return {
+        walk.root(root)
+    digests = {
         name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in walk.texts.items()
     }
+    constants = walk.constants
+    return Source(digests, constants.literal, constants.bound, constants.uncounted)
+
+
+def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
+    """Which function it is: name, module, signature, and which of several of one name."""
+    origin = Origin.of(function, tunables)
+    code = getattr(original(function), "__code__", None)
+    ordinal = 0 if code is None else definitions.ordinal(code)
+    if ordinal is None:  # no source: what it does tells it apart
+        return origin.of_several(f"code {codec.digest(normalise.bytecode(code))[:8]}")
+    return origin.of_several(f"definition {ordinal + 1}") if ordinal else origin
 
 
 class _Walk:
     """Depth first, in the order of names, so that all ranks and processes get the same names."""
 
-    def __init__(self, library: libraries.Libraries) -> None:
+    def __init__(
+        self, library: libraries.Libraries, constants: Constants, snapshot: Snapshot
+    ) -> None:
         self.texts: dict[str, str] = {}
-        self._library = library
+        self.constants = constants
+        self._library, self._snapshot = library, snapshot
         self._names: dict[int, str] = {}
         self._alive: list[object] = []  # an id means something only while its object lives
+
+    def root(self, value: Any) -> None:
+        """A function, or what stands for one: a partial, a bound method, a callable object."""
+        self.reference(value)
+        for name, text in self._snapshot.state(value).items():
+            if not self.constants.ignores(name):
+                self.constants.bound[self.constants.name(name, value)] = text
 
     def reference(
         self, value: Any, origin: tuple[types.ModuleType | None, str] = (None, "")
@@ -67,8 +113,7 @@ class _Walk:
         if isinstance(value, types.ModuleType):
             return ""
         if isinstance(value, functools.partial):
-            keywords = sorted(value.keywords.items())
-            return f"partial {self.reference((value.func, *value.args, *keywords))}"
+            return self._partial(value)
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
             return self.reference(value.__func__)
         if isinstance(value, property):
@@ -101,6 +146,63 @@ class _Walk:
         except TypeError:
             return f"{self._class(type(value))} {self._made(*origin)}"
 
+    def _partial(self, value: functools.partial[Any]) -> str:
+        label = qualified_name(value).rpartition(".")[2]
+        given = [*enumerate(value.args), *sorted(value.keywords.items())]
+        bound = [self._bound(f"{label}.{name}", item, value) for name, item in given]
+        return f"partial {self.reference(value.func)} {list(filter(None, bound))}"
+
+    def _bound(self, name: str, value: Any, holder: object) -> str:
+        """A value that ``holder`` binds: its data is a constant, its code is the text."""
+        constants = self.constants
+        name = constants.name(name, holder)
+        if constants.ignores(name):
+            return ""
+        if type(value).__name__ == "constexpr":
+            value = value.value
+        if isinstance(value, (list, set, dict)):  # may change as the program runs
+            text = self._snapshot.container(value)
+            if text is not None:
+                constants.bound[name] = text
+            return self.reference(value)
+        with suppress(TypeError):
+            constants.bound[name] = text_of(value)
+            return self._class(type(value)) if isinstance(value, enum.Enum) else ""
+        if isinstance(value, tuple):
+            items = [self._bound(f"{name}.{i}", item, value) for i, item in enumerate(value)]
+            return f"({', '.join(items)})"
+        if not (
+            _is_code(value)
+            or dataclasses.is_dataclass(value)
+            or isinstance(value, (type, types.ModuleType, property))
+        ):
+            constants.uncounted[name] = f"a {type(value).__name__}, of which the class counts"
+        return self.reference(value)
+
+    def _read(self, chain: str, value: Any, holder: Any, last: str) -> str:
+        """A value that code reads under a dotted name: a global of module ``holder``, or an
+        attribute of that class."""
+        constants, holding_class = self.constants, isinstance(holder, type)
+        if constants.ignores(last):
+            return ""
+        origin = (None if holding_class else holder, last)
+        data = value.value if type(value).__name__ == "constexpr" else value
+        try:
+            text = "" if isinstance(data, (list, set, dict)) else text_of(data)
+        except TypeError:
+            text = ""
+        if not text:
+            return f"{chain} = {self.reference(value, origin)}"
+        name = constants.name(f"{holder.__name__}.{last}" if holding_class else last, holder)
+        where = literals.of_attribute if holding_class else literals.of_global
+        found = where(holder, last, data)
+        if found is literals.Origin.COMPUTED:
+            constants.uncounted[name] = found.value
+            return f"{chain} = {self._made(*origin)}"
+        known = constants.literal if found is literals.Origin.LITERAL else constants.bound
+        known[name] = text
+        return f"{chain} = {self._class(type(data))}" if isinstance(data, enum.Enum) else ""
+
     def _dataclass(self, value: Any, origin: tuple[types.ModuleType | None, str]) -> str:
         """By its fields; a global that may change while the program runs, by how it was made."""
         cls = self._class(type(value))
@@ -109,7 +211,10 @@ class _Walk:
             return f"{cls} {made}"
         self._names[id(value)] = cls
         self._alive.append(value)
-        fields = [self.reference(getattr(value, f.name)) for f in dataclasses.fields(value)]
+        fields = [
+            self._bound(f"{cls}.{f.name}", getattr(value, f.name), value)
+            for f in dataclasses.fields(value)
+        ]
         del self._names[id(value)]
         return f"{cls} {fields}"
 
@@ -166,8 +271,11 @@ class _Walk:
 
         read, bound = normalise.global_names(code)
         roots = read | cells.keys() | local.keys() | {receiver}
-        defaults = (function.__defaults__ or ()), sorted((function.__kwdefaults__ or {}).items())
-        lines = [self.reference((*defaults[0], *defaults[1]))]
+        given = [
+            self._bound(f"{name}.{each}", value, function)
+            for each, value in _defaults(function).items()
+        ]
+        lines = [f"({', '.join(filter(None, given))})"]
         lines += [] if inner is None else [self.reference(inner)]
         if node is None:
             lines.append(normalise.bytecode(code))
@@ -178,8 +286,18 @@ class _Walk:
             roots |= normalise.header_names(node, dropped)
             found = normalise.chains(node, dropped)
         reached = {each for each in found if each.partition(".")[0] in roots - bound} - {receiver}
-        self.texts[name] = "\n".join([*lines, *self._reached(reached, look_up, module)])
+        in_cells = {each for each in reached if each.partition(".")[0] in cells}
+        for cell in sorted({each.partition(".")[0] for each in in_cells}):
+            lines += filter(None, [self._cell(f"{name}.{cell}", cell, look_up(cell), function)])
+        self.texts[name] = "\n".join([*lines, *self._reached(reached - in_cells, look_up, module)])
         return name
+
+    def _cell(self, name: str, cell: str, value: Any, function: types.FunctionType) -> str:
+        if cell in normalise.rebound_cells(function.__code__):
+            self.constants.uncounted[name] = "it changes as the function runs"
+            return ""
+        text = self._bound(name, value, function)
+        return f"{cell} = {text}" if text else ""
 
     def _class(self, cls: type) -> str:
         module = sys.modules.get(cls.__module__)
@@ -224,15 +342,16 @@ class _Walk:
         lines = []
         for chain in sorted(chains):
             root, *path = chain.split(".")
-            value, holder, last = look_up(root), module, root
+            value, last = look_up(root), root
+            holder: types.ModuleType | type | None = module
             for part in path:
                 if not isinstance(value, (types.ModuleType, type)) or self._library.has(value):
                     break
-                holder = value if isinstance(value, types.ModuleType) else None
-                value, last = _attribute(value, part, _ABSENT), part
+                holder, last = value, part
+                value = _attribute(value, part, _ABSENT)
             if value is not _ABSENT:
-                lines.append(f"{chain} = {self.reference(value, (holder, last))}")
-        return lines
+                lines.append(self._read(chain, value, holder, last))
+        return [line for line in lines if line]
 
     def _made(self, module: types.ModuleType | None, name: str) -> str:
         """The statements that made a global, and what they reach."""
@@ -299,6 +418,12 @@ def _receiver(
     if isinstance(value, type) and function.__code__.co_argcount:
         return function.__code__.co_varnames[0], value
     return "", None
+
+
+def _defaults(function: types.FunctionType) -> Mapping[str, Any]:
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
+    return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 def _is_code(value: Any) -> bool:

@@ -78,7 +78,7 @@ def _list(store: LayeredStore, name: str) -> int:
 
 
 def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -> int:
-    origin, live = Origin.of(tuned.fn, tuned.config_space.names), tuned.fingerprint()
+    origin, live = tuned.origin(), tuned.fingerprint()
     used = count = 0
     for key in _keys(store, origin):
         taken = ""

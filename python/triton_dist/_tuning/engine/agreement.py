@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.engine.conversation import Conversation
-from triton_dist._tuning.values import Fingerprint, Key
+from triton_dist._tuning.values import Fingerprint, Key, agreed
 from triton_dist.errors import RankDisagreement
 
 
@@ -24,6 +24,8 @@ class Verdict:
     """Digest of that record."""
     shipped: bool = False
     """Whether it is one that came with a package, which any rank's own goes before."""
+    bound: frozenset[str] | None = None
+    """The bound constants that it counts; ``None``: it does not look at them."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +59,29 @@ def meet(ranks: Conversation, own: Arrival) -> Meeting:
     _same(ranks, f"the key of {own.function}", [_shown(arrival.key) for arrival in arrivals])
     _same(ranks, f"the arguments of {own.function}", [arrival.details for arrival in arrivals])
     _same(ranks, f"the config space of {own.function}", [arrival.space for arrival in arrivals])
-    _same_fingerprint(ranks, own.function, [arrival.fingerprint for arrival in arrivals])
-    return Meeting(arrivals)
+    fingerprints = [arrival.fingerprint for arrival in arrivals]
+    return Meeting(arrivals, same_fingerprint(ranks, own.function, fingerprints))
 
 
 class Meeting:
     """What all ranks know once they met."""
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+        """Of all ranks; of what functions bind it has what all hold alike."""
         self._verdicts = [arrival.verdict for arrival in arrivals]
         leader = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
         self.capturing = any(arrival.capturing for arrival in arrivals)
         self.frozen = [rank for rank, arrival in enumerate(arrivals) if arrival.frozen]
         """Ranks on which tuning is forbidden; one is enough."""
-        valid = {rank: v for rank, v in enumerate(self._verdicts) if v and v.winner}
+        # What a record counts, all ranks must hold alike; that on the holder it is the same as
+        # recorded, the holder has seen.
+        counted = frozenset(fingerprint.bound)
+        valid = {
+            rank: v
+            for rank, v in enumerate(self._verdicts)
+            if v and v.winner and v.bound in (None, counted)
+        }
         holders = [rank for rank, v in valid.items() if not v.shipped] or list(valid)
         # Where nothing can be tuned, a record is used even if it was asked to be replaced.
         cannot_tune = self.capturing or bool(self.frozen)
@@ -100,13 +111,19 @@ def _same(ranks: Conversation, what: str, values: Sequence[str]) -> None:
         raise RankDisagreement(what, by_rank)
 
 
-def _same_fingerprint(
+def same_fingerprint(
     ranks: Conversation, function: str, fingerprints: Sequence[Fingerprint]
-) -> None:
-    """Ranks are compared with rank 0, field by field."""
-    first, *others = fingerprints
+) -> Fingerprint:
+    """The one fingerprint of all ranks.
+
+    Raises:
+        RankDisagreement: they differ in what is no constant that a function binds. Ranks are
+            compared with rank 0, field by field.
+    """
+    first, *others = agreed(fingerprints)
     if any(other != first for other in others):
         by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
         for rank, other in enumerate(others, start=1):
             by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
         raise RankDisagreement(f"what a tuning of {function} depends on", by_rank)
+    return first

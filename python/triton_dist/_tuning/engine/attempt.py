@@ -16,6 +16,7 @@ from typing import Any
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
 from triton_dist.errors import TuningAborted, TuningTimeout, WaitTimeout
 
@@ -55,11 +56,13 @@ class Attempts:
         ranks: Conversation,
         ahead: CompileAhead,
         settle: Callable[[], None],
+        restorer: Restorer,
     ) -> None:
         """``settle`` waits for the device if some op asks for it, and raises if a wait in a kernel
-        gave up: what the ops leave to be done outside of the timed part."""
+        gave up: what the ops leave to be done outside of the timed part. ``restorer``: of the
+        arguments that the function changes."""
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
-        self._ahead, self._settle = ahead, settle
+        self._ahead, self._settle, self._restorer = ahead, settle, restorer
         self._ready: set[str] = set()
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
@@ -264,6 +267,7 @@ class Attempts:
         return measured
 
     def _reset(self) -> None:
+        self._restorer.restore()
         if self._subject.hooks.reset is not None:
             self._subject.hooks.reset(*self._call.args, **self._call.kwargs)
 

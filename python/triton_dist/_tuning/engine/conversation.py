@@ -27,6 +27,7 @@ class Conversation:
     Attributes:
         config: what is being tried; in the message when a rank does not come.
         clock: where the time went.
+        has_met: whether all ranks have come to the first word.
         remark: what this rank knows that may explain it, such as its own failure.
         quarantine: called with a config that must not be tried again.
         lost: the error that ended the conversation. Whoever catches exceptions of the user's
@@ -37,7 +38,8 @@ class Conversation:
         self, ranks: RankGroup, function: str, seconds: float, grace: float, key: str = ""
     ) -> None:
         self._ranks = ranks.converse(function, key)
-        self._has_met = False
+        self.has_met = False
+        self._is_nested = watchdog.is_inside()
         self._function = function
         self._seconds, self._grace = seconds, grace
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
@@ -58,9 +60,9 @@ class Conversation:
         Raises:
             RankDisagreement: the call of some rank was refused.
         """
-        limit = self._seconds if watchdog.is_inside() else None
+        limit = self._seconds if self._is_nested else None
         values = self._say(phase, lambda: self._ranks.meet(self._full(phase), value, limit))
-        self._has_met = True
+        self.has_met = True
         return values
 
     def decide(self, phase: str, value: T | None, after: float = 0.0) -> T:
@@ -81,7 +83,8 @@ class Conversation:
         """Spare the others the wait for this rank, which goes away because of ``error``."""
         said = error.summary if isinstance(error, TuningTimeout) else error
         text = f"{type(error).__name__}: {said}"
-        refused = not self._has_met and self.lost is None and isinstance(error, Exception)
+        told = isinstance(error, (RankTimeout, RankDisagreement))
+        refused = not self.has_met and isinstance(error, Exception) and not told
         with suppress(RankTimeout):
             self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
@@ -118,9 +121,10 @@ class Conversation:
                 return word()
         except RankTimeout as late:
             if late.refusals:
-                own = {self.named(self.rank): "valid"}
+                here = {self.named(r) for r in range(self.size)} - set(late.missing)
+                by_rank = {**dict.fromkeys(here, "valid"), **late.refusals}
                 what = f"the arguments of {self._function}"
-                self.lost = RankDisagreement(what, dict(sorted((own | late.refusals).items())))
+                self.lost = RankDisagreement(what, dict(sorted(by_rank.items())))
                 raise self.lost from None
             config = self.accused()
             error = self._timeout(phase, config, late.missing, late.seconds, late.because)
@@ -149,7 +153,7 @@ class Conversation:
             seconds=seconds,
             because=because,
             remark=self.remark,
-            is_meeting=not self._has_met and config is None,
+            is_meeting=not self.has_met and config is None,
         )
 
     def _full(self, phase: str) -> str:

@@ -6,19 +6,35 @@ context manager or word to other ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
+import pickle
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
-from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject
+from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
-from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, FixedSpace, TuningRecord
-from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig
+from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
+    Fingerprint,
+    FixedSpace,
+    Origin,
+    TuningRecord,
+    original,
+    qualified_name,
+)
+from triton_dist.errors import (
+    CaptureInProgress,
+    InvalidArgument,
+    NoValidConfig,
+    TritonDistError,
+)
 
 
 @dataclass(frozen=True)
@@ -53,20 +69,27 @@ class AutoTuner:
         hooks: Hooks,
         compose: Callable[[Any, bool], Parts],
         forget: Callable[[], None],
-        untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        surroundings: Surroundings,
+        origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
     ) -> None:
-        """``untraced`` wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
         self.fn, self.config_space = fn, config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
-        functools.update_wrapper(self, fn)
-        self._subject = Subject(fn, function_name(fn), config_space, prune_fn, hooks)
+        functools.update_wrapper(self, original(fn))
+        self.__wrapped__ = fn
+        self._surroundings = surroundings
+        self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
-        self._first_call = untraced(self._call_first)
+        self._first_call = self._surroundings.untraced(self._call_first)
         self._chosen: dict[Any, Choice] = {}
-        # Views of it for the hot path: arguments by key, of calls without and with a group.
+        # Views of it for the hot path: arguments by key, of calls without and with a group. A
+        # choice belongs to the group that agreed on it: these hold while ``_world`` is the group of
+        # all ranks, and none is made before the first call.
+        self._default_group = self._surroundings.default_group
+        self._world = self._default_group.WORLD
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
+        self._noted: set[int] = set()
         self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
@@ -82,10 +105,12 @@ class AutoTuner:
     ) -> Any:
         """Call the function with the config of this key; tunes at the first call of a key."""
         if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
-            hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
             try:
+                if self._default_group.WORLD is not self._world:
+                    self._enter_world()
+                hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
                 arguments = hits.get(self.key_fn(*args, **kwargs))
-            except Exception:  # comes again, and to all ranks, in the first call
+            except Exception:  # comes again, and is told to all ranks, in the first call
                 arguments = None
             if arguments is not None:
                 return self.fn(*args, **kwargs, **arguments)
@@ -109,10 +134,12 @@ class AutoTuner:
             CaptureInProgress: and there is no record.
             TuningFrozen: the same while ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some rank.
         """
-        fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
-        record = self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).record
+        if self._surroundings.is_traced((args, kwargs)):
+            raise CaptureInProgress(self._name, "cannot be tuned while it is traced")
+        options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
+        record = self._choose(args, kwargs, *options).record
         if record is None:
-            raise CaptureInProgress(self._subject.name)
+            raise CaptureInProgress(self._name)
         return record
 
     def best_config(
@@ -126,18 +153,24 @@ class AutoTuner:
         """The config that a call with these arguments uses; tunes if such a call would.
 
         Without the names whose values the caller gives."""
-        fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
-        return self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).config
+        options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
+        return self._choose(args, kwargs, *options).config
 
     def fingerprint(self) -> Fingerprint:
         """What a result that is found now would depend on: hardware, versions, ranks, source."""
         return self._compose(None, False).fingerprint(self.fn, self.config_space)
 
+    def origin(self) -> Origin:
+        """Which function this is, as its records name it."""
+        return self._origin_of(self.fn, self.config_space.names)
+
+    @property
+    def _name(self) -> str:
+        return function_name(self.fn)
+
     def clear(self) -> None:
         """Forget what this process chose. Records on disk stay, and are looked up again."""
-        self._chosen.clear()
-        self._hits.clear()
-        self._group_hits.clear()
+        self._enter_world()
         self._forget()
 
     def _call_first(
@@ -150,69 +183,115 @@ class AutoTuner:
         allow_overwrite: bool,
     ) -> Any:
         """A call that is no hit."""
-        fixed = self._fixed(kwargs, allow_overwrite)
-        if autotune:
-            arguments = self._choose(args, kwargs, fixed, process_group, verbose).arguments
+        surroundings = self._surroundings
+        if not autotune or surroundings.is_off():
+            with self._told(args, kwargs, process_group):
+                self._fixed(kwargs, allow_overwrite)
+                arguments = self._default().arguments()
+            variable = "" if not autotune else ", set by TRITON_DIST_AUTOTUNE"
+            self._note(process_group, f"called it with autotune=False{variable}")
+        elif surroundings.is_traced((args, kwargs)):
+            self._fixed(kwargs, allow_overwrite)
+            arguments = self._untuned("while it is traced").arguments()
         else:
-            arguments = self._default().arguments()
+            options = (process_group, verbose, allow_overwrite)
+            arguments = self._choose(args, kwargs, *options).arguments
         return self.fn(*args, **{**arguments, **kwargs})
+
+    def _enter_world(self) -> None:
+        """Forget what other groups have agreed on: that of all ranks has begun, or has ended, and
+        with it all others."""
+        world = self._default_group.WORLD
+        self._chosen, self._hits, self._group_hits = {}, {}, {}
+        self._noted = set()
+        self._world = world
 
     def _choose(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        fixed: Config,
         process_group: Any,
         verbose: bool,
+        allow_overwrite: bool,
     ) -> Choice:
         """The choice for these arguments, made now if there is none. One thread at a time; the
         others find it made."""
-        space: ConfigSpace = (
-            self.config_space if not fixed else FixedSpace(self.config_space, fixed)
-        )
-        if fixed and not space.names:  # nothing is left to be chosen
-            return Choice(space[0], {}, None)
-        self._check_arguments(args, kwargs, self._default())
-        # key_fn need not know the tunable names; what is given for them is added to the key.
-        key = self._key(args, {name: kwargs[name] for name in kwargs if name not in fixed})
-        if fixed and not isinstance(key, Exception):
-            key = (key, f"with {fixed}", fixed.digest)
-        known = None if isinstance(key, Exception) else self._chosen.get((process_group, key))
-        if known is not None:
-            return known
-        parts = self._compose(process_group, verbose)
-        with parts.gate:
-            known = None if isinstance(key, Exception) else self._chosen.get((process_group, key))
+        with self._told(args, kwargs, process_group):
+            ranks = self._surroundings.ranks(process_group)
+            fixed = self._fixed(kwargs, allow_overwrite)
+            space: ConfigSpace = (
+                self.config_space if not fixed else FixedSpace(self.config_space, fixed)
+            )
+            if fixed and not space.names:  # nothing is left to be chosen
+                self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
+                return Choice(space[0], {}, None)
+            self._check_arguments(args, kwargs, self._default())
+            key = self._key(args, kwargs, fixed)
+            known = self._chosen.get((ranks, key))
             if known is not None:
                 return known
-            subject = dataclasses.replace(self._subject, space=space)
-            resolution = resolve(subject, parts, Call(args, kwargs, key))
-            config, record = resolution.config, resolution.record
-            choice = Choice(config, config.arguments(), record)
-            self.tuning_count += resolution.tuned
-            if record is None:
-                self._warn_of_default(key, parts)
-                return choice
-            self._chosen[process_group, key] = choice
-            if not fixed:
-                group = self._group_hits.setdefault(process_group, {})
-                hits = self._hits if process_group is None else group
-                hits[key] = choice.arguments
-            return choice
+            parts = self._compose(process_group, verbose)
+        with parts.gate:
+            known = self._chosen.get((ranks, key))
+            if known is None:
+                known = self._resolve(parts, space, Call(args, kwargs, key))
+            if known.record is not None:
+                self._chosen[ranks, key] = known
+                if not fixed:
+                    group = self._group_hits.setdefault(process_group, {})
+                    hits = self._hits if process_group is None else group
+                    hits[key] = known.arguments
+            return known
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``key_fn`` returns, or the exception that all ranks are to learn of."""
+    def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
+        name, origin = function_name(self.fn), self._origin_of(self.fn, space.names)
+        subject = Subject(self.fn, name, origin, space, self.prune_fn, self._hooks)
+        resolution = resolve(subject, parts, call)
+        config, record = resolution.config, resolution.record
+        self.tuning_count += resolution.tuned
+        if record is None and parts.ranks.is_leader:
+            self._untuned("during CUDA-graph capture", call.key)
+        if resolution.advice:
+            self._warnings.warn(resolution.advice, resolution.advice)
+        return Choice(config, config.arguments(), record)
+
+    @contextmanager
+    def _told(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
+    ) -> Iterator[None]:
+        """Within, what is raised is told to ranks that wait for this one in this call, or will."""
         try:
-            key = self.key_fn(*args, **kwargs)
+            yield
         except Exception as error:
-            return error
+            text = ""
+            with suppress(Exception):  # key_fn may be what raised
+                if self._names.isdisjoint(kwargs):
+                    text = Call(args, kwargs, self.key_fn(*args, **kwargs)).text
+            with suppress(TritonDistError):
+                about = self._surroundings.ranks(process_group).converse(self._name, text)
+                about.leave(f"{type(error).__name__}: {error}", refused=True)
+            raise
+
+    def _note(self, process_group: Any, why: str) -> None:
+        """Tell ranks that wait for this one in vain, once, what may be the reason."""
+        if self._default_group.WORLD is not self._world:
+            self._enter_world()
+        if id(process_group) not in self._noted:
+            self._noted.add(id(process_group))
+            with suppress(TritonDistError):
+                self._surroundings.ranks(process_group).note(self._name, why)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Config) -> Any:
+        """What ``key_fn`` returns. It need not know the tunable names; what is given for them is
+        added."""
+        key = self.key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
         try:
             hash(key)
         except TypeError:
-            return InvalidArgument(
-                self._subject.name, "the result of key_fn", key, "a hashable value"
-            )
-        return key
+            raise InvalidArgument(
+                self._name, "the result of key_fn", key, "a hashable value"
+            ) from None
+        return (key, f"with {fixed}", fixed.digest) if fixed else key
 
     def _check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
@@ -225,22 +304,22 @@ class AutoTuner:
         try:
             signature.bind(*args, **{**config, **kwargs})
         except TypeError as error:
-            raise TypeError(f"{self._subject.name}(): {error}") from None
+            raise TypeError(f"{self._name}(): {error}") from None
 
     def _default(self) -> Config:
         if not self.config_space:
-            raise NoValidConfig(self._subject.name, "(any)", {})
+            raise NoValidConfig(self._name, "(any)", {})
         config: Config = self.config_space[0]
         return config
 
     def _fixed(self, kwargs: dict[str, Any], allowed: bool) -> Config:
-        """The keywords that are also tunable names: not to be chosen, if that is allowed."""
+        """The keywords that are not to be chosen, if that is allowed."""
         self._names = self.config_space.names
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
         for name, value in fixed.items():
             if not allowed:
                 raise InvalidArgument(
-                    self._subject.name,
+                    self._name,
                     f"keyword {name}",
                     value,
                     "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True",
@@ -248,30 +327,49 @@ class AutoTuner:
         if fixed:
             given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
             self._warnings.warn(
-                f"{self._subject.name}: {given} overwrites what the tuner would choose; the rest "
+                f"{self._name}: {given} overwrites what the tuner would choose; the rest "
                 "is tuned for it",
             )
         return Config(fixed)
 
-    def _warn_of_default(self, key: Any, parts: Parts) -> None:
-        if parts.ranks.is_leader:
-            self._warnings.warn(
-                f"{self._subject.name}, key {key}: not tuned yet, and cannot be during CUDA-graph "
-                "capture; the first config is used. Call it, or its tune(), once before.",
-                key,
-            )
+    def _untuned(self, when: str, key: object = None) -> Config:
+        """The default config, where nothing can be tuned."""
+        what = self._name if key is None else f"{self._name}, key {key}"
+        self._warnings.warn(
+            f"{what}: not tuned yet, and cannot be {when}; the first config is used. Call it, or "
+            "its tune(), once before.",
+            (when, key),
+        )
+        return self._default()
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> str:
-        return str(vars(self)["__qualname__"])  # pickled by name, as functions are
+        return name_in_module(self)  # pickled by name, as functions are
 
     def __repr__(self) -> str:
-        return f"<autotuned {self._subject.name}>"
+        return f"<autotuned {self._name}>"
 
 
 def function_name(function: Callable[..., Any]) -> str:
     """``module.qualname``."""
-    named = inspect.unwrap(function)
-    return f"{named.__module__}.{getattr(named, '__qualname__', type(named).__qualname__)}"
+    return f"{original(function).__module__}.{qualified_name(function)}"
+
+
+def name_in_module(tuned: Any) -> str:
+    """The name under which ``tuned`` can be imported again.
+
+    Its function's, unless that is a partial's or an object's: then the global that holds it.
+    """
+    function, name = tuned.__wrapped__, str(vars(tuned).get("__qualname__", ""))
+    if isinstance(inspect.unwrap(function), types.FunctionType):
+        return name
+    for module in list(sys.modules.values()):
+        for each, value in list(getattr(module, "__dict__", {}).items()):
+            if value is tuned:
+                tuned.__module__ = module.__name__
+                return each
+    raise pickle.PicklingError(
+        f"{tuned!r} is no global of any module, so no other process can find it by name"
+    )

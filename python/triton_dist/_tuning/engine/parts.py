@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from triton_dist._tuning.protocols import (
     Benchmarker,
@@ -18,7 +18,7 @@ from triton_dist._tuning.protocols import (
     Search,
     Store,
 )
-from triton_dist._tuning.values import Config, ConfigSpace, Key, Policy, codec
+from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy, codec
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,36 @@ class Hooks:
     """``check(output, reference)``: ``False`` or an exception rejects the config."""
     agree: Callable[..., object] | None = None
     """``agree(*args, **kwargs)``: what must be the same on all ranks, besides the key."""
+    restore: tuple[str, ...] = ()
+    """Names of arguments that the function changes: restored before each run; not timed."""
+
+
+class DefaultGroup(Protocol):
+    """Where the group of all ranks is found."""
+
+    WORLD: Any
+    """``None`` while there is none."""
+
+
+class NoGroup:
+    """There never is one: this rank is alone."""
+
+    WORLD = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a call sees of the process that it is made in, before anything is composed for it."""
+
+    ranks: Callable[[Any], RankGroup]
+    """Those that tune together in a call with this ``autotune_pg``; the same object each time."""
+    default_group: DefaultGroup = NoGroup()
+    is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
+    """Whether a call with these arguments computes nothing: a tracer or fake tensors look at it."""
+    is_off: Callable[[], bool] = lambda: False
+    """Whether nothing is tuned and defaults are used."""
+    untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
+    """Wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,7 @@ class Subject:
     function: Callable[..., Any]
     name: str
     """``module.qualname``"""
+    origin: Origin
     space: ConfigSpace
     prune_fn: Callable[..., object] | None
     hooks: Hooks
@@ -63,6 +94,7 @@ class Parts:
     search: Callable[[Sequence[Config], Policy, Config | None], Search]
     """Of the candidates, and the winner of an earlier tuning if there was one."""
     fingerprint: Fingerprinter
+    """What this rank's records depend on; of what functions bind, all ranks see what counts."""
     policy: Policy
     hardware: str
     """Hardware and size of the group; part of the key."""

@@ -17,6 +17,8 @@ from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress
 from triton_dist._tuning.engine.report import Report
+from triton_dist._tuning.engine.restless import Restless
+from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
@@ -25,7 +27,6 @@ from triton_dist._tuning.values import (
     Fingerprint,
     Key,
     Measurement,
-    Origin,
     Outcome,
     Pruned,
     Request,
@@ -46,6 +47,8 @@ class Resolution:
     record: TuningRecord | None
     """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
     tuned: bool
+    advice: str = ""
+    """What the user should know of why it was tuned again."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,7 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    about = parts.ranks, subject.name, parts.seconds, parts.grace, call.text
-    ranks = Conversation(*about)
+    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace, call.text)
     try:
         with watchdog.paused():
             return _FirstCall(subject, parts, call, ranks).resolve()
@@ -89,21 +91,25 @@ class _FirstCall:
         self._ranks = ranks
         self._tolerated = ""
         self._incumbent: Config | None = None
+        self._restless = Restless(subject.name)
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
         call, agree = self._call, subject.hooks.agree
-        key = Key.of(Origin.of(subject.function, subject.space.names), call.key, parts.hardware)
+        key = Key.of(subject.origin, call.key, parts.hardware)
         details = "" if agree is None else str(agree(*call.args, **call.kwargs))
         fingerprint = parts.fingerprint(subject.function, subject.space)
-        own, reason = self._own_record(key, fingerprint)
+        own, reason = self._own_record(key.binding(fingerprint.bound), fingerprint)
         meeting = meet(self._ranks, self._arrival(key, details, fingerprint, own))
+        fingerprint = meeting.fingerprint
+        key = key.binding(fingerprint.bound)
         report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:
             record = self._shared_record(meeting, own)
             holder = self._ranks.named(meeting.holder)
             where = reason if record is own else f"the cache of rank {holder}"
+            self._restless.is_used(record)
             report.cached(record, where, self._tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
 
@@ -116,7 +122,9 @@ class _FirstCall:
 
         record, where = self._tune(key, fingerprint, own, report, reason)
         report.tuned(record, where)
-        return Resolution(self._config(record.best.digest), record, tuned=True)
+        self._restless.is_used(record)
+        advice = self._restless.advice if self._ranks.is_leader else ""
+        return Resolution(self._config(record.best.digest), record, tuned=True, advice=advice)
 
     def _own_record(self, key: Key, fingerprint: Fingerprint) -> tuple[TuningRecord | None, str]:
         """This rank's valid record and where it is, or none and why."""
@@ -129,6 +137,7 @@ class _FirstCall:
             if not reasons:
                 self._tolerated = "; ".join(found.tolerated)
                 return record, where
+            self._restless.look(record, fingerprint)
             # The nearest one's reason is said: it is this function's own.
             kind = "shipped" if record.shipped else "cached"
             reason = reason or f"the {kind} result in {where} is not valid: {'; '.join(reasons)}"
@@ -156,7 +165,8 @@ class _FirstCall:
         space, parts = self._subject.space, self._parts
         verdict = Verdict(None, None)
         if own is not None:
-            verdict = Verdict(own.best.digest, own.digest, own.shipped)
+            counted = None if own.shipped else frozenset(own.fingerprint.bound)
+            verdict = Verdict(own.best.digest, own.digest, own.shipped, counted)
         return Arrival(
             function=self._subject.name,
             key=key,
@@ -191,6 +201,7 @@ class _FirstCall:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks = self._parts, self._ranks
         candidates, pruned = self._candidates(key)
+        restorer = self._restorer()
         if parts.always_tune:
             reason = "told to tune always"
         journal = parts.journal(key)
@@ -199,7 +210,11 @@ class _FirstCall:
             default = self._subject.space[0]
             with report.begin(len(candidates), len(pruned), reason, default):
                 with parts.quiet():
-                    self._try(candidates, progress, report)
+                    restorer.keep()
+                    try:
+                        self._try(candidates, progress, report, restorer)
+                    finally:
+                        restorer.restore()
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
                 now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -218,7 +233,17 @@ class _FirstCall:
             journal.close()
         return StoredRecord(record, where)
 
-    def _try(self, candidates: Sequence[Config], progress: Progress, report: Report) -> None:
+    def _restorer(self) -> Restorer:
+        call, subject = self._call, self._subject
+        return Restorer(subject.function, subject.hooks.restore, call.args, call.kwargs)
+
+    def _try(
+        self,
+        candidates: Sequence[Config],
+        progress: Progress,
+        report: Report,
+        restorer: Restorer,
+    ) -> None:
         """Do what the search asks for, until it asks for nothing more."""
         parts, ranks = self._parts, self._ranks
         search = (
@@ -232,7 +257,7 @@ class _FirstCall:
         ahead = CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
             ahead.begin(candidates[: parts.policy.max_trials])
-            attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle)
+            attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle, restorer)
             while (decided := self._next(search, progress)) is not None:
                 request, outcome = decided
                 label = labels[request.config.digest]

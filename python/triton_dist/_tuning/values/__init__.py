@@ -2,8 +2,21 @@
 
 from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned
 from triton_dist._tuning.values.entry import Entry
-from triton_dist._tuning.values.fingerprint import Difference, Fingerprint, ShippedFingerprint
-from triton_dist._tuning.values.key import Key, Origin, bucket, to_hashable
+from triton_dist._tuning.values.fingerprint import (
+    DIFFERS,
+    Difference,
+    Fingerprint,
+    ShippedFingerprint,
+    agreed,
+)
+from triton_dist._tuning.values.key import (
+    Key,
+    Origin,
+    bucket,
+    original,
+    qualified_name,
+    to_hashable,
+)
 from triton_dist._tuning.values.outcome import Failure, FailureKind, Measurement, Outcome
 from triton_dist._tuning.values.pack import PACK_FORMAT, pack, unpack
 from triton_dist._tuning.values.policy import Policy
@@ -13,6 +26,7 @@ from triton_dist._tuning.values.validity import Validity, validity
 from triton_dist._tuning.values.winner import winner
 
 __all__ = [
+    "DIFFERS",
     "PACK_FORMAT",
     "SCHEMA",
     "Config",
@@ -35,8 +49,11 @@ __all__ = [
     "Trial",
     "TuningRecord",
     "Validity",
+    "agreed",
     "bucket",
+    "original",
     "pack",
+    "qualified_name",
     "to_hashable",
     "unpack",
     "validity",

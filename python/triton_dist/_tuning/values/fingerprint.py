@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
@@ -16,6 +16,14 @@ class Difference(NamedTuple):
     patch_level: bool
     """A version whose ``major.minor`` (of a driver: branch) is the same: tolerated, unless
     versions are checked strictly."""
+    constant: bool = False
+    """A value that the code reads or binds, not the code."""
+
+
+DIFFERS = "differs by rank"
+"""Why a constant that a function binds does not count."""
+
+_CONSTANTS = ("literal", "bound", "uncounted")
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,18 @@ class Fingerprint:
     """Digest of the config space."""
     version: str = ""
     """What the function's author declares it to be; empty: nothing."""
+    literal: Mapping[str, str] = field(default_factory=dict)
+    """Globals that the code reads and whose values stand in the source."""
+    bound: Mapping[str, str] = field(default_factory=dict)
+    """Values that functions were given when they were made, and that all ranks hold alike."""
+    uncounted: Mapping[str, str] = field(default_factory=dict)
+    """Constants that are not compared, and why."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         """What is different ``now`` from what was recorded here."""
         for field in fields(self):
             before, after = getattr(self, field.name), getattr(now, field.name)
-            if isinstance(before, str):
+            if isinstance(before, str) or field.name in _CONSTANTS:
                 continue
             for name in sorted(before.keys() | after.keys()):
                 old, new = before.get(name), after.get(name)
@@ -45,6 +59,7 @@ class Fingerprint:
                         name == "driver" and _same_release(old, new, 1)  # 550.54 and 550.90 are one
                     )
                     yield Difference(_sentence(field.name, name, old, new), patch_level)
+        yield from self._compare_constants(now)
         yield from self._compare_version(now)
         if self.space != now.space:
             yield Difference(
@@ -57,10 +72,41 @@ class Fingerprint:
         """A sentence for each difference, naming the field and both values."""
         return [difference.sentence for difference in self.compare(now)]
 
+    @property
+    def constants(self) -> dict[str, str]:
+        """All that count."""
+        return {**self.literal, **self.bound}
+
+    def _compare_constants(self, now: Fingerprint) -> Iterator[Difference]:
+        before, after = self.constants, now.constants
+        left_out = self.uncounted.keys() | now.uncounted.keys()
+        for name in sorted((before.keys() | after.keys()) - left_out):
+            old, new = before.get(name), after.get(name)
+            if old != new:
+                yield Difference(_sentence("constant", name, old, new), False, constant=True)
+
     def _compare_version(self, now: Fingerprint) -> Iterator[Difference]:
         if self.version != now.version:
             old, new = (each.version or "not declared" for each in (self, now))
             yield Difference(f"version: that of the function was {old}, is {new}", False)
+
+
+class OlderFingerprint(Fingerprint):
+    """That of a record of schema 1 or 2, whose digests of code had constants in them."""
+
+    def compare(self, now: Fingerprint) -> Iterator[Difference]:
+        code_differs = False
+        for difference in super().compare(now):
+            if difference.constant or difference.sentence.startswith("source: "):
+                code_differs = True
+            else:
+                yield difference
+        if code_differs:
+            yield Difference(
+                "source: the code changed, or reads constants: an older version of triton_dist "
+                "wrote the record, and did not record those apart from the code",
+                False,
+            )
 
 
 class ShippedFingerprint(Fingerprint):
@@ -80,6 +126,30 @@ class ShippedFingerprint(Fingerprint):
         yield from self._compare_version(now)
 
 
+def agreed(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
+    """What remains of each rank's fingerprint, in the order of ranks, of what functions bind: what
+    all ranks hold alike. The rest is noted as uncounted, alike on all ranks."""
+    bound = {name for each in fingerprints for name in each.bound}
+    held = [each.constants for each in fingerprints]
+    alike = {
+        name: held[0][name]
+        for name in sorted(bound)
+        if all(each.get(name, "") == held[0].get(name) for each in held)
+    }
+    uncounted = dict.fromkeys(sorted(bound - alike.keys()), DIFFERS)
+    for each in reversed(fingerprints):
+        uncounted |= each.uncounted
+    return [
+        replace(
+            each,
+            literal={name: text for name, text in each.literal.items() if name not in bound},
+            bound=alike,
+            uncounted=dict(sorted(uncounted.items())),
+        )
+        for each in fingerprints
+    ]
+
+
 def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
     if group == "source":
         if old is None:
@@ -87,6 +157,8 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
         if new is None:
             return f"source: {name} was reached and is not now"
         return f"source: {name} changed, its digest was {old}, is {new}"
+    if group == "constant":
+        return f"constant: {name} was {old or 'not read'}, is {new or 'not read'}"
     return f"{group}: {name} was {old or 'not recorded'}, is {new or 'not known'}"
 
 

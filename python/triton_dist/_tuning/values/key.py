@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,14 +30,30 @@ class Origin(NamedTuple):
     @classmethod
     def of(cls, function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
         """The origin of ``function``, some of whose arguments, ``tunables``, are chosen."""
-        named = inspect.unwrap(function)
         try:
             parameters = list(inspect.signature(function).parameters)
         except (TypeError, ValueError):  # a builtin does not tell
             parameters = []
         signature = f"({', '.join(parameters)}) tunes {', '.join(sorted(tunables))}"
-        qualname = getattr(named, "__qualname__", type(named).__qualname__)
-        return cls(qualname, _module_name(named.__module__), signature)
+        module = _module_name(original(function).__module__)
+        return cls(qualified_name(function), module, signature)
+
+    def of_several(self, which: str) -> Origin:
+        """The origin of one of several functions of this name; ``which`` tells them apart."""
+        return self._replace(signature=f"{self.signature}, {which}")
+
+
+def original(function: Any) -> Any:
+    """The function inside wrappers and partials, or the object that is called like one."""
+    inner = inspect.unwrap(function)
+    return original(inner.func) if isinstance(inner, functools.partial) else inner
+
+
+def qualified_name(function: Any) -> str:
+    """Of the function inside, without its module; of an object, its class's."""
+    named = original(function)
+    name: str = getattr(named, "__qualname__", type(named).__qualname__)
+    return name
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +100,14 @@ class Key:
                 f"a hashable value of numbers, strings, enums, dtypes, tuples, frozen dataclasses "
                 f"({error}); to_hashable(tensor) makes one from a tensor",
             ) from None
+
+    def binding(self, bound: Mapping[str, str]) -> Key:
+        """This key for a function that binds such values: functions of one factory keep a record
+        each."""
+        if not bound:
+            return self
+        values = ", ".join(f"{name}={text}" for name, text in sorted(bound.items()))
+        return replace(self, signature=f"{self.signature}; binds {values}")
 
     @property
     def value(self) -> Any:

@@ -9,15 +9,20 @@ from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import Config, show_config
-from triton_dist._tuning.values.fingerprint import Fingerprint, ShippedFingerprint
+from triton_dist._tuning.values.fingerprint import Fingerprint, OlderFingerprint, ShippedFingerprint
 from triton_dist._tuning.values.key import Key
 from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
 from triton_dist._tuning.values.winner import winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
-SCHEMA = 2
-"""Raised whenever a reader of the previous one would misread a record; records of the previous one
-are read too. 2: the function's module is no part of its name."""
+SCHEMA = 3
+"""Raised whenever a reader of the previous one would misread a record; older records are read too.
+2: the function's module is no part of its name. 3: constants are recorded apart from the code that
+reads them."""
+
+
+_NOT_ALWAYS = ("version", "literal", "bound", "uncounted")
+"""Of the fingerprint: not every function has them."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class TuningRecord:
             "fingerprint": {
                 name: _plain(facts)
                 for name, facts in vars(self.fingerprint).items()
-                if name != "version" or facts  # not for every function
+                if name not in _NOT_ALWAYS or facts
             },
         }
 
@@ -116,7 +121,7 @@ class TuningRecord:
                     module=str(tree["module"]),
                     signature=str(tree["signature"]),
                 ),
-                fingerprint=_read_fingerprint(tree["fingerprint"]),
+                fingerprint=_read_fingerprint(tree["fingerprint"], tree["schema"]),
                 trials=tuple(_read_trial(trial) for trial in tree["trials"]),
                 timestamp=str(tree["timestamp"]),
                 seconds=float(tree["seconds"]),
@@ -141,13 +146,11 @@ def _upgraded(tree: codec.Tree) -> dict[str, codec.Tree]:
     if not isinstance(tree, dict):
         raise ValueError("it is not a JSON object")
     schema = tree.get("schema")
-    if type(schema) is not int or schema < SCHEMA - 1:
-        raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA - 1} and {SCHEMA}")
+    if type(schema) is not int or schema < 1:
+        raise ValueError(f"its schema is {schema!r}, this version reads 1 to {SCHEMA}")
     if schema > SCHEMA:
         raise NewerSchema(schema, SCHEMA)
-    if schema == SCHEMA:
-        return tree
-    return _from_schema_1(tree)
+    return _from_schema_1(tree) if schema == 1 else tree
 
 
 def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
@@ -180,8 +183,8 @@ def _read_trial(tree: Mapping[str, Any]) -> Trial:
     return Trial(tree["digest"], config, read_outcome(tree))
 
 
-def _read_fingerprint(tree: Mapping[str, Any]) -> Fingerprint:
-    fingerprint = Fingerprint(**tree)
+def _read_fingerprint(tree: Mapping[str, Any], schema: int) -> Fingerprint:
+    fingerprint = Fingerprint(**tree) if schema >= 3 else OlderFingerprint(**tree)
     for name, facts in tree.items():
         if not isinstance(facts, str if name in ("space", "version") else dict):
             raise ValueError(f"its fingerprint has {name} {facts!r}")

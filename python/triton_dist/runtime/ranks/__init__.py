@@ -21,14 +21,19 @@ __all__ = [
     "SoloRank",
     "StoreRanks",
     "WorldRank",
+    "default_group",
     "group_for",
     "process_group_of",
 ]
+
+default_group: type = distributed_c10d.GroupMember
+"""Its attribute ``WORLD`` is the group of all ranks, as it is now; ``None`` without one."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """What every function takes that asks for ranks: a process group, a mesh of one dimension, or
 ``None`` for the world."""
 
+_solo = SoloRank()
 _groups: dict[str, ProcessGroupRanks] = {}
 _inherited: set[dist.ProcessGroup] = set()
 """Groups of the parent of a forked process, which is no rank of them."""
@@ -48,10 +53,10 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
     if scope not in ("world", "rank"):
         raise InvalidArgument("group_for", "scope", scope, "'world' or 'rank'")
     if scope == "rank":
-        return SoloRank()
+        return _solo
     members = process_group_of(group)
     if members is None or members in _inherited or dist.get_backend(members) == "fake":
-        return SoloRank()
+        return _solo
     # One object a group and process: its step counter must advance alike on all ranks.
     known = _groups.get(members.group_name)
     if known is None or known.process_group is not members:

@@ -28,7 +28,9 @@ class Process(NamedTuple):
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
         pid = os.getpid()
-        local_rank = knobs.get_int_env("LOCAL_RANK", -1)
+        local_rank = -1
+        with suppress(knobs.InvalidKnob):
+            local_rank = knobs.get_int_env("LOCAL_RANK", -1)
         return cls(socket.gethostname(), namespace, pid, _state(pid)[1], local_rank)
 
     def has_ended(self) -> bool:

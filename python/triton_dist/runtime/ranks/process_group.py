@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -32,12 +32,6 @@ class ProcessGroupRanks(StoreRanks):
         counts any more."""
         return self.process_group in distributed_c10d._world.pg_map
 
-    def facts(self) -> Mapping[str, str]:
-        return {
-            "world_size": str(self.size),
-            "local_world_size": str(knobs.local_world_size.get()),
-        }
-
     def meeting_seconds(self) -> float:
         """The knob's, else as long as the group's own collectives wait, else 30 minutes."""
         limit = knobs.autotune_meeting_timeout.get()
@@ -61,9 +55,7 @@ class ProcessGroupRanks(StoreRanks):
         The all-reduce follows a barrier over the store, so every rank is known to be about to queue
         it; ``hold`` comes between them.
         """
-        self.barrier(phase, seconds)
-        if hold is not None:
-            hold()
+        super().align(phase, seconds, hold)
         if torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.process_group):
             if self._align_word is None:
                 self._align_word = torch.zeros(1, device="cuda")

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -93,6 +93,12 @@ class StoreRanks:
     def _is_plain(self, is_on_this_host: bool) -> bool:
         """Whether the rank of the world says all."""
         return is_on_this_host and self.world == tuple(range(self.size))
+
+    def facts(self) -> Mapping[str, str]:
+        return {
+            "world_size": str(self.size),
+            "local_world_size": str(knobs.local_world_size.get()),
+        }
 
     def meeting_seconds(self) -> float:
         """How long the first word of a conversation waits, if nothing else is said."""
@@ -192,6 +198,17 @@ class StoreRanks:
     def barrier(self, phase: str, seconds: float | None = None) -> None:
         self.gather(phase, None, seconds)
 
+    def align(
+        self,
+        phase: str = "align",
+        seconds: float | None = None,
+        hold: Callable[[], object] | None = None,
+    ) -> None:
+        """A barrier, then ``hold``."""
+        self.barrier(phase, seconds)
+        if hold is not None:
+            hold()
+
     def _compared(
         self, step: int, phase: str, entries: list[tuple[str, T]], before: int
     ) -> list[T]:
@@ -276,7 +293,7 @@ class StoreRanks:
             lefts.setdefault(absent.left.rank, absent.left)
         known = {rank: f"left: {left.reason}" for rank, left in lefts.items()}
         # That a rank has ended says less than why it left.
-        because = {self.named(rank): text for rank, text in (absent.because | known).items()}
+        because = {self.named(r): text for r, text in {**absent.because, **known}.items()}
         if not because:
             with suppress(dist.DistError):
                 because = self._notes(absent.missing)

@@ -10,7 +10,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from threading import get_ident
 from typing import Any
 
@@ -18,6 +18,8 @@ from triton_dist._tuning.engine.contextual.interception import Call, Interceptio
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
+from triton_dist._tuning.protocols import RankGroup
+from triton_dist.errors import TritonDistError
 
 
 class ContextualAutoTuner:
@@ -36,11 +38,12 @@ class ContextualAutoTuner:
         fn: Callable[..., Any],
         compose: Callable[[], ContextualParts],
         interception: Interception,
+        ranks: Callable[[], RankGroup],
     ) -> None:
         self.fn = fn
         self.tuning_calls = 0
         functools.update_wrapper(self, fn)
-        self._compose, self._interception = compose, interception
+        self._compose, self._interception, self._ranks = compose, interception, ranks
         self._contexts: Contexts = {}
         self._settled = False
         """Whether the last call left nothing to be tuned."""
@@ -111,7 +114,14 @@ class ContextualAutoTuner:
 
     def _session(self) -> Session:
         name = function_name(self.fn)
-        return Session(name, self._contexts, self._compose(), self._interception)
+        try:
+            parts = self._compose()
+        except Exception as error:  # of a variable, perhaps, that is set on this rank only
+            with suppress(TritonDistError):
+                about = self._ranks().converse(name)
+                about.leave(f"{type(error).__name__}: {error}", refused=True)
+            raise
+        return Session(name, self._contexts, parts, self._interception)
 
     def _settle(self, session: Session) -> None:
         self.tuning_calls += session.calls - 1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from triton_dist._tuning.engine.agreement import same_fingerprint
 from triton_dist._tuning.engine.contextual.context import (
     Context,
     kernel_name,
@@ -36,6 +37,8 @@ class Opening:
     """The exception that its pruning raised."""
     winner: str | None = None
     """Of a valid record that it has."""
+    bound: frozenset[str] | None = None
+    """The bound constants that this record counts; ``None``: there is none."""
     is_leader: bool = False
     always_tune: bool = False
     frozen: bool = False
@@ -92,6 +95,7 @@ def open_context(
             tuple(config.digest for config in own.kept),
             None if own.failure is None else f"{type(own.failure).__name__}: {own.failure}",
             found if found in own.live else None,
+            None if record is None else frozenset(record.fingerprint.bound),
             parts.ranks.is_leader,
             parts.always_tune,
             parts.frozen,
@@ -100,8 +104,9 @@ def open_context(
     )
     if own.failure is not None:
         raise words.lose(own.failure)
-    _same(context.name, openings, words)
-    return _begun(context, own, openings, record, where, parts, words, call)
+    common = _same(context.name, openings, words)
+    context.key = key.binding(common.bound)
+    return _begun(context, own, openings, common, record, where, parts, words, call)
 
 
 class _Own:
@@ -129,25 +134,25 @@ class _Own:
         return None if winner is None else as_config(winner).digest
 
 
-def _same(name: str, openings: Sequence[Opening], words: Words) -> None:
-    failures = {rank: each.failure or "done" for rank, each in enumerate(openings)}
+def _same(name: str, openings: Sequence[Opening], words: Words) -> Fingerprint:
+    """What all ranks depend on."""
+    failures = {words.named(r): each.failure or "done" for r, each in enumerate(openings)}
     if any(each.failure for each in openings):
         raise words.lose(RankDisagreement(f"the pruning of {name}", failures))
-    spaces = {rank: each.space for rank, each in enumerate(openings)}
+    spaces = {words.named(rank): each.space for rank, each in enumerate(openings)}
     if len(set(spaces.values())) > 1:
         raise words.lose(RankDisagreement(f"the configs of {name}", spaces))
-    first = openings[0].fingerprint
-    if any(each.fingerprint != first for each in openings):
-        differences: dict[int, object] = {0: "(the others are compared with this)"}
-        for rank, each in enumerate(openings[1:], start=1):
-            differences[rank] = "; ".join(first.diff(each.fingerprint)) or "the same"
-        raise words.lose(RankDisagreement(f"what a tuning of {name} depends on", differences))
+    try:
+        return same_fingerprint(words, name, [each.fingerprint for each in openings])
+    except RankDisagreement as error:
+        raise words.lose(error) from None
 
 
 def _begun(
     context: Context,
     own: _Own,
     openings: Sequence[Opening],
+    fingerprint: Fingerprint,
     record: TuningRecord | None,
     where: str,
     parts: ContextualParts,
@@ -156,10 +161,12 @@ def _begun(
 ) -> Context:
     leader = next(each for each in openings if each.is_leader)
     capturing = any(each.capturing for each in openings)
-    frozen = [rank for rank, each in enumerate(openings) if each.frozen]
+    frozen = [words.named(rank) for rank, each in enumerate(openings) if each.frozen]
     # Where nothing can be tuned, a record is used even if it was asked to be replaced.
     usable = [leader, *openings] if capturing or frozen or not leader.always_tune else []
-    winner = next((each.winner for each in usable if each.winner is not None), None)
+    counted = frozenset(fingerprint.bound)
+    known = (each.winner for each in usable if each.bound in (None, counted))
+    winner = next((each for each in known if each is not None), None)
     if winner is not None:
         context.use(own.live[winner])
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
@@ -184,11 +191,11 @@ def _begun(
         )
         return context
     plan = parts.plan(kept, parts.warmup, parts.repeat)
-    context.begin(kept, pruned, openings[0].fingerprint, plan, parts.warmup)
+    context.begin(kept, pruned, fingerprint, plan, parts.warmup)
     if len(kept) == 1:
         context.use(own.live[kept[0].digest])  # nothing to choose from
     elif context.can_persist:
-        _resume(context, openings[0].fingerprint, record, parts, words, call)
+        _resume(context, fingerprint, record, parts, words, call)
     reason = "told to tune always" if leader.always_tune else where
     parts.log.say(
         f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "

@@ -1,0 +1,56 @@
+"""Whether a function can be tuned: said where it is decorated, not at its first call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from triton_dist.errors import InvalidArgument
+
+_CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
+
+
+def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) -> None:
+    """Refuse what calling again and again says nothing about.
+
+    Args:
+        restore: names that must be parameters of ``function``.
+
+    Raises:
+        InvalidArgument: ``function`` is no function, is a Triton kernel, a coroutine or generator
+            function, or has a parameter that the tuner takes for itself.
+    """
+
+    def refuse(expected: str) -> InvalidArgument:
+        return InvalidArgument(decorator, "the decorated function", function, expected)
+
+    if hasattr(function, "fn") and hasattr(function, "arg_names"):
+        raise refuse(
+            "a function that launches the kernel: decorate that one, not the kernel itself, whose "
+            "launch grid it is to choose"
+        )
+    if not callable(function) or isinstance(function, type):
+        raise refuse("a function")
+    called = function
+    while isinstance(called, functools.partial):
+        called = called.func
+    if not inspect.isroutine(called):
+        called = type(called).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        raise refuse("a function that computes when it is called, not a coroutine function")
+    if inspect.isgeneratorfunction(called):
+        raise refuse("a function that computes when it is called, not a generator function")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin does not tell
+        return
+    taken = [name for name in _CALL_KEYWORDS if name in parameters]
+    if taken and decorator == "autotune":
+        raise refuse(f"other parameter names than {', '.join(taken)}: the tuner takes these")
+    variable = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    for name in restore:
+        if name not in parameters and not variable:
+            expected = f"a parameter of the function: {', '.join(parameters)}"
+            raise InvalidArgument(decorator, "restore", name, expected)

@@ -1,0 +1,245 @@
+"""Tells a value that stands in the source from one that was computed when the program ran.
+
+``BLOCK = 64`` and ``BLOCK = 2 * WIDTH`` stand in the source: whoever reads it knows the value.
+``RANK = int(os.environ["RANK"])`` and ``START = time.time()`` do not: they differ by rank or by
+start, and the function is the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import enum
+import importlib.util
+import sys
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from triton_dist._tuning import definitions, libraries
+
+_Binding = ast.expr | ast.ImportFrom | None
+"""What a statement binds a name to; ``None``: to nothing that is one expression."""
+
+_STRUCTURE = (
+    ast.Tuple,
+    ast.List,
+    ast.Set,
+    ast.Dict,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.IfExp,
+    ast.Subscript,
+    ast.Slice,
+    ast.Starred,
+    ast.JoinedStr,
+    ast.FormattedValue,
+)
+"""Expressions that are literals if all their parts are."""
+
+_PURE = frozenset(
+    {
+        *(abs, bool, bytes, complex, dict, float, frozenset, int, len, list, max, min, pow, range),
+        *(round, set, str, sum, tuple),
+    }
+)
+
+
+class Origin(enum.Enum):
+    """Where a value comes from."""
+
+    LITERAL = "it stands in the source"
+    CHOSEN = "several literals stand in the source, or another module set it"
+    COMPUTED = "it is computed when the program runs"
+    UNKNOWN = "there is no source"
+
+
+def of_global(module: types.ModuleType | None, name: str, value: object) -> Origin:
+    """Where ``value``, the global ``name`` of ``module``, comes from."""
+    return _Judge().of_global(module, name, value)
+
+
+def of_attribute(cls: type, name: str, value: object) -> Origin:
+    """Where ``value``, the attribute ``name`` of ``cls``, comes from."""
+    owner = next((base for base in cls.__mro__ if name in vars(base)), cls)
+    node = definitions.definition(owner)
+    if node is None:
+        return Origin.UNKNOWN
+    module = sys.modules.get(owner.__module__)
+    return _Judge().of_statements(node.body, module, name, value)
+
+
+class _Judge:
+    """One question. Names that it has looked at already lead back to themselves."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def of_global(self, module: types.ModuleType | None, name: str, value: object) -> Origin:
+        if module is None or (module.__name__, name) in self._seen:
+            return Origin.UNKNOWN
+        self._seen.add((module.__name__, name))
+        statements = definitions.statements(module)
+        if statements is None:
+            return Origin.UNKNOWN
+        if name in definitions.assigned_in_functions(module):
+            return Origin.COMPUTED
+        found = self.of_statements(statements, module, name, value)
+        if found is not Origin.UNKNOWN:
+            return found
+        for statement in statements:  # from elsewhere import *
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                source = _imported(statement, module)
+                if source is not None and hasattr(source, name):
+                    return self.of_global(source, name, value)
+        return Origin.UNKNOWN
+
+    def of_statements(
+        self,
+        statements: Sequence[ast.stmt],
+        module: types.ModuleType | None,
+        name: str,
+        value: object,
+    ) -> Origin:
+        bindings = list(_bindings(statements, name))
+        if not bindings:
+            return Origin.UNKNOWN
+        if len(bindings) == 1 and isinstance(bindings[0][0], ast.ImportFrom):
+            statement = bindings[0][0]
+            original = next(
+                each.name for each in statement.names if name in (each.asname, each.name)
+            )
+            return self.of_global(_imported(statement, module), original, value)
+        if not all(self._is_literal(expression, module) for expression, _ in bindings):
+            return Origin.COMPUTED
+        expression, conditional = bindings[0]
+        is_one = len(bindings) == 1 and not conditional
+        return Origin.LITERAL if is_one and _may_be(expression, value) else Origin.CHOSEN
+
+    def _is_literal(self, node: _Binding, module: types.ModuleType | None) -> bool:
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, _STRUCTURE):
+            parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+            return all(self._is_literal(part, module) for part in parts)
+        if isinstance(node, ast.Name):
+            value = getattr(module, node.id, None)
+            return self.of_global(module, node.id, value) is Origin.LITERAL
+        if isinstance(node, ast.Attribute):
+            return self._is_known(node, module)
+        if isinstance(node, ast.Call):
+            return self._is_known_call(node, module)
+        return False
+
+    def _is_known(self, node: ast.Attribute, module: types.ModuleType | None) -> bool:
+        """Of a module or a class: ``torch.float16``, ``math.pi``, ``Method.PUSH``."""
+        holder = _resolve(node.value, module)
+        value = getattr(holder, node.attr, None)
+        if isinstance(value, enum.Enum) or type(value).__module__ == "torch":
+            return True
+        if isinstance(holder, types.ModuleType):
+            if libraries.is_library(holder.__name__):
+                return isinstance(value, (int, float, type))
+            return self.of_global(holder, node.attr, value) is Origin.LITERAL
+        return isinstance(holder, type) and of_attribute(holder, node.attr, value) is Origin.LITERAL
+
+    def _is_known_call(self, node: ast.Call, module: types.ModuleType | None) -> bool:
+        callee = _resolve(node.func, module)
+        if getattr(callee, "marks_a_constant", False):
+            return True
+        is_value = isinstance(callee, type) and (
+            callee.__name__ in ("constexpr", "Config", "dtype")
+            or issubclass(callee, (enum.Enum, tuple))
+            or dataclasses.is_dataclass(callee)
+        )
+        if not is_value and not any(callee is each for each in _PURE):
+            return False
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        return all(self._is_literal(each, module) for each in given)
+
+
+def _bindings(
+    statements: Iterable[ast.stmt], name: str, conditional: bool = False
+) -> Iterator[tuple[_Binding, bool]]:
+    """Everything that binds ``name``, and whether the program decides if it does."""
+    for statement in statements:
+        if isinstance(statement, definitions.Definition):
+            if statement.name == name:
+                yield None, conditional
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                yield from ((each, conditional) for each in _taken(target, statement.value, name))
+        elif isinstance(statement, ast.AnnAssign):
+            if statement.value is not None:
+                taken = _taken(statement.target, statement.value, name)
+                yield from ((each, conditional) for each in taken)
+        elif isinstance(statement, ast.AugAssign):
+            if isinstance(statement.target, ast.Name) and statement.target.id == name:
+                yield statement.value, True
+        elif isinstance(statement, ast.ImportFrom):
+            if any((each.asname or each.name) == name for each in statement.names):
+                yield statement, conditional
+        else:
+            yield from _in_parts(statement, name, conditional)
+
+
+def _in_parts(statement: ast.stmt, name: str, conditional: bool) -> Iterator[tuple[_Binding, bool]]:
+    """Of a statement with others inside, or one that binds by an expression."""
+    inner = conditional or not isinstance(statement, (ast.With, ast.AsyncWith))
+    for part in ast.iter_child_nodes(statement):
+        if isinstance(part, ast.stmt):
+            yield from _bindings([part], name, inner)
+        elif isinstance(part, (ast.ExceptHandler, ast.match_case)):
+            yield from _bindings(part.body, name, True)
+        elif any(
+            isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store)
+            for each in ast.walk(part)
+        ):  # the target of a loop or of `with`, or `(name := ...)`
+            yield None, inner
+
+
+def _taken(target: ast.expr, value: ast.expr, name: str) -> Iterator[_Binding]:
+    if isinstance(target, ast.Name):
+        if target.id == name:
+            yield value
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+        if len(parts) == len(target.elts):
+            for each, part in zip(target.elts, parts, strict=True):
+                yield from _taken(each, part, name)
+        elif any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(target)):
+            yield None
+
+
+def _may_be(expression: _Binding, value: object) -> bool:
+    """Whether ``expression`` gives ``value``, as far as it is simple enough to tell."""
+    try:
+        said = ast.literal_eval(expression)  # type: ignore[arg-type]
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return True
+    return bool(said == value and type(said) is type(value)) or said != said
+
+
+def _resolve(node: ast.expr, module: types.ModuleType | None) -> Any:
+    """The object that a dotted name stands for; ``None`` if it cannot be told."""
+    if isinstance(node, ast.Name):
+        return getattr(module, node.id, getattr(builtins, node.id, None))
+    if isinstance(node, ast.Attribute):
+        return getattr(_resolve(node.value, module), node.attr, None)
+    return None
+
+
+def _imported(
+    statement: ast.ImportFrom, module: types.ModuleType | None
+) -> types.ModuleType | None:
+    package = getattr(module, "__package__", None) or ""
+    try:
+        full = importlib.util.resolve_name(
+            "." * statement.level + (statement.module or ""), package
+        )
+    except (ImportError, ValueError):
+        return None
+    return sys.modules.get(full)

@@ -1,0 +1,36 @@
+"""Whether a call computes, or is only looked at: by fake or meta tensors, or by a tracer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+
+_MODES = frozenset({"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"})
+_FAKES = frozenset({"FakeTensor", "FunctionalTensor"})
+
+
+def is_traced(values: Iterable[Any]) -> bool:
+    """Whether a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
+
+    That is so under ``FakeTensorMode``, ``torch.export``, ``make_fx``, ``torch.jit.trace`` and
+    ``torch.fx``, and for tensors that are fake or on the meta device.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(type(mode).__name__ in _MODES for mode in modes) or any(map(_is_fake, values))
+
+
+def _is_fake(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_meta or type(value).__name__ in _FAKES
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_fake, value))
+    if isinstance(value, dict):
+        return any(map(_is_fake, value.values()))
+    proxy = getattr(sys.modules.get("torch.fx"), "Proxy", None)
+    return proxy is not None and isinstance(value, proxy)
