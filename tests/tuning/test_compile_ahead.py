@@ -117,7 +117,7 @@ def test_the_compiler_ends_with_a_tuning_that_fails():
 
 def test_without_a_prepare_hook_nothing_is_compiled_ahead():
     (rank,) = ranks_that_compile(1)
-    rank.tuned._subject.hooks.__dict__["prepare"] = None
+    rank.tuned._hooks.__dict__["prepare"] = None
     rank.tuned(1)
     assert rank.compiler.begun == []
 

@@ -102,7 +102,7 @@ def damaged_texts():
         "not an object": "[]",
         "an empty object": "{}",
         "of something else": '{"name": "left-pad", "version": "1.3.0", "schema": "2"}',
-        "of a schema before the previous": json.dumps(tree | {"schema": SCHEMA - 2}),
+        "of no schema that there was": json.dumps(tree | {"schema": 0}),
         "nested deeply": "[" * 100_000,
         "binary": "\x00\x01",
         "of another key": json.dumps(record_of_another_key().to_tree()),
@@ -286,7 +286,7 @@ def test_a_newer_schema_is_a_miss_with_one_warning_and_stays(tmp_path, kind):
     assert path.read_text() == text
 
 
-def test_a_record_of_the_previous_schema_is_found_and_loads(tmp_path):
+def test_a_record_of_the_first_schema_is_found_and_loads(tmp_path):
     """A file as version 0.1.0 wrote it."""
     store = FileStore(tmp_path)
     key = Key.of(

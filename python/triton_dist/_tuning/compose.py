@@ -23,6 +23,7 @@ from triton_dist._tuning.shared import (
     gate_of,
     hardware_of,
     journal_of,
+    judging,
     pack_store,
     read_only_store,
 )
@@ -158,7 +159,7 @@ def autotune(
     hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore)
     surroundings = Surroundings(
         functools.partial(group_for, scope=scope),
-        default_group if scope == "world" else NoGroup(),
+        default_group if scope == "world" else NoGroup,
         is_traced,
         lambda: not knobs.autotune.get(),
         untraced,
@@ -268,15 +269,10 @@ class _Composer:
             source=source.digests,
             space=codec.digest(space.digest, judges.digests),
             version=self.version,
-            literal=source.literal | _judging(judges.literal),
-            bound=source.bound | _judging(judges.bound),
-            uncounted=source.uncounted | _judging(judges.uncounted),
+            literal=source.literal | judging(judges.literal),
+            bound=source.bound | judging(judges.bound),
+            uncounted=source.uncounted | judging(judges.uncounted),
         )
-
-
-def _judging(constants: Mapping[str, str]) -> dict[str, str]:
-    """Names apart from those of the function."""
-    return {f"{name} of prune_fn or check_fn": text for name, text in constants.items()}
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from triton_dist._tuning.shared import (
     gate_of,
     hardware_of,
     journal_of,
+    judging,
     read_only_store,
 )
-from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store import FileStore, LayeredStore
 from triton_dist._tuning.values import (
     Config,
@@ -165,14 +166,18 @@ class _Kernels:
             if getattr(tuner, f"user_defined_{name}"):
                 hooks.append(getattr(tuner, name))
         judges = [judge for judge in (tuner.early_config_prune, tuner.perf_model) if judge]
-        pruning = codec.digest(space.digest, source_digests(judges), tuner.configs_top_k)
+        pruning = source_of(judges)
+        source = source_of([tuner.base_fn, *_heuristics(tuner.fn), *hooks])
         return Fingerprint(
             hardware=self.device.facts(),
             software=software_versions(),
             topology=self.ranks.facts(),
             policy=self.policy.facts(),
-            source=source_digests([tuner.base_fn, *_heuristics(tuner.fn), *hooks]),
-            space=pruning,
+            source=source.digests,
+            space=codec.digest(space.digest, pruning.digests, tuner.configs_top_k),
+            literal=source.literal | judging(pruning.literal),
+            bound=source.bound | judging(pruning.bound),
+            uncounted=source.uncounted | judging(pruning.uncounted),
         )
 
     def find(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -44,3 +45,9 @@ def pack_store(root: Path) -> PackStore:
 def journal_of(files: FileStore, key: Key) -> FileJournal:
     """Beside the record of ``key``."""
     return FileJournal(files.path(key).with_suffix(".journal"))
+
+
+def judging(constants: Mapping[str, str]) -> dict[str, str]:
+    """The constants of functions that decide which configs can win, under names apart from those of
+    the function that is tuned."""
+    return {f"{name} (pruning)": text for name, text in constants.items()}

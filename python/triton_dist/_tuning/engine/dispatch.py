@@ -288,9 +288,8 @@ class AutoTuner:
         try:
             hash(key)
         except TypeError:
-            raise InvalidArgument(
-                self._name, "the result of key_fn", key, "a hashable value"
-            ) from None
+            expected = "a hashable value"
+            raise InvalidArgument(self._name, "the result of key_fn", key, expected) from None
         return (key, f"with {fixed}", fixed.digest) if fixed else key
 
     def _check_arguments(
@@ -369,7 +368,7 @@ def name_in_module(tuned: Any) -> str:
         for each, value in list(getattr(module, "__dict__", {}).items()):
             if value is tuned:
                 tuned.__module__ = module.__name__
-                return each
+                return str(each)
     raise pickle.PicklingError(
         f"{tuned!r} is no global of any module, so no other process can find it by name"
     )

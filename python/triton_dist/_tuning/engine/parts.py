@@ -58,7 +58,7 @@ class Surroundings:
 
     ranks: Callable[[Any], RankGroup]
     """Those that tune together in a call with this ``autotune_pg``; the same object each time."""
-    default_group: DefaultGroup = NoGroup()
+    default_group: DefaultGroup = NoGroup
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Whether a call with these arguments computes nothing: a tracer or fake tensors look at it."""
     is_off: Callable[[], bool] = lambda: False

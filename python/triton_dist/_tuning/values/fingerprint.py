@@ -48,17 +48,17 @@ class Fingerprint:
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         """What is different ``now`` from what was recorded here."""
-        for field in fields(self):
-            before, after = getattr(self, field.name), getattr(now, field.name)
-            if isinstance(before, str) or field.name in _CONSTANTS:
+        for group in fields(self):
+            before, after = getattr(self, group.name), getattr(now, group.name)
+            if isinstance(before, str) or group.name in _CONSTANTS:
                 continue
             for name in sorted(before.keys() | after.keys()):
                 old, new = before.get(name), after.get(name)
                 if old != new:
-                    patch_level = (field.name == "software" and _same_release(old, new, 2)) or (
+                    patch_level = (group.name == "software" and _same_release(old, new, 2)) or (
                         name == "driver" and _same_release(old, new, 1)  # 550.54 and 550.90 are one
                     )
-                    yield Difference(_sentence(field.name, name, old, new), patch_level)
+                    yield Difference(_sentence(group.name, name, old, new), patch_level)
         yield from self._compare_constants(now)
         yield from self._compare_version(now)
         if self.space != now.space:

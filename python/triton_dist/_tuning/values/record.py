@@ -82,7 +82,7 @@ class TuningRecord:
         """For a file: in an order in which a person wants to read it."""
         best = self.best
         return {
-            "schema": SCHEMA,
+            "schema": 2 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
             "function": self.key.function,
             "module": self.key.module,
             "signature": self.key.signature,

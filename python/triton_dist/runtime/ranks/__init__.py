@@ -26,7 +26,7 @@ __all__ = [
     "process_group_of",
 ]
 
-default_group: type = distributed_c10d.GroupMember
+default_group: Any = distributed_c10d.GroupMember
 """Its attribute ``WORLD`` is the group of all ranks, as it is now; ``None`` without one."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
