@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ from triton_dist.runtime.triton_compat import is_interpreting, software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
 
 _interception = Interception(InheritedValue("triton_dist.contextual_autotune"), in_backward)
+os.register_at_fork(after_in_child=_interception.forget)
 
 
 def contextual_autotune(

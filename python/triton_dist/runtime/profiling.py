@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, process_group_of
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ def perf_func(func: Callable[[], T], iters: int, warmup_iters: int) -> tuple[T, 
 def group_profile(
     name: str = "trace",
     do_prof: bool = True,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     folder: str | Path = "prof",
 ) -> Iterator[None]:
     """Trace the region with torch's profiler on every rank of ``group``.
@@ -55,6 +56,7 @@ def group_profile(
     with torch.profiler.profile() as profile:
         yield
         current_device().synchronize()
+    group = process_group_of(group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     parts = Path(folder) / name
     parts.mkdir(parents=True, exist_ok=True)

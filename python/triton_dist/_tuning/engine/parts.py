@@ -135,6 +135,7 @@ class Call:
     def text(self) -> str:
         """The key as all ranks write it; empty if it has no such text."""
         try:
+            hash(self.key)
             return codec.digest(self.key)
         except TypeError:
             return ""

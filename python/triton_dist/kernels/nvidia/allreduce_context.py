@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 
-import torch.distributed as dist
-
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import collective_context
 from triton_dist.kernels.nvidia.exchange import VECTOR_ELEMENTS
+from triton_dist.runtime.ranks import Group
 
 ONE_SHOT_BYTES = 4 << 20  # of one launch: each rank has W of them in a slot, for little use
 PACKET_BYTES = 256 << 10  # of one launch in packets, which take twice the room and the link's time
@@ -91,7 +90,7 @@ def create_allreduce_ctx(
     world_size: int,
     local_world_size: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> AllReduceContext:
     """Allocate what ``all_reduce`` needs. Collective over ``group`` (default: the world, else this
     process).

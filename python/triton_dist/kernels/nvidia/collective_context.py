@@ -20,7 +20,7 @@ from triton_dist.kernels.nvidia.context import (
     group_checks,
 )
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
 
 class CollectiveContext(OpContext[ExchangeBuffer], ABC):
@@ -71,7 +71,7 @@ def create(
     rank: int,
     world_size: int,
     local_world_size: int,
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> _C:
     """A context of ``kind``. Collective over ``group``; ``function`` is who asks, for errors.
 
@@ -80,6 +80,8 @@ def create(
         RankDisagreement: ranks ask for different contexts.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
+
+    group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
         yield from group_checks("world_size", world_size, rank, group)

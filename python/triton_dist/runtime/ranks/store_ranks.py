@@ -27,7 +27,7 @@ from triton_dist.runtime.ranks.world_rank import WorldRank
 T = TypeVar("T")
 
 _REMIND_SECONDS = 60.0
-_RETURN_SECONDS = 0.7
+_RETURN_SECONDS = 0.5
 """A rank that stayed away from a meeting may have gone on after an error in a call that the others
 did not need it for, and comes to the next one. How long it is waited for there."""
 

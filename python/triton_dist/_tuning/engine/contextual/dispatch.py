@@ -7,8 +7,10 @@ No environment, log, lock or word to other ranks; kernels in it run Triton's own
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import get_ident
@@ -20,6 +22,17 @@ from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist.errors import TritonDistError
+
+_all: weakref.WeakSet[ContextualAutoTuner] = weakref.WeakSet()
+
+
+def _release_all() -> None:
+    """In the child of a fork: the thread that holds a lock there may be one of the parent."""
+    for tuner in list(_all):
+        tuner._tuning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_release_all)
 
 
 class ContextualAutoTuner:
@@ -49,6 +62,7 @@ class ContextualAutoTuner:
         """Whether the last call left nothing to be tuned."""
         # Not re-entrant: what a call tunes may begin on a thread of autograd and end on its own.
         self._tuning = threading.Lock()
+        _all.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; tunes what its kernels meet for the first time."""
