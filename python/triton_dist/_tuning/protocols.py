@@ -106,7 +106,7 @@ class RankGroup(Protocol):
         ``refused``: because its own call cannot be made."""
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once, that may explain to ranks which wait why this one does not come."""
+        """Leave word, once for a text, that may explain to ranks which wait why this one does not come."""
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """``gather`` as the first word of a conversation, which may wait for as long as collectives

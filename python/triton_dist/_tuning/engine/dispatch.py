@@ -89,7 +89,7 @@ class AutoTuner:
         self._world = self._default_group.WORLD
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
-        self._noted: set[int] = set()
+        self._noted: set[tuple[int, str]] = set()
         self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
@@ -276,8 +276,8 @@ class AutoTuner:
         """Tell ranks that wait for this one in vain, once, what may be the reason."""
         if self._default_group.WORLD is not self._world:
             self._enter_world()
-        if id(process_group) not in self._noted:
-            self._noted.add(id(process_group))
+        if (id(process_group), why) not in self._noted:
+            self._noted.add((id(process_group), why))
             with suppress(TritonDistError):
                 self._surroundings.ranks(process_group).note(self._name, why)
 

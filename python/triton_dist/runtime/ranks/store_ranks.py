@@ -70,7 +70,7 @@ class StoreRanks:
         # Calls that were refused since all met, by function: own ones, and those of others.
         self._own_refusals: Counter[str] = Counter()
         self._refusals: Counter[tuple[int, str]] = Counter()
-        self._noted: set[str] = set()
+        self._noted: dict[str, str] = {}
         self._reminded = False
 
     def named(self, rank: int) -> int:
@@ -127,10 +127,10 @@ class StoreRanks:
         self._own_refusals[self._function] += refused
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once, that may explain to the others why this rank does not come to a
+        """Leave word, once for a text, that may explain to the others why this rank does not come to a
         conversation about ``function``. Does not block."""
-        if function not in self._noted:
-            self._noted.add(function)
+        if self._noted.get(function) != text:
+            self._noted[function] = text
             with suppress(RankTimeout), self._reachable("note"):
                 self._mailbox.put(f"note/{function}/{self.rank}", text)
 
