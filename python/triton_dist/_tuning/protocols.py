@@ -95,10 +95,12 @@ class RankGroup(Protocol):
     def named(self, rank: int) -> int:
         """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
-    def converse(self, function: str = "", key: str = "") -> RankGroup:
+    def converse(self, function: str = "", key: str = "", call: int = 0) -> RankGroup:
         """The same ranks for one tuning: words of different conversations never meet.
 
-        ``function`` and ``key``, as text: what it is about; an empty key may be any.
+        ``function`` and ``key``: what it is about, for messages. ``call``: which one of the
+        function, since all ranks met in one; by that a rank knows whether another's error is of the
+        call that it is in.
         """
 
     def leave(self, reason: str, refused: bool = False) -> None:
@@ -106,7 +108,7 @@ class RankGroup(Protocol):
         ``refused``: because its own call cannot be made."""
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once for a text, that may explain to ranks which wait why this one does not come."""
+        """Leave word, once for a text, that may explain to others why this rank does not come."""
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """``gather`` as the first word of a conversation, which may wait for as long as collectives

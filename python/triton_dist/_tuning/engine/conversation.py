@@ -35,9 +35,15 @@ class Conversation:
     """
 
     def __init__(
-        self, ranks: RankGroup, function: str, seconds: float, grace: float, key: str = ""
+        self,
+        ranks: RankGroup,
+        function: str,
+        seconds: float,
+        grace: float,
+        key: str = "",
+        call: int = 0,
     ) -> None:
-        self._ranks = ranks.converse(function, key)
+        self._ranks = ranks.converse(function, key, call)
         self.has_met = False
         self._is_nested = watchdog.is_inside()
         self._function = function

@@ -90,6 +90,8 @@ class AutoTuner:
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
         self._noted: set[tuple[int, str]] = set()
+        self._calls = 0
+        """Since all ranks met in one. Ranks that count alike know which call an error is of."""
         self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
@@ -113,6 +115,7 @@ class AutoTuner:
             except Exception:  # comes again, and is told to all ranks, in the first call
                 arguments = None
             if arguments is not None:
+                self._calls += 1
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._first_call(args, kwargs, *options)
@@ -185,7 +188,7 @@ class AutoTuner:
         """A call that is no hit."""
         surroundings = self._surroundings
         if not autotune or surroundings.is_off():
-            with self._told(args, kwargs, process_group):
+            with self._told(process_group):
                 self._fixed(kwargs, allow_overwrite)
                 arguments = self._default().arguments()
             variable = "" if not autotune else ", set by TRITON_DIST_AUTOTUNE"
@@ -203,7 +206,7 @@ class AutoTuner:
         with it all others."""
         world = self._default_group.WORLD
         self._chosen, self._hits, self._group_hits = {}, {}, {}
-        self._noted = set()
+        self._noted, self._calls = set(), 0
         self._world = world
 
     def _choose(
@@ -216,7 +219,7 @@ class AutoTuner:
     ) -> Choice:
         """The choice for these arguments, made now if there is none. One thread at a time; the
         others find it made."""
-        with self._told(args, kwargs, process_group):
+        with self._told(process_group):
             ranks = self._surroundings.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
             space: ConfigSpace = (
@@ -234,7 +237,8 @@ class AutoTuner:
         with parts.gate:
             known = self._chosen.get((ranks, key))
             if known is None:
-                known = self._resolve(parts, space, Call(args, kwargs, key))
+                known = self._resolve(parts, space, Call(args, kwargs, key, self._calls))
+                self._calls = 0
             if known.record is not None:
                 self._chosen[ranks, key] = known
                 if not fixed:
@@ -256,26 +260,23 @@ class AutoTuner:
         return Choice(config, config.arguments(), record)
 
     @contextmanager
-    def _told(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
-    ) -> Iterator[None]:
-        """Within, what is raised is told to ranks that wait for this one in this call, or will."""
+    def _told(self, process_group: Any) -> Iterator[None]:
+        """A call that is no hit. What is raised within is told to ranks that wait for this one in
+        this call, or will."""
+        if self._default_group.WORLD is not self._world:
+            self._enter_world()
+        self._calls += 1
         try:
             yield
         except Exception as error:
-            text = ""
-            with suppress(Exception):  # key_fn may be what raised
-                if self._names.isdisjoint(kwargs):
-                    text = Call(args, kwargs, self.key_fn(*args, **kwargs)).text
             with suppress(TritonDistError):
-                about = self._surroundings.ranks(process_group).converse(self._name, text)
+                ranks = self._surroundings.ranks(process_group)
+                about = ranks.converse(self._name, call=self._calls)
                 about.leave(f"{type(error).__name__}: {error}", refused=True)
             raise
 
     def _note(self, process_group: Any, why: str) -> None:
         """Tell ranks that wait for this one in vain, once, what may be the reason."""
-        if self._default_group.WORLD is not self._world:
-            self._enter_world()
         if (id(process_group), why) not in self._noted:
             self._noted.add((id(process_group), why))
             with suppress(TritonDistError):

@@ -18,7 +18,7 @@ from triton_dist._tuning.protocols import (
     Search,
     Store,
 )
-from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy, codec
+from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,5 @@ class Call:
     kwargs: dict[str, Any]
     key: object
     """What ``key_fn`` returned."""
-
-    @property
-    def text(self) -> str:
-        """The key as all ranks write it; empty if it has no such text."""
-        try:
-            hash(self.key)
-            return codec.digest(self.key)
-        except TypeError:
-            return ""
+    number: int = 0
+    """Which call of the function it is, since all ranks met in one."""

@@ -76,7 +76,8 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace, call.text)
+    about = (f"{call.key!r:.200}", call.number)
+    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace, *about)
     try:
         with watchdog.paused():
             return _FirstCall(subject, parts, call, ranks).resolve()

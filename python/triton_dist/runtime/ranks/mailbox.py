@@ -29,15 +29,11 @@ class Left(NamedTuple):
     rank: int
     function: str
     """What the conversation is about."""
-    key: str
-    """The same; empty if it is not known."""
+    call: int
+    """Which call of the function it was, since all ranks met in one."""
     reason: str
     refused: bool
-    """Whether this rank's call was refused before it said a word: its arguments were to blame."""
-
-    def concerns(self, function: str, key: str) -> bool:
-        """Whether a conversation about these may be the one that it stayed away from."""
-        return self.function == function and (not self.key or not key or self.key == key)
+    """Whether the call was refused before this rank said a word: its arguments were to blame."""
 
 
 class Absent(Exception):

@@ -11,7 +11,6 @@ import copy
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -64,12 +63,9 @@ class StoreRanks:
         self._mailbox = Mailbox(store, rank)
         self._numbers = itertools.count(1)
         self._topic = self._function = self._key = ""
-        self._step = 0
+        self._call = self._step = 0
         self._written: list[str] = []
         self._last: StoreRanks = self
-        # Calls that were refused since all met, by function: own ones, and those of others.
-        self._own_refusals: Counter[str] = Counter()
-        self._refusals: Counter[tuple[int, str]] = Counter()
         self._noted: dict[str, str] = {}
         self._reminded = False
 
@@ -104,31 +100,39 @@ class StoreRanks:
         """How long the first word of a conversation waits, if nothing else is said."""
         return knobs.autotune_meeting_timeout.get() or 1800.0
 
-    def converse(self, function: str = "", key: str = "") -> StoreRanks:
+    def converse(self, function: str = "", key: str = "", call: int = 0) -> StoreRanks:
         """The same ranks, about one thing: the n-th conversation of a rank meets the n-th of the
-        others."""
+        others.
+
+        Args:
+            function, key: what it is about, for messages; the function is also what tells whether a
+                rank left because of the same.
+            call: which call of ``function`` it is, since all ranks met in one. Ranks that count
+                alike know whether a call that was refused on one of them is the one that they
+                are in.
+        """
         new = copy.copy(self)
         new._written = list(self._last._written) if self._last is not self else []
-        new._function, new._key, new._step, new._reminded = function, key, 0, False
+        new._function, new._key, new._call = function, key, call
+        new._step, new._reminded = 0, False
         new._next_topic()
         self._last = new
         return new
 
     def leave(self, reason: str, refused: bool = False) -> None:
         """Tell ranks that wait for this one, or will, that it does not come. Does not block."""
-        word = Left(self.rank, self._function, self._key, reason, refused)
+        word = Left(self.rank, self._function, self._call, reason, refused)
         with self._reachable(f"leaving ({reason})"):
             while not self._mailbox.put_first(f"{self._topic}left", word):
-                if self._step:  # the first to leave knows why
+                left = self._mailbox.find(f"{self._topic}left")
+                if self._step or self._is_of_this_call(left):  # the first to leave knows why
                     return
-                self._count(self._mailbox.find(f"{self._topic}left"))
                 self._next_topic()  # where all come who have not left yet
             self._written.append(f"{self._topic}left")
-        self._own_refusals[self._function] += refused
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once for a text, that may explain to the others why this rank does not come to a
-        conversation about ``function``. Does not block."""
+        """Leave word, once for a text, that may explain to the others why this rank does not come
+        to a conversation about ``function``. Does not block."""
         if self._noted.get(function) != text:
             self._noted[function] = text
             with suppress(RankTimeout), self._reachable("note"):
@@ -148,26 +152,28 @@ class StoreRanks:
         away: dict[int, Left] = {}
         """Those that may have been meant for this call."""
         while True:
-            left: Left | None = None
+            absent = Absent([], None, {}, 0.0)
             with self._reachable(phase):
-                left = self._mailbox.find(f"{self._topic}left")
+                left: Left | None = self._mailbox.find(f"{self._topic}left")
             if left is None:
                 if self._step == 0:
                     self._put(self._next_step(), phase, value)
                 try:
                     entries = self._wait(1, phase, range(self.size), back - time.monotonic())
                     return self._compared(1, phase, entries, before)
-                except Absent as absent:
-                    left = absent.left
-                    if left is None and away and away.keys().isdisjoint(absent.missing):
-                        away, back = {}, end  # they have come back; others are late
-                        if not absent.because and time.monotonic() < end:
-                            continue
-                    again = left is not None and left.concerns(self._function, self._key)
-                    if left is None or (away and again):
-                        waited = time.monotonic() - begin
-                        raise self._timeout(phase, absent, waited, away) from None
-            if self._count(left):
+                except Absent as error:
+                    absent, left = error, error.left
+                if left is None and away and away.keys().isdisjoint(absent.missing):
+                    away, back = {}, end  # they have come back; others are late
+                    if not absent.because and time.monotonic() < end:
+                        continue
+            same = left is not None and left.function == self._function
+            if left is None or self._is_of_this_call(left) or (away and same and absent.missing):
+                self._step = 1
+                missing = absent.missing or ([left.rank] if left else [])
+                absent = Absent(missing, left, absent.because, time.monotonic() - begin)
+                raise self._timeout(phase, absent, away)
+            if same:
                 away[left.rank], back = left, min(end, time.monotonic() + _RETURN_SECONDS)
             self._next_topic()
 
@@ -219,19 +225,11 @@ class StoreRanks:
         # All ranks are here, so all have read what came before, in the last conversation too.
         self._mailbox.delete(self._written[:before])
         del self._written[:before]
-        if step == 1:
-            self._own_refusals.clear()
-            self._refusals.clear()
         return [value for _, value in entries]
 
-    def _count(self, left: Left) -> bool:
-        """Whether ``left`` may be meant for this call: it is about the same, and not of a call that
-        was refused on this rank too."""
-        if not left.concerns(self._function, self._key):
-            return False
-        self._refusals[left.rank, left.function] += left.refused
-        paired = self._refusals[left.rank, left.function] <= self._own_refusals[left.function]
-        return not (left.refused and paired)
+    def _is_of_this_call(self, left: Left) -> bool:
+        """Whether a rank left because this very call was refused there."""
+        return left.refused and (left.function, left.call) == (self._function, self._call)
 
     def _next_topic(self) -> None:
         self._topic, self._step = f"conversation {next(self._numbers)}/", 0
@@ -253,7 +251,7 @@ class StoreRanks:
         try:
             return self._wait(step, phase, ranks, seconds)
         except Absent as absent:
-            raise self._timeout(phase, absent, absent.seconds) from None
+            raise self._timeout(phase, absent) from None
 
     def _wait(
         self, step: int, phase: str, ranks: Sequence[int], seconds: float
@@ -285,12 +283,14 @@ class StoreRanks:
         return {self.named(rank): text for rank, text in notes.items() if text is not None}
 
     def _timeout(
-        self, phase: str, absent: Absent, seconds: float, away: Mapping[int, Left] | None = None
+        self, phase: str, absent: Absent, away: Mapping[int, Left] | None = None
     ) -> RankTimeout:
         """The error of this rank, with all that is known of those who do not come."""
         lefts = dict(away or {})
         if absent.left is not None:
-            lefts.setdefault(absent.left.rank, absent.left)
+            if self._is_of_this_call(absent.left):
+                lefts.clear()  # they were for earlier ones
+            lefts[absent.left.rank] = absent.left
         known = {rank: f"left: {left.reason}" for rank, left in lefts.items()}
         # That a rank has ended says less than why it left.
         because = {self.named(r): text for r, text in {**absent.because, **known}.items()}
@@ -301,7 +301,7 @@ class StoreRanks:
             rank=self.named(self.rank),
             phase=phase,
             missing=[self.named(rank) for rank in absent.missing],
-            seconds=seconds,
+            seconds=absent.seconds,
             because=because,
             refusals={self.named(r): left.reason for r, left in lefts.items() if left.refused},
         )
