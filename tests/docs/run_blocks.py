@@ -33,7 +33,8 @@ def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
     printed = []
     for first, text in blocks:
         with redirect_stdout(io.StringIO()) as output:
-            exec(compile("\n" * (first - 1) + text, path, "exec"), vars(module))
+            code = compile("\n" * (first - 1) + text, path, "exec", dont_inherit=True)
+            exec(code, vars(module))
         printed.append(output.getvalue())
     return printed
 

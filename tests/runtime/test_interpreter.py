@@ -443,3 +443,23 @@ def test_launch_options_and_hooks_reach_their_places():
 def test_a_missing_argument_is_named():
     with pytest.raises(TypeError, match="'B'"):
         add_one[(1,)](torch.zeros(16))
+
+
+def test_values_of_one_shape_share_it_and_have_their_own_type():
+    import numpy as np
+    from triton.runtime import interpreter as upstream
+
+    def value(dtype, *shape):
+        handle = upstream.TensorHandle(
+            np.zeros(shape or (1,), upstream._get_np_dtype(dtype)), dtype
+        )
+        return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+    one, other, scalar = value(tl.float16, 4, 8), value(tl.int64, 4, 8), value(tl.int64)
+    assert one.shape is other.shape
+    assert ([size.value for size in one.shape], one.numel.value) == ([4, 8], 32)
+    assert (len(scalar.shape), scalar.numel.value) == (0, 1)
+    assert (one.dtype, other.dtype) == (tl.float16, tl.int64)
+    kinds = (tl.int1, tl.uint8, tl.bfloat16, tl.float8e5, tl.pointer_type(tl.float32))
+    sizes = [upstream._get_np_dtype(kind).itemsize for kind in kinds]
+    assert sizes == [1, 1, 2, 1, 8]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.tuning import ops
+import torch.distributed as dist
+
+from tests.tuning import group_ranks, ops
 
 
 def folders(tmp_path, *names):
@@ -43,3 +45,24 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
     waited, _ = spawn_ranks(2, ops.only_rank_0_calls, env=env, timeout=30)
     assert waited.startswith("TuningTimeout: rank 0: tuning of tests.tuning.ops.collective, first")
     assert "rank(s) 1 did not arrive" in waited
+
+
+def test_values_that_differ_by_rank_refuse_nothing_and_are_tuned_once(spawn_ranks):
+    assert spawn_ranks(2, group_ranks.values_that_differ_by_rank) == [[[1, 1, 1], [0, 0, 0]]] * 2
+
+
+def test_a_literal_that_differs_is_named_with_both_values(spawn_ranks):
+    for said in spawn_ranks(2, group_ranks.literals_that_differ):
+        assert "rank 1: constant: SIZE was 64, is 65" in said
+
+
+def test_a_choice_belongs_to_the_group_that_agreed_on_it(spawn_ranks):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = spawn_ranks(2, group_ranks.choices_and_groups, "127.0.0.1", store.port, init=False)
+    assert [seen.pop("alone") for seen in ranks] == [1, 2]
+    assert [seen.pop("alone again") for seen in ranks] == [1, 2]
+    assert ranks[0] == ranks[1]
+    seen = ranks[0]
+    assert seen["group"] == seen["in a world"] == seen["in the next world"]
+    assert (seen["waited"], seen["tuned again"]) == (False, 0)
+    assert seen["group first"] == seen["then none"]

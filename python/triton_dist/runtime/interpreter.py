@@ -36,7 +36,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_dist import knobs
 from triton_dist.errors import TritonDistError
-from triton_dist.runtime import interpreter_bfloat16, interpreter_descriptors
+from triton_dist.runtime import (
+    interpreter_bfloat16,
+    interpreter_descriptors,
+    interpreter_speed,
+)
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
 from triton_dist.runtime.triton_compat import check_versions, triton_version
 
@@ -71,11 +75,14 @@ def mend(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @functools.cache
 def install() -> None:
-    """Apply every mend that the installed Triton needs, once for the life of the process."""
+    """Apply every mend that the installed Triton needs, once for the life of the process, and make
+    the interpreter faster."""
     check_versions()
     for entry in MENDS:
         if entry.is_needed:
             entry.apply()
+    interpreter_speed.share_shapes()
+    interpreter_speed.keep_dtypes(upstream)
 
 
 def current_program() -> tuple[int, int, int]:

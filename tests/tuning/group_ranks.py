@@ -1,0 +1,108 @@
+"""Run on every rank: choices and groups, and values that differ by rank."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from triton_dist.errors import TritonDistError
+from triton_dist.tune import autotune
+
+RANK = int(os.environ.get("RANK", "0"))
+BEGIN = time.time()
+MODE = "chosen"
+if RANK == 1:
+    MODE = "by rank"
+
+
+def tuned(function: Callable[..., Any]) -> Any:
+    return autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)(function)
+
+
+def make(rank: int, scale: float) -> Any:
+    @tuned
+    def op(x: int, n: int, peer: int = 1 - rank) -> Any:
+        return RANK, BEGIN, MODE, rank, peer, scale
+
+    return op
+
+
+def _partial(rank: int, x: int, n: int) -> int:
+    return rank
+
+
+def values_that_differ_by_rank() -> Any:
+    """Tunings of functions that read and bind the rank, twice; and of two that differ in what all
+    ranks hold alike."""
+    rank = dist.get_rank()
+    counts = []
+    for _ in range(2):  # the second time as a later start would
+        ops = [make(rank, 2.0), make(rank, 3.0), tuned(functools.partial(_partial, rank))]
+        for op in ops:
+            op(1)
+        counts.append([op.tuning_count for op in ops])
+    return counts
+
+
+def _favours_own(x: int, n: int) -> int:
+    time.sleep(0.001 if n == RANK + 1 else 0.004)
+    return n
+
+
+def choices_and_groups(host: str, port: int) -> Any:
+    """What is chosen alone, in a world, in the next one, over a group that is the world."""
+    os.environ["TRITON_DIST_CACHE_DIR"] += f"-{RANK}"
+    seen: dict[str, Any] = {}
+    op = tuned(_favours_own)
+    seen["alone"] = op(7)
+    _begin(host, port, "first")
+    seen["in a world"] = op(7)
+    seen["group"] = op(7, autotune_pg=dist.group.WORLD)
+    counted = op.tuning_count
+    dist.destroy_process_group()
+    seen["alone again"] = op(7)
+    if RANK == 1:
+        op.clear()  # stands for a process that was replaced
+    _begin(host, port, "second")
+    begin = time.monotonic()
+    seen["in the next world"] = op(7)
+    seen["waited"] = time.monotonic() - begin > 5
+    seen["tuned again"] = op.tuning_count - counted
+    # A group first on one rank, none on the other, for a key that is new.
+    seen["group first"] = op(8, autotune_pg=dist.group.WORLD) if RANK else op(8)
+    seen["then none"] = op(8)
+    dist.destroy_process_group()
+    return seen
+
+
+def _begin(host: str, port: int, world: str) -> None:
+    store = dist.PrefixStore(world, dist.TCPStore(host, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
+
+
+def literals_that_differ() -> str:
+    """Ranks whose sources differ: no value of a rank, but two programs."""
+    source = f"SIZE = {64 + dist.get_rank()}\ndef op(x, n):\n    return SIZE\n"
+    folder = os.environ["TRITON_DIST_CACHE_DIR"] + f"-{dist.get_rank()}"
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, "two_programs.py")
+    with open(path, "w") as file:
+        file.write(source)
+    spec = importlib.util.spec_from_file_location("two_programs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["two_programs"] = module
+    spec.loader.exec_module(module)
+    try:
+        tuned(module.op)(1)
+    except TritonDistError as error:
+        return str(error)
+    return ""

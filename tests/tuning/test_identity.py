@@ -1,0 +1,426 @@
+"""Which function a record is of, and which values count: what ordinary programs bind and read."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pickle
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from triton_dist._tuning.engine import restless
+from triton_dist.errors import InvalidArgument, TuningWarning
+from triton_dist.tune import AutoTuner, autotune
+
+HEAD = """
+import enum, functools, os, time
+from triton_dist import tune
+from triton_dist.tune import autotune
+
+def tuned(fn, **options):
+    return autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x, scope="rank", **options)(fn)
+
+"""
+
+
+class Program:
+    """A program that is started again and again; ``ops`` in it are called with the key 1."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def start(self, body: str, *, late: bool = False, **environment: str) -> list[int]:
+        """How often each op tunes. ``late``: everything there is was found by an earlier start."""
+        (self._folder / "program.py").write_text(HEAD + textwrap.dedent(body))
+        sys.modules.pop("program", None)
+        importlib.invalidate_caches()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            if late:
+                patch.setattr(restless, "_is_of_earlier_start", lambda timestamp: True)
+                patch.setattr(restless, "_used", set())
+            self.module = importlib.import_module("program")
+            for op in self.module.ops:
+                op(1)
+        return [op.tuning_count for op in self.module.ops]
+
+    def fingerprints(self) -> list[dict]:
+        files = (self._folder / "triton_dist" / "autotune").glob("*/*.json")
+        return [json.loads(file.read_text())["fingerprint"] for file in files]
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Program(tmp_path)
+    sys.modules.pop("program", None)
+
+
+SEVERAL = {
+    "functions of a factory": """
+        def make(scale):
+            def op(x, n): return x * scale
+            return tuned(op)
+        ops = [make(2.0), make(3.0), make(4.0)]
+    """,
+    "a factory that binds a function": """
+        def make(inner):
+            def op(x, n): return inner(x)
+            return tuned(op)
+        def add(k): return lambda x: x + k
+        ops = [make(add(1)), make(add(2)), make(abs)]
+    """,
+    "a factory with options in a dict": """
+        def make(options):
+            def op(x, n): return options["scale"] * x
+            return tuned(op)
+        ops = [make({"scale": 2}), make({"scale": 3})]
+    """,
+    "a factory with a default": """
+        def make(scale):
+            def op(x, n, s=scale): return x * s
+            return tuned(op)
+        ops = [make(2), make(3)]
+    """,
+    "two definitions of one name": """
+        def make(fast):
+            if fast:
+                def op(x, n): return x
+            else:
+                def op(x, n): return x * x
+            return tuned(op)
+        ops = [make(True), make(False)]
+    """,
+    "lambdas": "ops = [tuned(lambda x, n: x + 1), tuned(lambda x, n: x + 2)]",
+    "partials": """
+        def impl(size, x, n): return x + size
+        ops = [tuned(functools.partial(impl, 64)), tuned(functools.partial(impl, 128))]
+    """,
+    "callable objects": """
+        class Scale:
+            def __init__(self, factor): self.factor = factor
+            def __call__(self, x, n): return x * self.factor
+        ops = [tuned(Scale(2)), tuned(Scale(3))]
+    """,
+    "bound methods": """
+        class Scale:
+            def __init__(self, factor): self.factor = factor
+            def run(self, x, n): return x * self.factor
+        ops = [tuned(Scale(2).run), tuned(Scale(3).run)]
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_functions_of_one_name_keep_a_record_each(program, kind):
+    first = program.start(SEVERAL[kind])
+    assert first == [1] * len(first)
+    for _ in range(2):
+        assert program.start(SEVERAL[kind]) == [0] * len(first)
+
+
+CHANGED = {
+    "an argument of a partial": """
+def impl(k, x, n): pass
+ops = [tuned(functools.partial(impl, {}))]
+""",
+    "a keyword of a partial prune_fn": """
+def keep(config, x, limit): return config["n"] <= limit
+ops = [tuned(lambda x, n: x, prune_fn=functools.partial(keep, limit={} + 5))]
+""",
+    "the state of a prune_fn": """
+class Keep:
+    def __init__(self, limit): self.limit = limit
+    def __call__(self, config, x): return config["n"] <= self.limit
+ops = [tuned(lambda x, n: x, prune_fn=Keep({} + 5))]
+""",
+    "a literal": "SIZE = {}\ndef op(x, n): return x * SIZE\nops = [tuned(op)]",
+    "an expression of literals": """
+A = {}
+SIZE = 2 * A
+def op(x, n): return SIZE
+ops = [tuned(op)]
+""",
+    "a marked constant": """
+SIZE = tune.constant(int(os.environ["SIZE"]) * {})
+def op(x, n): return SIZE
+ops = [tuned(op)]
+""",
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_changed_constant_tunes_again(program, kind):
+    assert program.start(CHANGED[kind].format(1), SIZE="7") == [1]
+    assert program.start(CHANGED[kind].format(1), SIZE="7") == [0]
+    assert program.start(CHANGED[kind].format(2), SIZE="7") == [1]
+
+
+def test_a_literal_that_the_environment_chooses_counts_and_so_does_a_marked_value(program):
+    body = """
+        SIZE = 64
+        if os.environ.get("BIG"): SIZE = 128
+        MODE = tune.constant(os.environ.get("MODE", ""))
+        def op(x, n): return SIZE, MODE
+        ops = [tuned(op)]
+    """
+    assert program.start(body) == [1]
+    assert program.start(body, BIG="1") == [1]
+    assert program.start(body, MODE="a") == [1]
+
+
+COMPUTED = {
+    "a rank": "RANK = int(os.environ['RANK'])",
+    "a time": "RANK = time.time()",
+    "a choice by a time": "RANK = 1 if time.time() > 0 else 2.5",
+    "what main sets": "RANK = -1\ndef main():\n    global RANK\n    RANK = time.time()\nmain()",
+    "a handle": "import threading\nRANK = threading.Lock()",
+    "a device index": "import torch\nRANK = torch.device('cuda', int(os.environ['RANK']))",
+    "a class attribute": "class Job:\n    RANK = int(os.environ['RANK'])\nRANK = Job.RANK",
+    "a loop's": "for RANK in (float(os.environ['RANK']), time.time()): pass",
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_global_that_is_computed_does_not_count_and_is_listed(program, kind):
+    body = COMPUTED[kind] + "\ndef helper(): return RANK\ndef op(x, n): return helper()\n"
+    body += "ops = [tuned(op)]"
+    assert program.start(body, RANK="0") == [1]
+    assert program.start(body, RANK="1") == [0]
+    (fingerprint,) = program.fingerprints()
+    if kind not in ("a handle", "a device index"):
+        assert fingerprint["uncounted"]["RANK"] == "it is computed when the program runs"
+
+
+CHANGING = """
+def make(begin):
+    def op(x, n): return begin
+    return tuned(op{})
+ops = [make(time.time())]
+"""
+
+
+def test_what_is_bound_anew_at_each_start_is_said_once_and_can_be_ignored(program):
+    assert program.start(CHANGING.format("")) == [1]
+    with pytest.warns(TuningWarning, match=r"tuned again, because of constant: op\.begin was 1"):
+        assert program.start(CHANGING.format(""), late=True) == [1]
+    ignoring = CHANGING.format(", ignore=('begin',)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program.start(ignoring, late=True)
+        assert program.start(ignoring, late=True) == [0]
+    assert {"op.begin": "ignored"} in [each.get("uncounted") for each in program.fingerprints()]
+
+
+def test_what_a_function_changes_itself_is_no_part_of_it(program):
+    body = """
+        class Keep:
+            def __init__(self): self.asked = 0
+            def __call__(self, config, x):
+                self.asked += 1
+                return True
+        def make():
+            seen, count = [], 0
+            def op(x, n):
+                nonlocal count
+                count += 1
+                seen.append(x)
+                return x
+            return tuned(op, prune_fn=Keep())
+        ops = [make()]
+        ops[0](2)
+    """
+    assert program.start(body) == [2]
+    reordered = body.replace("ops[0](2)", "ops[0](1); ops[0](2)")
+    assert program.start(reordered) == [0]
+
+
+def test_a_function_of_an_earlier_start_is_no_reason_to_warn(program):
+    """A factory that makes one more function, once the others were found."""
+    body = SEVERAL["functions of a factory"]
+    program.start(body)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counts = program.start(body.replace("make(4.0)]", "make(4.0), make(5.0)]"), late=True)
+    assert counts == [0, 0, 0, 1]
+
+
+def impl(size, x, n):
+    """Adds."""
+    return x + size
+
+
+class Ops:
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)
+    @staticmethod
+    def inner_static(x, n):
+        return x, n
+
+    @staticmethod
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)
+    def outer_static(x, n):
+        return x, n
+
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda cls, x: x)
+    @classmethod
+    def inner_class(cls, x, n):
+        return cls, x
+
+    @classmethod
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda cls, x: x)
+    def outer_class(cls, x, n):
+        return cls, x
+
+
+tuned_partial = autotune([{"n": 1}], key_fn=lambda x: x)(functools.partial(impl, 64))
+
+
+def test_a_tuned_partial_is_a_function_to_its_users():
+    assert (tuned_partial.__name__, tuned_partial.__doc__) == ("impl", "Adds.")
+    assert pickle.loads(pickle.dumps(tuned_partial)) is tuned_partial
+    assert functools.wraps(tuned_partial)(lambda x: x).__name__ == "impl"
+    with pytest.raises(pickle.PicklingError, match="no global of any module"):
+        pickle.dumps(autotune([{"n": 1}], key_fn=lambda x: x)(functools.partial(impl, 1)))
+    assert tuned_partial(1) == 65
+
+
+@pytest.mark.parametrize("holder", [Ops, Ops()])
+def test_static_and_class_methods_work_in_both_orders(holder):
+    assert holder.inner_static(3)[0] == holder.outer_static(3)[0] == 3
+    assert holder.inner_class(3) == holder.outer_class(3) == (Ops, 3)
+    assert isinstance(Ops.inner_static, AutoTuner)
+
+
+async def coroutine(x, n): ...
+
+
+async def async_generator(x, n):
+    yield x
+
+
+def generator(x, n):
+    yield x
+
+
+class Generator:
+    def __call__(self, x, n):
+        yield x
+
+
+def takes_the_tuners_name(x, n, autotune=True): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (coroutine, "not a coroutine function"),
+        (async_generator, "not a coroutine function"),
+        (generator, "not a generator function"),
+        (functools.partial(generator, 1), "not a generator function"),
+        (Generator(), "not a generator function"),
+        (takes_the_tuners_name, "other parameter names than autotune"),
+        (5, "expected a function"),
+        (Ops, "expected a function"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_where_it_is_decorated(function, said):
+    with pytest.raises(InvalidArgument, match=said):
+        autotune([{"n": 1}], key_fn=lambda x: x)(function)
+
+
+def test_a_triton_kernel_and_no_space_are_refused_with_what_to_do():
+    import triton
+
+    with pytest.raises(InvalidArgument, match="a function that launches the kernel"):
+        autotune([{"n": 1}], key_fn=lambda x: x)(triton.jit(impl))
+    with pytest.raises(InvalidArgument, match="config_space"):
+        autotune(None, key_fn=lambda x: x)
+    with pytest.raises(InvalidArgument, match="a parameter of the function: size, x, n"):
+        autotune([{"n": 1}], key_fn=lambda x: x, restore="y")(impl)
+
+
+def fake(values):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return values(torch.ones(4, 4))
+
+
+def meta(values):
+    return values(torch.ones(4, 4, device="meta"))
+
+
+def exported(values):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return values(x)
+
+    return torch.export.export(Module(), (torch.ones(4, 4),), strict=False)
+
+
+def made_fx(values):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda x: values(x))(torch.ones(4, 4))
+
+
+def traced(values):
+    return torch.jit.trace(values, (torch.ones(4, 4),), check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("tracer", [fake, meta, exported, made_fx, traced])
+def test_a_call_that_computes_nothing_gets_the_default_and_keeps_nothing(tracer, tmp_path):
+    called = []
+
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: tuple(x.shape))
+    def op(x, n):
+        called.append(n)
+        return x * n
+
+    with pytest.warns(TuningWarning, match="cannot be while it is traced"):
+        tracer(op)
+    assert (op.tuning_count, set(called)) == (0, {1})
+    assert not list(tmp_path.rglob("*.json"))
+    op(torch.ones(4, 4))
+    assert op.tuning_count == 1
+
+
+def test_a_whole_run_can_go_without_tuning(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "0")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    op = autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)(lambda x, n: n)
+    assert (op(7), op.tuning_count) == (1, 0)
+    monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "1")
+    op(7)
+    assert op.tuning_count == 1
+
+
+def test_arguments_that_the_function_changes_are_restored():
+    seen = []
+
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x, state: 1, restore=("x", "state"))
+    def op(x, state, n):
+        seen.append((float(x[0]), float(state["sum"])))
+        x += 1
+        state["sum"] += x.sum()
+        return x
+
+    x, state = torch.zeros(2), {"sum": torch.zeros(())}
+    result = op(x, state)
+    assert set(seen) == {(0.0, 0.0)}
+    assert len(seen) > 4
+    assert result is x
+    assert (x.tolist(), float(state["sum"])) == ([1.0, 1.0], 2.0)
+    with pytest.raises(InvalidArgument, match="restore: argument x"):
+        autotune([{"n": 1}], key_fn=lambda x: x, restore="x")(lambda x, n: x)(3)
