@@ -90,13 +90,13 @@ class Mailbox:
         seconds: float,
         left: str,
         remind: Callable[[list[int], float], object],
-        patience: float,
+        patience: Callable[[], float],
     ) -> list[Any]:
         """The entries of these ranks, waiting for those that are not there yet.
 
         Args:
-            seconds: how long. Time in which this process or one that is waited for is stopped does
-                not count, up to ``patience`` seconds of it.
+            seconds: how long. Time in which this process is stopped does not count, nor that in
+                which one is that is waited for, up to ``patience()`` seconds.
             left: name under which a rank says that it does not come.
             remind: called now and then with the ranks that are missing, and for how long.
 
@@ -106,7 +106,7 @@ class Mailbox:
         client = self._client()
         wanted = list(names.values())
         begin = last = time.monotonic()
-        due, latest = begin + seconds, begin + seconds + patience
+        due, stops = begin + seconds, 0.0  # the latter: how long some other was stopped
         looked, look = begin, min(due, begin + _PATIENCE_SECONDS)
         # Polled, and not by the store's own wait: that one cannot be interrupted, does not see that
         # a rank is gone, and logs two warnings each time it ends in vain.
@@ -114,7 +114,6 @@ class Mailbox:
             now = time.monotonic()
             if now - last > _PAUSE_SECONDS:
                 due += now - last
-                latest += now - last
             last = now
             if now >= look:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
@@ -122,8 +121,9 @@ class Mailbox:
                 gone, stopped = self._gone(missing)
                 if missing and (word or gone):
                     raise Absent(missing, word, gone, now - begin)
-                if stopped:
-                    due = min(due + now - looked, latest)
+                if stopped and stops < patience():
+                    stops += now - looked
+                    due += now - looked
                 if missing and now >= due:
                     raise Absent(missing, None, stopped, now - begin)
                 remind(missing, now - begin)

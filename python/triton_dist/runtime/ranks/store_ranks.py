@@ -257,7 +257,7 @@ class StoreRanks:
         self, step: int, phase: str, ranks: Sequence[int], seconds: float
     ) -> list[tuple[str, Any]]:
         names = {rank: self._name(step, rank) for rank in ranks}
-        left, patience = f"{self._topic}left", self.meeting_seconds()
+        left = f"{self._topic}left"
 
         def remind(missing: list[int], waited: float) -> None:
             if waited >= _REMIND_SECONDS and not self._reminded:
@@ -265,7 +265,7 @@ class StoreRanks:
                 self._remind(phase, missing, waited)
 
         with self._reachable(phase):
-            return self._mailbox.take(names, seconds, left, remind, patience)
+            return self._mailbox.take(names, seconds, left, remind, self.meeting_seconds)
 
     def _remind(self, phase: str, missing: Sequence[int], waited: float) -> None:
         about = f"{self._function}, " if self._function else ""
