@@ -82,7 +82,12 @@ class WaitTimeout(TritonDistError, TimeoutError):
 
 
 class RankTimeout(TritonDistError, TimeoutError):
-    """Some rank did not arrive at a step that all ranks of the group take together."""
+    """Some rank did not arrive at a step that all ranks of the group take together.
+
+    Ranks are those of the world, also in ``missing``, ``because`` (why a rank does not come, as far
+    as it is known) and ``refusals`` (ranks whose own call raised before they said a word, with what
+    it raised).
+    """
 
     def __init__(
         self,
@@ -92,9 +97,11 @@ class RankTimeout(TritonDistError, TimeoutError):
         missing: Iterable[int],
         seconds: float,
         because: Mapping[int, str] | None = None,
+        refusals: Mapping[int, str] | None = None,
     ) -> None:
         self.rank, self.phase, self.missing = rank, phase, tuple(missing)
         self.seconds, self.because = seconds, dict(because or {})
+        self.refusals = dict(refusals or {})
         super().__init__(
             f"rank {rank}: {phase}: {_absence(self.missing, seconds, self.because)}. "
             "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit."
@@ -104,7 +111,10 @@ class RankTimeout(TritonDistError, TimeoutError):
 def _absence(missing: Iterable[int], seconds: float, because: Mapping[int, str]) -> str:
     """Who did not come, and what is known of them."""
     late = ", ".join(map(str, missing)) or "unknown"
-    known = "; ".join(f"rank {rank} {reason}" for rank, reason in because.items())
+    known = "; ".join(
+        f"rank {rank}{reason if reason.startswith(',') else f' {reason}'}"
+        for rank, reason in because.items()
+    )
     return f"rank(s) {late} did not arrive within {seconds:.1f} s: " + (
         known or "they failed, or are still in other code; their own log says why"
     )
@@ -115,7 +125,7 @@ class TuningTimeout(RankTimeout):
 
     Raised on every rank that is in the tuner's code; a rank that is stuck in the tuned function is
     ended by its watchdog with the same sentence and exit status :data:`WATCHDOG_EXIT_STATUS`.
-    ``summary`` is the message without what to do.
+    ``summary`` is the message without what to do. Ranks are those of the world.
     """
 
     def __init__(
@@ -129,17 +139,23 @@ class TuningTimeout(RankTimeout):
         seconds: float,
         because: Mapping[int, str] | None = None,
         remark: str = "",
+        is_meeting: bool = False,
     ) -> None:
         self.rank, self.function, self.phase, self.config = rank, function, phase, config
         self.missing, self.seconds, self.because = tuple(missing), seconds, dict(because or {})
+        self.refusals: dict[int, str] = {}
         what = f"{phase} of config {config}" if config is not None else phase
         absence = _absence(self.missing, seconds, self.because)
         self.summary = f"rank {rank}: tuning of {function}, {what}: {absence}"
-        super(RankTimeout, self).__init__(
-            f"{self.summary}. {remark}{' ' if remark else ''}"
-            "What was measured is kept: start again and the tuning goes on. "
+        advice = (
+            "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT sets the limit."
+            if is_meeting
+            else "What was measured is kept: start again and the tuning goes on. "
             "TRITON_DIST_AUTOTUNE_TIMEOUT sets the limit, TRITON_DIST_COMPILE_TIMEOUT that of "
             "prepare_fn."
+        )
+        super(RankTimeout, self).__init__(
+            f"{self.summary}. {remark}{' ' if remark else ''}{advice}"
         )
 
 
@@ -148,7 +164,8 @@ WATCHDOG_EXIT_STATUS = 86
 
 
 class RankDisagreement(TritonDistError, RuntimeError):
-    """Ranks that must act alike came with different values."""
+    """Ranks that must act alike came with different values; ``by_rank`` has the ranks of the
+    world."""
 
     def __init__(
         self,

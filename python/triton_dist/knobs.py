@@ -161,6 +161,14 @@ autotune_timeout = seconds(
     "Longest time that one step of a candidate may take, and that a rank waits for the others at "
     "it.",
 )
+autotune_meeting_timeout: Knob[float | None] = Knob(
+    "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT",
+    None,
+    _positive,
+    "a positive number of seconds",
+    "Longest time that a rank waits for the others at the first call of a key, before anything is "
+    "tried; default: as long as the process group's own collectives do.",
+)
 compile_timeout = seconds(
     "TRITON_DIST_COMPILE_TIMEOUT",
     300.0,

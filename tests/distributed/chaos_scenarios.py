@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +32,7 @@ from tests.distributed.chaos_rank import (
     is_victim,
     tuner,
 )
-from tests.distributed.chaos_start import TIMEOUT
+from tests.distributed.chaos_start import GRACE, TIMEOUT
 from triton_dist._tuning.store import file, journal
 from triton_dist.errors import RankDisagreement
 
@@ -288,6 +290,72 @@ def scope_rank_beside_a_world(me: Me) -> int:
     return chosen(scope="rank") if is_victim() else 1
 
 
+@scenario("RankDisagreement", "KeyError", says=("rank {victim}: KeyError: 9",), quick=True)
+def key_fn_raises_where_the_other_has_a_hit(me: Me) -> int:
+    """The victim learns it at once, and nobody else; then all come to another key, and the victim
+    fails there."""
+    op = tuner(key_fn=lambda x: {7: 7}[x] if is_victim() else min(x, 8))
+    assert op(7) == 1
+    begin = time.monotonic()
+    if is_victim():
+        try:
+            op(6)
+        except KeyError:
+            assert time.monotonic() - begin < TIMEOUT / 2
+    else:
+        op(7)
+    return int(op(9))
+
+
+@scenario(1, quick=True)
+def elastic_restart(me: Me) -> int:
+    """The world is left and entered again, by a victim that was replaced and knows nothing."""
+    op = tuner()
+    op(7)
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(me.folder / "again"), me.size)
+    dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size)
+    if is_victim():
+        op.clear()
+    result: int = op(7)
+    assert op(8) == op(9) == 1
+    dist.barrier()  # who is done first would tear the connections of the others
+    return result
+
+
+@scenario(1)
+def rank_is_later_than_a_step_may_take(me: Me) -> int:
+    """As one that saves a checkpoint: the first meeting has a limit of its own."""
+    os.environ["TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT"] = str(10 * TIMEOUT)
+    if is_victim():
+        time.sleep(1.5 * TIMEOUT)
+    return chosen()
+
+
+@scenario(1, quick=True)
+def child_is_forked_beside_a_tuning(me: Me) -> int:
+    """As by a data loader: its own first tuned call works, alone."""
+    op, children = tuner(lambda n: children.append(fork_beside(op)) if not children else None), []
+    result: int = op(7)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0]
+    return result
+
+
+def fork_beside(op: Any) -> int:
+    """From another thread than the one that holds all locks."""
+
+    def fork() -> int:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(TIMEOUT) + 5)  # ends a child that hangs
+            os._exit(0 if op(3) == 1 else 1)
+        return child
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(fork).result()
+
+
 # Failures.
 
 
@@ -423,6 +491,23 @@ def peer_of_a_collective_failed(me: Me) -> int:
                 fail()
             dist.barrier()
 
+    return chosen(run)
+
+
+@scenario(1, quick=True)
+def process_is_stopped(me: Me) -> int:
+    """For longer than a step may take, in the user's code: no config is to blame. The others wait
+    for as long as they would at a meeting."""
+    os.environ["TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT"] = str(10 * TIMEOUT)
+
+    def run(n: int) -> None:
+        if n == 1 and is_victim() and not stopped:
+            stopped.append(n)
+            again = f"sleep {TIMEOUT + GRACE + 2}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", again])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    stopped: list[int] = []
     return chosen(run)
 
 

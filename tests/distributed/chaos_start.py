@@ -40,6 +40,7 @@ def start(
         "CHAOS_VICTIM": str(victim),
         "TRITON_DIST_CACHE_DIR": str(folder / "cache"),
         "TRITON_DIST_AUTOTUNE_TIMEOUT": str(seconds),
+        "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": str(seconds),
         "TRITON_DIST_COMPILE_TIMEOUT": str(seconds),
         "TRITON_DIST_AUTOTUNE_GRACE": str(GRACE),
     }

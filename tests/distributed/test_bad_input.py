@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import bad_input_ranks
 from tests.distributed.bad_input_ranks import BAD_CALLS, COLUMNS, ROWS, K, bad_contexts
 
-LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "2", "TRITON_DIST_AUTOTUNE_TIMEOUT": "1"}
+LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "2"}
 
 MESSAGES = {
     "A.dtype": "torch.bfloat16, expected the context's torch.float16",
@@ -63,9 +63,7 @@ def test_a_bad_context_names_the_argument(spawn_ranks):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_rank_that_differs_is_an_error_on_all(spawn_ranks, world_size):
-    # Four ranks on two cores read the sources of a function in more than a second.
-    limits = LIMITS | {"TRITON_DIST_AUTOTUNE_TIMEOUT": "10"}
-    by_rank = spawn_ranks(world_size, bad_input_ranks.one_rank_differs, env=limits)
+    by_rank = spawn_ranks(world_size, bad_input_ranks.one_rank_differs, env=LIMITS)
     for rank, seen in enumerate(by_rank):
         max_m, k, dtype, a_dtype, rows, layout, local_copy = seen
         own_fault = "InvalidArgument" if rank == 1 else "RankDisagreement"
@@ -79,7 +77,8 @@ def test_one_rank_that_differs_is_an_error_on_all(spawn_ranks, world_size):
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(spawn_ranks):
-    first, _ = spawn_ranks(2, bad_input_ranks.one_rank_does_not_come, env=LIMITS)
+    limits = LIMITS | {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "1"}
+    first, _ = spawn_ranks(2, bad_input_ranks.one_rank_does_not_come, env=limits)
     assert 0.9 < first < 20  # and not the minute that there is by default
 
 

@@ -93,7 +93,7 @@ def test_an_exception_on_one_rank_ends_the_tuning_on_all(spawn_ranks):
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
-    env = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "0.5", "TRITON_DIST_COMPILE_TIMEOUT": "0.5"}
+    env = {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "0.5"}
     waited, _ = spawn_ranks(2, ops.only_rank_0_calls, env=env, timeout=30)
     assert "Timeout: rank 0: " in waited
     assert "launch of tests.contextual.kernels.scale_kernel" in waited

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from triton_dist.errors import InvalidArgument, RankDisagreement, RankTimeout
+from tests.runtime import group_ranks
+from triton_dist.errors import InvalidArgument, RankDisagreement, RanksFailed, RankTimeout
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
 
 SHORT = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "1"}
@@ -239,3 +240,33 @@ def test_alone_every_word_is_answered_here():
 def test_an_unknown_scope_is_refused():
     with pytest.raises(InvalidArgument, match="scope is 'host', expected 'world' or 'rank'"):
         group_for(scope="host")
+
+
+def test_a_mesh_is_a_group_and_other_values_are_refused(spawn_ranks):
+    expected = "a process group that this rank belongs to, a 1-D DeviceMesh of one, or None"
+    for gathered, size, same, shared, *errors in spawn_ranks(
+        2, group_ranks.meshes_and_other_values
+    ):
+        assert (gathered, size, same, shared) == ([0, 1], 2, True, 2)
+        assert len(errors) == 4
+        assert all(error.startswith("group_for: group is ") for error in errors)
+        assert all(error.endswith(f"expected {expected}") for error in errors)
+
+
+def test_a_world_that_is_initialised_anew_is_another_group(spawn_ranks):
+    worlds = spawn_ranks(2, group_ranks.a_world_after_another)
+    assert worlds == [[True, False, True, False]] * 2
+
+
+def test_a_store_that_ended_with_rank_0_is_said(spawn_ranks):
+    with pytest.raises(RanksFailed) as failed:
+        spawn_ranks(2, group_ranks.the_store_ends_with_rank_0)
+    message = failed.value.by_rank[1].message
+    assert "rank(s) 0 did not arrive" in message
+    assert "rank 0, which serves the store, ended or cannot be reached (" in message
+    assert "\n" not in message  # frames of C++
+
+
+def test_groups_without_other_ranks():
+    assert group_ranks.fake_backend()
+    assert group_ranks.store_in_python() == [7]

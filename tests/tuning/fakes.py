@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, Parts
+from triton_dist._tuning.engine.parts import Hooks, Parts, Surroundings
 from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.search import Exhaustive
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy
-from triton_dist.errors import RankTimeout
+from triton_dist.runtime.ranks import StoreRanks
 
 SECONDS = 5.0
 NOWHERE = Path("/dev/null/nowhere")
@@ -84,78 +85,36 @@ class FakeTimer:
         return self._end - self._begin
 
 
-class Board:
-    """Where thread ranks leave their words for one another."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.words: dict[int, dict[int, bytes]] = {}
-        self.left: dict[int, str] = {}
-        self.changed = threading.Condition()
-
-
-class ThreadRank:
+class ThreadRank(StoreRanks):
     """One rank of a group whose ranks are threads. ``phases`` lists the words that it said."""
 
-    def __init__(self, board: Board, rank: int, seconds: float = SECONDS) -> None:
-        self._board, self.rank, self.size = board, rank, board.size
-        self.is_leader = rank == 0
+    def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
+        super().__init__(store, rank, size)
         self.seconds = seconds
         self.phases: list[str] = []
 
     def facts(self) -> Mapping[str, str]:
         return {"world_size": str(self.size)}
 
-    def converse(self) -> ThreadRank:
-        return self
+    def meeting_seconds(self) -> float:
+        return self.seconds
 
-    def leave(self, reason: str) -> None:
-        with self._board.changed:
-            self._board.left[self.rank] = f"left: {reason}"
-            self._board.changed.notify_all()
+    def meet(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
+        self.phases.append(phase)
+        return super().meet(phase, value, seconds)
 
     def gather(self, phase: str, value: Any, seconds: float | None = None) -> list[Any]:
-        step = len(self.phases)
         self.phases.append(phase)
-        board = self._board
-        with board.changed:
-            words = board.words.setdefault(step, {})
-            words[self.rank] = pickle.dumps(value)
-            board.changed.notify_all()
-            board.changed.wait_for(lambda: len(words) == self.size or board.left, self.seconds)
-            missing = sorted(set(range(self.size)) - words.keys())
-            if missing:
-                raise RankTimeout(
-                    rank=self.rank, phase=phase, missing=missing, seconds=0.0, because=board.left
-                )
-        return [pickle.loads(words[rank]) for rank in range(self.size)]
+        return super().gather(phase, value, seconds)
 
     def decide(self, phase: str, value: Any, seconds: float | None = None) -> Any:
-        return self.gather(phase, value)[0]
-
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        return all(self.gather(phase, flag))
-
-    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
-        return [max(column) for column in zip(*self.gather(phase, list(values)), strict=True)]
-
-    def barrier(self, phase: str, seconds: float | None = None) -> None:
-        self.gather(phase, None)
-
-    def align(
-        self,
-        phase: str = "align",
-        seconds: float | None = None,
-        hold: Callable[[], object] | None = None,
-    ) -> None:
-        self.gather(phase, None)
-        if hold is not None:
-            hold()
+        self.phases.append(phase)
+        return super().decide(phase, value, seconds)
 
 
 def thread_ranks(size: int, seconds: float = SECONDS) -> list[ThreadRank]:
-    board = Board(size)
-    return [ThreadRank(board, rank, seconds) for rank in range(size)]
+    store = dist.HashStore()
+    return [ThreadRank(store, rank, size, seconds) for rank in range(size)]
 
 
 def in_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -223,6 +182,7 @@ class Rank:
             self.hooks,
             lambda group, verbose: self.parts(memory),
             memory.clear,
+            Surroundings(lambda group: self.ranks),
         )
 
     def parts(self, memory: MemoryStore) -> Parts:

@@ -59,8 +59,6 @@ def test_one_rank_is_enough_and_is_named(frozen):
     ranks[frozen].frozen = False
     for rank in ranks:
         rank.ranks.phases.clear()
-        rank.ranks._board.words.clear()
-        rank.ranks._board.left.clear()
     assert together(ranks) == [(1, {"n": 1})] * 2
 
 

@@ -252,8 +252,8 @@ def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
     (tmp_path / "walk.fake.json").write_text("damaged")
     reads = []
     read_text = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda p, **o: reads.append(p) or read_text(p, **o))
     rank = one(tmp_path)
+    monkeypatch.setattr(Path, "read_text", lambda p, **o: reads.append(p) or read_text(p, **o))
     assert reads == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

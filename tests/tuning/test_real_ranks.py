@@ -41,7 +41,7 @@ def test_an_invalid_key_on_one_rank_is_an_error_on_both(spawn_ranks):
 
 
 def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
-    env = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "0.5"}
+    env = {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "0.5"}
     waited, _ = spawn_ranks(2, ops.only_rank_0_calls, env=env, timeout=30)
     assert waited.startswith("TuningTimeout: rank 0: tuning of tests.tuning.ops.collective, first")
     assert "rank(s) 1 did not arrive" in waited

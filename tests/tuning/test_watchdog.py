@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 
@@ -151,3 +153,34 @@ def test_one_thread_watches_all_and_the_first_watch_starts_it(ended, reports):
         with dog.watching(LONG, LONG, reports.report, reports.tell) as watch:
             watch.begin()
         assert dogs() == before + 1
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(ended, reports, monkeypatch):
+    """All its threads stop, the watchdog too, and the clock goes on."""
+    monkeypatch.setattr(module, "_LATE_SECONDS", 0.3)
+    dog = Watchdog()
+    with dog.watching(1.0, LONG, reports.report, reports.tell) as watch:
+        watch.begin()
+        with subprocess.Popen(
+            ["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 2; kill -CONT {os.getpid()}"]
+        ):
+            pass
+        time.sleep(0.3)
+        assert not watch.overdue
+        watch.end()
+    assert not reports.reported.is_set()
+
+
+def test_a_child_that_is_forked_in_the_middle_of_a_watch_is_not_watched(ended, reports):
+    dog = module.watchdog
+    with dog.watching(LONG, LONG, reports.report, reports.tell) as watch:
+        watch.begin()
+        dog._changed.acquire()
+        try:
+            child = os.fork()
+            if child == 0:
+                with dog.watching(LONG, LONG, reports.report, reports.tell):  # does not hang
+                    os._exit(len(dog._watches) - 1)
+        finally:
+            dog._changed.release()
+        assert os.waitpid(child, 0)[1] == 0

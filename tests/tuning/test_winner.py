@@ -101,3 +101,8 @@ def test_units_and_the_order_of_samples_do_not_matter(tried, zone):
 
 def _all_samples(tried):
     return [s for each in tried if isinstance(each, Measurement) for s in each.samples]
+
+
+def test_a_clock_that_runs_backwards_still_has_a_winner():
+    outcomes = [Measurement((value,) * 3, 0, "none") for value in (-1.0, -5.0, 2.0)]
+    assert winner(outcomes, 0.01) == 1

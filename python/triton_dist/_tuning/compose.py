@@ -158,6 +158,7 @@ def autotune(
 
     hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore)
     surroundings = Surroundings(
+        functools.partial(group_for, scope=scope),
         default_group if scope == "world" else NoGroup,
         is_traced,
         lambda: not knobs.autotune.get(),
@@ -249,7 +250,7 @@ class _Composer:
             seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
             grace=knobs.autotune_grace.get(),
-            log=lambda key: FileLog(files.path(key), ranks.rank),
+            log=lambda key: FileLog(files.path(key), int(ranks.named(ranks.rank))),
             compiler=CompilePool if device.name == "cuda" else None,
             journal=functools.partial(journal_of, files),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ from triton_dist.runtime.waits import bounded_waits, settling
 _interception = Interception(
     InheritedValue("triton_dist.contextual_autotune"), in_backward, is_traced
 )
+os.register_at_fork(after_in_child=_interception.forget)
 
 
 def contextual_autotune(
@@ -103,7 +105,7 @@ def contextual_autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "contextual_autotune")
         group = default_group if is_dist else NoGroup
-        return ContextualAutoTuner(fn, composer.compose, _interception, group)
+        return ContextualAutoTuner(fn, composer.compose, _interception, group, composer.ranks)
 
     return decorate
 
@@ -118,11 +120,14 @@ class _Composer:
     race: bool
     group: Any
 
+    def ranks(self) -> RankGroup:
+        return group_for(self.group, "world" if self.is_dist else "rank")
+
     def compose(self) -> ContextualParts:
         if is_interpreting():
             interpreter.install()  # kernels may all be of libraries, which know nothing of it
         device: Device = current_device()
-        ranks: RankGroup = group_for(self.group, "world" if self.is_dist else "rank")
+        ranks = self.ranks()
         seconds = knobs.autotune_timeout.get()
         policy = Policy(
             warmup=self.warmup,
@@ -130,8 +135,6 @@ class _Composer:
             timing="contextual",
             search="race" if self.race else "exhaustive",
         )
-        world = group_for()
-        rank = world.rank if world.size > 1 else knobs.rank.get()
         verbose = knobs.autotune_print.get() and ranks.is_leader
         folder = knobs.autotune_log_dir.get().expanduser()
         files = file_store(knobs.cache_dir.get())
@@ -143,7 +146,7 @@ class _Composer:
             plan=Race if self.race else InTurn,
             warmup=self.warmup,
             repeat=self.repeat,
-            log=StepLog(folder / f"rank-{rank}.log", prints=verbose),
+            log=StepLog(folder / f"rank-{int(ranks.named(ranks.rank))}.log", prints=verbose),
             # Ranks wait for one another for so long: a wait in a kernel must end before.
             quiet=functools.partial(bounded_waits, seconds / 2),
             settling=functools.partial(settling, device, seconds),

@@ -92,11 +92,27 @@ class RankGroup(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Size and placement of the group, as text; part of the fingerprint."""
 
-    def converse(self) -> RankGroup:
-        """The same ranks for one tuning: words of different conversations never meet."""
+    def named(self, rank: int) -> int:
+        """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
-    def leave(self, reason: str) -> None:
-        """Tell the others, without waiting for them, that this rank says no more words here."""
+    def converse(self, function: str = "", key: str = "", call: int = 0) -> RankGroup:
+        """The same ranks for one tuning: words of different conversations never meet.
+
+        ``function`` and ``key``: what it is about, for messages. ``call``: which one of the
+        function, since all ranks met in one; by that a rank knows whether another's error is of the
+        call that it is in.
+        """
+
+    def leave(self, reason: str, refused: bool = False) -> None:
+        """Tell the others, without waiting for them, that this rank says no more words here.
+        ``refused``: because its own call cannot be made."""
+
+    def note(self, function: str, text: str) -> None:
+        """Leave word, once for a text, that may explain to others why this rank does not come."""
+
+    def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+        """``gather`` as the first word of a conversation, which may wait for as long as collectives
+        do; ``RankTimeout`` as soon as it is known that a rank stays away."""
 
     def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -25,6 +26,10 @@ def hardware_of(device: Device, ranks: RankGroup) -> str:
     """The part of the hardware that results of other hardware are kept beside, not replaced by."""
     group = [f"{name} {value}" for name, value in sorted(ranks.facts().items())]
     return ", ".join([device.name, device.facts().get("gpu", "no gpu"), *group])
+
+
+# A thread of the parent may hold one, and there is none in the child of a fork to release it.
+os.register_at_fork(after_in_child=_gates.clear)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,6 +92,15 @@ def current_program() -> tuple[int, int, int]:
 
 
 _launching = threading.RLock()
+
+
+def _release() -> None:
+    """In the child of a fork: the thread that launches may be one of the parent."""
+    global _launching
+    _launching = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_release)
 
 
 class _Languages:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, process_group_of
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:
 def group_profile(
     name: str = "trace",
     do_prof: bool = True,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     folder: str | Path = "prof",
     *,
     merge_group: bool = True,
@@ -90,6 +91,7 @@ def group_profile(
     with torch.profiler.profile(acc_events=True) as profile:
         yield
         current_device().synchronize()
+    group = process_group_of(group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     parts, ending = Path(folder) / name, "json.gz" if compress else "json"
     parts.mkdir(parents=True, exist_ok=True)

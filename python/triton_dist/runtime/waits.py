@@ -8,6 +8,7 @@ the tuner has said that it will ``settle`` after each call, and does it itself o
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,7 +43,11 @@ def bounded_waits(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        _limits.remove(seconds)
+        if seconds in _limits:  # not so in a child that was forked here
+            _limits.remove(seconds)
+
+
+os.register_at_fork(after_in_child=_limits.clear)
 
 
 def limit_seconds() -> float | None:

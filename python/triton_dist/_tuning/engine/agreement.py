@@ -6,12 +6,12 @@ first use in a process, and later none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.engine.conversation import Conversation
 from triton_dist._tuning.values import Fingerprint, Key, agreed
-from triton_dist.errors import RankDisagreement, TuningTimeout
+from triton_dist.errors import RankDisagreement
 
 
 @dataclass(frozen=True)
@@ -33,48 +33,34 @@ class Arrival:
     """What one rank came with."""
 
     function: str
-    failure: str | None
-    """The exception that its ``key_fn`` raised; then what follows is ``None``."""
-    key: Key | None = None
-    details: str = ""
+    key: Key
+    details: str
     """Of its arguments, what must be the same besides the key."""
-    space: str | None = None
-    fingerprint: Fingerprint | None = None
-    verdict: Verdict | None = None
+    space: str
+    fingerprint: Fingerprint
+    verdict: Verdict
     is_leader: bool = False
     always_tune: bool = False
     frozen: bool = False
     capturing: bool = False
 
 
-def meet(ranks: Conversation, own: Arrival, failure: Exception | None) -> Meeting:
+def meet(ranks: Conversation, own: Arrival) -> Meeting:
     """Exchange arrivals, and go on only if all ranks came with the same.
 
     Raises:
-        Exception: ``failure``, on the rank that has one.
         TuningTimeout: a rank did not come.
-        RankDisagreement: on every other rank then, and on every rank if functions, keys, details,
-            config spaces or fingerprints differ; says which rank has what.
+        RankDisagreement: on every rank, if functions, keys, details, config spaces or fingerprints
+            differ, and on the others if the call of some rank was refused; says which rank has
+            what.
     """
-    try:
-        arrivals = ranks.gather("first call of a key", own)
-    except TuningTimeout as timeout:
-        if failure is not None:  # the others may be content, and wait for nobody
-            raise failure from timeout
-        raise
-    if failure is not None:
-        raise failure
-    _same("the function that is called", arrivals, lambda arrival: arrival.function)
-    if any(arrival.failure for arrival in arrivals):
-        raise RankDisagreement(
-            f"the arguments of {own.function}",
-            {rank: arrival.failure or "valid" for rank, arrival in enumerate(arrivals)},
-        )
-    _same(f"the key of {own.function}", arrivals, lambda arrival: _shown(arrival.key))
-    _same(f"the arguments of {own.function}", arrivals, lambda arrival: arrival.details)
-    _same(f"the config space of {own.function}", arrivals, lambda arrival: str(arrival.space))
-    fingerprint = same_fingerprint(own.function, [arrival.fingerprint for arrival in arrivals])
-    return Meeting(arrivals, fingerprint)
+    arrivals = ranks.meet("first call of a key", own)
+    _same(ranks, "the function that is called", [arrival.function for arrival in arrivals])
+    _same(ranks, f"the key of {own.function}", [_shown(arrival.key) for arrival in arrivals])
+    _same(ranks, f"the arguments of {own.function}", [arrival.details for arrival in arrivals])
+    _same(ranks, f"the config space of {own.function}", [arrival.space for arrival in arrivals])
+    fingerprints = [arrival.fingerprint for arrival in arrivals]
+    return Meeting(arrivals, same_fingerprint(ranks, own.function, fingerprints))
 
 
 class Meeting:
@@ -115,28 +101,29 @@ class Meeting:
         return len({verdict.record if verdict else None for verdict in self._verdicts}) == 1
 
 
-def _shown(key: Key | None) -> str:
-    return f"{key} on {key.hardware}" if key else "none"
+def _shown(key: Key) -> str:
+    return f"{key} on {key.hardware}"
 
 
-def _same(what: str, arrivals: Sequence[Arrival], value: Callable[[Arrival], str]) -> None:
-    by_rank = {rank: value(arrival) for rank, arrival in enumerate(arrivals)}
-    if len(set(by_rank.values())) > 1:
+def _same(ranks: Conversation, what: str, values: Sequence[str]) -> None:
+    if len(set(values)) > 1:
+        by_rank = {ranks.named(rank): value for rank, value in enumerate(values)}
         raise RankDisagreement(what, by_rank)
 
 
-def same_fingerprint(function: str, fingerprints: Sequence[Fingerprint | None]) -> Fingerprint:
+def same_fingerprint(
+    ranks: Conversation, function: str, fingerprints: Sequence[Fingerprint]
+) -> Fingerprint:
     """The one fingerprint of all ranks.
 
     Raises:
         RankDisagreement: they differ in what is no constant that a function binds. Ranks are
             compared with rank 0, field by field.
     """
-    common = agreed([each for each in fingerprints if each is not None])
-    first = common[0]
-    if any(each != first for each in common):
-        by_rank: dict[int, object] = {0: "(the others are compared with this)"}
-        for rank, each in enumerate(common[1:], start=1):
-            by_rank[rank] = "; ".join(first.diff(each)) or "the same"
+    first, *others = agreed(fingerprints)
+    if any(other != first for other in others):
+        by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
+        for rank, other in enumerate(others, start=1):
+            by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
         raise RankDisagreement(f"what a tuning of {function} depends on", by_rank)
     return first

@@ -179,7 +179,7 @@ class Attempts:
         except Exception as error:
             if self._ranks.lost is not None:
                 raise
-            own = failure_of(error, kind, self._ranks.rank)
+            own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
             self._ranks.remark = f"On this rank it failed: {own.message}."
         votes = self._ranks.gather(phase, _Vote(own, *(each.samples for each in of)), limit)
         self._ranks.remark = ""
@@ -286,7 +286,9 @@ class Attempts:
         except Exception as error:
             own = text_of(error)
         votes = self._ranks.gather(phase, own, self._parts.seconds)
-        causes = {rank: cause for rank, cause in enumerate(votes) if cause is not None}
+        causes = {
+            self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
+        }
         if causes:
             if self._ranks.is_leader:
                 self._ranks.quarantine(config, failure)

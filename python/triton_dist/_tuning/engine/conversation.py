@@ -27,14 +27,25 @@ class Conversation:
     Attributes:
         config: what is being tried; in the message when a rank does not come.
         clock: where the time went.
+        has_met: whether all ranks have come to the first word.
         remark: what this rank knows that may explain it, such as its own failure.
         quarantine: called with a config that must not be tried again.
         lost: the error that ended the conversation. Whoever catches exceptions of the user's
             function must let it pass: no vote can be held any more.
     """
 
-    def __init__(self, ranks: RankGroup, function: str, seconds: float, grace: float) -> None:
-        self._ranks = ranks.converse()
+    def __init__(
+        self,
+        ranks: RankGroup,
+        function: str,
+        seconds: float,
+        grace: float,
+        key: str = "",
+        call: int = 0,
+    ) -> None:
+        self._ranks = ranks.converse(function, key, call)
+        self.has_met = False
+        self._is_nested = watchdog.is_inside()
         self._function = function
         self._seconds, self._grace = seconds, grace
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
@@ -43,6 +54,22 @@ class Conversation:
         self.clock = Clock()
         self.quarantine: Callable[[Config, Failure], object] = lambda config, failure: None
         self.lost: Exception | None = None
+
+    def named(self, rank: int) -> int:
+        """The rank of the world, for messages, errors and records."""
+        return self._ranks.named(rank)
+
+    def meet(self, phase: str, value: T) -> list[T]:
+        """``gather``, as the first word. Inside the trial of another function it waits no longer
+        than a step may take: there the others can say, at the end of the step, that they failed.
+
+        Raises:
+            RankDisagreement: the call of some rank was refused.
+        """
+        limit = self._seconds if self._is_nested else None
+        values = self._say(phase, lambda: self._ranks.meet(self._full(phase), value, limit))
+        self.has_met = True
+        return values
 
     def decide(self, phase: str, value: T | None, after: float = 0.0) -> T:
         """``after``: how long the leader's own code or the user's may take before that."""
@@ -62,8 +89,10 @@ class Conversation:
         """Spare the others the wait for this rank, which goes away because of ``error``."""
         said = error.summary if isinstance(error, TuningTimeout) else error
         text = f"{type(error).__name__}: {said}"
+        told = isinstance(error, (RankTimeout, RankDisagreement))
+        refused = not self.has_met and isinstance(error, Exception) and not told
         with suppress(RankTimeout):
-            self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...")
+            self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
     @contextmanager
     def user_code(self, phase: str, seconds: float | None = None) -> Iterator[Watch]:
@@ -86,9 +115,10 @@ class Conversation:
     def stuck(self, phase: str, seconds: float, how: str) -> TuningTimeout:
         """This rank is, in ``phase``; what is to blame will not be tried again."""
         config = self.accused()
-        error = self._timeout(phase, config, [self.rank], seconds, {self.rank: how})
+        own = self.named(self.rank)
+        error = self._timeout(phase, config, [own], seconds, {own: how})
         if config is not None:
-            self.quarantine(config, Failure("timeout", error.summary, self.rank))
+            self.quarantine(config, Failure("timeout", error.summary, int(own)))
         return error
 
     def _say(self, phase: str, word: Callable[[], T]) -> T:
@@ -96,10 +126,16 @@ class Conversation:
             with self.clock.phase("agree"):
                 return word()
         except RankTimeout as late:
+            if late.refusals:
+                here = {self.named(r) for r in range(self.size)} - set(late.missing)
+                by_rank = {**dict.fromkeys(here, "valid"), **late.refusals}
+                what = f"the arguments of {self._function}"
+                self.lost = RankDisagreement(what, dict(sorted(by_rank.items())))
+                raise self.lost from None
             config = self.accused()
             error = self._timeout(phase, config, late.missing, late.seconds, late.because)
             if config is not None and late.missing and not late.because:
-                self.quarantine(config, Failure("timeout", error.summary, late.missing[0]))
+                self.quarantine(config, Failure("timeout", error.summary, int(late.missing[0])))
             self.lost = error
             raise error from None
         except RankDisagreement as error:
@@ -115,7 +151,7 @@ class Conversation:
         because: Mapping[int, str],
     ) -> TuningTimeout:
         return TuningTimeout(
-            rank=self.rank,
+            rank=self.named(self.rank),
             function=self._function,
             phase=phase,
             config=config,
@@ -123,6 +159,7 @@ class Conversation:
             seconds=seconds,
             because=because,
             remark=self.remark,
+            is_meeting=not self.has_met and config is None,
         )
 
     def _full(self, phase: str) -> str:

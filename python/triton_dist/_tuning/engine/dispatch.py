@@ -11,7 +11,8 @@ import inspect
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,12 @@ from triton_dist._tuning.values import (
     original,
     qualified_name,
 )
-from triton_dist.errors import CaptureInProgress, InvalidArgument, NoValidConfig
+from triton_dist.errors import (
+    CaptureInProgress,
+    InvalidArgument,
+    NoValidConfig,
+    TritonDistError,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class AutoTuner:
         hooks: Hooks,
         compose: Callable[[Any, bool], Parts],
         forget: Callable[[], None],
-        surroundings: Surroundings | None = None,
+        surroundings: Surroundings,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
     ) -> None:
         self.fn, self.config_space = fn, config_space
@@ -71,7 +77,7 @@ class AutoTuner:
         self.tuning_count = 0
         functools.update_wrapper(self, original(fn))
         self.__wrapped__ = fn
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
         self._first_call = self._surroundings.untraced(self._call_first)
@@ -83,6 +89,9 @@ class AutoTuner:
         self._world = self._default_group.WORLD
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
+        self._noted: set[tuple[int, str]] = set()
+        self._calls = 0
+        """Since all ranks met in one. Ranks that count alike know which call an error is of."""
         self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
@@ -103,9 +112,10 @@ class AutoTuner:
                     self._enter_world()
                 hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
                 arguments = hits.get(self.key_fn(*args, **kwargs))
-            except Exception:  # comes again, and to all ranks, in the first call
+            except Exception:  # comes again, and is told to all ranks, in the first call
                 arguments = None
             if arguments is not None:
+                self._calls += 1
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._first_call(args, kwargs, *options)
@@ -127,10 +137,10 @@ class AutoTuner:
             CaptureInProgress: and there is no record.
             TuningFrozen: the same while ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some rank.
         """
-        fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
         if self._surroundings.is_traced((args, kwargs)):
             raise CaptureInProgress(self._name, "cannot be tuned while it is traced")
-        record = self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).record
+        options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
+        record = self._choose(args, kwargs, *options).record
         if record is None:
             raise CaptureInProgress(self._name)
         return record
@@ -146,8 +156,8 @@ class AutoTuner:
         """The config that a call with these arguments uses; tunes if such a call would.
 
         Without the names whose values the caller gives."""
-        fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
-        return self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).config
+        options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
+        return self._choose(args, kwargs, *options).config
 
     def fingerprint(self) -> Fingerprint:
         """What a result that is found now would depend on: hardware, versions, ranks, source."""
@@ -176,14 +186,19 @@ class AutoTuner:
         allow_overwrite: bool,
     ) -> Any:
         """A call that is no hit."""
-        fixed = self._fixed(kwargs, allow_overwrite)
         surroundings = self._surroundings
         if not autotune or surroundings.is_off():
-            arguments = self._default().arguments()
+            with self._told(process_group):
+                self._fixed(kwargs, allow_overwrite)
+                arguments = self._default().arguments()
+            variable = "" if not autotune else ", set by TRITON_DIST_AUTOTUNE"
+            self._note(process_group, f"called it with autotune=False{variable}")
         elif surroundings.is_traced((args, kwargs)):
+            self._fixed(kwargs, allow_overwrite)
             arguments = self._untuned("while it is traced").arguments()
         else:
-            arguments = self._choose(args, kwargs, fixed, process_group, verbose).arguments
+            options = (process_group, verbose, allow_overwrite)
+            arguments = self._choose(args, kwargs, *options).arguments
         return self.fn(*args, **{**arguments, **kwargs})
 
     def _enter_world(self) -> None:
@@ -191,38 +206,41 @@ class AutoTuner:
         with it all others."""
         world = self._default_group.WORLD
         self._chosen, self._hits, self._group_hits = {}, {}, {}
+        self._noted, self._calls = set(), 0
         self._world = world
 
     def _choose(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        fixed: Config,
         process_group: Any,
         verbose: bool,
+        allow_overwrite: bool,
     ) -> Choice:
         """The choice for these arguments, made now if there is none. One thread at a time; the
         others find it made."""
-        space: ConfigSpace = (
-            self.config_space if not fixed else FixedSpace(self.config_space, fixed)
-        )
-        if fixed and not space.names:  # nothing is left to be chosen
-            return Choice(space[0], {}, None)
-        self._check_arguments(args, kwargs, self._default())
-        # key_fn need not know the tunable names; what is given for them is added to the key.
-        key = self._key(args, {name: kwargs[name] for name in kwargs if name not in fixed})
-        if fixed and not isinstance(key, Exception):
-            key = (key, f"with {fixed}", fixed.digest)
-        known = None if isinstance(key, Exception) else self._chosen.get((process_group, key))
-        if known is not None:
-            return known
-        parts = self._compose(process_group, verbose)
+        with self._told(process_group):
+            ranks = self._surroundings.ranks(process_group)
+            fixed = self._fixed(kwargs, allow_overwrite)
+            space: ConfigSpace = (
+                self.config_space if not fixed else FixedSpace(self.config_space, fixed)
+            )
+            if fixed and not space.names:  # nothing is left to be chosen
+                self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
+                return Choice(space[0], {}, None)
+            self._check_arguments(args, kwargs, self._default())
+            key = self._key(args, kwargs, fixed)
+            known = self._chosen.get((ranks, key))
+            if known is not None:
+                return known
+            parts = self._compose(process_group, verbose)
         with parts.gate:
-            known = None if isinstance(key, Exception) else self._chosen.get((parts.ranks, key))
+            known = self._chosen.get((ranks, key))
             if known is None:
-                known = self._resolve(parts, space, Call(args, kwargs, key))
+                known = self._resolve(parts, space, Call(args, kwargs, key, self._calls))
+                self._calls = 0
             if known.record is not None:
-                self._chosen[parts.ranks, key] = self._chosen[process_group, key] = known
+                self._chosen[ranks, key] = known
                 if not fixed:
                     group = self._group_hits.setdefault(process_group, {})
                     hits = self._hits if process_group is None else group
@@ -241,17 +259,39 @@ class AutoTuner:
             self._warnings.warn(resolution.advice, resolution.advice)
         return Choice(config, config.arguments(), record)
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``key_fn`` returns, or the exception that all ranks are to learn of."""
+    @contextmanager
+    def _told(self, process_group: Any) -> Iterator[None]:
+        """A call that is no hit. What is raised within is told to ranks that wait for this one in
+        this call, or will."""
+        if self._default_group.WORLD is not self._world:
+            self._enter_world()
+        self._calls += 1
         try:
-            key = self.key_fn(*args, **kwargs)
+            yield
         except Exception as error:
-            return error
+            with suppress(TritonDistError):
+                ranks = self._surroundings.ranks(process_group)
+                about = ranks.converse(self._name, call=self._calls)
+                about.leave(f"{type(error).__name__}: {error}", refused=True)
+            raise
+
+    def _note(self, process_group: Any, why: str) -> None:
+        """Tell ranks that wait for this one in vain, once, what may be the reason."""
+        if (id(process_group), why) not in self._noted:
+            self._noted.add((id(process_group), why))
+            with suppress(TritonDistError):
+                self._surroundings.ranks(process_group).note(self._name, why)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Config) -> Any:
+        """What ``key_fn`` returns. It need not know the tunable names; what is given for them is
+        added."""
+        key = self.key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
         try:
             hash(key)
         except TypeError:
-            return InvalidArgument(self._name, "the result of key_fn", key, "a hashable value")
-        return key
+            expected = "a hashable value"
+            raise InvalidArgument(self._name, "the result of key_fn", key, expected) from None
+        return (key, f"with {fixed}", fixed.digest) if fixed else key
 
     def _check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
@@ -273,7 +313,7 @@ class AutoTuner:
         return config
 
     def _fixed(self, kwargs: dict[str, Any], allowed: bool) -> Config:
-        """The keywords that are also tunable names: not to be chosen, if that is allowed."""
+        """The keywords that are not to be chosen, if that is allowed."""
         self._names = self.config_space.names
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
         for name, value in fixed.items():

@@ -56,6 +56,8 @@ class NoGroup:
 class Surroundings:
     """What a call sees of the process that it is made in, before anything is composed for it."""
 
+    ranks: Callable[[Any], RankGroup]
+    """Those that tune together in a call with this ``autotune_pg``; the same object each time."""
     default_group: DefaultGroup = NoGroup
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
     """Whether a call with these arguments computes nothing: a tracer or fake tensors look at it."""
@@ -127,4 +129,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     key: object
-    """What ``key_fn`` returned, or the exception that it raised."""
+    """What ``key_fn`` returned."""
+    number: int = 0
+    """Which call of the function it is, since all ranks met in one."""

@@ -76,7 +76,8 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace)
+    about = (f"{call.key!r:.200}", call.number)
+    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace, *about)
     try:
         with watchdog.paused():
             return _FirstCall(subject, parts, call, ranks).resolve()
@@ -95,27 +96,27 @@ class _FirstCall:
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
-        error, key, details = self._key()
-        if key is None:
-            refusal = Arrival(subject.name, failure=f"{type(error).__name__}: {error}")
-            meet(self._ranks, refusal, error)
-            raise AssertionError("unreachable: a meeting with a failure raises it")
+        call, agree = self._call, subject.hooks.agree
+        key = Key.of(subject.origin, call.key, parts.hardware)
+        details = "" if agree is None else str(agree(*call.args, **call.kwargs))
         fingerprint = parts.fingerprint(subject.function, subject.space)
         own, reason = self._own_record(key.binding(fingerprint.bound), fingerprint)
-        meeting = meet(self._ranks, self._arrival(key, details, fingerprint, own), None)
+        meeting = meet(self._ranks, self._arrival(key, details, fingerprint, own))
         fingerprint = meeting.fingerprint
         key = key.binding(fingerprint.bound)
         report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:
             record = self._shared_record(meeting, own)
-            where = reason if record is own else f"the cache of rank {meeting.holder}"
+            holder = self._ranks.named(meeting.holder)
+            where = reason if record is own else f"the cache of rank {holder}"
             self._restless.is_used(record)
             report.cached(record, where, self._tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
 
         if meeting.frozen:
-            raise TuningFrozen(subject.name, key, key.hardware, reason, meeting.frozen)
+            frozen = map(self._ranks.named, meeting.frozen)
+            raise TuningFrozen(subject.name, key, key.hardware, reason, frozen)
 
         if meeting.capturing:
             return Resolution(subject.space[0], None, tuned=False)
@@ -125,17 +126,6 @@ class _FirstCall:
         self._restless.is_used(record)
         advice = self._restless.advice if self._ranks.is_leader else ""
         return Resolution(self._config(record.best.digest), record, tuned=True, advice=advice)
-
-    def _key(self) -> tuple[Exception | None, Key | None, str]:
-        """The key, and what else must be the same on all ranks; or why there is none."""
-        call, agree = self._call, self._subject.hooks.agree
-        if isinstance(call.key, Exception):
-            return call.key, None, ""
-        try:
-            key = Key.of(self._subject.origin, call.key, self._parts.hardware)
-            return None, key, "" if agree is None else str(agree(*call.args, **call.kwargs))
-        except Exception as error:
-            return error, None, ""
 
     def _own_record(self, key: Key, fingerprint: Fingerprint) -> tuple[TuningRecord | None, str]:
         """This rank's valid record and where it is, or none and why."""
@@ -180,7 +170,6 @@ class _FirstCall:
             verdict = Verdict(own.best.digest, own.digest, own.shipped, counted)
         return Arrival(
             function=self._subject.name,
-            failure=None,
             key=key,
             details=details,
             space=f"{len(space)} configs, digest {space.digest}",
@@ -321,7 +310,8 @@ class _FirstCall:
         if failure is not None:
             raise failure
         if decided.failure is not None:
-            raise RankDisagreement(f"prune_fn of {subject.name}", {0: f"raised {decided.failure}"})
+            raised = {ranks.named(0): f"raised {decided.failure}"}
+            raise RankDisagreement(f"prune_fn of {subject.name}", raised)
         candidates = [self._config(digest) for digest in decided.kept]
         pruned = [Pruned(self._config(digest), reason) for digest, reason in decided.pruned]
         if not candidates:

@@ -7,6 +7,9 @@ status tells it from other deaths. The next start goes on with the tuning and sk
 
 Code that holds the interpreter's lock for ever stops the watchdog too; the other ranks then name
 this one when their own time is up.
+
+A process that was stopped (``SIGSTOP``, a suspended machine) sees the clock jump. The watchdog was
+stopped too, so it notices that it comes late, and that time counts against nobody.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from dataclasses import dataclass
 from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
 _LOOK_SECONDS = 0.5
+_LATE_SECONDS = 2.0
+"""So much later than it meant to look, and the process was stopped meanwhile. A loaded machine
+delays a thread by less."""
 _end: Callable[[int], object] = os._exit
 
 
@@ -37,12 +43,14 @@ class Watch:
     """Called once it is overdue, on a thread of its own; what it gives is said on stderr."""
     tell: Callable[[Exception], object]
     """Called last, with the same: the other ranks may be hard to reach."""
+    now: Callable[[], float] = time.monotonic
+    """In seconds, without those in which the process was stopped."""
     due: float = math.inf
     overdue: bool = False
 
     def begin(self) -> None:
         """Time runs from now. No lock: these two are called in the middle of what is timed."""
-        self.due = time.monotonic() + self.seconds
+        self.due = self.now() + self.seconds
 
     def end(self) -> None:
         """The user's code came back."""
@@ -61,6 +69,7 @@ class Watchdog:
         self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._stopped = 0.0
         self._of_thread = threading.local()
 
     @contextmanager
@@ -76,7 +85,7 @@ class Watchdog:
 
         ``overdue`` says afterwards whether it was reported.
         """
-        watch = Watch(seconds, grace, report, tell)
+        watch = Watch(seconds, grace, report, tell, self._now)
         stack = self._stack()
         stack.append(watch)
         self._add(watch)
@@ -100,6 +109,21 @@ class Watchdog:
             for watch in running:
                 watch.begin()
 
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a watch, begun or not: in what is done for a trial."""
+        return bool(self._stack())
+
+    def forget(self) -> None:
+        """In the child of a fork, which has no thread but the one that forked, and tries
+        nothing."""
+        self._watches = set()
+        self._changed = threading.Condition()
+        self._thread = None
+        self._of_thread = threading.local()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._stopped
+
     def _stack(self) -> list[Watch]:
         stack: list[Watch] = self._of_thread.__dict__.setdefault("stack", [])
         return stack
@@ -118,10 +142,10 @@ class Watchdog:
         while True:
             with self._changed:
                 first = min(self._watches, key=Watch.next, default=None)
-                left = math.inf if first is None else first.next() - time.monotonic()
+                left = math.inf if first is None else first.next() - self._now()
                 if first is None or left > 0:
                     # A watch that begins meanwhile does not say so: it is looked at now and then.
-                    self._changed.wait(None if first is None else min(left, _LOOK_SECONDS))
+                    self._sleep(None if first is None else min(left, _LOOK_SECONDS))
                     continue
                 reported, first.overdue = first.overdue, True
             if reported:
@@ -130,6 +154,14 @@ class Watchdog:
                 return
             # Not here: what a report does may block, and the end must come nevertheless.
             threading.Thread(target=_report, args=(first,), daemon=True).start()
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Until a watch is added; ``seconds`` at most."""
+        begin = time.monotonic()
+        self._changed.wait(seconds)
+        late = time.monotonic() - begin - (math.inf if seconds is None else seconds)
+        if late > _LATE_SECONDS:
+            self._stopped += late
 
 
 def _report(watch: Watch) -> None:
@@ -150,3 +182,4 @@ def _say(text: str) -> None:
 
 
 watchdog = Watchdog()
+os.register_at_fork(after_in_child=watchdog.forget)

@@ -46,11 +46,11 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     near = {
         index: each.median
         for index, each in contenders.items()
-        if each.median <= lowest * (1 + indifference)
+        if each.median <= lowest + abs(lowest) * indifference
     }
     noise = _STANDARD_ERRORS * _standard_error(contenders[index] for index in near)
     zone = max(indifference - noise, indifference * _LEAST_SHARE)
-    return next(index for index, median in near.items() if median <= lowest * (1 + zone))
+    return next(index for index, median in near.items() if median <= lowest + abs(lowest) * zone)
 
 
 def _standard_error(measurements: Iterable[Measurement]) -> float:

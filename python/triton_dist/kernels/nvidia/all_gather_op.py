@@ -13,7 +13,6 @@ Elements are copied as they are: the result is exact.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_all_gather, kernel_copy_pushed
@@ -24,6 +23,7 @@ from triton_dist.kernels.nvidia.pushed_collective import (
     PushingContext,
     PushMethod,
 )
+from triton_dist.runtime.ranks import Group
 
 __all__ = [
     "AllGatherContext",
@@ -56,7 +56,7 @@ def create_all_gather_ctx(
     world_size: int,
     local_world_size: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> AllGatherContext:
     """Allocate what ``all_gather`` needs. Collective over ``group`` (default: the world, else
     this process). Takes about four times ``workspace_nbytes`` on each rank.

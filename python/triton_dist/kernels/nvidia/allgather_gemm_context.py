@@ -31,6 +31,7 @@ from triton_dist.kernels.nvidia.gemm_context import (
     layout_of,
     look_of,
 )
+from triton_dist.runtime.ranks import Group, process_group_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +134,7 @@ def create_ag_gemm_context(
     num_ranks: int,
     num_local_ranks: int = 8,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     all_gather_method: AllGatherMethod = AllGatherMethod.FULL_MESH_PUSH,
 ) -> AllGatherGEMMTensorParallelContext:
     """Allocate what ``ag_gemm`` needs. Collective over ``group`` (default: the world, else this
@@ -156,6 +157,8 @@ def create_ag_gemm_context(
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
         DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
     """
+
+    group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
         yield from group_checks("num_ranks", num_ranks, rank, group)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 
-import torch.distributed as dist
-
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import collective_context
 from triton_dist.kernels.nvidia.exchange import VECTOR_ELEMENTS
+from triton_dist.runtime.ranks import Group
 
 # Largest tensor of a one-shot launch: a slot holds one for each rank, and above it one shot never
 # wins.
@@ -115,7 +114,7 @@ def create_allreduce_ctx(
     world_size: int,
     local_world_size: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> AllReduceContext:
     """Allocate what ``all_reduce`` needs. Collective over ``group`` (default: the world, else this
     process).

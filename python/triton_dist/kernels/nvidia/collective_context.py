@@ -22,7 +22,7 @@ from triton_dist.kernels.nvidia.context import (
 )
 from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.kernels.nvidia.exchange import ExchangeBuffer, shard_elements
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
 
 class CollectiveContext(OpContext[ExchangeBuffer], ABC):
@@ -77,7 +77,7 @@ def create(
     rank: int,
     world_size: int,
     local_world_size: int,
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> _C:
     """A context of ``kind``. Collective over ``group``; ``function`` is who asks, for errors.
 
@@ -86,6 +86,8 @@ def create(
         RankDisagreement: ranks ask for different contexts.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
+
+    group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
         yield from group_checks("world_size", world_size, rank, group)

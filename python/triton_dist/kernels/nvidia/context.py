@@ -16,7 +16,7 @@ from triton_dist.errors import (
 )
 from triton_dist.kernels.nvidia.disagreement import Disagreements
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import Group, group_for
 from triton_dist.runtime.triton_compat import is_interpreting, no_device_for_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -105,7 +105,7 @@ def agree_to_create(
     a_context: str,
     asked: Mapping[str, Hashable],
     checks: Iterable[Check],
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> None:
     """Let all ranks go on to create ``a_context``, or raise on each. Collective.
 
@@ -119,14 +119,16 @@ def agree_to_create(
         RankDisagreement: ranks ask for different contexts, or those of another cannot work.
     """
     refusal = first_refusal(function, checks) or _device_refusal()
-    answers = group_for(group).gather(
+    ranks = group_for(group)
+    answers = ranks.gather(
         f"creation of {a_context} context", (*asked.values(), str(refusal or ""))
     )
     if refusal is not None:
         raise refusal
     if len(set(answers)) > 1:
         raise RankDisagreement(
-            f"{', '.join(asked)} or validity of {a_context} context", dict(enumerate(answers))
+            f"{', '.join(asked)} or validity of {a_context} context",
+            {ranks.named(rank): answer for rank, answer in enumerate(answers)},
         )
 
 
@@ -145,9 +147,7 @@ def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | N
     return None
 
 
-def group_checks(
-    size_name: str, num_ranks: int, rank: int, group: dist.ProcessGroup | None
-) -> Iterator[Check]:
+def group_checks(size_name: str, num_ranks: int, rank: int, group: Group) -> Iterator[Check]:
     """That the caller's idea of its group is right; ``size_name``: the argument ``num_ranks``."""
     ranks = group_for(group)
     expected = f"{ranks.size}, the size of the group"

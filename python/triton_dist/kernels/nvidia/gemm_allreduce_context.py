@@ -31,6 +31,7 @@ from triton_dist.kernels.nvidia.gemm_context import (
     look_of,
 )
 from triton_dist.kernels.nvidia.reduced_partials import ReducedPartials
+from triton_dist.runtime.ranks import Group, process_group_of
 
 SUMMED_BYTES = 32 << 20
 """Of the largest product that one launch sums in two shots; a serial call sums larger ones in
@@ -115,7 +116,7 @@ def create_gemm_ar_context(
     local_world_size: int,
     output_dtype: torch.dtype,
     *,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: Group = None,
 ) -> GEMMAllReduceTensorParallelContext:
     """Allocate what ``gemm_ar`` needs. Collective over ``tp_group`` (default: the world, else this
     process).
@@ -136,6 +137,8 @@ def create_gemm_ar_context(
         RankDisagreement: ranks ask for different contexts.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
+
+    tp_group = process_group_of(tp_group)
 
     def checks() -> Iterator[Check]:
         yield from group_checks("world_size", world_size, rank, tp_group)

@@ -25,7 +25,7 @@ from triton_dist.kernels.nvidia.gemm_context import (
     look_of,
 )
 from triton_dist.kernels.nvidia.partials import PartialsBuffer
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
 EXCHANGED_BYTES = 64 << 20
 """Of the largest product that one launch multiplies and adds; beyond it other ways are faster."""
@@ -92,7 +92,7 @@ def create_gemm_rs_context(
     rs_stream: torch.cuda.Stream | None = None,
     reduce_st: bool = False,
     *,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: Group = None,
 ) -> GEMMReduceScatterTensorParallelContext:
     """Allocate what ``gemm_rs`` needs. Collective over ``tp_group`` (default: the world, else this
     process).
@@ -120,6 +120,8 @@ def create_gemm_rs_context(
     asked = {
         "max_M": max_M, "N": N, "output_dtype": str(output_dtype), "reduce_st": bool(reduce_st)
     }  # fmt: skip
+
+    tp_group = process_group_of(tp_group)
 
     def checks() -> Iterator[Check]:
         yield from group_checks("world_size", world_size, rank, tp_group)

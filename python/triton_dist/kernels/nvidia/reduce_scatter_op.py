@@ -16,7 +16,6 @@ Numerics
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange_kernels import kernel_add_pushed, kernel_reduce_scatter
@@ -27,6 +26,7 @@ from triton_dist.kernels.nvidia.pushed_collective import (
     PushingContext,
     PushMethod,
 )
+from triton_dist.runtime.ranks import Group
 
 __all__ = [
     "ReduceScatterContext",
@@ -59,7 +59,7 @@ def create_reduce_scatter_ctx(
     world_size: int,
     local_world_size: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> ReduceScatterContext:
     """Allocate what ``reduce_scatter`` needs. Collective over ``group`` (default: the world, else
     this process). Takes about four times ``workspace_nbytes`` on each rank.

@@ -1,15 +1,15 @@
-"""What the ranks of a group leave for one another in its key-value store."""
+"""What the ranks of a group leave for one another in a key-value store."""
 
 from __future__ import annotations
 
 import pickle
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from triton_dist.runtime.ranks.process import Process
 
@@ -19,61 +19,115 @@ _PATIENCE_SECONDS = 0.25
 _SPIN_SECONDS = 0.5e-3
 """How long a rank asks without a pause in between."""
 
+_PAUSE_SECONDS = 2.0
+"""Longer between two looks, and this process, its machine or the store's server was stopped."""
+
+
+class Left(NamedTuple):
+    """Word of a rank that it does not come to a conversation, or says nothing more in it."""
+
+    rank: int
+    function: str
+    """What the conversation is about."""
+    call: int
+    """Which call of the function it was, since all ranks met in one."""
+    reason: str
+    refused: bool
+    """Whether the call was refused before this rank said a word: its arguments were to blame."""
+
 
 class Absent(Exception):
     """Some entries did not come.
 
     Attributes:
         missing: whose.
-        because: what is known of a rank that cannot come, or that gave up waiting itself.
+        left: the word of a rank that left.
+        because: what is known of ranks that cannot come.
     """
 
-    def __init__(self, missing: list[int], because: Mapping[int, str], seconds: float) -> None:
-        self.missing, self.because, self.seconds = missing, because, seconds
-        super().__init__(f"rank(s) {missing}: {because}")
+    def __init__(
+        self, missing: list[int], left: Left | None, because: Mapping[int, str], seconds: float
+    ) -> None:
+        self.missing, self.left, self.because, self.seconds = missing, left, because, seconds
+        super().__init__(f"rank(s) {missing}: {left or because}")
 
 
 class Mailbox:
     """Entries under names. Creating one is not collective.
 
     A store client holds its lock while it waits, so each thread talks through a client of its own:
-    a wait here does not block another thread's tuning, or NCCL's heartbeat.
+    a wait here does not block another thread's tuning, or NCCL's heartbeat. A store written in
+    Python has one client for all.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int) -> None:
         self._rank = rank
-        self._store = dist.PrefixStore(
-            "triton_dist/ranks", distributed_c10d._get_process_group_store(process_group)
-        )
+        self._store = dist.PrefixStore("triton_dist/ranks", store)
         self._clients = threading.local()
-        self._client().set(_process_name(rank), pickle.dumps(Process.own()))  # type: ignore[arg-type]
+        self.put(_process_name(rank), Process.own())
 
     def put(self, name: str, value: Any) -> None:
         self._client().set(name, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes
 
-    def take(self, names: Mapping[int, str], seconds: float, gone: str) -> list[Any]:
+    def put_first(self, name: str, value: Any) -> bool:
+        """``put``, unless some rank has put something there before; whether this was the first."""
+        entry = pickle.dumps(value)
+        return self._client().compare_set(name, "", entry) == entry  # type: ignore[arg-type]
+
+    def find(self, name: str) -> Any:
+        """What is there now, or ``None``."""
+        client = self._client()
+        return pickle.loads(client.get(name)) if client.check([name]) else None
+
+    def process(self, rank: int) -> Process | None:
+        """``None``: it has not said a word yet."""
+        process: Process | None = self.find(_process_name(rank))
+        return process
+
+    def take(
+        self,
+        names: Mapping[int, str],
+        seconds: float,
+        left: str,
+        remind: Callable[[list[int], float], object],
+        patience: Callable[[], float],
+    ) -> list[Any]:
         """The entries of these ranks, waiting for those that are not there yet.
 
         Args:
-            gone: name of an entry that says that some rank will not come.
+            seconds: how long. Time in which this process is stopped does not count, nor that in
+                which one is that is waited for, up to ``patience()`` seconds.
+            left: name under which a rank says that it does not come.
+            remind: called now and then with the ranks that are missing, and for how long.
 
         Raises:
             Absent: past ``seconds``, or as soon as it is known that one cannot come.
         """
         client = self._client()
         wanted = list(names.values())
-        begin = time.monotonic()
-        look = begin + min(seconds, _PATIENCE_SECONDS)
+        begin = last = time.monotonic()
+        due, stops = begin + seconds, 0.0  # the latter: how long some other was stopped
+        looked, look = begin, min(due, begin + _PATIENCE_SECONDS)
         # Polled, and not by the store's own wait: that one cannot be interrupted, does not see that
         # a rank is gone, and logs two warnings each time it ends in vain.
         while not client.check(wanted):
             now = time.monotonic()
+            if now - last > _PAUSE_SECONDS:
+                due += now - last
+            last = now
             if now >= look:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
-                because = self._gone(missing, gone)
-                if missing and (because or now - begin >= seconds):
-                    raise Absent(missing, because, now - begin)
-                look = min(now + _PATIENCE_SECONDS, max(now, begin + seconds))
+                word: Left | None = self.find(left)
+                gone, stopped = self._gone(missing)
+                if missing and (word or gone):
+                    raise Absent(missing, word, gone, now - begin)
+                if stopped and stops < patience():
+                    stops += now - looked
+                    due += now - looked
+                if missing and now >= due:
+                    raise Absent(missing, None, stopped, now - begin)
+                remind(missing, now - begin)
+                looked, look = now, min(now + _PATIENCE_SECONDS, max(now, due))
             # The later it is, the less an own delay matters; ranks in step need no sleep.
             if now - begin > _SPIN_SECONDS:
                 time.sleep(min((now - begin) / 16, 0.02))
@@ -81,33 +135,33 @@ class Mailbox:
             return [pickle.loads(entry) for entry in client.multi_get(wanted)]
         return [pickle.loads(client.get(name)) for name in wanted]
 
-    def has(self, name: str) -> bool:
-        return self._client().check([name])
-
     def delete(self, names: Iterable[str]) -> None:
         client = self._client()
         for name in names:
-            client.delete_key(name)
+            with suppress(RuntimeError):  # a store written in Python may not be able to
+                client.delete_key(name)
 
-    def _gone(self, missing: list[int], gone: str) -> dict[int, str]:
-        """Why ranks will not come, as far as it is known."""
-        because = {}
-        client = self._client()
-        if client.check([gone]):
-            rank, reason = pickle.loads(client.get(gone))
-            because[rank] = reason
+    def _gone(self, missing: list[int]) -> tuple[dict[int, str], dict[int, str]]:
+        """Of ranks on this host: who has ended, and who is stopped."""
+        gone, stopped = {}, {}
         for rank in missing:
-            name = _process_name(rank)
-            if client.check([name]):
-                process = pickle.loads(client.get(name))
-                if process.has_ended():  # after it left, perhaps: that says more
-                    because.setdefault(rank, f"ended: there is no process {process.pid} any more")
-        return because
+            process = self.process(rank)
+            if process is not None and process.has_ended():
+                gone[rank] = f"ended: there is no process {process.pid} any more"
+            elif process is not None and process.is_stopped():
+                stopped[rank] = f"is stopped: process {process.pid} waits for a signal to go on"
+        return gone, stopped
 
     def _client(self) -> dist.Store:
         client: dist.Store | None = getattr(self._clients, "store", None)
         if client is None:
-            client = self._clients.store = self._store.clone()  # type: ignore[attr-defined]
+            try:
+                client = self._store.clone()  # type: ignore[attr-defined]
+            except dist.DistError:
+                raise
+            except RuntimeError:  # "pure virtual function": a store written in Python
+                client = self._store
+            self._clients.store = client
         return client
 
 

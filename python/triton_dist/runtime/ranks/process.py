@@ -1,4 +1,4 @@
-"""Whether another process of this host is still there."""
+"""Who a rank is to the system: its host and process, and whether that is still there."""
 
 from __future__ import annotations
 
@@ -8,30 +8,47 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from triton_dist import knobs
+
 
 class Process(NamedTuple):
     """One process, told from a later one that has its number."""
 
     host: str
-    """Host and process-number namespace: ``pid`` means something in there only."""
+    namespace: str
+    """Of process numbers: ``pid`` means something in there only."""
     pid: int
     started: str
     """Start time in clock ticks since boot; empty where the system does not tell."""
+    local_rank: int
 
     @classmethod
     def own(cls) -> Process:
         namespace = ""
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        _, started = _state(os.getpid())
-        return cls(f"{socket.gethostname()} {namespace}", os.getpid(), started)
+        pid = os.getpid()
+        local_rank = -1
+        with suppress(knobs.InvalidKnob):
+            local_rank = knobs.get_int_env("LOCAL_RANK", -1)
+        return cls(socket.gethostname(), namespace, pid, _state(pid)[1], local_rank)
 
     def has_ended(self) -> bool:
         """Known to be gone. ``False`` also where it cannot be known, such as on another host."""
-        if not self.started or self.host != Process.own().host:
-            return False
+        state = self._known_state()
+        return state is not None and state in ("", "Z", "X")  # a zombie answers no more
+
+    def is_stopped(self) -> bool:
+        """Known to be halted by a signal (``SIGSTOP``, Ctrl-Z) or by a debugger."""
+        return self._known_state() in ("T", "t")
+
+    def _known_state(self) -> str | None:
+        """The letter of its state, empty if there is no such process; ``None``: unknown."""
+        own = Process.own()
+        if not self.started or (self.host, self.namespace) != (own.host, own.namespace):
+            return None
         state, started = _state(self.pid)
-        return state in ("", "Z", "X") or started != self.started  # a zombie answers no more
+        return state if started == self.started else ""
 
 
 def _state(pid: int) -> tuple[str, str]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch.distributed as dist
+
+from triton_dist import knobs
+from triton_dist.runtime.ranks.world_rank import WorldRank
+
 T = TypeVar("T")
 
 
@@ -19,11 +24,22 @@ class SoloRank:
     def facts(self) -> Mapping[str, str]:
         return {"world_size": "1", "local_world_size": "1"}
 
-    def converse(self) -> SoloRank:
+    def named(self, rank: int) -> int:
+        """The rank of this process in the world, if there is one."""
+        in_world = dist.is_available() and dist.is_initialized()
+        return WorldRank(dist.get_rank() if in_world else knobs.rank.get())
+
+    def converse(self, function: str = "", key: str = "", call: int = 0) -> SoloRank:
         return self
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, refused: bool = False) -> None:
         pass
+
+    def note(self, function: str, text: str) -> None:
+        pass
+
+    def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
+        return [value]
 
     def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         return value  # type: ignore[return-value]  # the leader always brings a value

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, process_group_of
 from triton_dist.runtime.symmetric.block import Layout, Region, SymmetricMemory
 from triton_dist.runtime.symmetric.cuda import CudaSymmetricMemory
 from triton_dist.runtime.symmetric.host import HostSymmetricMemory
@@ -19,7 +20,7 @@ __all__ = ["Region", "SymmetricMemory", "allocate"]
 def allocate(
     name: str,
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> SymmetricMemory:
     """Allocate zero-filled symmetric memory, one allocation cut into named regions. Collective.
 
@@ -34,8 +35,7 @@ def allocate(
     """
     layout = Layout.of(name, regions)
     device = current_device()
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    group = process_group_of(group)
     # Inference tensors could not be written to outside of inference mode, nor by copy threads.
     with torch.inference_mode(False):
         if group is None or dist.get_world_size(group) == 1:

@@ -30,13 +30,13 @@ class CudaSymmetricMemory(SymmetricMemory):
         asked = ranks.gather("symmetric allocation", (layout.describe(), reason))
         if len({layouts for layouts, _ in asked}) > 1:
             raise RankDisagreement(
-                "symmetric regions", {r: what for r, (what, _) in enumerate(asked)}
+                "symmetric regions", {ranks.named(r): what for r, (what, _) in enumerate(asked)}
             )
         for rank, (_, refusal) in enumerate(asked):
             if refusal:
                 free = torch.cuda.mem_get_info(device)[0] if rank == ranks.rank else 0
                 raise SymmetricMemoryFull(
-                    f"{layout.name}, rank {rank} ({refusal})",
+                    f"{layout.name}, rank {ranks.named(rank)} ({refusal})",
                     layout.nbytes,
                     free,
                     "Use a smaller context, or free GPU memory.",

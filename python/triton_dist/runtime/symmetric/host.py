@@ -32,12 +32,13 @@ class HostSymmetricMemory(SymmetricMemory):
             )
             if len({entry[0] for entry in asked}) > 1:
                 raise RankDisagreement(
-                    "symmetric regions", {r: entry[0] for r, entry in enumerate(asked)}
+                    "symmetric regions",
+                    {self._ranks.named(r): entry[0] for r, entry in enumerate(asked)},
                 )
             for rank, (_, _, _, available) in enumerate(asked):
                 if available is not None:
                     raise SymmetricMemoryFull(
-                        f"{layout.name}, rank {rank}, {SHARED_MEMORY}",
+                        f"{layout.name}, rank {self._ranks.named(rank)}, {SHARED_MEMORY}",
                         layout.nbytes,
                         available,
                         "Make it larger (mount -o remount,size=…, docker run --shm-size=…) or use "

@@ -7,11 +7,13 @@ No environment, log, lock or word to other ranks; kernels in it run Triton's own
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import threading
 import types
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from threading import get_ident
 from typing import Any
 
@@ -26,6 +28,19 @@ from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
+from triton_dist._tuning.protocols import RankGroup
+from triton_dist.errors import TritonDistError
+
+_all: weakref.WeakSet[ContextualAutoTuner] = weakref.WeakSet()
+
+
+def _release_all() -> None:
+    """In the child of a fork: the thread that holds a lock there may be one of the parent."""
+    for tuner in list(_all):
+        tuner._tuning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_release_all)
 
 _UNSETTLED = object()
 
@@ -47,13 +62,14 @@ class ContextualAutoTuner:
         compose: Callable[[], ContextualParts],
         interception: Interception,
         default_group: Any,
+        ranks: Callable[[], RankGroup],
     ) -> None:
         """``default_group`` has the group of all ranks in ``WORLD``; in another one all is chosen
         again."""
         self.fn = fn
         self.tuning_calls = 0
         functools.update_wrapper(self, fn)
-        self._compose, self._interception = compose, interception
+        self._compose, self._interception, self._ranks = compose, interception, ranks
         self._default_group = default_group
         self._contexts: Contexts = {}
         self._chosen_in: object = None
@@ -62,6 +78,7 @@ class ContextualAutoTuner:
         """The world in which the last call left nothing to be tuned."""
         # Not re-entrant: what a call tunes may begin on a thread of autograd and end on its own.
         self._tuning = threading.Lock()
+        _all.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; tunes what its kernels meet for the first time."""
@@ -135,7 +152,14 @@ class ContextualAutoTuner:
             self.clear()
             self._chosen_in = world
         name = function_name(self.fn)
-        return Session(name, self._contexts, self._compose(), self._interception)
+        try:
+            parts = self._compose()
+        except Exception as error:  # of a variable, perhaps, that is set on this rank only
+            with suppress(TritonDistError):
+                about = self._ranks().converse(name)
+                about.leave(f"{type(error).__name__}: {error}", refused=True)
+            raise
+        return Session(name, self._contexts, parts, self._interception)
 
     def _settle(self, session: Session) -> None:
         self.tuning_calls += session.calls - 1

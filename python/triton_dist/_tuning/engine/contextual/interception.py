@@ -144,6 +144,22 @@ class Interception:
                 Autotuner.prune_configs = self._seen_prune
                 self._own_runs.replace_pruning()
 
+    def forget(self) -> None:
+        """In the child of a fork: only what this thread is in goes on."""
+        thread, call, own = threading.get_ident(), self.current_call(), []
+        while call is not None:
+            own.append(call.session)
+            call = call.outer
+        was_tuning, was_watching = bool(self.sessions), bool(self._watches)
+        self._lock = threading.Lock()
+        self.sessions = [session for session in self.sessions if session in own]
+        self._watches = [watch for watch in self._watches if watch[1] == thread]
+        self.late = {watch: late for watch, late in self.late.items() if watch in self._watches}
+        if was_tuning and not self.sessions:
+            Autotuner.run = self._run
+        if was_watching and not self._watches:
+            Autotuner.prune_configs = self._prune
+
     def prune(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The configs that the kernel's own pruning leaves for this launch."""
         before = getattr(tuner, "nargs", None)

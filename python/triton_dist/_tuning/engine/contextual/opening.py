@@ -136,14 +136,14 @@ class _Own:
 
 def _same(name: str, openings: Sequence[Opening], words: Words) -> Fingerprint:
     """What all ranks depend on."""
-    failures = {rank: each.failure or "done" for rank, each in enumerate(openings)}
+    failures = {words.named(r): each.failure or "done" for r, each in enumerate(openings)}
     if any(each.failure for each in openings):
         raise words.lose(RankDisagreement(f"the pruning of {name}", failures))
-    spaces = {rank: each.space for rank, each in enumerate(openings)}
+    spaces = {words.named(rank): each.space for rank, each in enumerate(openings)}
     if len(set(spaces.values())) > 1:
         raise words.lose(RankDisagreement(f"the configs of {name}", spaces))
     try:
-        return same_fingerprint(name, [each.fingerprint for each in openings])
+        return same_fingerprint(words, name, [each.fingerprint for each in openings])
     except RankDisagreement as error:
         raise words.lose(error) from None
 
@@ -161,7 +161,7 @@ def _begun(
 ) -> Context:
     leader = next(each for each in openings if each.is_leader)
     capturing = any(each.capturing for each in openings)
-    frozen = [rank for rank, each in enumerate(openings) if each.frozen]
+    frozen = [words.named(rank) for rank, each in enumerate(openings) if each.frozen]
     # Where nothing can be tuned, a record is used even if it was asked to be replaced.
     usable = [leader, *openings] if capturing or frozen or not leader.always_tune else []
     counted = frozenset(fingerprint.bound)

@@ -167,6 +167,9 @@ class Session:
             with suppress(Exception):
                 self.end_call()
             return
+        if not self._words.has_met:  # others learn it from the word with which this rank leaves
+            self._words.lose(error)
+            return
         ending = f"end of call {self._turn.number}, which raised {text_of(error)}"
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
@@ -177,7 +180,10 @@ class Session:
         positions = [[stepped.position() for stepped in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
             said = {
-                rank: "; ".join(f"{each.context} iter {each.iteration}" for each in steps) or "none"
+                self._words.named(rank): "; ".join(
+                    f"{each.context} iter {each.iteration}" for each in steps
+                )
+                or "none"
                 for rank, steps in enumerate(everyone)
             }
             what = f"the kernels that stepped in call {self._turn.number}"

@@ -105,6 +105,10 @@ class Turn:
                 return context, config
         return None
 
+    @property
+    def _own_rank(self) -> int:
+        return int(self._words.named(self._parts.ranks.rank))
+
     def _compile_current(self, context: Context, launch: Launch) -> None:
         """See that all ranks can launch the config whose turn it is; drop those that one cannot.
 
@@ -157,7 +161,7 @@ class Turn:
                 watch.begin()
                 step()
         except Exception as error:
-            own = failure_of(error, "compile", self._parts.ranks.rank)
+            own = failure_of(error, "compile", self._own_rank)
         votes = self._words.gather(phase, own, limit)
         self._compiling = None
         return next((vote for vote in votes if vote is not None), None)
@@ -183,8 +187,7 @@ class Turn:
                 raise
             except Exception as error:
                 last, timer = error, device.timer()
-                rank = self._parts.ranks.rank
-                stepped.failures[config.digest] = failure_of(error, "launch", rank)
+                stepped.failures[config.digest] = failure_of(error, "launch", self._own_rank)
                 continue
             self._used[context], self._timers[context] = config, timer
             return result

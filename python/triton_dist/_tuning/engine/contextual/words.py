@@ -33,7 +33,10 @@ class Words(Conversation):
     def gather(self, phase: str, value: T, after: float = 0.0) -> list[T]:
         """``after``: how long other ranks may take to come here; default: as long as the call."""
         with watchdog.paused():  # the call's, which is in our code here
-            return super().gather(f"{self._function}, {phase}", value, after or self.limit)
+            said = f"{self._function}, {phase}"
+            if not self.has_met:
+                return self.meet(said, value)
+            return super().gather(said, value, after or self.limit)
 
     def lose(self, error: Exception) -> Exception:
         """``error`` comes to all ranks: no more words are needed."""

@@ -1,0 +1,47 @@
+"""Nobody waits for a rank that has failed before the first word."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tuning import refusal_ranks
+
+OWN = {
+    "refused keyword": ("InvalidArgument", "keyword n is 2"),
+    "missing argument": ("TypeError", "missing a required argument: 'x'"),
+    "wrong argument": ("TypeError", "unexpected keyword argument 'm'"),
+    "knob": ("InvalidKnob", "TRITON_DIST_AUTOTUNE_GRACE='soon'"),
+    "config space": ("LookupError", "no such GPU"),
+    "tune": ("InvalidArgument", "keyword n is 1"),
+    "contextual knob": ("InvalidKnob", "TRITON_DIST_AUTOTUNE_GRACE='soon'"),
+    "contextual": ("KeyError", "mine"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::triton_dist.errors.TuningWarning")
+def test_what_one_rank_raises_reaches_the_other_within_a_second_or_so(spawn_ranks):
+    waits, raises = spawn_ranks(2, refusal_ranks.every_refusal, timeout=60)
+    assert set(OWN) == set(refusal_ranks.BROKEN)
+    for name, (kind, text) in OWN.items():
+        own, message, seconds = raises[name]
+        assert own == kind, (name, message)
+        assert text in message
+        assert seconds < 2, name
+        other, message, seconds = waits[name]
+        assert other == "RankDisagreement", (name, message)
+        assert "  rank 0: valid\n" in message
+        assert f"  rank 1: {kind}: " in message
+        assert text in message
+        assert seconds < 4, (name, seconds)  # 0.75 where nothing else runs
+    assert raises["hit on the other"][0] == "KeyError"
+    assert raises["hit on the other"][2] < 2
+
+
+def test_a_rank_that_does_not_take_part_says_so(spawn_ranks):
+    env = {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "0.5"}
+    waits, _ = spawn_ranks(2, refusal_ranks.one_does_not_come, env=env, timeout=60)
+    (kind, untuned, _), (_, given, _) = waits
+    assert kind == "TuningTimeout"
+    assert "rank 1 called it with autotune=False" in untuned
+    assert "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT sets the limit" in untuned
+    assert "rank 1 called it with {'n': 1}, which leaves nothing to tune" in given
