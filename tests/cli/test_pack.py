@@ -45,7 +45,7 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
     status, out, err = run("pack", "work", "--out", str(shipped))
     assert (status, err) == (0, "")
     said = (
-        f"{shipped}: 3 result(s) of {__name__}.work, version 1, on none (interpreter); 0 left out"
+        f"{shipped}: 3 record(s) of {__name__}.work, version 1, on none (interpreter); 0 left out"
     )
     assert out == f"{said}\n"
     tree = json.loads(shipped.read_text())
@@ -58,9 +58,9 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
         edited = tuned(max_trials=2)  # something that a user's own record would not survive
         assert edited(size, autotune_verbose=True) == (size, winner["n"])
         assert edited.tuning_count == 0
-        (line,) = capsys.readouterr().out.splitlines()
-        assert f"using the shipped result for none (interpreter) from {shipped}: " in line
-    with pytest.raises(TuningFrozen, match=r"key 4 on cpu.*: no cached result"):
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"using the shipped record for none (interpreter) from {shipped}: " in line
+    with pytest.raises(TuningFrozen, match=r"key 4 on cpu.*: no record"):
         tuned()(4)
     with pytest.raises(TuningFrozen, match="version: that of the function was 1, is 2"):
         tuned("2")(1)
@@ -128,14 +128,14 @@ def test_the_latest_version_and_of_a_key_the_latest_record(run, tmp_path):
         if tree["fingerprint"]["version"] == "2":
             tree["timestamp"] = "2999-01-01T00:00:00+00:00"
             path.write_text(json.dumps(tree))
-    assert "2 result(s)" in run("pack", f"{__name__}.work", "--out", str(out))[1]
+    assert "2 record(s)" in run("pack", f"{__name__}.work", "--out", str(out))[1]
     assert json.loads(out.read_text())["version"] == "2"
     # A record of the same key under another place, as after a change of the signature.
     files = knobs.cache_dir.get().rglob("*.json")
     (newest,) = (path for path in files if json.loads(path.read_text())["key"] == 2)
     older = json.loads(newest.read_text()) | {"timestamp": "2998-01-01T00:00:00+00:00"}
     newest.with_name(newest.name.partition("-")[0] + "-00000000.json").write_text(json.dumps(older))
-    assert "2 result(s)" in run("pack", "work", "--out", str(out))[1]
+    assert "2 record(s)" in run("pack", "work", "--out", str(out))[1]
     assert "2998" not in out.read_text()
 
 

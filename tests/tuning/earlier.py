@@ -1,4 +1,4 @@
-"""Functions that an earlier version of triton_dist has tuned: ``data/cache_of_schema_2`` is what it.
+"""Functions that an earlier version of triton_dist has tuned: see ``data/cache_of_schema_2``.
 
 Their code is part of what those records depend on. So nothing here is edited: what is to be tuned
 by a later version goes into another file.

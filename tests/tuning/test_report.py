@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -15,6 +16,7 @@ from tests.tuning.fakes import Rank, thread_ranks, together
 from triton_dist._tuning.engine.clock import Clock
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.engine.summary import summary
+from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
 from triton_dist.errors import CacheWarning, NoValidConfig
@@ -43,9 +45,9 @@ def events(folder: Path) -> list[dict]:
 
 def test_lines_and_table(tmp_path, capsys):
     tuned_ranks(tmp_path, size=2, verbose=True)
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0] == (
-        "autotune ops.run, key 1: no cached result; tuning 4 configs (0 pruned) on 2 ranks"
+        "autotune ops.run, key 1: no record; tuning 4 configs (0 pruned) on 2 ranks"
     )
     assert lines[1].startswith("  [1/4] 4.0000 ms {'n': 4}  (best 4.0000 ms, ")
     assert lines[1].endswith(" s left)")
@@ -58,10 +60,11 @@ def test_lines_and_table(tmp_path, capsys):
     assert lines[6].endswith("{'n': 1}  <- winner")
     assert lines[6].split()[:5] == ["1.0000", "0.0%", "1.000x", "0.250x", "3"]
     assert lines[8].endswith("{'n': 4}  <- default")
-    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[9]
-    assert "compile 0.0 s, measure " in lines[10]
-    assert "best of 3 measured (1 failed or pruned)" in lines[11]
-    assert len(lines) == 12
+    assert lines[9].startswith("  to best, to default: its time over that of the fastest config")
+    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[10]
+    assert "compile 0.0 s, measure " in lines[11]
+    assert "best of 3 measured (1 failed or pruned)" in lines[12]
+    assert len(lines) == 13
 
 
 def record(*outcomes):
@@ -76,7 +79,7 @@ def test_the_table_has_the_top_and_the_default():
     shown = [line.partition("{")[2] for line in lines if "{" in line]
     assert shown[0] == "'n': 8}  <- winner"
     assert [text[:6] for text in shown[1:]] == ["'n': 7", "'n': 6", "'n': 5", "'n': 4", "'n': 0"]
-    assert "and 3 more" in lines[-2]
+    assert "and 3 more" in lines[-3]
     assert "0.200x" in lines[1]
 
 
@@ -88,20 +91,22 @@ def test_the_table_without_a_default_or_a_spread():
         {},
     )
     assert lines[1].split()[:5] == ["1.0000", "-", "1.000x", "-", "1"]
-    assert lines[2].startswith("  2 x compile, the first: word word")
-    assert len(lines[2]) < 250
-    assert lines[3] == "  1 x timeout, the first: late"
+    assert lines[3].startswith("  2 x compile, the first: word word")
+    assert len(lines[3]) < 250
+    assert lines[4] == "  1 x timeout, the first: late"
 
 
 def test_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    tuned_ranks(tmp_path, verbose=True)
-    out = capsys.readouterr().out
-    assert "4/4" in out
-    assert "4/4: best 1.0000 ms, 1 failed" in out
-    assert "best of 3 measured" in out
+    tuned_ranks(tmp_path, verbose=True, search=Racing)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "best of 3 measured" in err
+    # A race asks again for configs in the middle: what stays is how many were tried.
+    last = [line for line in err.splitlines() if "best 1.0000 ms, 1 failed" in line][-1]
+    assert re.findall(r"\d/4", last) == ["4/4"]
 
 
 def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypatch):
@@ -112,7 +117,7 @@ def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypat
     monkeypatch.setattr(
         rich.progress.Progress, "stop", lambda bar: (stopped.append(bar), stop(bar))
     )
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     (rank,) = (
         Rank(each, SPACE, lambda *_: 1 / 0, folder=tmp_path, verbose=True)
         for each in thread_ranks(1)

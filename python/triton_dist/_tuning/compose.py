@@ -215,7 +215,7 @@ class _Composer:
     def _fingerprint(
         self, device: Device, ranks: RankGroup, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
-        hooks = [value for config in space for value in config.functions()]
+        hooks = space.functions
         judges = source_digests(
             judge for judge in (self.prune_fn, self.check_fn) if judge is not None
         )

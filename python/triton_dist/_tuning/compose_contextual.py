@@ -119,7 +119,7 @@ class _Composer:
         world = group_for()
         rank = world.rank if world.size > 1 else knobs.rank.get()
         verbose = knobs.autotune_print.get() and ranks.is_leader
-        folder = knobs.autotune_log_dir.get().expanduser()
+        folder = knobs.autotune_log_dir.get()
         files = file_store(knobs.cache_dir.get())
         read_only = map(read_only_store, knobs.autotune_readonly_dirs.get())
         return ContextualParts(
@@ -159,7 +159,7 @@ class _Kernels:
         return Key.of(name, tuple(map(_with_text, key)), hardware_of(self.device, self.ranks))
 
     def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint:
-        hooks = [value for config in space for value in config.functions()]
+        hooks = list(space.functions)
         for name in ("pre_hook", "post_hook"):
             if getattr(tuner, f"user_defined_{name}"):
                 hooks.append(getattr(tuner, name))
@@ -182,10 +182,8 @@ class _Kernels:
             found = validity(record, fingerprint, configs, strict)
             if not found.reasons:
                 return record, where
-            reason = reason or (
-                f"the cached result in {where} is not valid: {'; '.join(found.reasons)}"
-            )
-        return None, reason or "no cached result"
+            reason = reason or (f"the record in {where} is not valid: {'; '.join(found.reasons)}")
+        return None, reason or "no record"
 
     def journal(self, key: Key) -> Journal:
         return journal_of(self.files, key)

@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
     arguments.out.write_text(text, encoding="ascii")
     first = records[0]
     print(
-        f"{arguments.out}: {len(records)} result(s) of {first.key.full_name}, version "
+        f"{arguments.out}: {len(records)} record(s) of {first.key.full_name}, version "
         f"{first.fingerprint.version}, on {_gpu(first)}; {len(found) - len(records)} left out"
     )
     if not arguments.out.name.startswith(f"{first.key.function_name}."):
@@ -70,7 +70,7 @@ def _chosen(name: str, found: list[TuningRecord], gpu: str | None) -> list[Tunin
     if not version:
         raise NoSuchFunction(
             name,
-            "it declares no version, by which a shipped result could be matched",
+            "it declares no version, by which a shipped record could be matched",
             "Decorate it with autotune(..., version='1'), and tune again",
         )
     return _latest(record for record in found if record.fingerprint.version == version)

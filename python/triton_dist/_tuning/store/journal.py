@@ -24,8 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from triton_dist._tuning.store.disk import make_folder, open_regular, read_bytes
 from triton_dist._tuning.values import Entry, Failure, codec
-from triton_dist._tuning.values.outcome import outcome_tree, read_outcome
+from triton_dist._tuning.values.outcome import UNREADABLE, outcome_tree, read_outcome
 
 _CRASHES = 2
 """So many starts may end in a config before it is not tried any more."""
@@ -45,7 +46,7 @@ class FileJournal:
         digest, stuck = codec.digest(head), self._crashed(head)
         for line in self._lines():
             if line.get("head") == digest and "stuck" in line:
-                with suppress(ValueError, TypeError, LookupError):
+                with suppress(*UNREADABLE):
                     outcome = read_outcome(line)
                     if isinstance(outcome, Failure):
                         stuck[str(line["stuck"])] = outcome
@@ -54,8 +55,8 @@ class FileJournal:
     def quarantine(self, head: codec.Tree, config: str, failure: Failure) -> bool:
         line = _stuck(head, config, failure)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            make_folder(self.path.parent)
+            file = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 _write(file, line)
                 os.fsync(file)
@@ -68,8 +69,8 @@ class FileJournal:
     def begin(self, head: codec.Tree, record: str | None) -> Sequence[Entry]:
         """Two jobs may tune the same key at once; the second one does so without a journal."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            make_folder(self.path.parent)
+            file = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError:
             return []
         try:
@@ -165,7 +166,7 @@ class FileJournal:
         for line in lines:
             if record is not None and line.get("finished") == record:
                 return None
-            with suppress(ValueError, TypeError, LookupError):
+            with suppress(*UNREADABLE):
                 entry = Entry.from_tree(line)
                 if entry.n <= len(entries):
                     # A line that comes again replaces itself and what followed it.
@@ -174,12 +175,12 @@ class FileJournal:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
+            text = read_bytes(self.path).decode("utf-8", "replace")
         except OSError:
             return
         for line in text.splitlines():
-            with suppress(ValueError, RecursionError):
-                tree = json.loads(line)
+            with suppress(ValueError):
+                tree = codec.loads(line)
                 if isinstance(tree, dict):
                     yield tree
 

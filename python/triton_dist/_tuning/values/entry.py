@@ -29,7 +29,7 @@ class Entry:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
-        """What :meth:`to_tree` wrote. Raises ``ValueError``, ``TypeError`` or ``LookupError``."""
+        """What :meth:`to_tree` wrote. Raises one of :data:`outcome.UNREADABLE`."""
         return cls(
             int(tree["n"]),
             str(tree["config"]),

@@ -18,6 +18,7 @@ from triton_dist._tuning.engine.contextual.interception import Call, Interceptio
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
+from triton_dist._warn import called_by_users
 
 
 class ContextualAutoTuner:
@@ -163,3 +164,6 @@ class ContextualAutoTuner:
 
     def __repr__(self) -> str:
         return f"<contextually autotuned {function_name(self.fn)}>"
+
+
+called_by_users([ContextualAutoTuner.__call__])
