@@ -32,7 +32,7 @@ def os_errors(path: Path) -> Iterator[None]:
     encoding lacks) becomes an ``OSError``, and so does a home folder that nobody knows."""
     if path.parts[:1] and path.parts[0].startswith("~"):
         why = "nobody knows the home folder of this user; set HOME or TRITON_DIST_CACHE_DIR"
-        raise OSError(errno.ENOENT, why, str(path))
+        raise OSError(errno.EINVAL, why, str(path))
     try:
         yield
     except ValueError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
+from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_number, read_outcome
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ class Entry:
             str(tree["config"]),
             int(tree["asked"]),
             read_outcome(tree),
-            float(tree["seconds"]),
+            read_number(tree["seconds"]),
         )

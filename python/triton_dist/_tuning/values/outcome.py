@@ -76,6 +76,13 @@ def outcome_tree(outcome: Outcome) -> dict[str, Any]:
     return {"ms": outcome.median, **vars(outcome), "samples": list(outcome.samples)}
 
 
+def read_number(value: Any) -> float:
+    """A number of a tree. Raises ``ValueError``, or ``TypeError``, for all else."""
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError(f"{value!r} is no number")
+    return number
+
+
 def read_outcome(tree: Mapping[str, Any]) -> Outcome:
     """What :func:`outcome_tree` wrote. Raises one of :data:`UNREADABLE`."""
     if "failure" in tree:
@@ -87,5 +94,5 @@ def read_outcome(tree: Mapping[str, Any]) -> Outcome:
         return failure
     if tree["reduction"] not in _REDUCTIONS:
         raise ValueError(f"no measurement's reduction is {tree['reduction']!r}")
-    samples = tuple(float(sample) for sample in tree["samples"])
+    samples = tuple(map(read_number, tree["samples"]))
     return Measurement(samples, int(tree["warmup"]), tree["reduction"])

@@ -12,7 +12,13 @@ from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import Config, show_config
 from triton_dist._tuning.values.fingerprint import Fingerprint, ShippedFingerprint
 from triton_dist._tuning.values.key import Key
-from triton_dist._tuning.values.outcome import UNREADABLE, Outcome, outcome_tree, read_outcome
+from triton_dist._tuning.values.outcome import (
+    UNREADABLE,
+    Outcome,
+    outcome_tree,
+    read_number,
+    read_outcome,
+)
 from triton_dist._tuning.values.winner import winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
@@ -192,7 +198,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         ),
         "fingerprint": _read_fingerprint(tree["fingerprint"]),
         "timestamp": str(tree["timestamp"]),
-        "seconds": float(tree["seconds"]),
+        "seconds": read_number(tree["seconds"]),
     }
 
 
