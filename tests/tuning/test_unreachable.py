@@ -233,7 +233,8 @@ from triton_dist._tuning.shared import file_store
 
 closed, asked = sys.argv[1], sys.argv[2].split(",")
 os.chmod(closed, 0)
-called()  # what is imported late is read by who may
+assert not sys.flags.utf8_mode
+assert not called()  # what is imported late is read by who may
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(4242), os.setuid(4242)
 told = {}
@@ -251,13 +252,21 @@ print(json.dumps(told))
 
 
 def test_another_user_or_no_home_folder_is_a_miss_with_one_warning(tmp_path):
-    """In a process that gives up being root, as which every folder is open."""
+    """In a process that gives up being root, as which every folder is open. Its locale has no
+    letters beyond ASCII, and before all else it keeps a record under a path that has one."""
     closed = tmp_path / "closed"
     (closed / "autotune" / "work").mkdir(parents=True)
     cases = ["home closed", "", "sub"]
     if os.geteuid() == 0:  # who has an entry among the users has a home folder
         cases.append("home unknown")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)])}
+    folder = tmp_path / "Schlüssel"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
+        "TRITON_DIST_CACHE_DIR": str(folder),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(closed), ",".join(cases)],
@@ -266,6 +275,8 @@ def test_another_user_or_no_home_folder_is_a_miss_with_one_warning(tmp_path):
     finally:
         closed.chmod(0o700)
     assert done.returncode == 0, done.stderr
+    (lines,) = folder.rglob("*.rank-0.log")
+    assert "Schl\\udcc3\\udcbcssel" in lines.read_text()
     told = json.loads(done.stdout)
     assert list(told) == cases
     for case, warned in told.items():
