@@ -129,9 +129,14 @@ class AutoTuner:
         fixed = self._fixed(kwargs, autotune_allow_arg_overwrite)
         return self._choose(args, kwargs, fixed, autotune_pg, autotune_verbose).config
 
-    def fingerprint(self) -> Fingerprint:
-        """What a result that is found now would depend on: hardware, versions, ranks, source."""
-        return self._compose(None, False).fingerprint(self.fn, self.config_space)
+    def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
+        """What a record that is made now would depend on: hardware, versions, ranks, source.
+
+        Args:
+            space: what is left to be chosen; default: all of the config space.
+        """
+        space = self.config_space if space is None else space
+        return self._compose(None, False).fingerprint(self.fn, space)
 
     def clear(self) -> None:
         """Forget what this process chose. Records on disk stay, and are looked up again."""

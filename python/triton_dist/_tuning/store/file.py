@@ -27,7 +27,7 @@ from filelock import FileLock
 from triton_dist._tuning.store.disk import make_folder, names_in
 from triton_dist._tuning.store.layout import record_text
 from triton_dist._tuning.store.readonly import ReadOnlyStore, read
-from triton_dist._tuning.values import StoredRecord, TuningRecord
+from triton_dist._tuning.values import TuningRecord
 from triton_dist.errors import NewerSchema
 
 _LOCK_SECONDS = 10.0
@@ -46,14 +46,6 @@ class FileStore(ReadOnlyStore):
             self._refuse("write", path, f"cannot be written ({error}); it stays in memory")
             return ""
         return str(path)
-
-    def remove(self, stored: StoredRecord) -> None:
-        """Remove the file of a record that this store gave.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        Path(stored.where).unlink(missing_ok=True)
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Rename the file, so that it is met once and can still be examined."""

@@ -1,6 +1,6 @@
 """A tuning's progress, as lines of JSON beside the place of its record.
 
-    {"head": {...}}                                    what is tuned: see the tuner
+    {"head": {...}, "module": "ops"}                   what is tuned: see the tuner
     {"trying": "91c2..."}                              a config that is about to be run
     {"spared": "91c2..."}                              it is not known, but ended no process
     {"n": 0, "config": "91c2...", "asked": 10, ...}    what came of each request, in order
@@ -35,8 +35,9 @@ _CRASHES = 2
 class FileJournal:
     """The journal of one key, at ``path``. What the disk refuses is not kept: nothing raises."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, module: str = "") -> None:
+        """``module`` is where the function is, for people."""
+        self.path, self._module = path, module
         self._file: int | None = None
         """Open and locked while this process leads the tuning."""
         self._disk: ThreadPoolExecutor | None = None
@@ -79,7 +80,7 @@ class FileJournal:
             if entries is None:
                 stuck = self.quarantined(head)
                 os.ftruncate(file, 0)
-                _write(file, {"head": head})
+                _write(file, {"head": head, "module": self._module})
                 for config, failure in stuck.items():
                     _write(file, _stuck(head, config, failure))
                 os.fsync(file)
@@ -174,15 +175,20 @@ class FileJournal:
         return entries
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        try:
-            text = read_bytes(self.path).decode("utf-8", "replace")
-        except OSError:
-            return
-        for line in text.splitlines():
-            with suppress(ValueError):
-                tree = codec.loads(line)
-                if isinstance(tree, dict):
-                    yield tree
+        return lines_of(self.path)
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """What is in a journal; nothing if it cannot be read."""
+    try:
+        text = read_bytes(path).decode("utf-8", "replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        with suppress(ValueError):
+            tree = codec.loads(line)
+            if isinstance(tree, dict):
+                yield tree
 
 
 def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:

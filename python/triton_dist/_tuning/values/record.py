@@ -188,14 +188,16 @@ def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
 
 
 def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
+    key = Key(
+        function=str(tree["function"]),
+        text=codec.text(tree["key"]),
+        hardware=str(tree["hardware_group"]),
+        module=str(tree["module"]),
+        signature=str(tree["signature"]),
+    )
+    str(key)  # what cannot be shown is no key
     return {
-        "key": Key(
-            function=str(tree["function"]),
-            text=codec.text(tree["key"]),
-            hardware=str(tree["hardware_group"]),
-            module=str(tree["module"]),
-            signature=str(tree["signature"]),
-        ),
+        "key": key,
         "fingerprint": _read_fingerprint(tree["fingerprint"]),
         "timestamp": str(tree["timestamp"]),
         "seconds": read_number(tree["seconds"]),
