@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -19,7 +21,7 @@ from triton_dist._tuning.engine.summary import summary
 from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
-from triton_dist.errors import CacheWarning, NoValidConfig
+from triton_dist.errors import CacheWarning, NoValidConfig, TuningWarning
 from triton_dist.tune import autotune
 
 from .fakes import fingerprint
@@ -125,6 +127,54 @@ def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypat
     with pytest.raises(NoValidConfig):
         rank.tuned(1)
     assert stopped
+
+
+def test_most_configs_fail_is_one_warning_with_the_first_cause(tmp_path):
+    def mostly(rank, config):
+        if config["n"] > 1:
+            raise RuntimeError(f"no room for {config['n']}")
+        return config["n"]
+
+    ranks = [Rank(each, SPACE, mostly, folder=tmp_path) for each in thread_ranks(1)]
+    line = inspect.currentframe().f_lineno + 2
+    with pytest.warns(TuningWarning) as caught:
+        ranks[0].tuned(1)
+    (warning,) = caught
+    assert (
+        "autotune ops.run, key 1: 3 of 4 configs failed, the first, {'n': 4}: launch on rank 0: "
+        "RuntimeError: no room for 4" in str(warning.message)
+    )
+    assert (warning.filename, warning.lineno) == (__file__, line)
+
+
+def test_half_of_the_configs_fail_and_pruned_ones_do_not_count(tmp_path):
+    def half(rank, config):
+        return 1 / (config["n"] > 1)
+
+    rank = Rank(
+        thread_ranks(1)[0], SPACE, half, folder=tmp_path, prune_fn=lambda config, x: config["n"] < 3
+    )
+    rank.tuned(1)
+
+
+def test_all_that_a_verbose_call_says_is_logged_without_it(tmp_path, caplog, capsys):
+    caplog.set_level(logging.DEBUG, "triton_dist")
+    tuned_ranks(tmp_path, size=2)
+    assert {entry.name for entry in caplog.records} == {"triton_dist.tuning"}
+    logged = [(entry.levelname, entry.message) for entry in caplog.records]
+    assert len(logged) == 13
+    assert logged[0][0] == "INFO"
+    assert logged[0][1].startswith("autotune ops.run, key 1: no record; tuning 4 configs")
+    assert [level for level, _ in logged[1:5]] == ["DEBUG"] * 4
+    assert "best of 3 measured" in logged[-1][1]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_library_configures_no_logging():
+    logger = logging.getLogger("triton_dist")
+    assert [type(each) for each in logger.handlers] == [logging.NullHandler]
+    assert logger.level == logging.NOTSET
+    assert logger.propagate
 
 
 def test_nothing_is_said_unless_asked_for(tmp_path, capsys):
