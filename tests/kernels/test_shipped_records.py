@@ -195,7 +195,7 @@ class On:
         device_peak.cache_clear()
         for tuned in self.touched:
             tuned.clear()
-            for cached in ("_configs", "names"):
+            for cached in ("_configs", "_by_digest", "names", "digest", "functions"):
                 vars(tuned.config_space).pop(cached, None)
 
 
