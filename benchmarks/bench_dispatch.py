@@ -1,10 +1,13 @@
-"""What a tuned function costs when nothing is left to be tuned.
+"""What a tuned function costs when nothing is left to be tuned, and what a large space costs.
 
-    scripts/python benchmarks/bench_dispatch.py --json dispatch.json
+    scripts/python benchmarks/bench_dispatch.py --json dispatch.json --configs 10000
 
 Each number is the best of many repeats: what other processes take only ever adds. The overhead of a
 hit is what it takes beyond the plain call and one call of ``key_fn``; a guarded look-up, the least
 that a tuner could do, is measured next to it.
+
+With ``--configs``, also the first call of a key: when its record, of so many configs, lies on the
+disk; and when it is tuned, all of them or 20, of a function that does nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 import timeit
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,6 +88,25 @@ def overhead(times: dict[str, float], way: str) -> float:
     return times[way] - times["plain call"] - times["key_fn"]
 
 
+def large_space(configs: int, repeats: int = 10) -> dict[str, float]:
+    """Milliseconds of the first call of a key, of a function with so many configs."""
+    space = [{"n": n} for n in range(configs)]
+    tuned = autotune(space, key_fn, scope="rank")(function)
+    few = autotune(space, key_fn, scope="rank", max_trials=20)(function)
+    # In this order: of two functions of one name, the later one's record is on the disk.
+    took = {"tune 20": _timed(few), "tune all": _timed(tuned), "look up": float("inf")}
+    for _ in range(repeats):
+        tuned.clear()
+        took["look up"] = min(took["look up"], _timed(tuned))
+    return took
+
+
+def _timed(tuned: Any) -> float:
+    begin = time.perf_counter()
+    tuned(1, 2)
+    return (time.perf_counter() - begin) * 1e3
+
+
 def hardware() -> dict[str, str]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
@@ -98,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="What a hit of a tuned function costs.")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--number", type=int, default=5000)
+    parser.add_argument("--configs", type=int, help="also a space of so many")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args(arguments)
     times = measure(options.repeats, options.number)
@@ -105,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         beyond = f"{overhead(times, way):8.3f}" if way.startswith(("hit", "guarded")) else " " * 8
         print(f"{way:20}{microseconds:8.3f} us{beyond}")
     print("second column: beyond the plain call and key_fn")
-    report = {"hardware": hardware(), "microseconds": times}
+    report: dict[str, Any] = {"hardware": hardware(), "microseconds": times}
+    if options.configs is not None:
+        report["milliseconds"] = large_space(options.configs)
+        for what, milliseconds in report["milliseconds"].items():
+            print(f"{what:20}{milliseconds:8.1f} ms, {options.configs} configs")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return report

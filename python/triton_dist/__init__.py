@@ -7,6 +7,7 @@ when it is first used.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "autotuner", "jit", "language", "tune"]
 
 _MODULES = ("autotuner", "language", "tune")
+
+# As a library does: what is logged goes where the program sends it, and else nowhere.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -218,7 +218,7 @@ class TuningFrozen(TritonDistError, RuntimeError):
     """A call that would have to tune, while ``TRITON_DIST_AUTOTUNE_FROZEN`` forbids it.
 
     Raised on every rank, before anything is launched. ``reason`` says why this rank has no valid
-    result; ``ranks`` are those on which the variable is set.
+    record; ``ranks`` are those on which the variable is set.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ cache_dir = Knob(
 )
 autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
-    "Tune again although a cached result exists, and replace it.",
+    "Tune again although a record exists, and replace it.",
 )
 autotune = flag(
     "TRITON_DIST_AUTOTUNE",
@@ -129,7 +129,7 @@ autotune = flag(
 )
 autotune_frozen = flag(
     "TRITON_DIST_AUTOTUNE_FROZEN",
-    "Never tune: a call for which no result is valid raises TuningFrozen; on one rank is on all.",
+    "Never tune: a call for which no record is valid raises TuningFrozen; on one rank is on all.",
 )
 autotune_version_check = flag(
     "TRITON_DIST_AUTOTUNE_VERSION_CHECK",

@@ -1,21 +1,27 @@
-"""``python -m triton_dist``: verbs, exit statuses and what is said to whom."""
+"""``triton-dist``: verbs, exit statuses and what is said to whom."""
 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
+import triton_dist
 from tests.architecture.source import ROOT
 from tests.tuning import ops
 from triton_dist.cli import listing
 from triton_dist.cli.main import main
+from triton_dist.errors import TuningWarning
+from triton_dist.tune import autotune
 
 A, B = torch.ones(2, 3), torch.ones(3, 4)
 OPS = "tests.tuning.ops"
@@ -81,7 +87,7 @@ def test_a_bare_name_lists_and_says_that_nothing_was_compared(run):
     status, out, _ = run("explain", "matmul")
     assert status == 0
     assert "Nothing was compared" in out
-    assert f"explain matmul --module {OPS}" in out
+    assert f"triton-dist explain {OPS}:matmul" in out
     assert "used" not in out.replace("Nothing was compared", "")
 
 
@@ -115,7 +121,9 @@ def test_a_module_that_fails_when_it_is_imported_is_said(run, tmp_path):
     sys.path.remove(str(tmp_path))
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["explain"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["dance"], ["explain"], ["clear"], ["clear", "f", "--all"]]
+)
 def test_a_command_that_is_none_has_status_2(arguments):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -142,7 +150,7 @@ def test_explain_uses_what_a_tuner_would_from_read_only_folders(run, monkeypatch
     (own,) = cache().rglob("*.json")
     status, out, _ = run("explain", f"{OPS}:matmul")
     assert f"not used: {own} comes first" in out
-    assert "2 record(s) of matmul, 1 used" in out
+    assert "2 records of matmul, 1 used" in out
     assert "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE is set" in out
 
 
@@ -171,26 +179,198 @@ def test_a_damaged_file_is_a_warning_without_a_line_of_code(run):
     file.write_text("{")
     status, _, err = run("list")
     assert status == 0
-    assert err.startswith(f"triton_dist: tuning record {file} is not used")
+    assert err.startswith(f"triton-dist: tuning record {file} is not used")
     assert len(err.splitlines()) == 1
 
 
 def test_list_has_a_line_for_each_record(run):
     assert run("list")[:2] == (0, f"No record of any function in {cache()}.\n")
-    ops.matmul(A, B)
+    key = str(ops.matmul.tune(A, B).key)
     ops.Layer(2.0).forward(A)
     status, out, _ = run("list")
     assert status == 0
-    (line,) = (line for line in out.splitlines() if "ops.matmul" in line)
-    for part in ("torch.float32", "triton.Config({'BLOCK_SIZE_M': ", " ms ", ".json"):
-        assert part in line
-    assert "Layer.forward" in out
-    assert "Layer.forward" not in run("list", "matmul")[1]
+    lines = out.splitlines()
+    assert lines[0] == f"{OPS}.Layer.forward"
+    at = lines.index(f"{OPS}.matmul")
+    assert lines[at + 1] == "  on cpu, none (interpreter), local_world_size 1, world_size 1"
+    assert re.fullmatch(rf" +\d+\.\d{{4}} ms +\d s ago  {re.escape(key)}", lines[at + 2])
+    assert lines[-1].startswith(f"2 records of 2 functions in {cache()}. Winners and files: ")
     assert run("list", "absent")[0] == 1
 
 
+def test_list_of_a_function_has_its_winners_and_files(run):
+    record = ops.matmul.tune(A, B)
+    ops.Layer(2.0).forward(A)
+    (file,) = (cache() / "autotune" / "matmul").glob("*.json")
+    for name in ("matmul", f"{OPS}.matmul", f"{OPS}:matmul"):
+        lines = run("list", name)[1].splitlines()
+        assert f"    winner  {record.best}" in lines
+        assert f"    file    {file}" in lines
+        assert not any("Layer" in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_list_fits_a_terminal(run, monkeypatch, columns):
+    ops.matmul(A, B)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(listing, "_is_terminal", lambda: True)
+    for arguments in ([], ["matmul"]):
+        lines = run("list", *arguments)[1].splitlines()
+        paths = [line for line in lines if str(cache()) in line or "autotune/" in line]
+        assert all(len(line) <= columns for line in lines if line not in paths)
+
+
+def test_list_as_json_has_it_all(run):
+    record = ops.matmul.tune(A, B)
+    tree = json.loads(run("list", "--json")[1])
+    (only,) = tree["records"]
+    assert (only["function"], only["key"]) == (f"{OPS}.matmul", str(record.key))
+    assert (only["winner"], only["ms"]) == (str(record.best), record.best.outcome.median)
+    assert Path(only["file"]).exists()
+    assert tree["interrupted"] == []
+
+
+def test_what_the_caller_gave_is_shown_after_the_key_and_compared(run):
+    with pytest.warns(TuningWarning, match="overwrites"):
+        pair(64, m=5, autotune_allow_arg_overwrite=True)
+    assert "  64 with {'m': 5}" in run("list", "pair")[1]
+    status, out, _ = run("explain", f"{__name__}:pair")
+    assert status == 0
+    assert "key 64 with {'m': 5}\n" in out
+    assert "\n  used\n" in out
+
+
+@autotune([{"n": n, "m": m} for n in (1, 2) for m in (3, 4)], key_fn=lambda x, **_: x)
+def pair(x, n, m):
+    return x, n, m
+
+
+@autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)
+def stopped(x, n):
+    if n == 2 and x > 1:
+        raise KeyboardInterrupt
+    return x
+
+
+def test_an_interrupted_tuning_is_listed_and_cleared(run):
+    stopped(1)
+    with pytest.raises(KeyboardInterrupt):
+        stopped(64)
+    status, out, _ = run("list", "stopped")
+    assert status == 0
+    assert "interrupted, 1 config measured:  64" in out
+    assert "1 record of 1 function, 1 interrupted tuning in" in out
+    (begun,) = json.loads(run("list", "--json")[1])["interrupted"]
+    assert (begun["function"], begun["key"]) == (f"{__name__}.stopped", "64")
+    status, out, _ = run("clear", f"{__name__}.stopped")
+    assert status == 0
+    assert "removed 1 record, 1 interrupted tuning, 4 logs of" in out
+    assert not [path for path in cache().rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+def test_a_tuning_that_goes_on_is_not_cleared(run):
+    stopped.clear()
+    with pytest.raises(KeyboardInterrupt):
+        stopped(64)
+    (path,) = cache().rglob("*.journal")
+    with path.open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        _, out, _ = run("clear", "--all")
+        assert f"{path}: left alone, the tuning is going on" in out
+        assert path.exists()
+    assert run("clear", "stopped")[0] == 0
+    assert not path.exists()
+
+
+def test_clear_all_leaves_nothing(run):
+    ops.matmul(A, B)
+    (file,) = cache().rglob("*.json")
+    file.with_name("0.json.damaged").write_text("{")
+    status, out, _ = run("clear", "--all")
+    assert status == 0
+    assert "removed 1 record, 3 logs of all functions" in out
+    assert [path.name for path in file.parent.iterdir()] == [".lock"]
+    assert run("clear", "--all")[0] == 0
+
+
+def test_explain_takes_a_name_as_list_prints_it(run):
+    ops.matmul(A, B)
+    assert run("explain", f"{OPS}.matmul") == run("explain", f"{OPS}:matmul")
+
+
+def test_explain_says_the_one_cause_of_a_record_that_was_interpreted(run, monkeypatch):
+    """And it is not used."""
+    ops.matmul(A, B)
+    (file,) = cache().rglob("*.json")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    status, out, _ = run("explain", f"{OPS}:matmul")
+    assert status == 1
+    assert [line for line in out.splitlines() if "not used" in line] == [
+        "  not used: it was made with TRITON_INTERPRET=1, which is not set now"
+    ]
+    ops.matmul.clear()
+    before = ops.matmul.tuning_count
+    ops.matmul(A, B)
+    assert ops.matmul.tuning_count == before + 1
+    assert file.exists()
+    assert len(list(cache().rglob("*.json"))) == 2
+
+
+def test_env_says_versions_variables_and_paths(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_TIMEOUT", "soon")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALLWAYS", "1")
+    status, out, err = run("env")
+    assert (status, err) == (0, "")
+    for part in (
+        f"triton_dist: {triton_dist.__version__} in ",
+        f"torch: {torch.__version__}",
+        "gpu: none (interpreter)",
+        "TRITON_DIST_AUTOTUNE_TIMEOUT: soon  (wrong: ",
+        "TRITON_DIST_AUTOTUNE_ALLWAYS: 1  (nobody reads it: no such variable)",
+        f"cache: {cache()}  (not there yet)",
+    ):
+        assert part in out
+    assert json.loads(run("env", "--json")[1])["versions"]["triton"] == triton.__version__
+
+
+def test_env_of_a_broken_device_and_home_says_so(run, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_DEVICE", "toaster")
+    monkeypatch.setattr(Path, "expanduser", refuse)
+    status, out, _ = run("env")
+    assert status == 0
+    assert "device: not known: InvalidKnob: " in out
+    assert "(cannot be reached: no home)" in out
+
+
+def refuse(_):
+    raise RuntimeError("no home")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"triton_dist {triton_dist.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["list", "explain", "clear", "pack", "env"])
+def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    out = capsys.readouterr().out
+    assert f"usage: triton-dist {verb} " in out
+    assert f"\n  triton-dist {verb}" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_only_explain_needs_torch():
+    """So that ``list`` is quick, and ``env`` works where torch does not."""
+    program = "import sys, triton_dist.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(-5, "now"), (90, "1 min"), (7201, "2 h"), (9e5, "10 d")]
+    ("seconds", "shown"), [(-5, "0 s"), (90, "1 min"), (7201, "2 h"), (9e5, "10 d")]
 )
 def test_an_age_is_shown_in_its_largest_unit(seconds, shown):
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -204,7 +384,7 @@ def test_clear_removes_the_records_of_one_function(run):
     ops.Layer(2.0).forward(A)
     status, out, _ = run("clear", "matmul")
     assert status == 0
-    assert "removed 1 record(s) of matmul" in out
+    assert "removed 1 record, 2 logs of matmul" in out
     (left,) = cache().rglob("*.json")
     assert left.parent.name == "forward"
     assert run("clear", "matmul")[0] == 1

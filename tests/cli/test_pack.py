@@ -1,4 +1,4 @@
-"""``python -m triton_dist pack``, and what becomes of the file."""
+"""``triton-dist pack``, and what becomes of the file."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
     winners = {size: function.best_config(size) for size in (1, 2, 30)}
     status, out, err = run("pack", "work", "--out", str(shipped))
     assert (status, err) == (0, "")
-    said = (
-        f"{shipped}: 3 result(s) of {__name__}.work, version 1, on none (interpreter); 0 left out"
-    )
+    said = f"{shipped}: 3 records of {__name__}.work, version 1, on none (interpreter); 0 left out"
     assert out == f"{said}\n"
     tree = json.loads(shipped.read_text())
     assert [result["key"] for result in tree["groups"][0]["results"]] == [1, 2, 30]
@@ -58,9 +56,9 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
         edited = tuned(max_trials=2)  # something that a user's own record would not survive
         assert edited(size, autotune_verbose=True) == (size, winner["n"])
         assert edited.tuning_count == 0
-        (line,) = capsys.readouterr().out.splitlines()
-        assert f"using the shipped result for none (interpreter) from {shipped}: " in line
-    with pytest.raises(TuningFrozen, match=r"key 4 on cpu.*: no cached result"):
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"using the shipped record for none (interpreter) from {shipped}: " in line
+    with pytest.raises(TuningFrozen, match=r"key 4 on cpu.*: no record"):
         tuned()(4)
     with pytest.raises(TuningFrozen, match="version: that of the function was 1, is 2"):
         tuned("2")(1)
@@ -115,7 +113,7 @@ def test_explain_prefers_the_users_own(run, shipped):
         del globals()["live"]
     (own,) = knobs.cache_dir.get().rglob("*.json")
     assert f"not used: {own} comes first" in out
-    assert "2 record(s) of work, 1 used" in out
+    assert "2 records of work, 1 used" in out
 
 
 def test_the_latest_version_and_of_a_key_the_latest_record(run, tmp_path):
@@ -128,14 +126,14 @@ def test_the_latest_version_and_of_a_key_the_latest_record(run, tmp_path):
         if tree["fingerprint"]["version"] == "2":
             tree["timestamp"] = "2999-01-01T00:00:00+00:00"
             path.write_text(json.dumps(tree))
-    assert "2 result(s)" in run("pack", f"{__name__}.work", "--out", str(out))[1]
+    assert "2 records" in run("pack", f"{__name__}.work", "--out", str(out))[1]
     assert json.loads(out.read_text())["version"] == "2"
     # A record of the same key under another place, as after a change of the signature.
     files = knobs.cache_dir.get().rglob("*.json")
     (newest,) = (path for path in files if json.loads(path.read_text())["key"] == 2)
     older = json.loads(newest.read_text()) | {"timestamp": "2998-01-01T00:00:00+00:00"}
     newest.with_name(newest.name.partition("-")[0] + "-00000000.json").write_text(json.dumps(older))
-    assert "2 result(s)" in run("pack", "work", "--out", str(out))[1]
+    assert "2 records" in run("pack", "work", "--out", str(out))[1]
     assert "2998" not in out.read_text()
 
 

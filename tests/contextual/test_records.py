@@ -162,11 +162,11 @@ def test_logs_are_appended(logs):
 def test_verbose_prints_what_is_chosen(capsys, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_PRINT", "1")
     start(16, 32)
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "tuning 2 configs (0 pruned) on 1 rank" in printed
     assert "5 calls of the function" in printed
     start(16, 32)
-    assert "known, BLOCK: " in capsys.readouterr().out
+    assert "known, BLOCK: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -177,7 +177,7 @@ def test_frozen_a_record_is_used_and_without_one_nothing_is_launched(monkeypatch
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", str(int(always)))
     function = contextual_autotune(n_repeat=1, n_warmup=1)(lambda x: scale(kernel, x))
     x = torch.arange(64.0)
-    with pytest.raises(TuningFrozen, match=r"scale_kernel, key \(64, .*no cached result"):
+    with pytest.raises(TuningFrozen, match=r"scale_kernel, key \(64, .*no record"):
         function(x)
     assert spy.blocks == []
     monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")

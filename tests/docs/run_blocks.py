@@ -7,14 +7,15 @@ import os
 import runpy
 import sys
 import types
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
-    """What each block prints; they share one namespace, as in one program.
+    """What a terminal shows of each block; they share one namespace, as in one program.
 
     Args:
         path: where the program is written to, so that Triton finds the source of its kernels.
@@ -32,7 +33,7 @@ def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
     sys.argv = [path]
     printed = []
     for first, text in blocks:
-        with redirect_stdout(io.StringIO()) as output:
+        with _shown() as output:
             code = compile("\n" * (first - 1) + text, path, "exec", dont_inherit=True)
             exec(code, vars(module))
         printed.append(output.getvalue())
@@ -40,9 +41,15 @@ def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
 
 
 def run_program(path: str, *arguments: str) -> str:
-    """What the program at ``path`` prints in this rank."""
+    """What a terminal shows of the program at ``path`` in this rank."""
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
-    with redirect_stdout(io.StringIO()) as output:
+    with _shown() as output:
         runpy.run_path(path, run_name="__main__")
     return output.getvalue()
+
+
+@contextmanager
+def _shown() -> Iterator[io.StringIO]:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
+        yield output

@@ -29,12 +29,16 @@ def file_of(block: Block, folder: Path) -> str:
 
 
 def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
-    """What the block prints as a program of its own; fails with what it wrote to stderr."""
-    command = [sys.executable, file_of(block, folder)]
+    """What a terminal shows of the block as a program of its own; fails with that too."""
+    command = [sys.executable, "-u", file_of(block, folder)]
     environment = environment | {"PYTHONPATH": str(ROOT / "python")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    result = subprocess.run(
+        command,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=150, check=False,
+    )  # fmt: skip
     if result.returncode:
-        pytest.fail(f"{block.id} ended with status {result.returncode}:\n{result.stderr}")
+        pytest.fail(f"{block.id} ended with status {result.returncode}:\n{result.stdout}")
     return result.stdout
 
 

@@ -194,7 +194,7 @@ class On:
         device_peak.cache_clear()
         for tuned in self.touched:
             tuned.clear()
-            for cached in ("_configs", "names"):
+            for cached in ("_configs", "_by_digest", "names", "digest", "functions"):
                 vars(tuned.config_space).pop(cached, None)
 
 
@@ -308,7 +308,7 @@ def drop_a_config(tree: Any) -> None:
     [
         (lambda tree: tree.update(version="0"), "version: that of the function was 0, is "),
         (drop_a_config, "config space: the winner .* is not in it"),
-        (lambda tree: tree["groups"][0].update(hardware_group="cuda, other"), "no cached result"),
+        (lambda tree: tree["groups"][0].update(hardware_group="cuda, other"), "no record"),
     ],
 )
 def test_a_file_that_does_not_fit_is_found_out(on, folder, change, said):
@@ -334,7 +334,7 @@ def test_on_other_hardware_they_are_no_hits(on, folder):
     ):
         on(ag_gemm, gpu, topology)
         assert current_device().facts()["gpu"] == gpu
-        with pytest.raises(TuningFrozen, match="no cached result"):
+        with pytest.raises(TuningFrozen, match="no record"):
             ag_gemm.tune(*args, **kwargs)
     on(ag_gemm, "NVIDIA H200", FOUR)
     assert ag_gemm.tune(*args, **kwargs).shipped

@@ -74,6 +74,9 @@ def test_a_gpu_says_all_that_can_change_code_or_timing(monkeypatch, tmp_path):
     device = object.__new__(cuda.CudaDevice)
     device.num_sms = 132
     device._properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert device.facts()["gpu"] == "NVIDIA H200 (interpreter)"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert device.facts() == {
         "gpu": "NVIDIA H200",
         "gpus_on_host": "8",
@@ -84,5 +87,9 @@ def test_a_gpu_says_all_that_can_change_code_or_timing(monkeypatch, tmp_path):
     }
 
 
-def test_the_cpu_says_that_there_is_no_gpu():
-    assert CpuDevice().facts()["gpu"] == "none (interpreter)"
+@pytest.mark.parametrize(("interpreted", "gpu"), [("1", "none (interpreter)"), ("0", "none")])
+def test_the_cpu_says_that_there_is_no_gpu_and_what_runs_in_its_place(
+    monkeypatch, interpreted, gpu
+):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert CpuDevice().facts()["gpu"] == gpu

@@ -446,9 +446,9 @@ def test_a_record_whose_winner_left_the_space_is_not_used():
 
 def test_only_the_leader_reports(capsys):
     together(group(2, verbose=True))
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert len([line for line in lines if line.startswith("autotune")]) == 2
-    assert "no cached result; tuning 3 configs (0 pruned) on 2 ranks" in lines[0]
+    assert "no record; tuning 3 configs (0 pruned) on 2 ranks" in lines[0]
     assert lines[2].startswith("  [2/3] 1.0000 ms {'n': 1}  (best 1.0000 ms, ")
     assert "best of 3 measured" in lines[-1]
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import triton
 from hypothesis import given
 
 from tests.tuning.strategies import Method, configs
 from triton_dist._tuning.values import Config, ConfigSpace
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import InvalidArgument, TuningWarning
 
 GEMM = triton.Config({"BLOCK_SIZE_M": 128, "GROUP_SIZE_M": 8}, num_warps=8, num_stages=3)
 
@@ -118,6 +119,41 @@ def test_a_space_is_evaluated_once_when_it_is_looked_at():
 def test_duplicates_are_dropped_and_order_is_kept():
     space = ConfigSpace([{"n": 2}, {"n": 1}, {"n": 2}, {"n": True}])
     assert [config["n"] for config in space] == [2, 1, True]
+
+
+class Looks:
+    """Prints like every other one."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __repr__(self):
+        return "Looks()"
+
+    def __eq__(self, other):
+        return self.n == other.n
+
+    __hash__ = None
+
+
+def test_values_that_only_print_alike_are_dropped_with_one_warning():
+    tensors = [
+        {"x": torch.arange(5000)},
+        {"x": torch.arange(5000).index_fill(0, torch.tensor([2500]), 0)},
+    ]
+    for values in ([{"x": Looks(1)}, {"x": Looks(2)}, {"x": Looks(3)}], tensors):
+        with pytest.warns(TuningWarning, match=r"values of x print like an earlier one") as caught:
+            assert len(ConfigSpace(values)) == 1
+        assert len(caught) == 1
+
+
+def test_equal_values_are_dropped_in_silence():
+    one = Looks(1)
+    long = torch.arange(5000)
+    same = [{"x": one}, {"x": one}, {"x": Looks(1)}]
+    assert len(ConfigSpace(same)) == 1
+    assert len(ConfigSpace([{"x": long}, {"x": long.clone()}])) == 1
+    assert len(ConfigSpace([{"x": float("nan")}, {"x": float("nan")}])) == 1
 
 
 def test_order_is_part_of_the_digest():

@@ -6,13 +6,16 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
 import warnings
+from collections.abc import Callable
 
 import pytest
 
 from benchmarks import bench_dispatch
 from triton_dist import errors
-from triton_dist.tune import autotune
+from triton_dist._tuning.values import record
+from triton_dist.tune import AutoTuner, autotune
 
 
 def test_a_hit_costs_less_than_two_microseconds():
@@ -26,13 +29,68 @@ def test_a_hit_costs_less_than_two_microseconds():
 
 def test_the_benchmark_reports_all_that_it_says(tmp_path, capsys):
     path = tmp_path / "dispatch.json"
-    report = bench_dispatch.main(["--repeats", "3", "--number", "10", "--json", str(path)])
+    few = ["--repeats", "3", "--number", "10", "--configs", "30"]
+    report = bench_dispatch.main([*few, "--json", str(path)])
     assert path.read_text().startswith("{")
     assert set(report["microseconds"]) == {
         "plain call", "key_fn", "guarded look-up", "hit", "hit of a method", "hit with keywords"
     }  # fmt: skip
+    assert set(report["milliseconds"]) == {"tune all", "tune 20", "look up"}
     assert report["hardware"]["processor"]
-    assert "guarded look-up" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "guarded look-up" in out
+    assert "ms, 30 configs" in out
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """How many calls of Python functions, and resumed generators, ``function`` takes."""
+    count = 0
+
+    def counts(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counts)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def of_space(size: int, **options: object) -> AutoTuner:
+    def run(x, n):
+        return x, n
+
+    run.__qualname__ = f"run_{size}"
+    return autotune([{"n": n} for n in range(size)], lambda x: x, scope="rank", **options)(run)
+
+
+def test_a_look_up_reads_one_trial_of_a_record_however_many_it_has(monkeypatch):
+    small, large = of_space(100), of_space(1000)
+    calls, read = [], []
+    read_trial = record._read_trial
+    for tuned in (small, large):
+        tuned(1)
+        tuned.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(record, "_read_trial", lambda tree: read.append(1) or read_trial(tree))
+            patched.setattr(record, "winner", None)  # who wins is known
+            calls.append(calls_of(lambda tuned=tuned: tuned(1)))
+        assert tuned.tuning_count == 1
+    assert len(read) == 2
+    # To see that the winner is in the space takes a step or two a config, in its order.
+    assert calls[1] - calls[0] < 4 * 900, calls
+
+
+def test_a_tuning_takes_so_many_steps_a_config_however_many_there_are():
+    def cold(size: int) -> float:
+        tuned = of_space(size, max_trials=5)
+        len(tuned.config_space)
+        return calls_of(lambda: tuned(1)) / size
+
+    few, many = cold(500), cold(2000)
+    assert many < 1.2 * few + 5, (few, many)
 
 
 class Layer:

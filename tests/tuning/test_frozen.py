@@ -37,7 +37,7 @@ def test_a_call_that_would_tune_is_an_error_on_every_rank_before_anything_runs(s
     assert [rank.device.now for rank in ranks] == [0.0] * size
     text = str(errors[-1])
     for part in (
-        "ops.run, key 1 on fake: no cached result;",
+        "ops.run, key 1 on fake: no record;",
         "call the function, or its tune()",
         "unset",
     ):
@@ -137,7 +137,7 @@ def test_over_real_ranks_one_of_which_is_frozen(spawn_ranks, tmp_path):
     refused = spawn_ranks(2, ops.frozen_on_rank_1, folders)
     assert refused[0] == refused[1]
     assert refused[0].startswith("TuningFrozen: tests.tuning.ops.collective, key 7 on cpu, none")
-    assert "no cached result" in refused[0]
+    assert "no record" in refused[0]
     assert "FROZEN is set on rank(s) 1." in refused[0]
     assert spawn_ranks(2, ops.tune_in_rank, folders, False) == [(2, 1, 1)] * 2
     for shared in (folders, [folders[0], str(tmp_path / "empty")]):

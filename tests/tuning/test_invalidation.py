@@ -305,7 +305,7 @@ def must_tune_again(package: Package, field: str) -> None:
     status, said = package.explain()
     assert status == 1
     assert f"  not used: {field}" in said
-    assert "1 record(s) of run, 0 used." in said
+    assert "1 record of run, 0 used." in said
     assert package.call() == 1
     assert package.explain()[0] == 0
     assert package.call() == 0
@@ -471,7 +471,7 @@ def test_functions_of_one_name_in_two_modules_do_not_replace_each_others_records
         assert package.call() == 0
         status, said = package.explain()
         assert status == 0
-        assert "2 record(s) of run, 1 used" in said
+        assert "2 records of run, 1 used" in said
 
 
 METHOD = {

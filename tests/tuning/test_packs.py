@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from tests.tuning.strategies import configs, keys, measurements
-from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, pack_folders
+from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, pack_folders, packs
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
@@ -130,8 +130,8 @@ def test_a_hit_runs_nothing_and_says_that_it_is_shipped(tmp_path, capsys):
     assert rank.tuned.tuning_count == 0
     assert rank.tuned.tune(5).shipped
     one(tmp_path, verbose=True).tuned(1)
-    said = f"key 1: using the shipped result for fake from {path}: 1.0000 ms"
-    assert said in capsys.readouterr().out
+    said = f"key 1: using the shipped record for fake from {path}: 1.0000 ms"
+    assert said in capsys.readouterr().err
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ LIVE: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "prune_fn fails": ({"prune_fn": lambda config, x: 1 / 0}, "prune_fn raised ZeroDivisionError"),
     "prune_fn keeps it": ({"prune_fn": lambda config, x: config["n"] < 2}, None),
-    "the function": ({"name": "walk"}, "no cached result"),
+    "the function": ({"name": "walk"}, "no record"),
 }  # fmt: skip
 
 
@@ -172,8 +172,8 @@ def test_what_must_be_the_same_where_it_is_looked_up(what, tmp_path):
     (error,) = together([rank])
     assert isinstance(error, TuningFrozen)
     assert reason in str(error)
-    if reason != "no cached result":
-        assert "the shipped result in " in str(error)
+    if reason != "no record":
+        assert "the shipped record in " in str(error)
 
 
 FILE: dict[str, Callable[[Any], Any]] = {
@@ -251,9 +251,9 @@ def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
     written(tree_of(1, 5), tmp_path)
     (tmp_path / "walk.fake.json").write_text("damaged")
     reads = []
-    read_text = Path.read_text
+    read_bytes = packs.read_bytes
+    monkeypatch.setattr(packs, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
     rank = one(tmp_path)
-    monkeypatch.setattr(Path, "read_text", lambda p, **o: reads.append(p) or read_text(p, **o))
     assert reads == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

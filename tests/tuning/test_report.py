@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -15,9 +18,10 @@ from tests.tuning.fakes import Rank, thread_ranks, together
 from triton_dist._tuning.engine.clock import Clock
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.engine.summary import summary
+from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
-from triton_dist.errors import CacheWarning, NoValidConfig
+from triton_dist.errors import CacheWarning, NoValidConfig, TuningWarning
 from triton_dist.tune import autotune
 
 from .fakes import fingerprint
@@ -43,9 +47,9 @@ def events(folder: Path) -> list[dict]:
 
 def test_lines_and_table(tmp_path, capsys):
     tuned_ranks(tmp_path, size=2, verbose=True)
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0] == (
-        "autotune ops.run, key 1: no cached result; tuning 4 configs (0 pruned) on 2 ranks"
+        "autotune ops.run, key 1: no record; tuning 4 configs (0 pruned) on 2 ranks"
     )
     assert lines[1].startswith("  [1/4] 4.0000 ms {'n': 4}  (best 4.0000 ms, ")
     assert lines[1].endswith(" s left)")
@@ -58,10 +62,11 @@ def test_lines_and_table(tmp_path, capsys):
     assert lines[6].endswith("{'n': 1}  <- winner")
     assert lines[6].split()[:5] == ["1.0000", "0.0%", "1.000x", "0.250x", "3"]
     assert lines[8].endswith("{'n': 4}  <- default")
-    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[9]
-    assert "compile 0.0 s, measure " in lines[10]
-    assert "best of 3 measured (1 failed or pruned)" in lines[11]
-    assert len(lines) == 12
+    assert lines[9].startswith("  to best, to default: its time over that of the fastest config")
+    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[10]
+    assert "compile 0.0 s, measure " in lines[11]
+    assert "best of 3 measured (1 failed or pruned)" in lines[12]
+    assert len(lines) == 13
 
 
 def record(*outcomes):
@@ -76,7 +81,7 @@ def test_the_table_has_the_top_and_the_default():
     shown = [line.partition("{")[2] for line in lines if "{" in line]
     assert shown[0] == "'n': 8}  <- winner"
     assert [text[:6] for text in shown[1:]] == ["'n': 7", "'n': 6", "'n': 5", "'n': 4", "'n': 0"]
-    assert "and 3 more" in lines[-2]
+    assert "and 3 more" in lines[-3]
     assert "0.200x" in lines[1]
 
 
@@ -88,20 +93,22 @@ def test_the_table_without_a_default_or_a_spread():
         {},
     )
     assert lines[1].split()[:5] == ["1.0000", "-", "1.000x", "-", "1"]
-    assert lines[2].startswith("  2 x compile, the first: word word")
-    assert len(lines[2]) < 250
-    assert lines[3] == "  1 x timeout, the first: late"
+    assert lines[3].startswith("  2 x compile, the first: word word")
+    assert len(lines[3]) < 250
+    assert lines[4] == "  1 x timeout, the first: late"
 
 
 def test_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    tuned_ranks(tmp_path, verbose=True)
-    out = capsys.readouterr().out
-    assert "4/4" in out
-    assert "4/4: best 1.0000 ms, 1 failed" in out
-    assert "best of 3 measured" in out
+    tuned_ranks(tmp_path, verbose=True, search=Racing)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "best of 3 measured" in err
+    # A race asks again for configs in the middle: what stays is how many were tried.
+    last = [line for line in err.splitlines() if "best 1.0000 ms, 1 failed" in line][-1]
+    assert re.findall(r"\d/4", last) == ["4/4"]
 
 
 def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypatch):
@@ -112,7 +119,7 @@ def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypat
     monkeypatch.setattr(
         rich.progress.Progress, "stop", lambda bar: (stopped.append(bar), stop(bar))
     )
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     (rank,) = (
         Rank(each, SPACE, lambda *_: 1 / 0, folder=tmp_path, verbose=True)
         for each in thread_ranks(1)
@@ -120,6 +127,54 @@ def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypat
     with pytest.raises(NoValidConfig):
         rank.tuned(1)
     assert stopped
+
+
+def test_most_configs_fail_is_one_warning_with_the_first_cause(tmp_path):
+    def mostly(rank, config):
+        if config["n"] > 1:
+            raise RuntimeError(f"no room for {config['n']}")
+        return config["n"]
+
+    ranks = [Rank(each, SPACE, mostly, folder=tmp_path) for each in thread_ranks(1)]
+    line = inspect.currentframe().f_lineno + 2
+    with pytest.warns(TuningWarning) as caught:
+        ranks[0].tuned(1)
+    (warning,) = caught
+    assert (
+        "autotune ops.run, key 1: 3 of 4 configs failed, the first, {'n': 4}: launch on rank 0: "
+        "RuntimeError: no room for 4" in str(warning.message)
+    )
+    assert (warning.filename, warning.lineno) == (__file__, line)
+
+
+def test_half_of_the_configs_fail_and_pruned_ones_do_not_count(tmp_path):
+    def half(rank, config):
+        return 1 / (config["n"] > 1)
+
+    rank = Rank(
+        thread_ranks(1)[0], SPACE, half, folder=tmp_path, prune_fn=lambda config, x: config["n"] < 3
+    )
+    rank.tuned(1)
+
+
+def test_all_that_a_verbose_call_says_is_logged_without_it(tmp_path, caplog, capsys):
+    caplog.set_level(logging.DEBUG, "triton_dist")
+    tuned_ranks(tmp_path, size=2)
+    assert {entry.name for entry in caplog.records} == {"triton_dist.tuning"}
+    logged = [(entry.levelname, entry.message) for entry in caplog.records]
+    assert len(logged) == 13
+    assert logged[0][0] == "INFO"
+    assert logged[0][1].startswith("autotune ops.run, key 1: no record; tuning 4 configs")
+    assert [level for level, _ in logged[1:5]] == ["DEBUG"] * 4
+    assert "best of 3 measured" in logged[-1][1]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_library_configures_no_logging():
+    logger = logging.getLogger("triton_dist")
+    assert [type(each) for each in logger.handlers] == [logging.NullHandler]
+    assert logger.level == logging.NOTSET
+    assert logger.propagate
 
 
 def test_nothing_is_said_unless_asked_for(tmp_path, capsys):

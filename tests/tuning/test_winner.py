@@ -46,6 +46,10 @@ def test_who_was_dropped_after_few_samples_does_not_count():
     assert winner([finalist, measured(0.9, 0.9, 0.9)], 0.01) == 1
 
 
+def test_a_clock_that_was_set_back_still_has_a_winner():
+    assert winner([Measurement((1.0,), 0), Measurement((-3.0,), 0)], 0.01) == 1
+
+
 def test_no_winner_without_a_measurement():
     assert winner([], 0.01) is None
     assert winner([FAILED, FAILED], 0.01) is None

@@ -162,6 +162,7 @@ def autotune(
         default_group if scope == "world" else NoGroup,
         is_traced,
         lambda: not knobs.autotune.get(),
+        torch.compiler.is_dynamo_compiling,
         untraced,
     )
 
@@ -258,9 +259,8 @@ class _Composer:
     def _fingerprint(
         self, device: Device, ranks: RankGroup, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
-        hooks = [value for config in space for value in config.functions()]
         judges = source_of(self.judges, self.ignore, self.snapshot)
-        source = source_of([function, *hooks], self.ignore, self.snapshot)
+        source = source_of([function, *space.functions], self.ignore, self.snapshot)
         return Fingerprint(
             hardware=device.facts(),
             software=software_versions(),

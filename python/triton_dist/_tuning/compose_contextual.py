@@ -136,7 +136,7 @@ class _Composer:
             search="race" if self.race else "exhaustive",
         )
         verbose = knobs.autotune_print.get() and ranks.is_leader
-        folder = knobs.autotune_log_dir.get().expanduser()
+        folder = knobs.autotune_log_dir.get()
         files = file_store(knobs.cache_dir.get())
         read_only = map(read_only_store, knobs.autotune_readonly_dirs.get())
         return ContextualParts(
@@ -204,10 +204,8 @@ class _Kernels:
             found = validity(record, fingerprint, configs, strict)
             if not found.reasons:
                 return record, where
-            reason = reason or (
-                f"the cached result in {where} is not valid: {'; '.join(found.reasons)}"
-            )
-        return None, reason or "no cached result"
+            reason = reason or (f"the record in {where} is not valid: {'; '.join(found.reasons)}")
+        return None, reason or "no record"
 
     def journal(self, key: Key) -> Journal:
         return journal_of(self.files, key)

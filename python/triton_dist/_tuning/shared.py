@@ -49,7 +49,7 @@ def pack_store(root: Path) -> PackStore:
 
 def journal_of(files: FileStore, key: Key) -> FileJournal:
     """Beside the record of ``key``."""
-    return FileJournal(files.path(key).with_suffix(".journal"))
+    return FileJournal(files.path(key).with_suffix(".journal"), key.module)
 
 
 def judging(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:

@@ -8,9 +8,11 @@ from triton_dist import knobs
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.store import (
     FileStore,
+    Interrupted,
     LayeredStore,
     PackStore,
     ReadOnlyStore,
+    interrupted,
     pack_folders,
 )
 from triton_dist._tuning.values import Key, StoredRecord
@@ -32,16 +34,26 @@ def with_packs() -> LayeredStore:
     return LayeredStore([all_stores(), *map(PackStore, packs)])
 
 
-def records_of(store: Store, function: str) -> Iterator[StoredRecord]:
+def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
     """Records of every function of that name: its last part, its qualified name, or with its
-    module."""
+    module; ``None``: all."""
     for stored in store.records():
-        if names(stored.record.key, function):
+        if function is None or names(stored.record.key, function):
             yield stored
 
 
+def interrupted_of(store: FileStore, function: str | None) -> list[Interrupted]:
+    """Tunings that were begun and have no record yet, found by the same names."""
+    return [
+        each
+        for each in interrupted(store.root)
+        if function is None or (each.key is not None and names(each.key, function))
+    ]
+
+
 def names(key: Key, function: str) -> bool:
-    return function in (key.function_name, key.function, key.full_name)
+    module_and_function = f"{key.module}:{key.function}"
+    return function in (key.function_name, key.function, key.full_name, module_and_function)
 
 
 def folders() -> str:

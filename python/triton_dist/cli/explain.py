@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton_dist import knobs
 from triton_dist._tuning.store import LayeredStore
 from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
     Fingerprint,
+    FixedSpace,
     Key,
     Origin,
     TuningRecord,
     validity,
 )
 from triton_dist.cli import cache, subject
-from triton_dist.tune import AutoTuner
+from triton_dist.cli.verb import add_verb, counted
+from triton_dist.errors import NoSuchFunction
+
+if TYPE_CHECKING:
+    from triton_dist.tune import AutoTuner
 
 _FOUND, _NOTHING = 0, 1
 
 
 def add_to(verbs: Any) -> None:
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "explain",
+        _run,
         help="why the records of a function are or are not used",
         description="Prints each record of FUNCTION: key, winner, date, file, and whether it would "
         "be used now; if not, what differs, as recorded and as it is. The module is imported, so "
         "that source and config space are compared; set TRITON_INTERPRET and the like as in the "
         "run. With a bare name the records are listed and nothing is compared. Status 0: a record "
         "would be used (bare name: there is one), 1: none, 2: a mistake.",
+        examples=["explain mypackage.ops:matmul", "explain matmul --module ops.py"],
     )
     parser.add_argument(
-        "function", metavar="FUNCTION", help="package.module:function, or a bare name"
+        "function",
+        metavar="FUNCTION",
+        help="package.module:function, the name as `list` prints it, or a bare name",
     )
     parser.add_argument("--module", help="where the function is: a dotted name or a .py file")
     parser.add_argument(
@@ -42,15 +55,12 @@ def add_to(verbs: Any) -> None:
     parser.add_argument(
         "--local-world-size", type=int, help="ranks on this host; default: as recorded"
     )
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     module, _, name = arguments.function.rpartition(":")
     module = arguments.module or module
     store = cache.with_packs()
-    if not module:
-        return _list(store, name)
     ranks = {
         fact: str(value)
         for fact, value in (
@@ -59,32 +69,43 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         if value is not None
     }
-    return _compare(store, subject.load(module, name), ranks)
+    if module:
+        return _compare(store, subject.load(module, name), ranks)
+    keys = [record.key for record, _ in cache.records_of(store, name) if record.key.module]
+    key = next((key for key in keys if key.full_name == name), None)
+    if key is not None:  # the record says which part is the module
+        try:
+            return _compare(store, subject.load(key.module, key.function), ranks)
+        except NoSuchFunction as error:
+            return _list(store, name, str(error))
+    return _list(store, name)
 
 
-def _list(store: LayeredStore, name: str) -> int:
+def _list(store: LayeredStore, name: str, because: str = "") -> int:
     """What there is; nothing is known about the function itself."""
     records = list(cache.records_of(store, name))
     if not records:
         return _none_of(name)
     for record, where in records:
         print(*_heading(record, where), sep="\n")
-    module = next((record.key.module for record, _ in records if record.key.module), "MODULE")
-    print(
-        f"{len(records)} record(s) of {name}. Nothing was compared: a bare name says not where the "
-        f"function is. To compare: python -m triton_dist explain {name} --module {module}"
+    key = next(
+        (each.record.key for each in records if each.record.key.module), records[0].record.key
     )
+    remedy = f"To compare: triton-dist explain {key.module or 'MODULE'}:{key.function}"
+    because = because or f"a bare name does not say where the function is. {remedy}"
+    print(f"{counted(len(records), 'record')} of {name}. Nothing was compared: {because}")
     return _FOUND
 
 
 def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -> int:
-    origin, live = tuned.origin(), tuned.fingerprint()
+    origin, whole = tuned.origin(), tuned.fingerprint()
     used = count = 0
     for key in _keys(store, origin):
-        taken = ""
+        taken, space = "", _space(tuned, key)
+        live = whole if space is tuned.config_space else tuned.fingerprint(space)
         for record, where in store.find(key):
             now = dataclasses.replace(live, topology=_topology(record, live, ranks))
-            found = validity(record, now, tuned.config_space, knobs.autotune_version_check.get())
+            found = validity(record, now, space, knobs.autotune_version_check.get())
             print(*_heading(record, where), sep="\n")
             if found.reasons:
                 print(*(f"  not used: {reason}" for reason in found.reasons), sep="\n")
@@ -102,8 +123,20 @@ def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) ->
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: it is tuned again in any case.")
     group = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
-    print(f"{count} record(s) of {origin.function}, {used} used. Ranks: {group}.")
+    print(f"{counted(count, 'record')} of {origin.function}, {used} used. Ranks: {group}.")
     return _FOUND if used else _NOTHING
+
+
+def _space(tuned: AutoTuner, key: Key) -> ConfigSpace:
+    """What such a call chooses from: without the names that it gave a value for."""
+    if key.given is None:
+        return tuned.config_space
+    text, digest = key.given
+    try:
+        given = Config(ast.literal_eval(text.removeprefix("with ")))
+    except (ValueError, SyntaxError):  # values that are no literals
+        given = Config({})
+    return FixedSpace(tuned.config_space, given) if given.digest == digest else tuned.config_space
 
 
 def _keys(store: LayeredStore, origin: Origin) -> Iterator[Key]:

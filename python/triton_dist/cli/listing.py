@@ -1,59 +1,146 @@
-"""``list``: a table of all records."""
+"""``list``: what was tuned, and what was begun."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triton_dist._tuning.values import StoredRecord
+from triton_dist._tuning.store import Interrupted
+from triton_dist._tuning.values import Failure, StoredRecord
 from triton_dist.cli import cache
+from triton_dist.cli.verb import add_verb, counted
 
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def add_to(verbs: Any) -> None:
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "list",
+        _run,
         help="all records, or those of a function",
-        description="A table of the records in the cache, and in the read-only folders.",
+        description="Lists the records in the cache and in the read-only folders, by function and "
+        "hardware: time of the winner, age, key. Of a FUNCTION also winner and file. Tunings that "
+        "were interrupted are there too: the next call goes on with them.",
+        examples=["list", "list matmul", "list --json | jq '.records[].winner'"],
     )
     parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only records of it")
-    parser.set_defaults(run=_run)
+    parser.add_argument("--json", action="store_true", help="all of it, for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    store = cache.all_stores()
-    asked = arguments.function
-    records = list(store.records() if asked is None else cache.records_of(store, asked))
-    if not records:
+    store, asked = cache.all_stores(), arguments.function
+    records = list(cache.records_of(store, asked))
+    begun = cache.interrupted_of(cache.user_store(), asked)
+    if arguments.json:
+        tree = {"records": [_tree(each) for each in records], "interrupted": [*map(_begun, begun)]}
+        print(json.dumps(tree, indent=2))
+    elif records or begun:
+        for line in _lines(records, begun, in_full=asked is not None):
+            print(line)
+    else:
         print(f"No record of {asked or 'any function'} in {cache.folders()}.")
-        return 1 if asked else 0
-    table = Table("function", "key", "hardware", "winner", "median", "age", "file")
+    return 1 if asked and not records and not begun else 0
+
+
+def _lines(
+    records: Sequence[StoredRecord], begun: Sequence[Interrupted], in_full: bool
+) -> Iterator[str]:
+    groups: dict[str, dict[str, list[list[str]]]] = {}
     for stored in records:
-        table.add_row(*_row(stored))
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # a line a record, for grep
-    console.print(table)
-    return 0
-
-
-def _row(stored: StoredRecord) -> tuple[str, ...]:
-    record, where = stored
-    best = record.best
-    return (
-        record.key.full_name,
-        str(record.key),
-        record.key.hardware,
-        str(best),
-        f"{best.outcome.median:.4f} ms",  # type: ignore[union-attr]  # the best was measured
-        _age(record.timestamp),
-        where,
+        key = stored.record.key
+        of = groups.setdefault(key.full_name, {}).setdefault(key.hardware, [])
+        of.append(_block(stored) if in_full else [_line(stored)])
+    for each in begun:
+        name = each.key.full_name if each.key is not None else each.path.parent.name
+        hardware = each.key.hardware if each.key is not None else "unknown hardware"
+        groups.setdefault(name, {}).setdefault(hardware, []).append([_interrupted_line(each)])
+    for name, by_hardware in sorted(groups.items()):
+        yield name
+        for hardware, blocks in by_hardware.items():
+            yield from _fitted(f"  on {hardware}")
+            for block in blocks:
+                for line in block:
+                    yield from _fitted(line) if in_full else [_cut(line)]
+    yield (
+        f"{counted(len(records), 'record')} of {counted(len(groups), 'function')}"
+        + f", {counted(len(begun), 'interrupted tuning')}" * bool(begun)
+        + f" in {cache.folders()}."
+        + " Winners and files: triton-dist list FUNCTION" * (not in_full)
     )
+
+
+def _line(stored: StoredRecord) -> str:
+    record = stored.record
+    median = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
+    return f"  {median:12.4f} ms {_age(record.timestamp):>7} ago  {record.key}"
+
+
+def _block(stored: StoredRecord) -> list[str]:
+    record, where = stored
+    failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
+    tried = f"best of {len(record.trials) - failed}" + f", {failed} failed or pruned" * bool(failed)
+    median = record.best.outcome.median  # type: ignore[union-attr]
+    return [
+        f"    key     {record.key}",
+        f"    winner  {record.best}",
+        f"    time    {median:.4f} ms, {tried}, {_age(record.timestamp)} ago",
+        f"    file    {where}",
+        "",
+    ]
+
+
+def _interrupted_line(each: Interrupted) -> str:
+    key = f"  {each.key}" if each.key is not None else ""
+    return f"     interrupted, {counted(each.tried, 'config')} measured:{key}"
+
+
+def _tree(stored: StoredRecord) -> dict[str, Any]:
+    record, where = stored
+    return {
+        "function": record.key.full_name,
+        "key": str(record.key),
+        "hardware": record.key.hardware,
+        "winner": str(record.best),
+        "ms": record.best.outcome.median,  # type: ignore[union-attr]
+        "timestamp": record.timestamp,
+        "file": where,
+    }
+
+
+def _begun(each: Interrupted) -> dict[str, Any]:
+    key = each.key
+    return {
+        "function": key and key.full_name,
+        "key": key and str(key),
+        "hardware": key and key.hardware,
+        "tried": each.tried,
+        "file": str(each.path),
+    }
+
+
+def _fitted(line: str) -> list[str]:
+    """Lines that fit the terminal; in a pipe one, which can be searched for."""
+    if not _is_terminal():
+        return [line]
+    width = shutil.get_terminal_size().columns
+    return textwrap.wrap(line, width, subsequent_indent=" " * 12, drop_whitespace=True) or [""]
+
+
+def _cut(line: str) -> str:
+    """What fits the terminal."""
+    width = shutil.get_terminal_size().columns
+    return line if not _is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _age(timestamp: str) -> str:
@@ -65,4 +152,4 @@ def _age(timestamp: str) -> str:
     for unit, size in _SECONDS.items():
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
-    return "now"
+    return "0 s"

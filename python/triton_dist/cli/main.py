@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 
-from triton_dist.cli import clear, explain, listing, pack
+from triton_dist import __version__
+from triton_dist.cli import clear, env, explain, listing, pack
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -20,11 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     needs cannot be loaded or written; standard error says what.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m triton_dist",
-        description="Looks into the results of tunings.",
+        prog="triton-dist",
+        description="Looks into tuning records, and after the things that they depend on.",
+        epilog="`triton-dist VERB --help` has examples.",
     )
+    parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (explain, listing, clear, pack):
+    for verb in (listing, explain, clear, pack, env):
         verb.add_to(verbs)
     parsed = parser.parse_args(arguments)
     with warnings.catch_warnings():
@@ -32,12 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             status: int = parsed.run(parsed)
+            sys.stdout.flush()
+        except BrokenPipeError:  # such as that of `head`, which has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except (TritonDistError, OSError) as error:
-            print(f"triton_dist: {error}", file=sys.stderr)
+            print(f"triton-dist: {error}", file=sys.stderr)
             return _USAGE_ERROR
     return status
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Without the line of code, which says nothing to who asked."""
-    print(f"triton_dist: {message}", file=sys.stderr)
+    print(f"triton-dist: {message}", file=sys.stderr)

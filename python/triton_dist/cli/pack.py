@@ -12,26 +12,29 @@ from triton_dist._tuning.store import FileStore
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import Key, TuningRecord, pack
 from triton_dist.cli import cache
+from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import NoSuchFunction
 
 _COLUMNS = 200  # a result on one line
 
 
 def add_to(verbs: Any) -> None:
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "pack",
+        _run,
         help="make one file of the records of a function, to be shipped",
         description="Writes the winners of FUNCTION on one model of GPU into FILE. The file is "
         "used where it lies in packs/ of a folder of TRITON_DIST_AUTOTUNE_READONLY_DIRS, under a "
         "name that begins with that of the function and a dot, by a function of the same module "
         "that declares the same version. Of several records of a key, and of several versions, the "
         "latest counts.",
+        examples=["pack matmul --out packs/matmul.H200.json"],
     )
     parser.add_argument("function", metavar="FUNCTION", help="its name, or with its module")
     parser.add_argument("--cache", type=Path, help="default: TRITON_DIST_CACHE_DIR")
     parser.add_argument("--gpu", help="model of GPU; needed if there are records of several")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -46,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     arguments.out.write_text(text, encoding="ascii")
     first = records[0]
     print(
-        f"{arguments.out}: {len(records)} result(s) of {first.key.full_name}, version "
+        f"{arguments.out}: {counted(len(records), 'record')} of {first.key.full_name}, version "
         f"{first.fingerprint.version}, on {_gpu(first)}; {len(found) - len(records)} left out"
     )
     if not arguments.out.name.startswith(f"{first.key.function_name}."):
@@ -70,7 +73,7 @@ def _chosen(name: str, found: list[TuningRecord], gpu: str | None) -> list[Tunin
     if not version:
         raise NoSuchFunction(
             name,
-            "it declares no version, by which a shipped result could be matched",
+            "it declares no version, by which a shipped record could be matched",
             "Decorate it with autotune(..., version='1'), and tune again",
         )
     return _latest(record for record in found if record.fingerprint.version == version)

@@ -6,10 +6,12 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton_dist.errors import NoSuchFunction
-from triton_dist.tune import AutoTuner
+
+if TYPE_CHECKING:
+    from triton_dist.tune import AutoTuner
 
 
 def load(module_name: str, function: str) -> AutoTuner:
@@ -21,6 +23,8 @@ def load(module_name: str, function: str) -> AutoTuner:
     Raises:
         NoSuchFunction: no such module, it fails when it is imported, or has no such tuned function.
     """
+    from triton_dist.tune import AutoTuner  # torch takes seconds, and other verbs need none
+
     value: Any = _module(module_name)
     for part in function.split("."):
         try:

@@ -304,5 +304,5 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
 
 def text_of(error: Exception) -> str:
     """Type and message; the middle of a very long one, such as a compiler's output, is left out."""
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
     return message if len(message) <= 1000 else f"{message[:500]} ... {message[-500:]}"

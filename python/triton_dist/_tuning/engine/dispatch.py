@@ -86,6 +86,7 @@ class AutoTuner:
         # choice belongs to the group that agreed on it: these hold while ``_world`` is the group of
         # all ranks, and none is made before the first call.
         self._default_group = self._surroundings.default_group
+        self._is_compiled = self._surroundings.is_compiled
         self._world = self._default_group.WORLD
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
@@ -115,7 +116,8 @@ class AutoTuner:
             except Exception:  # comes again, and is told to all ranks, in the first call
                 arguments = None
             if arguments is not None:
-                self._calls += 1
+                if not self._is_compiled():
+                    self._calls += 1
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._first_call(args, kwargs, *options)
@@ -159,9 +161,14 @@ class AutoTuner:
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         return self._choose(args, kwargs, *options).config
 
-    def fingerprint(self) -> Fingerprint:
-        """What a result that is found now would depend on: hardware, versions, ranks, source."""
-        return self._compose(None, False).fingerprint(self.fn, self.config_space)
+    def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
+        """What a record that is made now would depend on: hardware, versions, ranks, source.
+
+        Args:
+            space: what is left to be chosen; default: all of the config space.
+        """
+        space = self.config_space if space is None else space
+        return self._compose(None, False).fingerprint(self.fn, space)
 
     def origin(self) -> Origin:
         """Which function this is, as its records name it."""

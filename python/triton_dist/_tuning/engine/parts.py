@@ -63,6 +63,8 @@ class Surroundings:
     """Whether a call with these arguments computes nothing: a tracer or fake tensors look at it."""
     is_off: Callable[[], bool] = lambda: False
     """Whether nothing is tuned and defaults are used."""
+    is_compiled: Callable[[], bool] = lambda: False
+    """Whether ``torch.compile`` looks at the caller: it compiles anew what counts its calls."""
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     """Wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
 

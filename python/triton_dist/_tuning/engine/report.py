@@ -1,7 +1,9 @@
-"""What is said while a tuning goes on: to the leader's terminal, and into the logs of all ranks."""
+"""What is said while a tuning goes on: to the logger and the terminal of the leader, and into the
+logs of all ranks."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from types import TracebackType
@@ -20,10 +22,14 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.outcome import outcome_tree
+from triton_dist._warn import warn
+from triton_dist.errors import TuningWarning
+
+_logger = logging.getLogger("triton_dist.tuning")
 
 
 class Report:
-    """Says nothing on ranks that are not the leader, and nothing unless asked to; logs anyway.
+    """Prints nothing on ranks that are not the leader, and nothing unless asked to; logs anyway.
 
     Used as a context manager around the candidates, so that the bar is taken down whatever happens.
     """
@@ -44,13 +50,14 @@ class Report:
     def cached(self, record: TuningRecord, where: str, tolerated: str) -> None:
         """A record is used and nothing is tuned."""
         note = f" (although {tolerated})" if tolerated else ""
-        best, kind = record.best, "cached result"
+        best, kind = record.best, "record"
         if record.shipped:
-            kind = f"shipped result for {record.fingerprint.hardware['gpu']}"
+            kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._say(f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}")
 
     def begin(self, candidates: int, pruned: int, reason: str, default: Config) -> Report:
-        ranks, self._total, self._default = self._parts.ranks, candidates, default.digest
+        ranks, self._default = self._parts.ranks, default.digest
+        self._total = min(candidates, self._parts.policy.max_trials or candidates)
         self._begin = time.monotonic()
         line = (
             f"{self._title}: {reason}; tuning {candidates} configs ({pruned} pruned) "
@@ -69,9 +76,9 @@ class Report:
             reason=reason,
             policy=dict(self._parts.policy.facts()),
         )
-        if self._aloud and sys.stdout.isatty():
+        if self._aloud and sys.stderr.isatty():
             self._bar = _bar()
-            self._task = self._bar.add_task("", total=candidates)
+            self._task = self._bar.add_task("", total=self._total)
         return self
 
     def __enter__(self) -> Report:
@@ -117,13 +124,15 @@ class Report:
             self._medians.pop(config.digest, None)
             self._failed.add(config.digest)
         if new or isinstance(outcome, Failure):
-            self._say(f"  [{label}] {_ms(together)} {config}  ({self._so_far()})")
+            text = f"  [{label}] {_ms(together)} {config}  ({self._so_far()})"
+            self._say(text, logging.DEBUG)
         if self._bar is not None:
-            self._bar.update(self._task, advance=int(new), description=f"{label}: {self._so_far()}")
+            self._bar.update(self._task, advance=int(new), description=self._so_far())
 
     def tuned(self, record: TuningRecord, where: str) -> None:
         best = record.best
         failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
+        self._warn_of_failures(record)
         line = (
             f"{self._title}: best of {len(record.trials) - failed} measured ({failed} failed or "
             f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
@@ -142,6 +151,19 @@ class Report:
         )
         self._log.close()
 
+    def _warn_of_failures(self, record: TuningRecord) -> None:
+        """If more than half of what was tried failed: the winner is the best of few."""
+        tried = [t for t in record.trials if _kind(t.outcome) != "pruned"]
+        failures = [(t, t.outcome) for t in tried if isinstance(t.outcome, Failure)]
+        if self._parts.ranks.is_leader and 2 * len(failures) > len(tried):
+            trial, failure = failures[0]
+            warn(
+                f"{self._title}: {len(failures)} of {len(tried)} configs failed, the first, "
+                f"{trial}: {one_line(str(failure))}. The best of the others is used; "
+                "autotune_verbose=True shows each",
+                TuningWarning,
+            )
+
     def _so_far(self) -> str:
         best = f"best {min(self._medians.values()):.4f} ms" if self._medians else "none measured"
         failed = f", {len(self._failed)} failed" if self._failed else ""
@@ -157,17 +179,20 @@ class Report:
         if self._parts.ranks.is_leader:
             self._log.event(name, **facts)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self._parts.ranks.is_leader:
+            _logger.log(level, "%s", text)
         if not self._aloud:
             return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
 
 def _bar() -> Any:
     # Imported only where a bar is drawn: it takes longer than all else here.
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -177,8 +202,16 @@ def _bar() -> Any:
     )
 
     return Progress(
-        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=Console(stderr=True),
     )
+
+
+def _kind(outcome: Outcome) -> str:
+    return outcome.kind if isinstance(outcome, Failure) else ""
 
 
 def _ms(outcome: Outcome) -> str:

@@ -9,6 +9,10 @@ from triton_dist._tuning.engine.clock import Phase
 from triton_dist._tuning.values import Failure, Measurement, Trial, TuningRecord
 
 _TOP = 5
+_LEGEND = (
+    "  to best, to default: its time over that of the fastest config, and over that of the first "
+    "one of the space; spread: distance of its quartiles over its median"
+)
 
 
 def summary(record: TuningRecord, default: str, phases: Mapping[Phase, float]) -> list[str]:
@@ -37,7 +41,7 @@ def summary(record: TuningRecord, default: str, phases: Mapping[Phase, float]) -
         )
     if len(measured) > len(lines) - 1:
         lines.append(f"  and {len(measured) - len(lines) + 1} more")
-    lines += _failures(record.trials)
+    lines += [_LEGEND, *_failures(record.trials)]
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
     return [*lines, f"  of {record.seconds:.1f} s: {spent}"]
 

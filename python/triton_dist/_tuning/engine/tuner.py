@@ -140,9 +140,9 @@ class _FirstCall:
                 return record, where
             self._restless.look(record, fingerprint)
             # The nearest one's reason is said: it is this function's own.
-            kind = "shipped" if record.shipped else "cached"
-            reason = reason or f"the {kind} result in {where} is not valid: {'; '.join(reasons)}"
-        return None, reason or "no cached result"
+            kind = "shipped record" if record.shipped else "record"
+            reason = reason or f"the {kind} in {where} is not valid: {'; '.join(reasons)}"
+        return None, reason or "no record"
 
     def _pruned_away(self, record: TuningRecord) -> list[str]:
         """Why ``prune_fn`` of today would not have the winner tried; of one's own record it is the

@@ -1,5 +1,12 @@
 """Where tuning records are kept."""
 
+from triton_dist._tuning.store.beside import (
+    Interrupted,
+    interrupted,
+    is_held,
+    places,
+    remove_tuning,
+)
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore
@@ -12,9 +19,14 @@ __all__ = [
     "FileJournal",
     "FileLog",
     "FileStore",
+    "Interrupted",
     "LayeredStore",
     "MemoryStore",
     "PackStore",
     "ReadOnlyStore",
+    "interrupted",
+    "is_held",
     "pack_folders",
+    "places",
+    "remove_tuning",
 ]

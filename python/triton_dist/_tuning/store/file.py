@@ -18,17 +18,17 @@ from __future__ import annotations
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
 
-from triton_dist._tuning.store.layout import readable_json
+from triton_dist._tuning.store.disk import make_folder, names_in
+from triton_dist._tuning.store.layout import record_text
 from triton_dist._tuning.store.readonly import ReadOnlyStore, read
-from triton_dist._tuning.values import StoredRecord, TuningRecord
-from triton_dist.errors import CacheWarning, NewerSchema
+from triton_dist._tuning.values import TuningRecord
+from triton_dist.errors import NewerSchema
 
 _LOCK_SECONDS = 10.0
 _STALE_SECONDS = 3600.0
@@ -38,32 +38,14 @@ class FileStore(ReadOnlyStore):
     """Records under ``root``, which is made when something is written. No operation raises: what
     the disk refuses is a miss or stays in memory, and a warning."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._write_failed = False
-
     def put(self, record: TuningRecord) -> str:
         path = self.path(record.key)
         try:
-            _replace(path, readable_json(record.to_tree()))
+            _replace(path, record_text(record))
         except OSError as error:
-            if not self._write_failed:  # a full disk is full for every record: said once
-                warnings.warn(
-                    f"tuning record {path} cannot be written ({error}); it stays in memory",
-                    CacheWarning,
-                    stacklevel=2,
-                )
-            self._write_failed = True
+            self._refuse("write", path, f"cannot be written ({error}); it stays in memory")
             return ""
         return str(path)
-
-    def remove(self, stored: StoredRecord) -> None:
-        """Remove the file of a record that this store gave.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        Path(stored.where).unlink(missing_ok=True)
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Rename the file, so that it is met once and can still be examined."""
@@ -109,7 +91,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 def _replace(path: Path, text: str) -> None:
     """Replace ``path`` in one step, and only by what has reached the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "x", encoding="ascii") as file:
@@ -131,7 +113,10 @@ def _replace(path: Path, text: str) -> None:
 
 def _remove_stale(folder: Path) -> None:
     """Temporary files that killed writers left."""
-    for temporary in folder.glob(".*.tmp"):
+    for name in names_in(folder):
+        if not (name.startswith(".") and name.endswith(".tmp")):
+            continue
+        temporary = folder / name
         with suppress(OSError):  # another writer was faster
             if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
                 temporary.unlink()

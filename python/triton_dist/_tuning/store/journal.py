@@ -1,6 +1,6 @@
 """A tuning's progress, as lines of JSON beside the place of its record.
 
-    {"head": {...}}                                    what is tuned: see the tuner
+    {"head": {...}, "module": "ops"}                   what is tuned: see the tuner
     {"trying": "91c2..."}                              a config that is about to be run
     {"spared": "91c2..."}                              it is not known, but ended no process
     {"n": 0, "config": "91c2...", "asked": 10, ...}    what came of each request, in order
@@ -24,8 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from triton_dist._tuning.store.disk import make_folder, open_regular, read_bytes
 from triton_dist._tuning.values import Entry, Failure, codec
-from triton_dist._tuning.values.outcome import outcome_tree, read_outcome
+from triton_dist._tuning.values.outcome import UNREADABLE, outcome_tree, read_outcome
 
 _CRASHES = 2
 """So many starts may end in a config before it is not tried any more."""
@@ -34,8 +35,9 @@ _CRASHES = 2
 class FileJournal:
     """The journal of one key, at ``path``. What the disk refuses is not kept: nothing raises."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, module: str = "") -> None:
+        """``module`` is where the function is, for people."""
+        self.path, self._module = path, module
         self._file: int | None = None
         """Open and locked while this process leads the tuning."""
         self._disk: ThreadPoolExecutor | None = None
@@ -45,7 +47,7 @@ class FileJournal:
         digest, stuck = codec.digest(head), self._crashed(head)
         for line in self._lines():
             if line.get("head") == digest and "stuck" in line:
-                with suppress(ValueError, TypeError, LookupError):
+                with suppress(*UNREADABLE):
                     outcome = read_outcome(line)
                     if isinstance(outcome, Failure):
                         stuck[str(line["stuck"])] = outcome
@@ -54,8 +56,8 @@ class FileJournal:
     def quarantine(self, head: codec.Tree, config: str, failure: Failure) -> bool:
         line = _stuck(head, config, failure)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            make_folder(self.path.parent)
+            file = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 _write(file, line)
                 os.fsync(file)
@@ -68,8 +70,8 @@ class FileJournal:
     def begin(self, head: codec.Tree, record: str | None) -> Sequence[Entry]:
         """Two jobs may tune the same key at once; the second one does so without a journal."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            make_folder(self.path.parent)
+            file = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError:
             return []
         try:
@@ -78,7 +80,7 @@ class FileJournal:
             if entries is None:
                 stuck = self.quarantined(head)
                 os.ftruncate(file, 0)
-                _write(file, {"head": head})
+                _write(file, {"head": head, "module": self._module})
                 for config, failure in stuck.items():
                     _write(file, _stuck(head, config, failure))
                 os.fsync(file)
@@ -165,7 +167,7 @@ class FileJournal:
         for line in lines:
             if record is not None and line.get("finished") == record:
                 return None
-            with suppress(ValueError, TypeError, LookupError):
+            with suppress(*UNREADABLE):
                 entry = Entry.from_tree(line)
                 if entry.n <= len(entries):
                     # A line that comes again replaces itself and what followed it.
@@ -173,15 +175,20 @@ class FileJournal:
         return entries
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return
-        for line in text.splitlines():
-            with suppress(ValueError, RecursionError):
-                tree = json.loads(line)
-                if isinstance(tree, dict):
-                    yield tree
+        return lines_of(self.path)
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """What is in a journal; nothing if it cannot be read."""
+    try:
+        text = read_bytes(path).decode("utf-8", "replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        with suppress(ValueError):
+            tree = codec.loads(line)
+            if isinstance(tree, dict):
+                yield tree
 
 
 def _stuck(head: codec.Tree, config: str, failure: Failure) -> codec.Tree:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+from triton_dist._tuning.store.disk import make_folder, open_regular
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 class FileLog:
@@ -42,9 +47,15 @@ class FileLog:
         try:
             if path not in self._files:
                 self._files[path] = None  # until it is open: a refusal is not asked for again
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 # Each line is one write to a file opened for appending: lines stay whole.
-                self._files[path] = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+                self._files[path] = open(  # noqa: SIM115
+                    open_regular(path, _APPEND),
+                    "a",
+                    buffering=1,
+                    encoding="utf-8",
+                    errors="backslashreplace",  # the name of a file may have bytes that are no text
+                )
             file = self._files[path]
             if file is not None:
                 file.write(text.replace("\n", "\n    ") + "\n")

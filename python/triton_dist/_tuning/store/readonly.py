@@ -15,29 +15,41 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
+import logging
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
+from triton_dist._tuning.store.layout import read_record
 from triton_dist._tuning.values import SCHEMA, Key, StoredRecord, TuningRecord, codec
+from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
+
+_LONGEST_NAME = 255
+"""Bytes, of a file or folder, on all file systems of Linux."""
 
 
 class ReadOnlyStore:
-    """Records under ``root``. No operation raises: what cannot be read is a miss and one
-    warning."""
+    """Records under ``root``. No operation raises: what cannot be read is a miss, and a warning:
+    one for each damaged file, and one for all that the disk refuses."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.expanduser() / "autotune"
+        self.root = expanded(root) / "autotune"
         self._warned: set[Path] = set()
+        self._refused: set[str] = set()
 
     def path(self, key: Key) -> Path:
         """The file that a record of ``key`` is written to, whether or not it is there."""
-        folder = re.sub(r"[^A-Za-z0-9_.-]", "_", key.function_name)
         place = codec.digest(SCHEMA, key.module, key.signature)[:8]
-        return self.root / folder / f"{key.digest}-{place}.json"
+        return self.folder(key.function_name) / f"{key.digest}-{place}.json"
+
+    def folder(self, function: str) -> Path:
+        """Where the records of functions of that name lie."""
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", function)
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME - 9]}-{codec.digest(function)[:8]}"
+        return self.root / name
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
         for path in self._candidates(key):
@@ -50,18 +62,31 @@ class ReadOnlyStore:
         return ""
 
     def records(self) -> Iterator[StoredRecord]:
-        for path in sorted(self.root.glob("*/*.json")):
-            record = self._read(path)
-            if record is not None:
-                yield StoredRecord(record, str(path))
+        for folder in self._names_in(self.root):
+            for name in self._names_in(self.root / folder):
+                path = self.root / folder / name
+                record = self._read(path) if name.endswith(".json") else None
+                if record is not None:
+                    yield StoredRecord(record, str(path))
 
     def _candidates(self, key: Key) -> Iterator[Path]:
         """The function's own place first, then the others, and last the name of schema 1."""
         own = self.path(key)
         yield own
-        yield from sorted(set(own.parent.glob(f"{key.digest}-*.json")) - {own})
+        for name in self._names_in(own.parent):
+            if name != own.name and name.startswith(f"{key.digest}-") and name.endswith(".json"):
+                yield own.parent / name
         if key.module:
             yield own.parent / f"{key.schema_1_digest}.json"
+
+    def _names_in(self, folder: Path) -> list[str]:
+        try:
+            return names_in(folder)
+        except OSError as error:
+            # A file beside the folders of functions is none of ours.
+            if folder == self.root or not isinstance(error, NotADirectoryError):
+                self._refuse("read", folder, f"cannot be read: {error}")
+            return []
 
     def _read(self, path: Path, key: Key | None = None) -> TuningRecord | None:
         """The record in ``path``; ``None`` if there is none, or not one of ``key``."""
@@ -73,7 +98,7 @@ class ReadOnlyStore:
             self._warn(path, f"is not used: {error}")
             return None
         except OSError as error:
-            self._warn(path, f"cannot be read: {error}")
+            self._refuse("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
             self._damaged(path, str(error))
@@ -93,7 +118,17 @@ class ReadOnlyStore:
         """Said once a file; a program may look it up for each of many keys and groups."""
         if path not in self._warned:
             self._warned.add(path)
-            warnings.warn(f"tuning record {path} {what}", CacheWarning, stacklevel=2)
+            warn(f"tuning record {path} {what}", CacheWarning)
+
+    def _refuse(self, use: str, path: Path, what: str) -> None:
+        """Said once for reading and once for writing, and not for both of one file: what is closed
+        is closed for every record."""
+        if use in self._refused:
+            logging.getLogger("triton_dist.cache").info("%s %s", path, what)
+        else:
+            self._warn(path, what)
+        self._refused.add(use)
+        self._warned.add(path)
 
 
 def read(path: Path) -> TuningRecord:
@@ -104,12 +139,9 @@ def read(path: Path) -> TuningRecord:
         OSError: the file cannot be read.
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        content = path.read_bytes()  # NFS: it was replaced from another host while it was open
-    try:
-        return TuningRecord.from_tree(json.loads(content))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        content = read_bytes(path)  # NFS: it was replaced from another host while it was open
+    return read_record(content)

@@ -76,6 +76,15 @@ def encode(value: object) -> Tree:
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
+def is_exact(value: object) -> bool:
+    """Whether ``value`` has a tree, which no other value has."""
+    try:
+        encode(value)
+    except TypeError:
+        return False
+    return True
+
+
 def decode(tree: Tree) -> Any:
     """The value that :func:`encode` made ``tree`` from.
 
@@ -95,6 +104,25 @@ def decode(tree: Tree) -> Any:
         return reader(tree[tag], tree)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{text(tree)} cannot be read in this process: {error}") from error
+
+
+def loads(content: str | bytes) -> Tree:
+    """The tree in a text of JSON, whose numbers are numbers: no NaN, and nothing infinite.
+
+    Raises:
+        ValueError: it is none; one that is nested too deeply among them.
+    """
+    try:
+        return json.loads(content, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise ValueError(f"it has {written} in it, which is no number")
+    return value
 
 
 def text(tree: Tree) -> str:

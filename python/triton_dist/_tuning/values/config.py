@@ -11,7 +11,8 @@ from typing import Any
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
-from triton_dist.errors import InvalidArgument
+from triton_dist._warn import warn
+from triton_dist.errors import InvalidArgument, TuningWarning
 
 
 class Config(Mapping[str, Any]):
@@ -99,6 +100,17 @@ def _encode(name: str, value: object) -> codec.Tree:
         return {"object": shown}
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of equal text are one; where they cannot be compared they are not."""
+    if one is other or codec.is_exact(one):
+        return True
+    try:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # of tensors, each element
+    except Exception:
+        return False
+
+
 @dataclass(frozen=True)
 class Pruned:
     """A config that is not worth measuring."""
@@ -111,7 +123,7 @@ class ConfigSpace(Sequence[Config]):
     """All candidates, in the order of preference: the first is the default.
 
     Evaluated when first looked at, never at import, so that importing a module of kernels touches
-    no GPU. Duplicates are dropped.
+    no GPU. Duplicates are dropped; of those that only print alike there is a warning.
 
     Args:
         source: list of dicts, or a callable without arguments that returns one.
@@ -126,13 +138,23 @@ class ConfigSpace(Sequence[Config]):
     def _configs(self) -> tuple[Config, ...]:
         candidates = self._source() if callable(self._source) else self._source
         configs: dict[str, Config] = {}
+        alike: list[str] = []
         for candidate in candidates:
             if not isinstance(candidate, Mapping):
                 raise InvalidArgument(
                     "autotune", "config_space entry", candidate, "a dict of keyword arguments"
                 )
             config = Config(candidate)
-            configs.setdefault(config.digest, config)
+            first = configs.setdefault(config.digest, config)
+            if first is not config:
+                alike += [name for name in config if not _same(config[name], first[name])]
+        if alike:
+            warn(
+                f"config_space: {len(alike)} values of {', '.join(sorted(set(alike)))} print like "
+                "an earlier one and are not equal to it; their configs are dropped. Give such "
+                "objects a repr that tells them apart, or use a number or a name for them",
+                TuningWarning,
+            )
         return tuple(configs.values())
 
     def __getitem__(self, index: Any) -> Any:
@@ -142,17 +164,26 @@ class ConfigSpace(Sequence[Config]):
         return len(self._configs)
 
     @functools.cached_property
+    def _by_digest(self) -> dict[str, Config]:
+        return {config.digest: config for config in self._configs}
+
+    @functools.cached_property
     def names(self) -> frozenset[str]:
         """Every name that some config sets."""
         return frozenset(name for config in self._configs for name in config)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Changes with any config and with their order, which breaks ties."""
         return codec.digest([config.digest for config in self._configs])
 
+    @functools.cached_property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Those in its configs, each once."""
+        return tuple(dict.fromkeys(f for config in self._configs for f in config.functions()))
+
     def find(self, config_digest: str) -> Config | None:
-        return next((c for c in self._configs if c.digest == config_digest), None)
+        return self._by_digest.get(config_digest)
 
     def prune(
         self,

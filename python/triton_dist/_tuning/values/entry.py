@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
+from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_number, read_outcome
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Entry:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
-        """What :meth:`to_tree` wrote. Raises ``ValueError``, ``TypeError`` or ``LookupError``."""
+        """What :meth:`to_tree` wrote. Raises one of :data:`outcome.UNREADABLE`."""
         return cls(
             int(tree["n"]),
             str(tree["config"]),
             int(tree["asked"]),
             read_outcome(tree),
-            float(tree["seconds"]),
+            read_number(tree["seconds"]),
         )

@@ -140,7 +140,18 @@ class Key:
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
-        return show(json.loads(self.text))
+        """As it would be typed; after it, the names that the caller gave a value for."""
+        tree, given = json.loads(self.text), self.given
+        return show(tree) if given is None else f"{show(tree['tuple'][0])} {given[0]}"
+
+    @property
+    def given(self) -> tuple[str, str] | None:
+        """Of a call that gave a value for tunable names: ``with {...}``, and the digest of these
+        values as a config."""
+        match json.loads(self.text):
+            case {"tuple": [_, str(given), str(digest)]} if given.startswith("with {"):
+                return given, digest
+        return None
 
 
 def _module_name(name: str) -> str:

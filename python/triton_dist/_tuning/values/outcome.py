@@ -14,6 +14,7 @@ FailureKind = Literal[
     "pruned", "compile", "resources", "launch", "wrong_result", "timeout", "crashed"
 ]
 FAILURE_KINDS: tuple[str, ...] = get_args(FailureKind)
+_REDUCTIONS = get_args(Reduction)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Failure:
 
 Outcome = Measurement | Failure
 
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What a tree raises, while it is read, that is not what was written."""
+
 
 def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
     """What is known of a config that was measured again: all samples, or a failure at any time."""
@@ -72,12 +76,23 @@ def outcome_tree(outcome: Outcome) -> dict[str, Any]:
     return {"ms": outcome.median, **vars(outcome), "samples": list(outcome.samples)}
 
 
+def read_number(value: Any) -> float:
+    """A number of a tree. Raises ``ValueError``, or ``TypeError``, for all else."""
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError(f"{value!r} is no number")
+    return number
+
+
 def read_outcome(tree: Mapping[str, Any]) -> Outcome:
-    """What :func:`outcome_tree` wrote. Raises ``ValueError``, ``TypeError`` or ``LookupError``."""
+    """What :func:`outcome_tree` wrote. Raises one of :data:`UNREADABLE`."""
     if "failure" in tree:
         failure = Failure(**tree["failure"])
         if failure.kind not in FAILURE_KINDS:
             raise ValueError(f"no failure is of kind {failure.kind!r}")
+        if not isinstance(failure.message, str) or type(failure.rank) not in (int, type(None)):
+            raise ValueError(f"a failure has message {failure.message!r}, rank {failure.rank!r}")
         return failure
-    samples = tuple(float(sample) for sample in tree["samples"])
+    if tree["reduction"] not in _REDUCTIONS:
+        raise ValueError(f"no measurement's reduction is {tree['reduction']!r}")
+    samples = tuple(map(read_number, tree["samples"]))
     return Measurement(samples, int(tree["warmup"]), tree["reduction"])

@@ -70,7 +70,7 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
         ValueError: it is no pack, or damaged; says where.
     """
     if not isinstance(tree, dict) or type(tree.get("pack")) is not int:
-        raise ValueError("it is no pack of tuning results")
+        raise ValueError("it is no pack of tuning records")
     if tree["pack"] > PACK_FORMAT:
         raise NewerSchema(tree["pack"], PACK_FORMAT)
     try:
@@ -80,7 +80,7 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
         for group in tree["groups"]:
             for result in group["results"]:
                 yield _record(tree, group, result)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

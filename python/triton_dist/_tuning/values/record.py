@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import Config, show_config
 from triton_dist._tuning.values.fingerprint import Fingerprint, OlderFingerprint, ShippedFingerprint
 from triton_dist._tuning.values.key import Key
-from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_outcome
+from triton_dist._tuning.values.outcome import (
+    UNREADABLE,
+    Outcome,
+    outcome_tree,
+    read_number,
+    read_outcome,
+)
 from triton_dist._tuning.values.winner import winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
@@ -53,7 +60,16 @@ class TuningRecord:
     seconds: float
     """How long it took."""
 
-    @property
+    def __getattr__(self, name: str) -> Any:
+        """The trials of a record that was read without them."""
+        unread = self.__dict__.get("_unread")
+        if name != "trials" or unread is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        trials = tuple(map(_read_trial, codec.loads(unread)))
+        self.__dict__["trials"] = trials
+        return trials
+
+    @cached_property
     def best(self) -> Trial:
         """The trial that wins, by the rule of :func:`~triton_dist._tuning.values.winner.winner`
         with the indifference of the policy that it was found under.
@@ -75,8 +91,11 @@ class TuningRecord:
 
     @property
     def digest(self) -> str:
-        """Tells this tuning from any other, of the same key too."""
-        return codec.digest(self.to_tree())
+        """Tells this tuning from any other, of the same key too: when it ended, how long it took to
+        the nanosecond, and in what."""
+        best = self.best
+        about = [self.key.digest, self.timestamp, self.seconds, best.digest]
+        return codec.digest(*about, outcome_tree(best.outcome)["ms"])
 
     def to_tree(self) -> codec.Tree:
         """For a file: in an order in which a person wants to read it."""
@@ -113,23 +132,27 @@ class TuningRecord:
         """
         tree = _upgraded(tree)
         try:
-            record = cls(
-                key=Key(
-                    function=str(tree["function"]),
-                    text=codec.text(tree["key"]),
-                    hardware=str(tree["hardware_group"]),
-                    module=str(tree["module"]),
-                    signature=str(tree["signature"]),
-                ),
-                fingerprint=_read_fingerprint(tree["fingerprint"], tree["schema"]),
-                trials=tuple(_read_trial(trial) for trial in tree["trials"]),
-                timestamp=str(tree["timestamp"]),
-                seconds=float(tree["seconds"]),
-            )
+            record = cls(trials=tuple(map(_read_trial, tree["trials"])), **_but_trials(tree))
             if record.best.digest != tree["best"]["digest"]:
                 raise ValueError("its best config is not the fastest of its trials")
-        except (LookupError, TypeError, AttributeError, OverflowError, NoValidConfig) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        except (*UNREADABLE, NoValidConfig) as error:
+            raise _wrong(error) from error
+        return record
+
+    @classmethod
+    def unread(cls, tree: codec.Tree, best: codec.Tree, trials: bytes) -> TuningRecord:
+        """The same, of a tree without its trials, whose text is read when somebody asks for them.
+
+        Args:
+            best: the tree of the winner's trial.
+            trials: JSON, known to be what :meth:`to_tree` wrote.
+        """
+        tree, record = _upgraded(tree), object.__new__(cls)
+        try:
+            parts = {**_but_trials(tree), "best": _read_trial(best), "_unread": trials}
+        except UNREADABLE as error:
+            raise _wrong(error) from error
+        record.__dict__.update(parts)
         return record
 
 
@@ -165,6 +188,27 @@ def _from_schema_1(tree: Mapping[str, codec.Tree]) -> dict[str, codec.Tree]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return {**tree, "module": "", "signature": "", "trials": trials, "best": best}
+
+
+def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
+    key = Key(
+        function=str(tree["function"]),
+        text=codec.text(tree["key"]),
+        hardware=str(tree["hardware_group"]),
+        module=str(tree["module"]),
+        signature=str(tree["signature"]),
+    )
+    str(key)  # what cannot be shown is no key
+    return {
+        "key": key,
+        "fingerprint": _read_fingerprint(tree["fingerprint"], tree["schema"]),
+        "timestamp": str(tree["timestamp"]),
+        "seconds": read_number(tree["seconds"]),
+    }
+
+
+def _wrong(error: Exception) -> ValueError:
+    return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
 
 
 def _plain(facts: Mapping[str, str] | str) -> codec.Tree:

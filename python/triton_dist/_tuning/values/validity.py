@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from triton_dist._tuning.values.config import Config
-from triton_dist._tuning.values.fingerprint import Fingerprint
+from triton_dist._tuning.values.fingerprint import Difference, Fingerprint
 from triton_dist._tuning.values.record import TuningRecord
 
 
@@ -31,11 +31,33 @@ def validity(
     Args:
         strict: a difference at patch level counts too (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
     """
-    differences = list(record.fingerprint.compare(now))
+    differences = list(_told(record.fingerprint, now))
     reasons = [d.sentence for d in differences if strict or not d.patch_level]
     tolerated = [d.sentence for d in differences if not strict and d.patch_level]
     # Of one's own record, equal spaces have equal digests: this guards against edited ones. That of
     # a shipped record may have changed.
-    if not reasons and all(config.digest != record.best.digest for config in space):
-        reasons = [f"config space: the winner {record.best} is not in it"]
+    best = record.best
+    if not reasons and all(config.digest != best.digest for config in space):
+        reasons = [f"config space: the winner {best} is not in it"]
     return Validity(tuple(reasons), tuple(tolerated))
+
+
+_INTERPRETER = " (interpreter)"
+"""Ends the name of a GPU, or of none, whose kernels are interpreted."""
+
+
+def _told(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
+    """What is different. If kernels were interpreted then and are not now, or the other way round,
+    that is said alone: much code is then another, and names of it explain nothing."""
+    was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
+    if was.endswith(_INTERPRETER) == is_.endswith(_INTERPRETER):
+        yield from then.compare(now)
+    elif was.removesuffix(_INTERPRETER) == is_.removesuffix(_INTERPRETER):
+        made = (
+            "with TRITON_INTERPRET=1, which is not set"
+            if was.endswith(_INTERPRETER)
+            else ("without TRITON_INTERPRET=1, which is set")
+        )
+        yield Difference(f"it was made {made} now", False)
+    else:
+        yield from (each for each in then.compare(now) if not each.sentence.startswith("source:"))

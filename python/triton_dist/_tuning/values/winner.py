@@ -35,32 +35,33 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     if not 0 <= indifference < 1:
         raise ValueError(f"indifference is {indifference}, expected a number in [0, 1)")
     most = max((len(each.samples) for each in outcomes if isinstance(each, Measurement)), default=0)
-    contenders = {
-        index: each
+    medians = {
+        index: each.median
         for index, each in enumerate(outcomes)
         if isinstance(each, Measurement) and 2 * len(each.samples) >= most
     }
-    if not contenders:
+    if not medians:
         return None
-    lowest = min(each.median for each in contenders.values())
-    near = {
-        index: each.median
-        for index, each in contenders.items()
-        if each.median <= lowest + abs(lowest) * indifference
-    }
-    noise = _STANDARD_ERRORS * _standard_error(contenders[index] for index in near)
+    lowest = min(medians.values())
+    scale = abs(lowest)  # a clock that was set back makes a time less than nothing
+
+    def near_by(zone: float) -> dict[int, float]:
+        return {i: median for i, median in medians.items() if median <= lowest + scale * zone}
+
+    near = near_by(indifference)
+    noise = _STANDARD_ERRORS * _standard_error(outcomes[index] for index in near)
     zone = max(indifference - noise, indifference * _LEAST_SHARE)
-    return next(index for index, median in near.items() if median <= lowest + abs(lowest) * zone)
+    return min(near_by(zone))
 
 
-def _standard_error(measurements: Iterable[Measurement]) -> float:
+def _standard_error(measurements: Iterable[Outcome]) -> float:
     """Of the difference of two medians, relative to either; 0 if single samples do not tell.
 
     The median's is 1.25 times that of the mean.
     """
     each = [
-        1.25 * statistics.stdev(m.samples) / (m.median or 1.0) * math.sqrt(2 / len(m.samples))
+        1.25 * statistics.stdev(m.samples) / (abs(m.median) or 1.0) * math.sqrt(2 / len(m.samples))
         for m in measurements
-        if len(m.samples) > 1
+        if isinstance(m, Measurement) and len(m.samples) > 1
     ]
     return statistics.median(each) if each else 0.0

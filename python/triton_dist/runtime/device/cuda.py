@@ -26,6 +26,7 @@ from triton_dist.runtime.device.cuda_launch import (
     scratch_bytes,
 )
 from triton_dist.runtime.device.transfer import Step
+from triton_dist.runtime.triton_compat import is_interpreting
 
 _SPIN_SECONDS = 5e-3
 _POLL_SECONDS = 50e-6
@@ -96,7 +97,7 @@ class CudaDevice:
     def facts(self) -> Mapping[str, str]:
         capability = f"{self._properties.major}.{self._properties.minor}"
         return {
-            "gpu": self._properties.name,
+            "gpu": self._properties.name + (" (interpreter)" if is_interpreting() else ""),
             "gpus_on_host": str(torch.cuda.device_count()),
             "capability": capability,
             "sms": str(self.num_sms),

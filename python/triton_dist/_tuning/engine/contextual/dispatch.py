@@ -29,6 +29,7 @@ from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.dispatch import function_name
 from triton_dist._tuning.protocols import RankGroup
+from triton_dist._warn import called_by_users
 from triton_dist.errors import TritonDistError
 
 _all: weakref.WeakSet[ContextualAutoTuner] = weakref.WeakSet()
@@ -222,3 +223,6 @@ class ContextualAutoTuner:
 
     def __repr__(self) -> str:
         return f"<contextually autotuned {function_name(self.fn)}>"
+
+
+called_by_users([ContextualAutoTuner.__call__])

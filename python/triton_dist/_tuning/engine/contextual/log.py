@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import warnings
+import logging
+import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -11,7 +13,10 @@ from typing import TextIO
 from triton_dist._tuning.engine.contextual.context import Context, shown
 from triton_dist._tuning.engine.contextual.turn import Stepped
 from triton_dist._tuning.values import Measurement
+from triton_dist._warn import warn
 from triton_dist.errors import TuningWarning
+
+_logger = logging.getLogger("triton_dist.contextual")
 
 
 class StepLog:
@@ -19,7 +24,7 @@ class StepLog:
     refuses is a warning, once.
 
     Args:
-        prints: whether ``say`` also prints.
+        prints: whether ``say`` also prints, to standard error.
     """
 
     def __init__(self, path: Path, prints: bool) -> None:
@@ -33,28 +38,35 @@ class StepLog:
         now = datetime.datetime.now().isoformat(sep=" ", timespec="milliseconds")
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                # Line by line, so that what was done before a crash can be read after it.
-                self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+                self._file = _opened(self._path.expanduser())
             self._file.write(f"{now} {text}\n")
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:  # the last two: no such path can be
             self._refused = True
-            warnings.warn(
+            warn(
                 f"{self._path} cannot be written ({error}); TRITON_DIST_AUTOTUNE_LOG_DIR sets "
                 "another folder",
                 TuningWarning,
-                stacklevel=2,
             )
 
     def say(self, text: str) -> None:
         self.line(text)
+        _logger.info("%s", text)
         if self._prints:
-            print(f"contextual_autotune: {text}", flush=True)
+            print(f"contextual_autotune: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _opened(path: Path) -> TextIO:
+    """For lines at the end, each of which can be read after a crash. A pipe, at whose other end
+    nobody may be, is refused."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is not a regular file")
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
 
 
 def step_line(call: int, context: Context, stepped: Stepped) -> str:

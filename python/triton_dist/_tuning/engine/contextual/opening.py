@@ -7,7 +7,6 @@ candidates the leader has.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from triton_dist._tuning.engine.contextual.context import (
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.values import Config, ConfigSpace, Entry, Fingerprint, TuningRecord, codec
+from triton_dist._warn import warn
 from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen, TuningWarning
 
 
@@ -183,11 +183,10 @@ def _begun(
         raise words.lose(TuningFrozen(key.full_name, key, key.hardware, where, frozen))
     if capturing:
         context.use_once(own.live[kept[0].digest])
-        warnings.warn(
+        warn(
             f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
             "config is used. Call the function once before.",
             TuningWarning,
-            stacklevel=2,
         )
         return context
     plan = parts.plan(kept, parts.warmup, parts.repeat)
@@ -237,9 +236,8 @@ def _warn_of_unknown_keys(name: str, tuner: Any) -> None:
     """Triton before 3.9 drops them without a word: one config for all values."""
     unknown = [key for key in tuner.keys if key not in tuner.arg_names]
     if unknown:
-        warnings.warn(
+        warn(
             f"{name}: key names {', '.join(map(repr, unknown))} are no arguments of the kernel, so "
             f"they tell no launches apart. Its arguments are {', '.join(tuner.arg_names)}.",
             TuningWarning,
-            stacklevel=2,
         )

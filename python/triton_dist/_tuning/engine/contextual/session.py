@@ -8,7 +8,6 @@ what was stepped, failed and timed in it.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -25,6 +24,7 @@ from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
 from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
+from triton_dist._warn import warn
 from triton_dist.errors import (
     NoValidConfig,
     RankDisagreement,
@@ -228,12 +228,11 @@ class Session:
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
         if not self._turn.opened or len(left) < _MOST_LEFT_BEHIND:
             return False
-        warnings.warn(
+        warn(
             f"contextual_autotune: each call launches a kernel with a key that no other call has, "
             f"such as {left[-1].name}: the tuning ends and {len(left)} keys have no config. "
             "The arguments of the function should decide the keys.",
             TuningWarning,
-            stacklevel=2,
         )
         return True
 

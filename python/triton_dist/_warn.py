@@ -1,0 +1,37 @@
+"""Warnings that point at the line of the user's program that they are about."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_words: set[types.CodeType] = set()
+
+
+def called_by_users(functions: Iterable[Callable[..., Any]]) -> None:
+    """Declare ``functions``: the line that calls the innermost of them is to blame for a warning,
+    however deep below it the warning is given, and whatever wraps what lies between."""
+    _words.update(function.__code__ for function in functions)
+
+
+def user_frame() -> types.FrameType:
+    """The frame of that line; without one, that of whoever called the caller of this."""
+    nearest: types.FrameType = sys._getframe(2)
+    frame: types.FrameType | None = nearest
+    while frame is not None and frame.f_code not in _words:
+        frame = frame.f_back
+    return (frame and frame.f_back) or nearest
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Give a warning, each time; whoever calls says it once."""
+    warn_at(user_frame(), text, category)
+
+
+def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
+    """Give a warning about a line that is known already."""
+    where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
+    warnings.warn_explicit(text, category, *where)

@@ -1,0 +1,157 @@
+"""``env``: versions, hardware, variables and paths, for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import triton_dist
+from triton_dist import knobs
+from triton_dist._tuning.store import pack_folders
+from triton_dist.cli.verb import add_verb
+
+_PACKAGES = ("torch", "triton", "numpy", "filelock", "rich")
+_PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
+_OURS = "TRITON_DIST_"
+_SECONDS = 20
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "env",
+        _run,
+        help="versions, GPUs, variables and paths, for bug reports",
+        description="Prints what a bug report needs: versions, the device that would be used, GPUs "
+        "and their links where there are any, variables that are set, and paths.",
+        examples=["env", "env --json"],
+    )
+    parser.add_argument("--json", action="store_true", help="the same, for programs")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    facts = {
+        "versions": _versions(),
+        "device": _told(_device),
+        "GPUs": _told(_gpus),
+        "links": _told(_links),
+        "variables": _variables(),
+        "paths": _paths(),
+    }
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(_lines(facts)))
+    return 0
+
+
+def _told(of: Callable[[], Any]) -> Any:
+    """What ``of`` says, or why it cannot: of a broken installation a report is wanted most."""
+    try:
+        return of()
+    except Exception as error:
+        return f"not known: {type(error).__name__}: {error}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "triton_dist": f"{triton_dist.__version__} in {Path(triton_dist.__file__).parent}",
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "system": platform.platform(),
+    }
+    for package in _PACKAGES:
+        versions[package] = "not installed"
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def _device() -> dict[str, str]:
+    """What kernels would run on."""
+    from triton_dist.runtime.device import current_device
+    from triton_dist.runtime.triton_compat import software_versions
+
+    device = current_device()
+    return {"name": device.name, **device.facts(), "cuda": software_versions()["cuda"]}
+
+
+def _gpus() -> list[str]:
+    query = "index,name,driver_version,compute_cap,memory.total"
+    return _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def _links() -> list[str]:
+    return _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """Lines; none where there is no driver."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True, text=True, timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return []
+    if done.returncode:
+        raise OSError(f"nvidia-smi {' '.join(arguments)}: {(done.stdout + done.stderr).strip()}")
+    return [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _variables() -> dict[str, str]:
+    known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
+    shown = {}
+    for name, value in sorted(knobs.environment().items()):
+        if not (name in known or name in _LAUNCHERS or name.startswith(_PREFIXES)):
+            continue
+        shown[name] = value
+        if name in known:
+            try:
+                known[name].get()
+            except knobs.InvalidKnob as error:
+                shown[name] += f"  (wrong: {error})"
+        elif name.startswith(_OURS):
+            shown[name] += "  (nobody reads it: no such variable)"
+    return shown
+
+
+def _paths() -> dict[str, Any]:
+    folders = list(_told(knobs.autotune_readonly_dirs.get))
+    return {
+        "cache": _path(knobs.cache_dir.get()),
+        "read-only": [_path(folder) for folder in folders],
+        "packs": [_path(folder) for folder in pack_folders(folders)],
+        "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
+    }
+
+
+def _path(path: Path) -> str:
+    try:
+        path = path.expanduser()
+        reached = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{path}  (cannot be reached: {error})"
+    if not reached:
+        return f"{path}  (not there yet)"
+    return f"{path}" + "  (cannot be written)" * (not os.access(path, os.W_OK))
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    for name, told in facts.items():
+        if isinstance(told, dict):
+            yield f"{name}:"
+            for each, value in told.items():
+                values = value if isinstance(value, list) else [value]
+                yield from (f"  {each}: {item}" for item in values or ["none"])
+        elif isinstance(told, list):
+            yield f"{name}:" + " none" * (not told)
+            yield from (f"  {line}" for line in told)
+        else:
+            yield f"{name}: {told}"

@@ -1,0 +1,157 @@
+"""What an earlier version has tuned is found, or one sentence says why not.
+
+``data/cache_of_schema_2`` was written by the version before records had a hash of their trials. (Of
+what comes with the package, ``tests/kernels/test_shipped_records.py`` shows the same.)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tuning import earlier
+from triton_dist import knobs
+from triton_dist._tuning import compose, compose_contextual
+from triton_dist._tuning.store import FileStore
+from triton_dist._tuning.values import TuningRecord
+from triton_dist.errors import TuningFrozen, TuningWarning
+from triton_dist.runtime.device import detect
+from triton_dist.runtime.device.cpu import CpuDevice
+from triton_dist.runtime.ranks.solo import SoloRank
+
+DATA = Path(__file__).parent / "data" / "cache_of_schema_2"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A record of the folder."""
+
+    call: Callable[[], TuningRecord | None]
+    """Finds it; a contextual function says nothing of where it has its choice from."""
+    ranks: int = 1
+    why_not: str = ""
+    """The reason that is said, if it is not used any more: a part of it, as a pattern."""
+
+
+def given() -> TuningRecord:
+    with pytest.warns(TuningWarning, match="stages=2 overwrites"):
+        return earlier.two_tunables.tune(
+            torch.ones(2, 3), stages=2, autotune_allow_arg_overwrite=True
+        )
+
+
+def contextual() -> None:
+    earlier.doubled(torch.ones(100))
+    assert earlier.doubled.tuning_calls == 0
+
+
+# By function and key, as they are shown.
+RECORDS = {
+    "plain 7": Earlier(lambda: earlier.plain.tune(7)),
+    "two_tunables ((2, 3), (3, 1), torch.float32)": Earlier(
+        lambda: earlier.two_tunables.tune(torch.ones(2, 3))
+    ),
+    "two_tunables ((2, 3), (3, 1), torch.float32) with {'stages': 2}": Earlier(given),
+    "with_a_triton_config (((4,), (1,), torch.float32), 'pull')": Earlier(
+        lambda: earlier.with_a_triton_config.tune(torch.ones(4))
+    ),
+    "Layer.forward 5": Earlier(lambda: earlier.Layer.forward.tune(earlier.Layer(), 5)),
+    "collective 7": Earlier(lambda: earlier.collective.tune(7), ranks=2),
+    "tests.tuning.earlier.double_kernel (100, 'torch.float32', 'torch.float32')": Earlier(
+        contextual
+    ),
+}
+
+
+def stored() -> dict[str, TuningRecord]:
+    records = [each.record for each in FileStore(DATA).records()]
+    return {f"{record.key.function} {record.key}": record for record in records}
+
+
+class ThatHost(CpuDevice):
+    """Where they were tuned."""
+
+    def __init__(self, facts: Mapping[str, str]) -> None:
+        self._facts = facts
+
+    def facts(self) -> Mapping[str, str]:
+        return self._facts
+
+
+class ThoseRanks(SoloRank):
+    """The first of several, which say what it says."""
+
+    def __init__(self, topology: Mapping[str, str]) -> None:
+        self._topology = topology
+
+    def facts(self) -> Mapping[str, str]:
+        return self._topology
+
+
+@pytest.fixture
+def there(monkeypatch) -> Callable[[TuningRecord], None]:
+    """Puts this process where a record was made, with a copy of the folder, and forbids to tune."""
+    cache = knobs.cache_dir.get()
+    shutil.copytree(DATA, cache)
+    monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    functions = (
+        earlier.plain,
+        earlier.two_tunables,
+        earlier.with_a_triton_config,
+        earlier.Layer.forward,
+        earlier.collective,
+        earlier.doubled,
+    )
+    for function in functions:
+        function.clear()
+
+    def put(record: TuningRecord) -> None:
+        device = ThatHost(record.fingerprint.hardware)
+        monkeypatch.setattr(detect, "_cpu", lambda: device)
+        for module in (compose, compose_contextual):
+            monkeypatch.setattr(
+                module, "software_versions", lambda: dict(record.fingerprint.software)
+            )
+        if record.fingerprint.topology["world_size"] != "1":
+            ranks = ThoseRanks(record.fingerprint.topology)
+            monkeypatch.setattr(compose, "group_for", lambda *_: ranks)
+
+    return put
+
+
+def test_the_table_has_every_record_of_the_folder():
+    records = stored()
+    assert records.keys() == RECORDS.keys()
+    assert len(records) == len(list(DATA.rglob("*.json")))
+    for name, record in records.items():
+        assert record.fingerprint.topology["world_size"] == str(RECORDS[name].ranks)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_it_is_found_or_one_sentence_says_why_not(name, there):
+    expected, record = RECORDS[name], stored()[name]
+    there(record)
+    if expected.why_not:
+        with pytest.raises(TuningFrozen, match=expected.why_not):
+            expected.call()
+        return
+    found = expected.call()
+    assert found is None or found == record
+
+
+def test_one_that_does_not_fit_would_be_noticed(there):
+    (path,) = (knobs.cache_dir.get() / "autotune" / "plain").glob("*.json")
+    tree: dict[str, Any] = json.loads(path.read_text())
+    tree["fingerprint"]["source"]["plain"] = "another"
+    path.write_text(json.dumps(tree))
+    there(stored()["plain 7"])
+    with pytest.raises(TuningFrozen, match="source: plain changed, its digest was another"):
+        RECORDS["plain 7"].call()
