@@ -108,16 +108,17 @@ class AutoTuner:
     ) -> Any:
         """Call the function with the config of this key; tunes at the first call of a key."""
         if autotune and (not kwargs or self._names.isdisjoint(kwargs)):
+            world = self._default_group.WORLD
             try:
-                if self._default_group.WORLD is not self._world:
+                if world is not self._world:
                     self._enter_world()
                 hits = self._hits if autotune_pg is None else self._group_hits.get(autotune_pg, {})
                 arguments = hits.get(self.key_fn(*args, **kwargs))
             except Exception:  # comes again, and is told to all ranks, in the first call
                 arguments = None
             if arguments is not None:
-                if not self._is_compiled():
-                    self._calls += 1
+                if world is not None and not self._is_compiled():
+                    self._calls += 1  # so that ranks know of which call another's error is
                 return self.fn(*args, **kwargs, **arguments)
         options = (autotune, autotune_verbose, autotune_pg, autotune_allow_arg_overwrite)
         return self._first_call(args, kwargs, *options)
