@@ -41,9 +41,10 @@ def count_in(flag: int) -> int:
 
 
 def flag_value(count: int, size: int) -> int:
-    """``language.sized`` on the host."""
+    """``language.sized`` on the host: an int64, which wraps around as on the device."""
     places: int = SIZE_BITS.value
-    return count << places | size_in(size)
+    flag = (count << places | size_in(size)) % 2**64
+    return flag - 2**64 if flag >= 2**63 else flag
 
 
 def folded(number: int) -> int:
