@@ -391,7 +391,7 @@ def replayed(rounds: int) -> int:
     return len(results) + eager.finish()
 
 
-LOOKS = [1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0]
+LOOKS = [1, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0]
 """What ``looks_at_peers`` gives, wherever it runs."""
 
 
@@ -411,7 +411,7 @@ def looks_at_peers() -> list[int]:
         looks.append(0)
         calls(20, **options)
 
-    for _ in range(3):  # the first of a context looks, those that follow need not
+    for _ in range(3):  # the first of each slot looks, those that follow need not
         call()
     call(method=VendorMethod.COLLECTIVE, gemm_config=None)
     with bounded_waits(20.0):  # trials, and the first call after them
