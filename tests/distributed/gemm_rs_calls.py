@@ -42,7 +42,7 @@ class Calls(SummedCalls):
     epoch_ways, layout_ways = WAYS, (FUSED, EXCHANGED)
     # In trials an exchange looks too, although it need not: what it is compared with does.
     in_turn, in_trials = (FUSED, FUSED, EXCHANGED, SLABS), (EXCHANGED, FUSED)
-    looks = (1, 0, 0, 1, 1, 1, 1, 0)  # the first slabs of so many rows in a slot
+    looks = (1, 0, 0, 0, 1, 1, 1, 0)
     overdue = (
         *("gemm_rs.arrivals",) * 4,
         *("the exchange of gemm_rs.arrivals",) * 2,

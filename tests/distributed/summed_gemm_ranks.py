@@ -374,7 +374,7 @@ def bad_calls(kind: Kind, size: int) -> dict[str, dict[str, Any]]:
         "bias.device": {"bias": matrix(1, COLUMNS)[0].to("meta")},
         "A.shape": {"A": matrix(M, K)[0]},
         "A.shape (3-D)": {"A": matrix(M, K)[None]},
-        "M (none)": {"A": matrix(0, K)},
+        "A.shape (no rows)": {"A": matrix(0, K)},
         "M (too many)": {"A": matrix(kind.rows_of_a(ROWS + 1, size), K)},
         "B.shape": {"B": matrix(K, COLUMNS + 1)},
         "B.shape (K)": {"B": matrix(K - 1, COLUMNS)},

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from triton_dist._tuning import compose
-from triton_dist._tuning.source import source_digests
+from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
@@ -203,8 +203,8 @@ def on(monkeypatch) -> Iterator[On]:
     monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     # Sources stay what they are, and to digest them for each of hundreds of keys takes a while.
-    digests = functools.cache(source_digests)
-    monkeypatch.setattr(compose, "source_digests", lambda roots: digests(tuple(roots)))
+    digests = functools.cache(lambda roots: source_of(roots))
+    monkeypatch.setattr(compose, "source_of", lambda roots, *_: digests(tuple(roots)))
     made = On(monkeypatch)
     yield made
     made.forget()

@@ -14,7 +14,7 @@ import torch
 from triton_dist import knobs
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
-from triton_dist._tuning.engine.tunable import check_tunable
+from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of
 from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.protocols import Device, RankGroup, Search
 from triton_dist._tuning.search import Exhaustive, Racing
@@ -126,9 +126,9 @@ def autotune(
     Raises:
         InvalidArgument: an argument above that is not one of its choices.
     """
-    _one_of("scope", scope, _SCOPES)
-    _one_of("timing", timing, _TIMINGS)
-    _one_of("search", search, tuple(_SEARCHES))
+    one_of("scope", scope, _SCOPES)
+    one_of("timing", timing, _TIMINGS)
+    one_of("search", search, tuple(_SEARCHES))
     if max_seconds is not None and not max_seconds > 0:
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
@@ -145,7 +145,7 @@ def autotune(
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
-    restore, ignore = _names("restore", restore), _names("ignore", ignore)
+    restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
     if not callable(config_space):
         try:
             config_space = list(config_space)  # an iterator would be empty at the second look
@@ -187,19 +187,6 @@ def autotune(
         )
 
     return decorate
-
-
-def _one_of(argument: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
-
-
-def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    names = (names,) if isinstance(names, str) else tuple(names)
-    for name in names:
-        if not (isinstance(name, str) and name):
-            raise InvalidArgument("autotune", argument, name, "names of arguments or constants")
-    return names
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,10 @@ class AutoTuner:
         For a method, ``Layer.forward.tune(layer, x)``.
 
         Raises:
-            CaptureInProgress: and there is no record.
+            CaptureInProgress: and there is no record; tensors that hold no values, as those on the
+                meta device, are enough to find one, and too little to tune.
             TuningFrozen: the same while ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some rank.
         """
-        if self._surroundings.is_traced((args, kwargs)):
-            raise CaptureInProgress(self._name, "cannot be tuned while it is traced")
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
         if record is None:
@@ -245,7 +244,9 @@ class AutoTuner:
         with parts.gate:
             known = self._chosen.get((ranks, key))
             if known is None:
-                known = self._resolve(parts, space, Call(args, kwargs, key, self._calls))
+                traced = self._surroundings.is_traced((args, kwargs))
+                call = Call(args, kwargs, key, self._calls, traced)
+                known = self._resolve(parts, space, call)
                 self._calls = 0
             if known.record is not None:
                 self._chosen[ranks, key] = known
@@ -262,7 +263,8 @@ class AutoTuner:
         config, record = resolution.config, resolution.record
         self.tuning_count += resolution.tuned
         if record is None and parts.ranks.is_leader:
-            self._untuned("during CUDA-graph capture", call.key)
+            when = "while it is traced" if call.traced else "during CUDA-graph capture"
+            self._untuned(when, call.key)
         if resolution.advice:
             self._warnings.warn(resolution.advice, resolution.advice)
         return Choice(config, config.arguments(), record)

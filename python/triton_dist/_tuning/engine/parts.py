@@ -134,3 +134,5 @@ class Call:
     """What ``key_fn`` returned."""
     number: int = 0
     """Which call of the function it is, since all ranks met in one."""
+    traced: bool = False
+    """It computes nothing, so nothing can be measured with it."""

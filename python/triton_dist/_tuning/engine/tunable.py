@@ -1,4 +1,5 @@
-"""Whether a function can be tuned: said where it is decorated, not at its first call."""
+"""Whether a function can be tuned, and as asked for: said where it is decorated, not at its first
+call."""
 
 from __future__ import annotations
 
@@ -54,3 +55,18 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
         if name not in parameters and not variable:
             expected = f"a parameter of the function: {', '.join(parameters)}"
             raise InvalidArgument(decorator, "restore", name, expected)
+
+
+def one_of(argument: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ``InvalidArgument`` for a value that is none of ``choices``."""
+    if value not in choices:
+        raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
+
+
+def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    """One name, or several, as a tuple; raises ``InvalidArgument`` for what is no name."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if not (isinstance(name, str) and name):
+            raise InvalidArgument("autotune", argument, name, "names of arguments or constants")
+    return names

@@ -178,7 +178,7 @@ class _FirstCall:
             is_leader=parts.ranks.is_leader,
             always_tune=parts.always_tune,
             frozen=parts.frozen,
-            capturing=parts.device.is_capturing(),
+            capturing=self._call.traced or parts.device.is_capturing(),
         )
 
     def _shared_record(self, meeting: Meeting, own: TuningRecord | None) -> TuningRecord:
