@@ -102,7 +102,8 @@ def run(options: argparse.Namespace) -> Tree:
     }
     for op in options.ops.split(","):
         for nbytes in dict.fromkeys(max(1, size // scale) for size in options.sizes):
-            faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end
+            # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
+            faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             begin = time.perf_counter()
             with open_collective(op, nbytes, dtype_named(options.dtype), options.best) as work:
                 rows, failures = measure(

@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     trees, any_rows = [], OPS[options.op].any_rows
     asked = (each.scaled(scale, num_ranks, any_rows) for each in wanted(options))
     for shape in dict.fromkeys(asked):
-        faulthandler.dump_traceback_later(options.limit, exit=True)  # ranks that hang end, and tell
+        # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
+        faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
         with OPS[options.op].open(shape, dtype, choice) as workload:
             begin = time.perf_counter()
             rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)

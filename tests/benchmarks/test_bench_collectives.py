@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
+import sys
 from contextlib import redirect_stderr
 
 import pytest
@@ -68,8 +70,9 @@ def test_the_tables_say_how_much_faster(finished, tmp_path):
 
 def refusal(*arguments):
     """Status of a command that is refused, and what it says."""
+    sys.argv = [SCRIPT, *arguments]
     with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
-        run_program(SCRIPT, *arguments)
+        runpy.run_path(SCRIPT, run_name="__main__")
     return ended.value.code, said.getvalue()
 
 

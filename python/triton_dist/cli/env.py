@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ _PREFIXES = ("TRITON_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "OMP_")
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
 _OURS = "TRITON_DIST_"
 _SECONDS = 20
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def add_to(verbs: Any) -> None:
@@ -102,7 +104,8 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         return []
     if done.returncode:
         raise OSError(f"nvidia-smi {' '.join(arguments)}: {(done.stdout + done.stderr).strip()}")
-    return [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
+    plain = _ESCAPES.sub("", done.stdout)  # it underlines headings, in a pipe too
+    return [line.rstrip() for line in plain.splitlines() if line.strip()]
 
 
 def _variables() -> dict[str, str]:

@@ -50,7 +50,8 @@ class GatheredShards:
     """The shards of the other ranks and the flags that say which rows are there.
 
     ``rows`` [M, K] contiguous; flag ``arrivals[s * flags_per_rank + c]`` stands for rows
-    ``[c * chunk_rows, (c + 1) * chunk_rows)`` of shard s and is awaited to reach ``epoch[0]``.
+    ``[c * chunk_rows, (c + 1) * chunk_rows)`` of shard s and is awaited to reach ``epoch[0]``. Both
+    are int64 as in ``flags.py``; behind the epoch lies the guard of the waits.
     With a ``push`` the consumer sends the own shard, and flags stand for chunks along K.
     """
 
