@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import runpy
 import sys
@@ -71,6 +72,7 @@ def test_the_tables_say_how_much_faster(finished, tmp_path):
 def refusal(*arguments):
     """Status of a command that is refused, and what it says."""
     sys.argv = [SCRIPT, *arguments]
+    sys.path.insert(0, os.path.dirname(SCRIPT))
     with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
         runpy.run_path(SCRIPT, run_name="__main__")
     return ended.value.code, said.getvalue()
