@@ -65,7 +65,8 @@ def test_a_tile_goes_in_whole_lines_from_who_polls_them(persistent, index, num_r
     kernel, config = compiled(persistent, index, num_ranks=num_ranks), TILES[persistent][index]
     ptx, lines = kernel.ptx, lines_of_a_thread(config) * (num_ranks - 1)
     assert kernel.shared_memory_bytes <= HARDWARE[90].shared_memory_bytes
-    assert kernel.stack_bytes <= 72  # addresses of peers, of 8 ranks; most in Triton 3.7
+    # Addresses of peers, most in Triton 3.7; of 8 ranks also what comparing their sizes takes.
+    assert kernel.stack_bytes <= (216 if num_ranks == 8 else 72)
     assert "mma.sync" in ptx
     # What is sent, and set to 0 again.
     assert ptx.count(SEND) == 2 * lines

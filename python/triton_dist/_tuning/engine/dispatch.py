@@ -143,6 +143,10 @@ class AutoTuner:
         """
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
+        if record is None and self._surroundings.is_traced((args, kwargs)):
+            raise CaptureInProgress(
+                self._name, "has no record of this key, and cannot be tuned while it is traced"
+            )
         if record is None:
             raise CaptureInProgress(self._name)
         return record
