@@ -336,7 +336,15 @@ def rank_is_later_than_a_step_may_take(me: Me) -> int:
 @scenario(1, quick=True)
 def child_is_forked_beside_a_tuning(me: Me) -> int:
     """As by a data loader: its own first tuned call works, alone."""
-    op, children = tuner(lambda n: children.append(fork_beside(op)) if not children else None), []
+    children: list[int] = []
+    begun: list[bool] = []
+
+    def fork_once(n: int) -> None:
+        if not begun:
+            begun.append(True)  # before the fork: the child, which tunes too, forks no more
+            children.append(fork_beside(op))
+
+    op = tuner(fork_once)
     result: int = op(7)
     assert [os.waitpid(child, 0)[1] for child in children] == [0]
     return result
