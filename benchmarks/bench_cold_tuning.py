@@ -28,9 +28,9 @@ import triton
 
 from triton_dist import knobs, tune
 from triton_dist._tuning.values import Config
-from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
+from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia import allgather_gemm as op
+from triton_dist.kernels.nvidia.allgather_gemm import op
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import LAYER_CONFIGS
 from triton_dist.testing.timing import interleaved

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import triton
 
-from triton_dist.kernels.common.gemm_launch import sharded_gemm
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
-from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.testing.compile_only import install
 

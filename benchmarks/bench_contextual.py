@@ -23,7 +23,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist import knobs
-from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import LAYER_CONFIGS
 from triton_dist.testing.timing import interleaved

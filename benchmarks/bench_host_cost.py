@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia import allgather_gemm as op
+from triton_dist.kernels.nvidia.allgather_gemm import op
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose

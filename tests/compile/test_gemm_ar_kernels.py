@@ -20,14 +20,19 @@ from tests.compile.scattered import (
     assert_announced_later,
     compile_launch,
 )
-from triton_dist.kernels.common.exchanged_gemm import exchanged_gemm
-from triton_dist.kernels.common.scattered_gemm_launch import (
+from triton_dist.kernels.common.gemm.spaces import (
+    PERSISTENT_TILES,
+    POINTER_TILES,
+    POINTER_TILES_TO_ALL,
+    TILES_TO_ALL,
+    tile_shapes,
+)
+from triton_dist.kernels.common.scatter.launch import (
     Scattering,
     copy_sums,
     scattered_gemm,
 )
-from triton_dist.kernels.nvidia.exchanged_tiles import POINTER_TILES_TO_ALL, TILES_TO_ALL
-from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES, tile_shapes
+from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 

@@ -18,8 +18,8 @@ from tests.compile.scattered import (
     compile_launch,
 )
 from tests.compile.test_gemm_kernels import first_of_each, kernel_of
-from triton_dist.kernels.common.scattered_gemm_launch import Scattering, scattered_gemm
-from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, POINTER_TILES
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
+from triton_dist.kernels.common.scatter.launch import Scattering, scattered_gemm
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.compile.scattered import ACQUIRE, RELEASE, compile_launch
-from triton_dist.kernels.common.scattered_gemm_launch import Scattering, add_left
-from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES, tile_shapes
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, tile_shapes
+from triton_dist.kernels.common.scatter.launch import Scattering, add_left
 
 
 def left(scatter, config, num_ranks):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.compile.scattered import compile_launch
-from triton_dist.kernels.common.packet_gemm import packet_gemm
-from triton_dist.kernels.nvidia.exchanged_tiles import LOW, POINTER_TILES_TO_ALL, TILES_TO_ALL
+from triton_dist.kernels.common.gemm.spaces import LOW, POINTER_TILES_TO_ALL, TILES_TO_ALL
+from triton_dist.kernels.common.scatter.packets import packet_gemm
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 

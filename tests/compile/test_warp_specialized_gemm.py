@@ -22,10 +22,10 @@ from tests.compile.test_gemm_kernels import (
     kernel_of,
     prepared,
 )
-from triton_dist.kernels.common.gemm_launch import sharded_gemm
-from triton_dist.kernels.nvidia import gemm
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import WARP_SPECIALIZED_SPLIT_K_TILES
-from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES, warp_specialized_tiles
+from triton_dist.kernels.common.gemm.gathered_spaces import WARP_SPECIALIZED_SPLIT_K_TILES
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
+from triton_dist.kernels.nvidia.gemm import op as gemm
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device.cuda_launch import can_repeat, scratch_bytes
 from triton_dist.testing.compile_only import HARDWARE, compile_only

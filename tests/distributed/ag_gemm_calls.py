@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import triton
 
+from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.epochs import SLOTS
 from triton_dist.kernels.nvidia.gemm import get_config_space, prune_fn_by_shared_memory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for

@@ -15,17 +15,18 @@ import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
 from triton_dist.errors import ContextFinalized, InvalidArgument, WaitTimeout
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.flags import count_in, flag_value
-from triton_dist.kernels.nvidia import VendorMethod, ag_gemm, vendor
-from triton_dist.kernels.nvidia.allgather import AllGatherMethod
+from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
+from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
+from triton_dist.kernels.common.slots.epochs import SLOTS, kernel_await_consumption
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.kernels.nvidia import VendorMethod, ag_gemm
 from triton_dist.kernels.nvidia.allgather_gemm import (
     ag_gemm_persistent,
-    config_space,
     local_copy_and_barrier_all,
 )
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import fused_tiles, split_k_tiles
-from triton_dist.kernels.nvidia.epochs import SLOTS, kernel_await_consumption
-from triton_dist.kernels.nvidia.gemm import warp_specialized_tiles
+from triton_dist.kernels.nvidia.allgather_gemm.ways import config_space
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose

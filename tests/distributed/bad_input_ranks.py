@@ -13,8 +13,9 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist.errors import InvalidArgument, TritonDistError
 from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.nvidia import ag_gemm, allgather_gemm_serial, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia.allgather_gemm import serial as allgather_gemm_serial
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.double_tree import NOBODY, place_in
+from triton_dist.kernels.common.exchange.buffer import shard_elements
+from triton_dist.kernels.common.exchange.trees import NOBODY, place_in
 from triton_dist.kernels.nvidia import (
     AllReduceMethod,
     GatherMethod,
@@ -23,7 +24,6 @@ from triton_dist.kernels.nvidia import (
     create_reduce_scatter_ctx,
     reduce_scatter,
 )
-from triton_dist.kernels.nvidia.exchange import shard_elements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose

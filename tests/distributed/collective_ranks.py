@@ -22,11 +22,13 @@ from tests.distributed.collective_calls import (
     way,
 )
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
-from triton_dist.kernels.common import exchange_kernels, packet_kernels, tree_all_reduce
+from triton_dist.kernels.common.exchange import kernels as exchange_kernels
+from triton_dist.kernels.common.exchange import packet_kernels
+from triton_dist.kernels.common.exchange import tree_kernel as tree_all_reduce
+from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, MAX_PIECES
 from triton_dist.kernels.common.flags import count_in, flag_value
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.exchange_shapes import MAX_CTAS, MAX_PIECES
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal

@@ -18,9 +18,11 @@ import triton_dist
 from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist import tune
 from triton_dist._tuning.values import Failure
-from triton_dist.kernels.common import fused_push, sharded_gemm
-from triton_dist.kernels.nvidia import ag_gemm, epochs
-from triton_dist.kernels.nvidia.allgather import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.common.gemm import fused_push
+from triton_dist.kernels.common.gemm import sharded as sharded_gemm
+from triton_dist.kernels.common.slots import epochs
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.runtime.device.cpu import CpuCopyStream
 
 LATE_SECONDS = 0.12

@@ -13,7 +13,7 @@ from triton_dist.kernels.nvidia import (
     create_gemm_ar_context,
     gemm_ar,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import config_space
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 

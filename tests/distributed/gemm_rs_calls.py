@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
-from triton_dist.kernels.nvidia import (
-    create_gemm_rs_context,
-    gemm_reduce_scatter,
-    gemm_rs,
-)
+from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import op as gemm_reduce_scatter
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 

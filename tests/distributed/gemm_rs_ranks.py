@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from tests.distributed.gemm_rs_calls import SLABS, Calls
+from triton_dist.kernels.common import vendor_reduce_scatter as vendor
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
 from triton_dist.runtime.device.cpu import CpuTransfer
 
 

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia import (
     GEMMAllReduceMethod,
     ag_gemm,
-    allgather_gemm,
     create_ag_gemm_context,
     create_gemm_ar_context,
     create_gemm_rs_context,
-    gemm_allreduce,
     gemm_ar,
-    gemm_reduce_scatter,
     gemm_rs,
 )
+from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
+from triton_dist.kernels.nvidia.gemm_allreduce import op as gemm_allreduce
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import op as gemm_reduce_scatter
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.ag_gemm_peers import is_own_algorithm

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from tests.distributed.collective_calls import NO_TAG, Calls, way
 from tests.distributed.collective_ranks import DTYPES, ROOM, shape
 from triton_dist.errors import WaitTimeout
+from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, MAX_PIECES
 from triton_dist.kernels.common.flags import flag_value
 from triton_dist.kernels.nvidia import all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.exchange_shapes import MAX_CTAS, MAX_PIECES
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal

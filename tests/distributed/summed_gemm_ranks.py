@@ -19,8 +19,9 @@ from tests.distributed.summed_gemm_calls import TOLERANCE, SummedCalls, Way
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.flags import count_in, flag_value
 from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.nvidia import epochs, scattered_call
-from triton_dist.kernels.nvidia.partials import MAX_CHUNKS
+from triton_dist.kernels.common.scatter import calls as scattered_call
+from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
+from triton_dist.kernels.common.slots import epochs
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal

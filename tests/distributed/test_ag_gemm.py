@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ag_gemm_ranks
-from triton_dist.kernels.nvidia.allgather_gemm import config_space
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import fused_tiles, split_k_tiles
+from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
+from triton_dist.kernels.nvidia.allgather_gemm.op import config_space
 
 WORLD_SIZES = [2, 4]
 

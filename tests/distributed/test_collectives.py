@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import collective_ranks
 from tests.distributed.collective_calls import OPS, WAYS
-from triton_dist.kernels.common.double_tree import role_of
+from triton_dist.kernels.common.exchange.trees import role_of
 
 WORLD_SIZES = [2, 4]
 EACH_OP = pytest.mark.parametrize("op", list(OPS))

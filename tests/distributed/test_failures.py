@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed import failing_ranks
 from triton_dist.errors import RanksFailed
-from triton_dist.kernels.nvidia.allgather import AllGatherMethod
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 
 PUSH, PULL, RING, FUSED, SERIAL = AllGatherMethod
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "1", "TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}

@@ -14,11 +14,11 @@ import torch
 
 from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+from triton_dist.kernels.common.gemm.gathered_spaces import (
     FUSED_TILES,
     WARP_SPECIALIZED_SPLIT_K_TILES,
 )
-from triton_dist.kernels.nvidia.gemm import WARP_SPECIALIZED_TILES
+from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)

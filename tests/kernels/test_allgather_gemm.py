@@ -15,22 +15,21 @@ from triton_dist.errors import (
     NoValidConfig,
 )
 from triton_dist.kernels import nvidia
-from triton_dist.kernels.common.row_bucket import row_bucket
+from triton_dist.kernels.common import context, vendor
+from triton_dist.kernels.common.exchange.shapes import Shape
+from triton_dist.kernels.common.gemm.gathered_spaces import split_k_tiles
+from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,
     VendorMethod,
     ag_gemm,
-    allgather_gemm,
-    allgather_gemm_serial,
-    allgather_gemm_space,
-    context,
     create_ag_gemm_context,
-    vendor,
 )
-from triton_dist.kernels.nvidia.allgather_gemm import config_space, key_fn, prune_fn
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import split_k_tiles
-from triton_dist.kernels.nvidia.exchange_shapes import Shape
+from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
+from triton_dist.kernels.nvidia.allgather_gemm import serial as allgather_gemm_serial
+from triton_dist.kernels.nvidia.allgather_gemm import ways as allgather_gemm_space
+from triton_dist.kernels.nvidia.allgather_gemm.op import config_space, key_fn, prune_fn
 from triton_dist.runtime.device import current_device
 
 
@@ -337,8 +336,3 @@ def test_no_valid_config_is_an_error_that_says_so(monkeypatch):
     with pytest.raises(NoValidConfig):
         calls(3, op=ag_gemm)
     calls.ctx.finalize()
-
-
-@pytest.mark.parametrize("name", allgather_gemm.__all__)
-def test_names_that_scripts_import(name):
-    assert callable(getattr(allgather_gemm, name)) or name.startswith("kernel_")

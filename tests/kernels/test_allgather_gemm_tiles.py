@@ -7,17 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_dist.kernels.common.row_bucket import row_bucket
-from triton_dist.kernels.common.split_k import split_tiles
-from triton_dist.kernels.nvidia import AllGatherMethod, allgather_gemm, allgather_gemm_tiles
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+from triton_dist.kernels.common.gemm import gathered_spaces as allgather_gemm_tiles
+from triton_dist.kernels.common.gemm.gathered_spaces import (
     FUSED_TILES,
     SPLIT_K_TILES,
     fits_shape,
     room_for_parts,
     split_k_tiles,
 )
-from triton_dist.kernels.nvidia.gemm import PERSISTENT_TILES
+from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
+from triton_dist.kernels.common.gemm.split_k import split_tiles
+from triton_dist.kernels.nvidia import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
 
 
 @pytest.fixture(autouse=True)

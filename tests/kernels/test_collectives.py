@@ -10,20 +10,8 @@ import torch
 
 from tests.distributed.collective_calls import OPS, WAYS, Calls, way
 from triton_dist.errors import ContextFinalized, InvalidArgument
-from triton_dist.kernels.nvidia import (
-    AllReduceContext,
-    AllReduceMethod,
-    GatherMethod,
-    ReduceScatterMethod,
-    all_gather_op,
-    allreduce,
-    create_allreduce_ctx,
-    get_allreduce_methods,
-    reduce_scatter_op,
-    to_allreduce_method,
-)
-from triton_dist.kernels.nvidia.exchange import shard_elements
-from triton_dist.kernels.nvidia.exchange_shapes import (
+from triton_dist.kernels.common.exchange.buffer import shard_elements
+from triton_dist.kernels.common.exchange.shapes import (
     LARGE_SHAPES,
     MAX_CTAS,
     MAX_PIECES,
@@ -31,6 +19,18 @@ from triton_dist.kernels.nvidia.exchange_shapes import (
     Shape,
     shape_of,
 )
+from triton_dist.kernels.nvidia import (
+    AllReduceContext,
+    AllReduceMethod,
+    GatherMethod,
+    ReduceScatterMethod,
+    create_allreduce_ctx,
+    get_allreduce_methods,
+    to_allreduce_method,
+)
+from triton_dist.kernels.nvidia.allgather import op as all_gather_op
+from triton_dist.kernels.nvidia.allreduce import op as allreduce
+from triton_dist.kernels.nvidia.reduce_scatter import op as reduce_scatter_op
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
 # What has the op's ``config_space`` and ``prune_fn``.

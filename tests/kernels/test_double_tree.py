@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_dist.kernels.common import tree_all_reduce
-from triton_dist.kernels.common.double_tree import NOBODY, Place, place_in, role_of
+from triton_dist.kernels.common.exchange import tree_kernel as tree_all_reduce
+from triton_dist.kernels.common.exchange.trees import NOBODY, Place, place_in, role_of
 
 NUMBERS_OF_RANKS = st.integers(2, 300)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.flags import flag_value
-from triton_dist.kernels.nvidia.epochs import EPOCH, GAVE_UP, EpochSlots
+from triton_dist.kernels.common.slots.epochs import EPOCH, GAVE_UP, EpochSlots
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits

@@ -10,10 +10,9 @@ import triton
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, TOLERANCE, uniform
 from triton_dist.errors import InvalidArgument, NoValidConfig
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.nvidia import gemm_non_persistent, gemm_persistent, matmul
 from triton_dist.kernels.nvidia.gemm import (
-    PERSISTENT_TILES,
-    POINTER_TILES,
     get_config_space,
     prune_fn_by_group_size_m,
     prune_fn_by_shared_memory,

@@ -10,19 +10,20 @@ import torch
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_ar_calls import WAYS, Calls
 from triton_dist.errors import ContextFinalized
-from triton_dist.kernels.common.scattered_gemm_launch import chunks_of_slab, slab_rows
-from triton_dist.kernels.common.tiles import tile_in_scatter_order
+from triton_dist.kernels.common.gemm import spaces
+from triton_dist.kernels.common.gemm.orders import tile_in_scatter_order
+from triton_dist.kernels.common.gemm.spaces import tiles
+from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows
 from triton_dist.kernels.nvidia import (
     AllReduceMethod,
     GEMMAllReduceMethod,
     create_gemm_ar_context,
-    exchanged_tiles,
-    gemm_allreduce_space,
     gemm_ar,
 )
-from triton_dist.kernels.nvidia.gemm import tiles
-from triton_dist.kernels.nvidia.gemm_allreduce import key_fn
-from triton_dist.kernels.nvidia.gemm_allreduce_space import config_space, prune_fn
+from triton_dist.kernels.nvidia.gemm import op as gemm_op
+from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_allreduce_space
+from triton_dist.kernels.nvidia.gemm_allreduce.op import key_fn
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import config_space, prune_fn
 from triton_dist.runtime.device import current_device
 
 ONE_SHOT, TWO_SHOT = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
@@ -70,7 +71,7 @@ def on_a_gpu(monkeypatch):
         name="cuda", prefers_descriptors=True, shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
-    for module in (gemm_allreduce_space, gemm_allreduce_space.gemm, exchanged_tiles):
+    for module in (gemm_allreduce_space, gemm_op, spaces):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 

@@ -11,21 +11,17 @@ import triton
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_rs_calls import WAYS, Calls
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
-from triton_dist.kernels.common.scattered_gemm_launch import (
+from triton_dist.kernels.common import vendor_reduce_scatter
+from triton_dist.kernels.common.scatter import calls as scattered_call
+from triton_dist.kernels.common.scatter.launch import (
     Chunks,
     chunks_of_slab,
     tiles_of_slab,
 )
-from triton_dist.kernels.nvidia import (
-    VendorMethod,
-    create_gemm_rs_context,
-    gemm_reduce_scatter_space,
-    gemm_rs,
-    scattered_call,
-    vendor_reduce_scatter,
-)
+from triton_dist.kernels.nvidia import VendorMethod, create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm import get_config_space
-from triton_dist.kernels.nvidia.gemm_reduce_scatter import config_space, key_fn, prune_fn
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_space
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import config_space, key_fn, prune_fn
 from triton_dist.runtime.device import current_device
 
 

@@ -7,12 +7,13 @@ import torch
 import triton
 
 from triton_dist.kernels.common import launch as launch_module
-from triton_dist.kernels.common.gemm_launch import GatheredShards, sharded_gemm
-from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
-from triton_dist.kernels.common.sharded_gemm import (
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
 )
+from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
+from triton_dist.kernels.common.shards import GatheredShards
 
 TILES = triton.Config(
     {

@@ -10,10 +10,11 @@ import triton.language as tl
 
 import triton_dist
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.packets import payload_of, tag_number, tag_of, values_of
-from triton_dist.kernels.nvidia import AllReduceMethod, allreduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.allreduce_context import PACKET_BYTES
-from triton_dist.kernels.nvidia.exchange_shapes import PACKET_SHAPES, Shape
+from triton_dist.kernels.common.exchange.packets import payload_of, tag_number, tag_of, values_of
+from triton_dist.kernels.common.exchange.shapes import PACKET_SHAPES, Shape
+from triton_dist.kernels.nvidia import AllReduceMethod, create_allreduce_ctx
+from triton_dist.kernels.nvidia.allreduce import op as allreduce
+from triton_dist.kernels.nvidia.allreduce.context import PACKET_BYTES
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

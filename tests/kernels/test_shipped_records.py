@@ -31,7 +31,7 @@ from triton_dist._tuning.values import (
     unpack,
 )
 from triton_dist.errors import TuningFrozen
-from triton_dist.kernels.common import gemm_launch
+from triton_dist.kernels.common.gemm import launch as gemm_launch
 from triton_dist.kernels.nvidia import (
     ag_gemm,
     all_gather,
@@ -165,12 +165,12 @@ def _collective_context(num_ranks: int) -> Any:
 
 # By the full name of an op: a call that has a key.
 CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "triton_dist.kernels.nvidia.all_gather_op.all_gather": all_gather_call,
+    "triton_dist.kernels.nvidia.allgather.all_gather": all_gather_call,
     "triton_dist.kernels.nvidia.allgather_gemm.ag_gemm": ag_gemm_call,
     "triton_dist.kernels.nvidia.allreduce.all_reduce": all_reduce_call,
     "triton_dist.kernels.nvidia.gemm_allreduce.gemm_ar": gemm_ar_call,
     "triton_dist.kernels.nvidia.gemm_reduce_scatter.gemm_rs": gemm_rs_call,
-    "triton_dist.kernels.nvidia.reduce_scatter_op.reduce_scatter": reduce_scatter_call,
+    "triton_dist.kernels.nvidia.reduce_scatter.reduce_scatter": reduce_scatter_call,
 }
 
 

@@ -12,8 +12,9 @@ import triton.language as tl
 import triton_dist
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, TOLERANCE, uniform
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm_launch import sharded_gemm
-from triton_dist.kernels.common.split_k import (
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.orders import gathered_tile
+from triton_dist.kernels.common.gemm.split_k import (
     SplitWorkspace,
     part_of_unit,
     publish_partial,
@@ -21,7 +22,6 @@ from triton_dist.kernels.common.split_k import (
     sum_of_partials,
     units_of_tiles,
 )
-from triton_dist.kernels.common.tiles import gathered_tile
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 

@@ -9,20 +9,18 @@ import pytest
 import torch
 import triton
 
-from triton_dist.kernels.common import gemm_launch
-from triton_dist.kernels.common.gemm_launch import sharded_gemm
-from triton_dist.kernels.common.sharded_gemm import kernel_gemm_persistent
-from triton_dist.kernels.nvidia import AllGatherMethod, allgather_gemm
-from triton_dist.kernels.nvidia.allgather_gemm_tiles import (
+from triton_dist.kernels.common.gemm import launch as gemm_launch
+from triton_dist.kernels.common.gemm.gathered_spaces import (
     WARP_SPECIALIZED_SPLIT_K_TILES,
     fits_shape,
     split_k_tiles,
 )
-from triton_dist.kernels.nvidia.gemm import (
-    WARP_SPECIALIZED_TILES,
-    get_config_space,
-    warp_specialized_tiles,
-)
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
+from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
+from triton_dist.kernels.nvidia import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
+from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.device import current_device
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import vendor, vendor_reduce_scatter
+from triton_dist.kernels.common import vendor, vendor_reduce_scatter
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.overlap import Candidate
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common import vendor_reduce_scatter as vendor
 from triton_dist.kernels.nvidia import VendorMethod
-from triton_dist.kernels.nvidia import vendor_reduce_scatter as vendor
 from triton_dist.testing.overlap import Candidate
 
 SERIAL, ASYNC_TP = "matmul + reduce-scatter", "torch async-TP"

@@ -1,1 +1,1 @@
-"""What several ops share: tile orders, GEMM cores, launch preparation."""
+"""What several ops share: contexts, launches, and the kits that ops are made of."""

@@ -18,7 +18,7 @@ _PRIME = 2**20 - 3
 
 @jit
 def epoch_at(epoch_ptr):
-    """The epoch of a slot whose line begins at ``epoch_ptr`` (``epochs.py``)."""
+    """The epoch of a slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
     return tl.load(epoch_ptr) >> SIZE_BITS
 
 

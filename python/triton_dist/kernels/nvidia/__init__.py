@@ -1,12 +1,13 @@
 """Ops for NVIDIA GPUs; the same sources run interpreted on CPU ranks."""
 
-from triton_dist.kernels.nvidia.all_gather_op import (
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.kernels.common.vendor import VendorMethod
+from triton_dist.kernels.nvidia.allgather.op import (
     AllGatherContext,
     GatherMethod,
     all_gather,
     create_all_gather_ctx,
 )
-from triton_dist.kernels.nvidia.allgather import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
     AllGatherGEMMTensorParallelContext,
     ag_gemm,
@@ -34,13 +35,12 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
     create_gemm_rs_context,
     gemm_rs,
 )
-from triton_dist.kernels.nvidia.reduce_scatter_op import (
+from triton_dist.kernels.nvidia.reduce_scatter.op import (
     ReduceScatterContext,
     ReduceScatterMethod,
     create_reduce_scatter_ctx,
     reduce_scatter,
 )
-from triton_dist.kernels.nvidia.vendor import VendorMethod
 
 __all__ = [
     "AllGatherContext",

@@ -13,12 +13,12 @@ import argparse
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     ag_gemm,
     create_ag_gemm_context,
 )
-from triton_dist.kernels.nvidia.allgather import AllGatherBuffer
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func

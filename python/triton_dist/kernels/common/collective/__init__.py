@@ -1,0 +1,1 @@
+"""Collectives that move shards, by exchanges or by copy engines."""

@@ -1,0 +1,152 @@
+"""What a plain collective keeps between calls, and what it refuses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    OpContext,
+    agree_to_create,
+    first_refusal,
+    gradient_check,
+    group_checks,
+)
+from triton_dist.kernels.common.disagreement import Disagreements
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
+
+
+class CollectiveContext(OpContext[ExchangeBuffer], ABC):
+    """Symmetric memory for one kind of collective. A context manager.
+
+    Attributes:
+        workspace_nbytes: the largest tensor that one launch serves; larger ones take several.
+    """
+
+    name: str
+    """Of the collective, for errors."""
+
+    def __init__(
+        self,
+        workspace_nbytes: int,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+        disagreements: Disagreements | None = None,
+    ) -> None:
+        self.workspace_nbytes = workspace_nbytes
+        size = group_for(group).size
+        slot_bytes = self.slot_bytes(workspace_nbytes, size)
+        packet_bytes = self.packet_bytes(workspace_nbytes, size)
+        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes, disagreements)
+        super().__init__(self.name, buffer, group)
+        self.world_size = self.num_ranks
+        self.local_world_size = min(local_world_size, self.num_ranks)
+
+    @classmethod
+    @abstractmethod
+    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        """What a slot has to hold."""
+
+    @classmethod
+    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        """The largest tensor that travels in packets; 0: none does."""
+        return 0
+
+    def reset(self) -> None:
+        """Bring the flags of all ranks back to one state after a call that failed on some rank.
+        Collective."""
+        self.buffer.reset()
+
+
+_C = TypeVar("_C", bound=CollectiveContext)
+
+
+def create(
+    kind: type[_C],
+    function: str,
+    workspace_nbytes: int,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    group: Group,
+) -> _C:
+    """A context of ``kind``. Collective over ``group``; ``function`` is who asks, for errors.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+
+    group = process_group_of(group)
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, group)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
+
+    asked = {"workspace_nbytes": workspace_nbytes}
+    agree_to_create(function, f"a {kind.name}", asked, checks(), group)
+    return kind(workspace_nbytes, local_world_size, group)
+
+
+def recover(x: torch.Tensor, ctx: CollectiveContext, *_: Any, **__: Any) -> None:
+    """``recover_fn`` of a collective: bring the context of all ranks back to one state after a
+    candidate failed on some rank."""
+    ctx.reset()
+
+
+def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
+    """``agree_fn`` of a collective: what ranks have to agree about besides the key."""
+    return f"x of {x.numel()} elements"
+
+
+def shard_bytes(nbytes: int, num_ranks: int) -> int:
+    """Most bytes that a shard of ``nbytes`` bytes takes in a slot, whatever the dtype."""
+    return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
+
+
+def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse what no kernel here can read or write.
+
+    Raises:
+        InvalidArgument: the call cannot work.
+    """
+    if tensor.dtype not in DTYPES:
+        raise InvalidArgument(function, f"{argument}.dtype", tensor.dtype, DTYPE_NAMES)
+    if tensor.device != device:
+        expected = f"the context's {device}"
+        raise InvalidArgument(function, f"{argument}.device", tensor.device, expected)
+    if not tensor.is_contiguous():
+        expected = f"a contiguous tensor; call {argument}.contiguous()"
+        raise InvalidArgument(function, f"{argument}.stride()", tensor.stride(), expected)
+    if tensor.numel() == 0:
+        raise InvalidArgument(function, f"{argument}.shape", tuple(tensor.shape), "some elements")
+    if tensor.requires_grad:
+        refusal = first_refusal(function, [gradient_check(argument, tensor)])
+        if refusal is not None:
+            raise refusal
+
+
+def check_output(
+    function: str, output: torch.Tensor, x: torch.Tensor, numel: int, device: torch.device
+) -> None:
+    """The same for a tensor that the caller gives for the result of ``numel`` elements.
+
+    Raises:
+        InvalidArgument: the call cannot work.
+    """
+    check_tensor(function, "output", output, device)
+    if output.dtype != x.dtype:
+        raise InvalidArgument(function, "output.dtype", output.dtype, f"x's {x.dtype}")
+    if output.numel() != numel:
+        raise InvalidArgument(function, "output.shape", tuple(output.shape), f"{numel} elements")

@@ -1,0 +1,140 @@
+"""Shards that copy engines push to peers, for the plain collectives: many bytes without an SM.
+
+The slots, their epochs and the consent of peers are those of ``slots/epochs.py``. A slot has, on
+each rank, ``shards`` [source rank, shard] and ``arrivals`` [piece, source rank].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.disagreement import Disagreements
+from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
+from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed
+from triton_dist.kernels.common.exchange.shapes import MAX_PIECES
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.slots.epochs import EpochSlots
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
+
+_STREAMS = 2  # the gap between two copies of one is filled by the other
+_MOST_PLANS = 4096
+
+
+class PushedShards:
+    """Slots for a shard of up to ``shard_bytes`` bytes from each rank. Creation is collective."""
+
+    def __init__(
+        self,
+        shard_bytes: int,
+        group: dist.ProcessGroup | None,
+        name: str,
+        found: Disagreements | None = None,
+    ) -> None:
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        regions = {
+            "shards": ((size * shard_bytes,), torch.uint8),
+            "arrivals": ((MAX_PIECES * size,), torch.int64),
+        }
+        self.slots = EpochSlots(
+            f"{name}.pushed", regions, ("arrivals",), "a kernel of a collective", group,
+            found=found,
+        )  # fmt: skip
+        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        self._device = current_device()
+        self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
+        self._transfers: dict[Any, Any] = {}
+
+    def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        """The launch of what adds or copies the shards that come."""
+        arguments = (
+            x, out, self.slots["shards"].local.view(x.dtype), self.slots["arrivals"].local,
+            self.slots.epoch, shard_elements(exchange.elements), exchange.elements,
+            exchange.total, exchange.size, self.rank,
+        )  # fmt: skip
+        options = {
+            "NUM_RANKS": self.num_ranks,
+            "BLOCK": exchange.shape.block_bytes // x.element_size(),
+            "NUM_PIECES": exchange.shape.num_pieces,
+            "num_warps": exchange.shape.num_warps,
+        }
+        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+
+    def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Push x and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what comes; x and
+        out are flat. Every rank does the same.
+
+        Raises:
+            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+        """
+        slots, awaited, transfer = self.slots, False, None
+        slots.take(exchange.size, copied=True)
+        stream = self._device.current_stream()
+        try:
+            transfer = self._transfer(exchange, x)
+            transfer.start(x.view(-1, 1), stream)
+            slots.launcher.run(
+                (slots.index, exchange, x.dtype),
+                lambda: self.launch(exchange, x, out),
+                {"x_ptr": x, "out_ptr": out},
+            )
+            awaited = True
+        finally:
+            if transfer is not None:
+                transfer.join(stream)
+            slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+        self._transfers.clear()
+        self.slots.free()
+
+    def _expected(self, exchange: Exchange, item_bytes: int) -> dict[str, list[int]]:
+        pieces = len(list(_pieces(exchange, item_bytes)))
+        sources = [source for source in range(self.num_ranks) if source != self.rank]
+        return {
+            "arrivals": [
+                piece * self.num_ranks + each for piece in range(pieces) for each in sources
+            ]
+        }
+
+    def _transfer(self, exchange: Exchange, x: torch.Tensor) -> Any:
+        key = (self.slots.index, exchange, x.dtype)
+        known = self._transfers.get(key)
+        if known is None:
+            if len(self._transfers) >= _MOST_PLANS:
+                self._transfers.clear()
+            steps = list(self._push(exchange, x.dtype))
+            known = self._transfers[key] = self._device.transfer(steps, self._streams)
+        return known
+
+    def _push(self, exchange: Exchange, dtype: torch.dtype) -> Iterable[Step]:
+        own = self.rank * shard_elements(exchange.elements)
+        scatters = exchange.kernel is kernel_add_pushed
+        for number, (first, end) in enumerate(_pieces(exchange, dtype.itemsize)):
+            for step in range(1, self.num_ranks):
+                stream = (number * (self.num_ranks - 1) + step) % _STREAMS
+                peer = (self.rank + step) % self.num_ranks
+                target = self.slots["shards"].peers[peer].view(dtype)[own + first : own + end]
+                begin = peer * exchange.elements if scatters else 0
+                yield Copy(stream, target.view(-1, 1), OwnRows(begin + first, begin + end))
+                flag = number * self.num_ranks + self.rank
+                arrivals = self.slots["arrivals"].peers[peer]
+                yield Copy(stream, arrivals[flag : flag + 1], self.slots.epoch[:1])
+
+
+def _pieces(exchange: Exchange, item_bytes: int) -> Iterable[tuple[int, int]]:
+    """First element and end of each piece of a shard, as the kernels cut it; none is empty."""
+    shape = exchange.shape
+    round_elements = shape.num_ctas * shape.block_bytes // item_bytes
+    rounds = -(-exchange.elements // round_elements)
+    step = -(-rounds // shape.num_pieces) * round_elements
+    for first in range(0, exchange.elements, step):
+        yield first, min(first + step, exchange.elements)

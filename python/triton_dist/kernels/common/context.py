@@ -1,0 +1,180 @@
+"""What the contexts of all ops have in common: how ranks agree to create one, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import (
+    ContextFinalized,
+    DeviceUnavailable,
+    InvalidArgument,
+    RankDisagreement,
+)
+from triton_dist.kernels.common.disagreement import Disagreements
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, group_for
+from triton_dist.runtime.triton_compat import is_interpreting, no_device_for_kernels
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
+
+Check: TypeAlias = tuple[str, object, bool, str]
+"""An argument, its value, whether that is good, and what was expected."""
+
+
+class Buffer(Protocol):
+    """What ranks share in a context."""
+
+    rank: int
+    num_ranks: int
+    disagreements: Disagreements
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+
+
+B = TypeVar("B", bound=Buffer)
+C = TypeVar("C", bound="OpContext[Any]")
+
+
+class OpContext(Generic[B]):
+    """Symmetric memory of an op, which its errors call ``op``. A context manager."""
+
+    def __init__(self, op: str, buffer: B, group: dist.ProcessGroup | None) -> None:
+        self._op = op
+        self._buffer: B | None = buffer
+        self.group = group
+        self.rank, self.num_ranks = buffer.rank, buffer.num_ranks
+        self.device = current_device()
+
+    @property
+    def buffer(self) -> B:
+        if self._buffer is None:
+            raise ContextFinalized(type(self).__name__)
+        return self._buffer
+
+    def check(self) -> None:
+        """Wait for the device, and raise if ranks have come to a call with different rows. An op's
+        next call does so without waiting; this is for CUDA graphs, behind which comes no call.
+
+        Raises:
+            RankDisagreement: names the ranks and what each came with.
+        """
+        self.buffer.disagreements.check_when_done()
+
+    def barrier_all(self) -> None:
+        """Line up all ranks on their current streams."""
+        group_for(self.group).align()
+
+    def sleep(self, straggler_option: tuple[int, int] | None) -> None:
+        """``(rank, cycles)``: if this is that rank, keep the stream busy for so long."""
+        if straggler_option is not None and straggler_option[0] == self.rank:
+            self.device.sleep(straggler_option[1])
+
+    def finalize(self) -> None:
+        """Free the symmetric memory; idempotent. Collective: it waits until every rank has
+        come here."""
+        if self._buffer is None:
+            return
+        self.device.synchronize()
+        group_for(self.group).barrier(f"finalize of the {self._op} context")
+        self.free()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is None:
+            self.finalize()
+        else:  # peers may never come: free without them
+            self.free()
+
+    def free(self) -> None:
+        """The same as ``finalize``, without waiting for anybody."""
+        if self._buffer is not None:
+            self._buffer.free()
+        self._buffer = None
+
+
+def agree_to_create(
+    function: str,
+    a_context: str,
+    asked: Mapping[str, Hashable],
+    checks: Iterable[Check],
+    group: Group,
+) -> None:
+    """Let all ranks go on to create ``a_context``, or raise on each. Collective.
+
+    Args:
+        asked: what all ranks have to ask for alike, by the name of the argument.
+        checks: of this rank's arguments, made in turn until one fails.
+
+    Raises:
+        InvalidArgument: on a rank whose arguments cannot work.
+        DeviceUnavailable: on a rank that cannot run kernels.
+        RankDisagreement: ranks ask for different contexts, or those of another cannot work.
+    """
+    refusal = first_refusal(function, checks) or _device_refusal()
+    ranks = group_for(group)
+    answers = ranks.gather(
+        f"creation of {a_context} context", (*asked.values(), str(refusal or ""))
+    )
+    if refusal is not None:
+        raise refusal
+    if len(set(answers)) > 1:
+        raise RankDisagreement(
+            f"{', '.join(asked)} or validity of {a_context} context",
+            {ranks.named(rank): answer for rank, answer in enumerate(answers)},
+        )
+
+
+def _device_refusal() -> DeviceUnavailable | None:
+    """The error of a process that has no GPU and whose kernels are not interpreted."""
+    if current_device().name != "cpu" or is_interpreting():
+        return None
+    return no_device_for_kernels()
+
+
+def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | None:
+    """The error of the first check that fails."""
+    for argument, value, good, expected in checks:
+        if not good:
+            return InvalidArgument(function, argument, value, expected)
+    return None
+
+
+def group_checks(size_name: str, num_ranks: int, rank: int, group: Group) -> Iterator[Check]:
+    """That the caller's idea of its group is right; ``size_name``: the argument ``num_ranks``."""
+    ranks = group_for(group)
+    expected = f"{ranks.size}, the size of the group"
+    yield size_name, num_ranks, num_ranks == ranks.size, expected
+    yield "rank", rank, rank == ranks.rank, f"{ranks.rank}, this process's rank in the group"
+
+
+def buffer_of(ctx: OpContext[B], function: str, creator: str) -> B:
+    """``ctx.buffer``.
+
+    Raises:
+        InvalidArgument: it is no context; ``creator`` makes one.
+        ContextFinalized: it has none any more.
+    """
+    try:
+        return ctx.buffer
+    except AttributeError:
+        expected = f"a context that {creator}(…) made, on all ranks"
+        raise InvalidArgument(function, "ctx", ctx, expected) from None
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether autograd would want a history of what is computed from ``tensor``."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def gradient_check(name: str, tensor: torch.Tensor) -> Check:
+    """That nobody expects a gradient, which no op here has."""
+    expected = "False, since the op has no backward; or call it under torch.no_grad()"
+    return f"{name}.requires_grad", True, not is_differentiated(tensor), expected

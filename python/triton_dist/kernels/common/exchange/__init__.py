@@ -1,0 +1,1 @@
+"""Exchanges: one launch that sends, waits and takes, and its memory."""

@@ -1,0 +1,337 @@
+"""Symmetric memory of the plain collectives, and their launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.kernels.common.disagreement import (
+    AWAITED,
+    DISAGREED,
+    FLAG,
+    GAVE_UP,
+    GUARD_WORDS,
+    MOST_POLLS,
+    REPORT,
+    Disagreements,
+)
+from triton_dist.kernels.common.exchange import packets
+from triton_dist.kernels.common.exchange import protocol as exchange
+from triton_dist.kernels.common.exchange.shapes import (
+    LINE_BYTES,
+    MAX_CTAS,
+    MAX_PIECES,
+    VECTOR_BYTES,
+    Shape,
+)
+from triton_dist.kernels.common.flags import size_in
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.language.signals import SIZE_BITS
+from triton_dist.runtime import symmetric, waits
+from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+
+_SHARD_ALIGNMENT: int = exchange.SHARD_ALIGNMENT.value
+_PART_ALIGNMENT: int = packets.PART_ALIGNMENT.value
+_LINE_WORDS: int = packets.LINE_WORDS.value
+_TURNS, _PHASES = 2, exchange.PHASES.value
+_LINE = 16  # int64 in a cache line
+# Triton compiles kernels of whole vectors for sizes that are multiples of this.
+VECTOR_ELEMENTS = 16
+# Beside the waits themselves, the longest that a call's kernel takes, compiling not counted.
+_LAUNCH_SECONDS = 10.0
+
+PUSHED_FROM = 1 << 20
+"""Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
+
+
+def fits_vectors(x: torch.Tensor, elements: int) -> bool:
+    """Whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
+    ``elements`` elements in it."""
+    return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % VECTOR_BYTES == 0
+
+
+Sources = tuple[tuple[int, ...], ...]
+"""By phase, ranks."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One launch of a kernel of ``exchange/kernels.py``: shards of ``elements`` elements, ``total``
+    in all.
+
+    size: what all ranks have to come with alike; a number that says in errors what is wrong.
+    phases: how often a program waits for flags that peers set behind a piece. sources: of whom in
+    each phase; ``None``: of every peer. arguments: what the kernel takes besides. in_packets: the
+    kernel is one of ``exchange/packet_kernels.py``, which waits for no flag.
+    """
+
+    kernel: Any
+    elements: int
+    total: int
+    shape: Shape
+    size: int
+    phases: int = 1
+    sources: Sources | None = None
+    arguments: tuple[int, ...] = ()
+    in_packets: bool = False
+
+
+def shard_elements(elements: int) -> int:
+    """What a shard of ``elements`` elements takes in a slot."""
+    return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
+
+
+class ExchangeBuffer:
+    """Two slots of ``slot_bytes`` bytes that peers write to, and the flags of the exchanges that
+    use them (``kernels/common/exchange/protocol.py``). Creation is collective.
+
+    Args:
+        name: says in errors whose memory it is.
+        packet_bytes: the largest tensor that goes in packets
+            (``kernels/common/exchange/packets.py``). These have slots of their own, since ordinary
+            data might look like a word.
+        disagreements: of the context; default: of this memory alone.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        group: dist.ProcessGroup | None,
+        name: str,
+        packet_bytes: int = 0,
+        disagreements: Disagreements | None = None,
+    ) -> None:
+        self._ranks = group_for(group)
+        self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        self.device = current_device()
+        self._name = name
+        unit = 4 * _SHARD_ALIGNMENT  # a slot holds whole shards of every dtype
+        self.slot_bytes = -(-slot_bytes // unit) * unit
+        words = max(1, -(-packet_bytes // LINE_BYTES)) * _LINE_WORDS
+        self.part_words = -(-words // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        self.memory = symmetric.allocate(
+            name,
+            {
+                "slots": ((2 * self.slot_bytes,), torch.uint8),
+                "arrivals": ((_TURNS * _PHASES * MAX_CTAS * self.num_ranks,), torch.int64),
+                "calls": ((_LINE,), torch.int64),
+                "guard": ((_LINE,), torch.int64),
+                "packets": ((2, self.num_ranks, self.part_words), torch.int64),
+            },
+            group,
+        )
+        # In one cache line: a program that has looked up where its flags go has both.
+        self._tables = torch.cat(
+            [self.memory[region].pointers for region in ("slots", "arrivals")]
+        ).split(self.num_ranks)
+        self.launcher = Launcher()
+        self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
+        self.disagreements.add(self._disagreement)
+        self.memory["guard"].local[REPORT] = self.disagreements.address
+        self._most_polls = 0
+        self._last: tuple[int, int, int, Sources | None] | None = None
+
+    def regions(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What every kernel takes: slots, flags, count of calls and guard, and how many elements of
+        ``dtype`` a slot holds."""
+        slots, arrivals = self.memory["slots"], self.memory["arrivals"]
+        slots_table, arrivals_table = self._tables
+        return (
+            slots.local.view(dtype), slots_table, arrivals.local, arrivals_table,
+            self.memory["calls"].local, self.memory["guard"].local,
+            self.slot_bytes // dtype.itemsize,
+        )  # fmt: skip
+
+    def packet_regions(self) -> tuple[Any, ...]:
+        """What every kernel takes that sends packets: those, count of calls and guard, and how many
+        words a part holds."""
+        slots = self.memory["packets"]
+        return (
+            slots.local, slots.pointers, self.memory["calls"].local, self.memory["guard"].local,
+            self.part_words,
+        )  # fmt: skip
+
+    def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        """The launch of an exchange; x and out contiguous."""
+        if exchange.in_packets:
+            return self._launch_in_packets(exchange, x, out)
+        arguments = (
+            x, out, *self.regions(x.dtype), shard_elements(exchange.elements),
+            exchange.elements, exchange.total, exchange.size, self.rank, *exchange.arguments,
+        )  # fmt: skip
+        options = {
+            "NUM_RANKS": self.num_ranks,
+            "LANES": triton.next_power_of_2(self.num_ranks),
+            "BLOCK": exchange.shape.block_bytes // x.element_size(),
+            "NUM_PIECES": exchange.shape.num_pieces,
+            "num_warps": exchange.shape.num_warps,
+        }
+        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+
+    def _launch_in_packets(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        arguments = (
+            x, out, *self.packet_regions(), exchange.elements, exchange.size, self.rank
+        )  # fmt: skip
+        options = {
+            "NUM_RANKS": self.num_ranks,
+            "BLOCK": exchange.shape.block_bytes // x.element_size(),
+            "num_warps": exchange.shape.num_warps_in_packets,
+        }
+        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+
+    def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch an exchange; every rank launches the same.
+
+        Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
+            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
+                settles such things later.
+        """
+        shape = exchange.shape
+        self.begin(exchange.phases, shape.num_ctas, shape.num_pieces, exchange.sources)
+        tensors = {"x_ptr": x, "out_ptr": out}
+        self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
+        self.end()
+
+    def begin(
+        self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None = None
+    ) -> None:
+        """Go on to a launch: so many programs wait in so many phases for so many pieces of their
+        peers, or of those in ``sources``. What waits by its guard, waits no longer than trials
+        allow.
+
+        Raises:
+            RankDisagreement: ranks have come to an earlier call with different sizes.
+        """
+        self.disagreements.check()
+        most_polls = waits.limit_polls()
+        if most_polls != self._most_polls:
+            guard = self.memory["guard"].local
+            if not self._most_polls:
+                guard[GAVE_UP:REPORT] = 0  # in trials before these, after which nobody looked
+            guard[MOST_POLLS] = most_polls
+            self._most_polls = most_polls
+        self._last = phases, num_ctas, num_pieces, sources
+
+    def end(self) -> None:
+        """After the launch.
+
+        Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
+            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
+                settles such things later.
+        """
+        if self._most_polls:
+            self._see_to_waits()
+        self.disagreements.check()
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.device.synchronize(waits.limit_seconds())
+        self._ranks.barrier(f"no rank uses the memory of {self._name}")
+        for region in ("arrivals", "calls", "guard", "packets"):
+            self.memory[region].local.zero_()
+        self.memory["guard"].local[REPORT] = self.disagreements.address
+        self.disagreements.clear()
+        self._most_polls = 0
+        self.device.synchronize()
+        self._ranks.barrier(f"the flags of {self._name} are reset")
+
+    def barrier(self, phase: str) -> None:
+        """Wait on the host until every rank has come here; ``phase`` for errors."""
+        self._ranks.barrier(phase)
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        self._last = None
+        self.memory.free()
+
+    def _see_to_waits(self) -> None:
+        """Leave it to the tuner to look whether a wait gave up, or look now if nobody will."""
+        if waits.leave(self._gave_up) or self.device.is_capturing():
+            return
+        limit = waits.limit_seconds() or 0.0
+        self.device.synchronize(_PHASES * limit + _LAUNCH_SECONDS)
+        overdue = self._gave_up()
+        if overdue is not None:
+            raise overdue
+
+    def _disagreement(self) -> RankDisagreement | None:
+        """Once the device is done: what a peer came with, if with another size than this rank."""
+        if self._last is None:
+            return None
+        guard = self.memory["guard"].local[:GUARD_WORDS].tolist()
+        if guard[GAVE_UP] != DISAGREED:
+            return None
+        flags, words = (self.memory[region].local for region in ("arrivals", "packets"))
+        return self.disagreements.of(
+            self.rank,
+            guard,
+            [
+                (flags, lambda index: index % self.num_ranks),
+                (words, lambda index: index // self.part_words % self.num_ranks),
+            ],
+        )
+
+    def _gave_up(self) -> WaitTimeout | RankDisagreement | None:
+        """Once the device is done: the error of the last call, if a wait gave up."""
+        if self._last is None:  # never used, or freed
+            return None
+        disagreed = self._disagreement()
+        if disagreed is not None:
+            return disagreed
+        guard = self.memory["guard"].local
+        if not int(guard[GAVE_UP]):
+            return None
+        flag, expected, seen = self._late_word() or self._overdue(*self._last)
+        guard[GAVE_UP:REPORT] = 0
+        return WaitTimeout(
+            rank=self.rank,
+            program="a kernel of a collective",
+            flag=flag,
+            expected=expected,
+            seen=seen,
+            seconds=waits.limit_seconds() or 0.0,
+        )
+
+    def _late_word(self) -> tuple[str, int, int] | None:
+        """Of a word of a packet that the last call waited for in vain: its name, by slot, source
+        rank and place, and the tags that it had to have, and has. ``None``: of none."""
+        guard = self.memory["guard"].local
+        address = int(guard[FLAG])
+        if not address:
+            return None
+        words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
+        word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
+        tag = packets.tag_number(epoch, size_in(int(guard[AWAITED])))
+        return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
+
+    def _overdue(
+        self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None
+    ) -> tuple[str, int, int]:
+        """The first flag that the last call waited for in vain: its name, what it had to count, and
+        what it counts."""
+        epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
+        expected = epoch * MAX_PIECES + num_pieces - 1
+        flags = self.memory["arrivals"].local.view(_TURNS, _PHASES, MAX_CTAS, self.num_ranks)
+        flags = flags[epoch % _TURNS]
+        seen = flags[:phases, :num_ctas] >> SIZE_BITS.value
+        late = seen < expected
+        late[..., self.rank] = False
+        for phase, awaited in enumerate(sources or ()):
+            others = [source for source in range(self.num_ranks) if source not in awaited]
+            late[phase, :, others] = False
+        found = late.nonzero()
+        if not len(found):
+            return "which has arrived since", expected, expected
+        phase, program, source = found[0].tolist()
+        address = flags[phase, program, source].data_ptr()
+        return describe_address(address), expected, int(seen[phase, program, source])

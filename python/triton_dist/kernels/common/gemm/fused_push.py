@@ -1,0 +1,178 @@
+"""A shard that the GEMM's own grid sends to the peers, in chunks along K.
+
+Copy engines take some us for each copy, and a tile that waits for whole rows begins when the last
+byte of them is there. Where shards are small that is most of the call. Here the programs with the
+lowest numbers first send the own shard, chunk by chunk of K, each chunk to all peers, and a tile
+multiplies the first chunk while the next ones travel.
+
+Nobody waits in a circle: the sending programs wait only until the peers have *consumed* what the
+slot held before, which earlier launches tell them; they compute nothing before all is sent; and
+being the lowest, they are on SMs before any program that waits for what peers' send. That takes an
+SM for each of them: what other streams' kernels leave must be so many.
+
+Chunks grow (1, 2, 3, … parts of K), so that the first is there soon and the others need few flags.
+Flags of shard s: ``[s * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program]``, one for each sending
+program, because what a program stored is released by itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import epoch_at, flag_of
+from triton_dist.kernels.common.gemm.tile import multiply_steps
+
+# A piece is what a program reads, then writes to every peer: rows of 256 contiguous bytes. A thread
+# has 64 bytes of it in flight (8 warps); a read is worth as many writes as there are peers.
+_PIECE_ROWS = tl.constexpr(64)
+_PIECE_BYTES = tl.constexpr(256)
+# Peers that are looked at, and told, at once.
+_PEERS = tl.constexpr(16)
+
+
+@jit
+def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
+    """Of ``steps`` steps along K the first that belongs to ``chunk``; of chunk NUM_CHUNKS, all."""
+    return steps * (chunk * (chunk + 1) // 2) // (NUM_CHUNKS * (NUM_CHUNKS + 1) // 2)
+
+
+@jit
+def wait_for_chunk(
+    arrivals_ptr, epoch_ptr, shard, rows, chunk, FLAGS_PER_RANK, NUM_COMM_SMS: tl.constexpr
+):
+    """Wait until ``chunk`` of ``shard``, which has ``rows``, is gathered; gives a token."""
+    program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
+    flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
+    return dl.wait(flags_ptr, NUM_COMM_SMS, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
+
+
+@jit
+def push_own_shard(
+    own_ptr,
+    gathered_ptr,
+    shards_table,
+    arrivals_ptr,
+    arrivals_table,
+    consumed_ptr,
+    epoch_ptr,
+    rows,
+    K,
+    rank,
+    num_ranks,
+    FLAGS_PER_RANK: tl.constexpr,
+    NUM_COMM_SMS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Send this program's pieces of the own shard [rows, K] to all peers, and set its flags there.
+
+    ``ALIGNED``: rows begin at multiples of 16 bytes here and on the peers.
+    """
+    program = tl.program_id(0)
+    last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
+    value = flag_of(epoch_ptr, rows)
+    peers = num_ranks - 1
+    for first_peer in range(0, peers, _PEERS):
+        peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
+        dl.wait(consumed_ptr + peer, peers - first_peer, last, epoch_ptr + 1)
+
+    # Elements that are known to lie together. Such hints hold where they stand, and are lost when
+    # they stand on what a call returns or is given.
+    itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
+    vector: tl.constexpr = 16 // itemsize if ALIGNED else 1
+    steps = tl.cdiv(K, BLOCK_SIZE_K)
+    for chunk in range(NUM_CHUNKS):
+        column = first_step_of_chunk(chunk, steps, NUM_CHUNKS) * BLOCK_SIZE_K
+        end = first_step_of_chunk(chunk + 1, steps, NUM_CHUNKS) * BLOCK_SIZE_K
+        end = tl.multiple_of(min(end, K), vector)
+        _push_columns(
+            own_ptr, gathered_ptr, shards_table, rows, K, column, end, program, rank, num_ranks,
+            NUM_COMM_SMS, vector,
+        )  # fmt: skip
+        for first_peer in range(0, peers, _PEERS):
+            number = first_peer + tl.arange(0, _PEERS)
+            flags_ptr = dl.symm_at(arrivals_ptr, arrivals_table, (rank + 1 + number) % num_ranks)
+            flag = rank * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
+            dl.notify(flags_ptr + flag, value, mask=number < peers)
+
+
+@jit
+def _push_columns(
+    own_ptr,
+    gathered_ptr,
+    shards_table,
+    rows,
+    K,
+    column,
+    end,
+    program,
+    rank,
+    num_ranks,
+    NUM_COMM_SMS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Send columns ``column`` to ``end``: every ``NUM_COMM_SMS``-th piece, ``VECTOR`` elements at a
+    time. In the order in which peers come to this shard."""
+    itemsize: tl.constexpr = own_ptr.dtype.element_ty.primitive_bitwidth // 8
+    columns: tl.constexpr = _PIECE_BYTES // itemsize
+    begin_of_shard = tl.multiple_of(rank.to(tl.int64) * rows * K, VECTOR)
+    pieces_down = tl.cdiv(rows, _PIECE_ROWS)
+    pieces = pieces_down * tl.cdiv(end - column, columns)
+    for piece in range(program, pieces, NUM_COMM_SMS):
+        row_index = piece % pieces_down * _PIECE_ROWS + tl.arange(0, _PIECE_ROWS)
+        column_index = column + piece // pieces_down * columns + tl.arange(0, columns)
+        begin_of_row = tl.multiple_of(row_index.to(tl.int64) * K, VECTOR)
+        offsets = begin_of_row[:, None] + column_index[None, :]
+        mask = (row_index < rows)[:, None] & (column_index < end)[None, :]
+        block = tl.load(own_ptr + offsets, mask=mask)
+        for step in range(1, num_ranks):
+            peer = (rank + num_ranks - step) % num_ranks
+            peer_ptr = tl.load(shards_table + peer).to(gathered_ptr.dtype)  # not by a call
+            peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
+            tl.store(peer_ptr + begin_of_shard + offsets, block, mask=mask)
+
+
+@jit
+def multiply_arriving_tile(
+    gathered_desc,
+    b_desc,
+    shard,
+    rows,
+    row,
+    column,
+    K,
+    part,
+    num_parts,
+    arrivals_ptr,
+    epoch_ptr,
+    FLAGS_PER_RANK: tl.constexpr,
+    NUM_COMM_SMS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    B_COLUMN_MAJOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+):
+    """``multiply_tile`` from ``row`` of ``shard`` on, whose ``rows`` arrive in chunks along K: each
+    is multiplied as soon as it is there. The waits stand outside of the loop that is pipelined."""
+    accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+    steps = tl.cdiv(K, BLOCK_SIZE_K)
+    for chunk in range(NUM_CHUNKS):
+        begin = first_step_of_chunk(chunk, steps, NUM_CHUNKS)
+        end = first_step_of_chunk(chunk + 1, steps, NUM_CHUNKS)
+        begin = max(begin, steps * part // num_parts)
+        end = min(end, steps * (part + 1) // num_parts)
+        if begin < end:
+            token = wait_for_chunk(
+                arrivals_ptr, epoch_ptr, shard, rows, chunk, FLAGS_PER_RANK, NUM_COMM_SMS
+            )
+            accumulator = multiply_steps(
+                accumulator, gathered_desc, b_desc, dl.consume_token(shard * rows + row, token),
+                column, begin, end, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K,
+            )  # fmt: skip
+    return accumulator

@@ -1,0 +1,349 @@
+"""GEMM over an A whose rows come in shards, one of each rank; with one shard, a plain GEMM.
+
+``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A consists of ``num_ranks`` shards of
+``M / num_ranks`` rows. The own shard is read where it lies (``own_ptr``) and computed first; the
+others are read from ``gathered_ptr`` [M, K] in the order in which producers deliver them, each
+after its flags.
+
+Tiles never straddle two shards, so a tile has one source and any number of rows a shard works: the
+last tile of a shard is clipped on store by a 3-D descriptor [rank, row, column] (costs nothing over
+a 2-D
+one: same registers, shared memory and instructions for sm_90) or by a mask.
+
+Flags of shard s are ``arrivals_ptr[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows; a
+chunk is there when its flag has reached the epoch at ``epoch_ptr``. A flag also carries the rows of
+a shard, and whoever waits compares them (``flags.py``).
+
+The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
+(``gemm/split_k.py``).
+
+With ``NUM_COMM_SMS`` above 0 the kernel sends the own shard itself, by its first so many programs,
+and flags stand for chunks of K instead of rows (``gemm/fused_push.py``).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.flags import flag_of
+from triton_dist.kernels.common.gemm.fused_push import multiply_arriving_tile, push_own_shard
+from triton_dist.kernels.common.gemm.orders import (
+    gathered_tile,
+    shard_in_arrival_order,
+    tile_in_group,
+)
+from triton_dist.kernels.common.gemm.split_k import (
+    part_of_unit,
+    publish_partial,
+    sum_of_partials,
+    units_of_tiles,
+)
+from triton_dist.kernels.common.gemm.tile import multiply_tile, multiply_tile_by_pointers
+
+
+@jit
+def wait_for_rows(
+    arrivals_ptr,
+    epoch_ptr,
+    shard,
+    rows,
+    first_row,
+    last_row,
+    chunk_rows,
+    FLAGS_PER_RANK: tl.constexpr,
+):
+    """Wait until rows ``first_row`` to ``last_row`` of ``shard``, which has ``rows``, are gathered;
+    gives a token."""
+    first = first_row // chunk_rows
+    count = last_row // chunk_rows - first + 1
+    flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
+    return dl.wait(flags_ptr, count, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
+
+
+@jit
+def store_tile(
+    c_desc,
+    accumulator,
+    shard,
+    row,
+    column,
+    EPILOGUE_SUBTILE: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+):
+    """Convert and store a tile of C; in two halves when ``EPILOGUE_SUBTILE``, for half the
+    staging memory."""
+    if EPILOGUE_SUBTILE:
+        halves = tl.permute(
+            tl.reshape(accumulator, (BLOCK_SIZE_M, 2, BLOCK_SIZE_N // 2)), (0, 2, 1)
+        )
+        left, right = tl.split(halves)
+        left = tl.reshape(left.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
+        c_desc.store([shard, row, column], left)
+        right = tl.reshape(right.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
+        c_desc.store([shard, row, column + BLOCK_SIZE_N // 2], right)
+    else:
+        c_desc.store(
+            [shard, row, column],
+            tl.reshape(accumulator.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N)),
+        )
+
+
+@jit
+def finish_tile(
+    c_desc,
+    accumulator,
+    shard,
+    row,
+    column,
+    partials_ptr,
+    counters_ptr,
+    split_tile,
+    part,
+    num_parts,
+    EPILOGUE_SUBTILE: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+):
+    """Store a tile of C; one that is cut along K only by the program that finishes its last
+    part."""
+    is_complete = True
+    if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+        if num_parts > 1:
+            is_complete = publish_partial(
+                accumulator, partials_ptr, counters_ptr, split_tile, part, SPLIT_K, NUM_WARPS
+            )
+            if is_complete:
+                accumulator = sum_of_partials(
+                    accumulator, partials_ptr, split_tile, part, SPLIT_K, NUM_WARPS
+                )
+    if is_complete:
+        store_tile(
+            c_desc, accumulator, shard, row, column, EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N
+        )
+
+
+@jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
+def kernel_gemm_persistent(
+    own_ptr,
+    gathered_ptr,
+    b_ptr,
+    c_ptr,
+    arrivals_ptr,
+    epoch_ptr,
+    M,
+    N,
+    K,
+    stride_b,
+    rank,
+    num_ranks,
+    chunk_rows,
+    GATHERED: tl.constexpr,
+    B_COLUMN_MAJOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    FLAGS_PER_RANK: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr,
+    GROUP_SIZE_SHARDS: tl.constexpr = 1,
+    SPLIT_K: tl.constexpr = 1,
+    NUM_WARPS: tl.constexpr = 4,
+    partials_ptr=None,
+    counters_ptr=None,
+    NUM_COMM_SMS: tl.constexpr = 0,
+    NUM_CHUNKS: tl.constexpr = 1,
+    shards_table=None,
+    arrivals_table=None,
+    consumed_ptr=None,
+):
+    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid
+    (min(NUM_SMS, units + NUM_COMM_SMS),).
+
+    A unit of work is a tile, or one of ``SPLIT_K`` parts of a tile of the last wave, if that is not
+    full. Two loops over units, own shard and gathered shards, because the K loop has to read from
+    one descriptor to be pipelined; the second goes on with the program after the one that had the
+    last unit of the first. Loops stay nested: flattened with a wait inside they lose their
+    pipelining (622 -> 2201 us, H200).
+
+    ``partials_ptr``, ``counters_ptr``, ``NUM_WARPS``: of a ``SPLIT_K`` above 1 only.
+    ``NUM_CHUNKS``, ``shards_table``, ``arrivals_table``, ``consumed_ptr``: of a ``NUM_COMM_SMS``
+    above 0 only. The sending programs get the last units of each wave, so none of the first if it
+    is not full.
+    """
+    rows = M // num_ranks
+    program = tl.program_id(0)
+    if NUM_COMM_SMS > 0:
+        if program < NUM_COMM_SMS:
+            push_own_shard(
+                own_ptr, gathered_ptr, shards_table, arrivals_ptr, arrivals_table, consumed_ptr,
+                epoch_ptr, rows, K, rank, num_ranks,
+                FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS, BLOCK_SIZE_K, True,
+            )  # fmt: skip
+        program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
+    tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
+    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
+    tiles_per_shard = tiles_m * tiles_n
+    store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
+    tiles = tiles_per_shard * num_ranks
+    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
+    own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
+
+    own_desc = tl.make_tensor_descriptor(own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
+    if B_COLUMN_MAJOR:
+        b_desc = tl.make_tensor_descriptor(
+            b_ptr, [N, K], [stride_b, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
+        )
+    else:
+        b_desc = tl.make_tensor_descriptor(
+            b_ptr, [K, N], [stride_b, 1], [BLOCK_SIZE_K, BLOCK_SIZE_N]
+        )
+    c_desc = tl.make_tensor_descriptor(
+        c_ptr, [num_ranks, rows, N], [rows.to(tl.int64) * N, N, 1], [1, BLOCK_SIZE_M, store_n]
+    )
+
+    for unit in range(program, own_units, NUM_SMS):
+        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+        m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+        accumulator = multiply_tile(
+            own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, part, num_parts,
+            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        )  # fmt: skip
+        finish_tile(
+            c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
+            partials_ptr, counters_ptr, tile - whole, part, num_parts,
+            EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
+        )  # fmt: skip
+
+    if GATHERED:
+        gathered_desc = tl.make_tensor_descriptor(
+            gathered_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
+        )
+        taken = tl.cdiv(own_units, NUM_SMS) * NUM_SMS
+        skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
+        first = own_units + (program + skipped) % NUM_SMS
+        for unit in range(first, units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+            tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+            position, m, n = gathered_tile(
+                tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
+            )
+            shard = shard_in_arrival_order(position, rank, num_ranks)
+            row = m * BLOCK_SIZE_M
+            if NUM_COMM_SMS > 0:
+                accumulator = multiply_arriving_tile(
+                    gathered_desc, b_desc, shard, rows, row, n * BLOCK_SIZE_N, K, part, num_parts,
+                    arrivals_ptr, epoch_ptr, FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS,
+                    B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                )  # fmt: skip
+            else:
+                last_row = min(row + BLOCK_SIZE_M, rows) - 1
+                token = wait_for_rows(
+                    arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
+                )
+                accumulator = multiply_tile(
+                    gathered_desc, b_desc, dl.consume_token(shard * rows + row, token), n *
+                    BLOCK_SIZE_N, K, part, num_parts, B_COLUMN_MAJOR, INPUT_PRECISION,
+                    BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                )  # fmt: skip
+            finish_tile(
+                c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
+                partials_ptr, counters_ptr, tile - whole, part, num_parts,
+                EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
+def kernel_gemm_non_persistent(
+    own_ptr,
+    gathered_ptr,
+    b_ptr,
+    c_ptr,
+    arrivals_ptr,
+    epoch_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    rank,
+    num_ranks,
+    chunk_rows,
+    GATHERED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    FLAGS_PER_RANK: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+    NUM_COMM_SMS: tl.constexpr = 0,
+    NUM_CHUNKS: tl.constexpr = 1,
+    shards_table=None,
+    arrivals_table=None,
+    consumed_ptr=None,
+):
+    """One tile a program on pointers, for any strides; grid (tiles + NUM_COMM_SMS,). C is
+    contiguous.
+
+    Programs start in order of their number on all GPUs so far, so those that wait for gathered
+    shards come after those of the own shard; and whatever they wait for needs no SM.
+    """
+    rows = M // num_ranks
+    tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
+    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
+    tiles_per_shard = tiles_m * tiles_n
+    tile = tl.program_id(0) - NUM_COMM_SMS
+    if NUM_COMM_SMS > 0:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+        if tile < 0:
+            push_own_shard(
+                own_ptr, gathered_ptr, shards_table, arrivals_ptr, arrivals_table, consumed_ptr,
+                epoch_ptr, rows, K, rank, num_ranks,
+                FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS, BLOCK_SIZE_K, False,
+            )  # fmt: skip
+            return
+    shard = shard_in_arrival_order(tile // tiles_per_shard, rank, num_ranks)
+    m, n = tile_in_group(tile % tiles_per_shard, tiles_m, tiles_n, GROUP_SIZE_M)
+
+    row = m * BLOCK_SIZE_M
+    a_ptr = own_ptr
+    a_row = row
+    if GATHERED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+        if shard != rank:
+            if NUM_COMM_SMS > 0:
+                flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK
+                value = flag_of(epoch_ptr, rows)
+                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, value, epoch_ptr + 1, True)
+            else:
+                last_row = min(row + BLOCK_SIZE_M, rows) - 1
+                token = wait_for_rows(
+                    arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
+                )
+            a_ptr = gathered_ptr + shard.to(tl.int64) * rows * stride_am
+            a_row = dl.consume_token(
+                row, token
+            )  # not on the pointer, whose known alignment it would hide
+
+    accumulator = multiply_tile_by_pointers(
+        a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn,
+        INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+    )  # fmt: skip
+
+    row_index = row + tl.arange(0, BLOCK_SIZE_M)
+    column_index = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
+    row_mask = row_index < rows
+    column_mask = column_index < N
+    c_rows = shard.to(tl.int64) * rows + row_index
+    c_block = c_ptr + c_rows[:, None] * N + column_index[None, :]
+    tl.store(
+        c_block,
+        accumulator.to(c_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & column_mask[None, :],
+    )

@@ -1,0 +1,161 @@
+"""Tiles that tunings try, by what the product is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.kernels.common.gemm.launch import can_specialize_warps
+from triton_dist.runtime.device import current_device
+
+
+def tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
+    """Configs from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages, GROUP_SIZE_M[,
+    EPILOGUE_SUBTILE])."""
+    names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
+    return tuple(
+        triton.Config(
+            {**dict(zip(names, row, strict=False)), "GROUP_SIZE_M": row[5]}
+            | ({"EPILOGUE_SUBTILE": bool(row[6])} if len(row) > 6 else {}),
+            num_warps=row[3],
+            num_stages=row[4],
+        )
+        for row in rows
+    )
+
+
+PERSISTENT_TILES = tiles(
+    (128, 256, 64, 8, 3, 8, 0),
+    (128, 256, 64, 8, 4, 8, 1),
+    (128, 256, 64, 8, 3, 16, 0),
+    (128, 256, 64, 8, 3, 4, 0),
+    (256, 128, 64, 8, 3, 8, 0),
+    (128, 128, 64, 8, 4, 8, 0),
+    (128, 128, 64, 4, 4, 8, 0),
+    (128, 128, 128, 8, 3, 8, 0),
+    (64, 256, 64, 4, 4, 8, 0),
+    (64, 128, 64, 4, 5, 8, 0),
+    (64, 128, 128, 4, 4, 8, 0),
+    (64, 64, 128, 4, 4, 8, 0),
+    (128, 256, 64, 8, 3, 1, 0),
+)
+POINTER_TILES = tiles(
+    (128, 256, 64, 8, 3, 8),
+    (128, 128, 64, 8, 3, 8),
+    (128, 128, 32, 4, 4, 8),
+    (128, 64, 64, 4, 3, 8),
+    (64, 128, 64, 4, 3, 8),
+    (64, 64, 64, 4, 4, 8),
+    (128, 128, 64, 8, 3, 1),
+)
+# With EPILOGUE_SUBTILE the second half of an output waits until the first has left the staging
+# memory, but a fourth stage fits.
+WARP_SPECIALIZED_TILES = tuple(
+    triton.Config(
+        config.kwargs | {"WARP_SPECIALIZED": True}, num_warps=8, num_stages=config.num_stages
+    )
+    for config in tiles(
+        (128, 256, 64, 8, 3, 8, 0),
+        (128, 256, 64, 8, 3, 16, 0),
+        (128, 256, 64, 8, 4, 8, 1),
+        (256, 128, 64, 8, 4, 8, 1),
+        (128, 128, 64, 8, 5, 8, 0),
+    )
+)
+# Small, so that matrices that the interpreter can do in time have several tiles, and clipped ones.
+INTERPRETED_TILES = tiles((32, 64, 64, 4, 2, 2), (16, 32, 64, 4, 2, 4), (64, 64, 32, 4, 2, 1))
+
+
+def get_config_space(persistent: bool = True) -> list[triton.Config]:
+    """Tile shapes worth trying on this process's device; the first is the default.
+
+    ``persistent``: for the persistent kernel on descriptors; else for the one on pointers.
+    """
+    if current_device().name == "cpu":
+        return list(INTERPRETED_TILES)
+    return list(PERSISTENT_TILES if persistent else POINTER_TILES)
+
+
+def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
+    """The first config of each tile shape, whatever its GROUP_SIZE_M."""
+    found: dict[Any, triton.Config] = {}
+    for config in configs:
+        options = dict(config.all_kwargs(), GROUP_SIZE_M=None)
+        found.setdefault(tuple(options.items()), config)
+    return list(found.values())
+
+
+def warp_specialized_tiles() -> list[triton.Config]:
+    """Tiles for the persistent kernel with specialised warps; none where it cannot be compiled."""
+    return list(WARP_SPECIALIZED_TILES) if can_specialize_warps(torch.bfloat16) else []
+
+
+# Tiles of products that one launch multiplies and adds (``scatter/one_launch.py``).
+
+# Most accumulator values per warp of a tile sent to all ranks; above it the peers' addresses spill.
+_MOST_VALUES_OF_A_WARP = 64 * 128 // 4
+LOW = 16
+"""Rows of the lowest tiles, which are for few rows."""
+# Rows up to which tiles of so few are worth trying: they read B once for each 16.
+_FEW_ROWS = 64
+
+# A product of few rows takes as long as reading B: deep pipelines of narrow tiles, one wave of
+# them on 132 multiprocessors at N = 4096 to 16384.
+_FEW_ROWS_TILES = tiles(
+    (16, 32, 128, 4, 5, 8),
+    (16, 32, 256, 4, 4, 8),
+    (16, 64, 64, 4, 5, 8),
+    (16, 64, 128, 4, 5, 8),
+    (16, 64, 256, 4, 5, 8),
+    (16, 128, 128, 4, 4, 8),
+    (64, 32, 128, 4, 5, 8),
+    (64, 32, 256, 4, 4, 8),
+    (64, 64, 64, 4, 5, 8),
+    (64, 64, 256, 4, 3, 8),
+)
+_FEW_ROWS_POINTER_TILES = tiles((16, 64, 128, 4, 3, 8), (16, 128, 64, 4, 4, 8))
+
+
+def _with_free_registers(configs: Sequence[triton.Config]) -> list[triton.Config]:
+    """The first of each tile shape, if few enough values are each thread's."""
+
+    def values_of_a_warp(config: triton.Config) -> int:
+        tile = config.kwargs
+        return int(tile["BLOCK_SIZE_M"] * tile["BLOCK_SIZE_N"] // config.num_warps)
+
+    return [
+        config
+        for config in tile_shapes(configs)
+        if values_of_a_warp(config) <= _MOST_VALUES_OF_A_WARP
+    ]
+
+
+TILES_TO_ALL = (*_FEW_ROWS_TILES, *_with_free_registers(PERSISTENT_TILES))
+POINTER_TILES_TO_ALL = (*_FEW_ROWS_POINTER_TILES, *_with_free_registers(POINTER_TILES))
+TILES_TO_OWNERS = (*_FEW_ROWS_TILES, *tile_shapes(PERSISTENT_TILES))
+POINTER_TILES_TO_OWNERS = (*_FEW_ROWS_POINTER_TILES, *tile_shapes(POINTER_TILES))
+
+
+def tiles_to_all(persistent: bool) -> Sequence[triton.Config]:
+    """Tiles that go to all ranks, on this process's device."""
+    if current_device().name == "cpu":
+        return tile_shapes(INTERPRETED_TILES)
+    return TILES_TO_ALL if persistent else POINTER_TILES_TO_ALL
+
+
+def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
+    """Tiles whose rows go to their owners, on this process's device."""
+    if current_device().name == "cpu":
+        return tile_shapes(INTERPRETED_TILES)
+    return TILES_TO_OWNERS if persistent else POINTER_TILES_TO_OWNERS
+
+
+def suits_rows(tiles: triton.Config, rows: int) -> bool:
+    """Whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
+    block_m = tiles.kwargs["BLOCK_SIZE_M"]
+    if current_device().name == "cpu":
+        return True
+    return bool(rows <= _FEW_ROWS if block_m == LOW else block_m <= 64 or block_m < 2 * rows)

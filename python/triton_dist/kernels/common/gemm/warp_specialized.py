@@ -1,0 +1,379 @@
+"""``kernel_gemm_persistent`` with specialised warps, for Hopper, in Gluon: same arguments, same
+order.
+
+One producer warp brings A and B by TMA into a ring in shared memory, and it alone waits for the
+flags of gathered rows. Two groups of four consumer warps multiply, each its half of a tile's rows,
+and store that half by TMA. So
+
+* a wait holds up no multiplication of what is there;
+* the producer is up to a ring ahead, across tiles: no tile begins with an empty pipeline;
+* nothing lines the two groups up but the ring: one multiplies while the other converts and stores.
+
+Ring: ``full[s]`` completes when the bytes of stage s are there, ``empty[s]`` when both groups have
+read them. Stage and phase go on from tile to tile.
+
+Registers: 12 warps (a lone one takes the place of four) start with 168 a thread; in the producer's
+group they drop to 24, so that a consumer has 240, 128 of them for 64 x 256 of an accumulator.
+
+Gluon is compiled, never interpreted; CPU ranks have the ordinary kernel.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from triton_dist import language as dl
+from triton_dist.kernels.common.gemm.orders import (
+    gathered_tile,
+    shard_in_arrival_order,
+    tile_in_group,
+)
+from triton_dist.kernels.common.gemm.sharded import wait_for_rows
+from triton_dist.kernels.common.gemm.split_k import part_of_unit, units_of_tiles
+from triton_dist.runtime.triton_compat import gluon_tma_copies
+
+WARPS_OF_A_GROUP = 4
+"""What Triton is told at the launch; the other group and the producer come on top."""
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+tma_load, tma_store = gluon_tma_copies()
+
+
+@gluon.jit
+def _next_stage(stage, phase, NUM_STAGES: gl.constexpr):
+    wraps = stage == NUM_STAGES - 1
+    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def _stage_before(stage, NUM_STAGES: gl.constexpr):
+    """Computed, not kept: of two variables that are equal before a loop, Triton 3.6 takes one that
+    is only ever set to the other for a constant of the loop."""
+    return gl.where(stage == 0, NUM_STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def _place_of_tile(
+    tile, tiles_m, tiles_n, rank, num_ranks, GATHERED: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
+    GROUP_SIZE_SHARDS: gl.constexpr,
+):  # fmt: skip
+    """(shard, m, n) of the ``tile``-th tile: those of the own shard, then those of the others."""
+    position = tile * 0
+    if not GATHERED or tile < tiles_m * tiles_n:
+        m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+    else:
+        position, m, n = gathered_tile(
+            tile - tiles_m * tiles_n, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
+        )
+    return shard_in_arrival_order(position, rank, num_ranks), m, n
+
+
+@gluon.jit
+def _steps_of_part(K, part, num_parts, BLOCK_SIZE_K: gl.constexpr):
+    steps = gl.cdiv(K, BLOCK_SIZE_K)
+    return steps * part // num_parts, steps * (part + 1) // num_parts
+
+
+@gluon.jit
+def _load_tile(
+    a_desc, b_desc, a_ring, b_ring, full, empty, stage, phase, row, column, first_step, end_step,
+    B_COLUMN_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """Queue the loads of a tile, each stage as soon as it is free; the stage and phase after it."""
+    NUM_STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
+    for step in range(first_step, end_step):
+        k = step * BLOCK_SIZE_K
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        tma_load(a_desc, [row, k], full.index(stage), a_ring.index(stage))
+        if B_COLUMN_MAJOR:
+            tma_load(b_desc, [column, k], full.index(stage), b_ring.index(stage))
+        else:
+            tma_load(b_desc, [k, column], full.index(stage), b_ring.index(stage))
+        stage, phase = _next_stage(stage, phase, NUM_STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def _produce(
+    own_ptr, gathered_ptr, b_ptr, arrivals_ptr, epoch_ptr, a_ring, b_ring, full, empty, M, N, K,
+    stride_b, rank, num_ranks, chunk_rows, GATHERED: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
+    FLAGS_PER_RANK: gl.constexpr, NUM_SMS: gl.constexpr, BLOCK_SIZE_N: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """The producer warp. Own and gathered shards have a loop each: the second descriptor is made
+    while consumers are busy with the ring, not before the first load."""
+    BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
+    BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
+    rows = M // num_ranks
+    tiles_m = gl.cdiv(rows, BLOCK_SIZE_M)
+    tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
+    tiles_per_shard = tiles_m * tiles_n
+    tiles = tiles_per_shard * num_ranks
+    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
+    own_units = units_of_tiles(tiles_per_shard, whole, SPLIT_K)
+
+    own_desc = tma.make_tensor_descriptor(
+        own_ptr, [rows, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
+    )
+    if B_COLUMN_MAJOR:
+        b_desc = tma.make_tensor_descriptor(
+            b_ptr, [N, K], [stride_b, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K], b_ring.layout
+        )
+    else:
+        b_desc = tma.make_tensor_descriptor(
+            b_ptr, [K, N], [stride_b, 1], [BLOCK_SIZE_K, BLOCK_SIZE_N], b_ring.layout
+        )
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for unit in range(gl.program_id(0), own_units, NUM_SMS):
+        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+        m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+        first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
+        stage, phase = _load_tile(
+            own_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
+            m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, first_step, end_step, B_COLUMN_MAJOR,
+        )  # fmt: skip
+
+    if GATHERED:
+        gathered_desc = tma.make_tensor_descriptor(
+            gathered_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
+        )
+        taken = gl.cdiv(own_units, NUM_SMS) * NUM_SMS
+        skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
+        first = own_units + (gl.program_id(0) + skipped) % NUM_SMS
+        for unit in range(first, units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+            tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+            position, m, n = gathered_tile(
+                tile - tiles_per_shard, num_ranks, tiles_m, tiles_n, GROUP_SIZE_SHARDS, GROUP_SIZE_M
+            )
+            shard = shard_in_arrival_order(position, rank, num_ranks)
+            row = m * BLOCK_SIZE_M
+            last_row = min(row + BLOCK_SIZE_M, rows) - 1
+            token = wait_for_rows(
+                arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
+            )
+            first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
+            stage, phase = _load_tile(
+                gathered_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
+                dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, first_step, end_step,
+                B_COLUMN_MAJOR,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_half(
+    GROUP: gl.constexpr, a_ring, b_ring, full, empty, stage, phase, num_steps,
+    B_COLUMN_MAJOR: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_SIZE_M / 2, BLOCK_SIZE_N] product of the next ``num_steps`` stages, of the
+    ``GROUP``-th half of their rows; and the stage and phase after them."""
+    NUM_STAGES: gl.constexpr = a_ring.shape[0]
+    HALF_M: gl.constexpr = a_ring.shape[1] // 2
+    BLOCK_SIZE_N: gl.constexpr = b_ring.shape[1] if B_COLUMN_MAJOR else b_ring.shape[2]
+    accumulator = gl.zeros((HALF_M, BLOCK_SIZE_N), gl.float32, layout=LAYOUT)
+    for step in range(num_steps):
+        mbarrier.wait(full.index(stage), phase)
+        a = a_ring.index(stage).slice(GROUP * HALF_M, HALF_M, dim=0)
+        b = b_ring.index(stage)
+        if B_COLUMN_MAJOR:
+            b = b.permute((1, 0))
+        accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
+        # One product stays in flight; the one before it has read its stage.
+        accumulator = warpgroup_mma_wait(1, deps=(accumulator,))
+        mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=step > 0)
+        stage, phase = _next_stage(stage, phase, NUM_STAGES)
+    accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+    mbarrier.arrive(empty.index(_stage_before(stage, NUM_STAGES)), pred=num_steps > 0)
+    return accumulator, stage, phase
+
+
+@gluon.jit
+def _finish_part(
+    GROUP: gl.constexpr, accumulator, partials_ptr, counters_ptr, tile, part, SPLIT_K: gl.constexpr
+):
+    """Publish this group's half of a part, as ``split_k.publish_partial`` does; whether it was the
+    last part of its half, and then the sum of all.
+
+    A tile has one counter, the groups count in a half of its bits each.
+    """
+    LAYOUT: gl.constexpr = accumulator.type.layout
+    HALF_M: gl.constexpr = accumulator.shape[0]
+    BLOCK_SIZE_N: gl.constexpr = accumulator.shape[1]
+    SIZE: gl.constexpr = HALF_M * BLOCK_SIZE_N
+    ONE: gl.constexpr = 1 << (16 * GROUP)
+    rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, BLOCK_SIZE_N, layout=gl.SliceLayout(0, LAYOUT))
+    offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
+    first_ptr = partials_ptr + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
+    gl.store(first_ptr + part * (2 * SIZE) + offsets, accumulator)
+    tl.debug_barrier()  # of the group: its stores come before the release, which is one thread's
+    before = gl.atomic_add(counters_ptr + tile, ONE, sem="acq_rel", scope="gpu")
+    is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
+    if is_last:
+        gl.atomic_add(counters_ptr + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
+        # Both, if there are two: to keep the own one in registers spills with Triton 3.9.
+        accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
+        for _ in range(1, SPLIT_K):
+            first_ptr += 2 * SIZE
+            accumulator += gl.load(first_ptr + offsets, cache_modifier=".cg")
+    return is_last, accumulator
+
+
+@gluon.jit
+def _store_block(c_desc, block, staging, shard, row, column):
+    """Store ``block`` through ``staging``, as soon as the store before has read it."""
+    tma.store_wait(0)
+    staging.reshape([block.shape[0], block.shape[1]]).store(block)
+    fence_async_shared()
+    tma_store(c_desc, [shard, row, column], staging)
+
+
+@gluon.jit
+def _store_half(c_desc, accumulator, staging, shard, row, column, EPILOGUE_SUBTILE: gl.constexpr):
+    output = accumulator.to(c_desc.dtype)
+    if EPILOGUE_SUBTILE:
+        HALF_N: gl.constexpr = output.shape[1] // 2
+        left, right = output.reshape((output.shape[0], 2, HALF_N)).permute((0, 2, 1)).split()
+        _store_block(c_desc, left, staging, shard, row, column)
+        _store_block(c_desc, right, staging, shard, row, column + HALF_N)
+    else:
+        _store_block(c_desc, output, staging, shard, row, column)
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty, M,
+    N, K, rank, num_ranks, GATHERED: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
+    NUM_SMS: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
+    EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """The ``GROUP``-th group of consumer warps: the same units in the same order as the
+    producer."""
+    BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
+    BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
+    HALF_M: gl.constexpr = BLOCK_SIZE_M // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_SIZE_N, 16]
+    )
+    rows = M // num_ranks
+    tiles_m = gl.cdiv(rows, BLOCK_SIZE_M)
+    tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
+    tiles_per_shard = tiles_m * tiles_n
+    tiles = tiles_per_shard * num_ranks
+    whole = tiles // NUM_SMS * NUM_SMS  # those of full waves
+    c_desc = tma.make_tensor_descriptor(
+        c_ptr,
+        [num_ranks, rows, N],
+        [rows.to(gl.int64) * N, N, 1],
+        [1, HALF_M, staging.shape[3]],
+        staging.layout,
+    )
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for unit in range(gl.program_id(0), units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
+        tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
+        shard, m, n = _place_of_tile(
+            tile, tiles_m, tiles_n, rank, num_ranks, GATHERED, GROUP_SIZE_M, GROUP_SIZE_SHARDS
+        )
+        first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
+        accumulator, stage, phase = _multiply_half(
+            GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
+            B_COLUMN_MAJOR, LAYOUT,
+        )  # fmt: skip
+        is_complete = True
+        if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+            if num_parts > 1:
+                is_complete, accumulator = _finish_part(
+                    GROUP, accumulator, partials_ptr, counters_ptr, tile - whole, part, SPLIT_K
+                )
+        if is_complete:
+            _store_half(
+                c_desc, accumulator, staging.index(GROUP), shard,
+                m * BLOCK_SIZE_M + GROUP * HALF_M, n * BLOCK_SIZE_N, EPILOGUE_SUBTILE,
+            )  # fmt: skip
+    tma.store_wait(0)  # shared memory is to stay until it is read
+
+
+@gluon.jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
+def kernel_gemm_warp_specialized(
+    own_ptr,
+    gathered_ptr,
+    b_ptr,
+    c_ptr,
+    arrivals_ptr,
+    epoch_ptr,
+    M,
+    N,
+    K,
+    stride_b,
+    rank,
+    num_ranks,
+    chunk_rows,
+    GATHERED: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
+    FLAGS_PER_RANK: gl.constexpr,
+    NUM_SMS: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    BLOCK_SIZE_M: gl.constexpr,
+    BLOCK_SIZE_N: gl.constexpr,
+    BLOCK_SIZE_K: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr,
+    EPILOGUE_SUBTILE: gl.constexpr,
+    GROUP_SIZE_SHARDS: gl.constexpr = 1,
+    SPLIT_K: gl.constexpr = 1,
+    partials_ptr=None,
+    counters_ptr=None,
+):
+    """As ``kernel_gemm_persistent``, of 16-bit operands; launched with 4 warps, those of a group.
+
+    BLOCK_SIZE_M is 128 or 256, at least 64 rows for each group; rows of a tile that lies in shared
+    memory are multiples of 128 bytes.
+    """
+    dtype: gl.constexpr = c_ptr.dtype.element_ty
+    STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
+    operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    output: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    a_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_M, BLOCK_SIZE_K], operand)
+    if B_COLUMN_MAJOR:
+        b_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_N, BLOCK_SIZE_K], operand)
+    else:
+        b_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_K, BLOCK_SIZE_N], operand)
+    staging = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_SIZE_M // 2, STORE_N], output)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty,
+                M, N, K, rank, num_ranks, GATHERED, B_COLUMN_MAJOR, NUM_SMS, BLOCK_SIZE_N,
+                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
+            )),
+            (_consume, (
+                1, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty,
+                M, N, K, rank, num_ranks, GATHERED, B_COLUMN_MAJOR, NUM_SMS, BLOCK_SIZE_N,
+                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
+            )),
+            (_produce, (
+                own_ptr, gathered_ptr, b_ptr, arrivals_ptr, epoch_ptr, a_ring, b_ring, full, empty,
+                M, N, K, stride_b, rank, num_ranks, chunk_rows, GATHERED, B_COLUMN_MAJOR,
+                FLAGS_PER_RANK, NUM_SMS, BLOCK_SIZE_N, GROUP_SIZE_M, GROUP_SIZE_SHARDS, SPLIT_K,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

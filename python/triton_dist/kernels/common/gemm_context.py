@@ -1,0 +1,120 @@
+"""What contexts of GEMMs across ranks have in common: what they refuse, and how they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    B,
+    Check,
+    OpContext,
+    first_refusal,
+    gradient_check,
+    is_differentiated,
+)
+from triton_dist.kernels.common.launch import fits_descriptor
+
+_MOST_FORMS = 4096
+
+K = TypeVar("K")
+
+
+class GEMMContext(OpContext[B]):
+    """Symmetric memory of a GEMM op. A context manager."""
+
+    title: ClassVar[str]
+    """Of the op, for errors."""
+
+    def __init__(self, buffer: B, group: dist.ProcessGroup | None) -> None:
+        super().__init__(self.title, buffer, group)
+        # What was found to be good: checking takes several us, looking here less than one.
+        self.accepted: dict[Any, Any] = {}
+
+
+def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
+    """That kernels here can multiply ``dtype``."""
+    yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
+
+
+def look_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What decides whether tensors can be operands, apart from their addresses."""
+    return tuple(
+        tensor is not None
+        and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_differentiated(tensor))
+        for tensor in tensors
+    )
+
+
+def accept(
+    accepted: dict[Any, Any],
+    looks: Hashable,
+    function: str,
+    checks: Callable[[], Iterable[Check]],
+    make: Callable[[], K],
+) -> K:
+    """What ``make`` made of operands that look so, once they passed all ``checks``; one object for
+    the same looks.
+
+    Raises:
+        InvalidArgument: the call cannot work.
+    """
+    known: K | None = accepted.get(looks)
+    if known is None:
+        refusal = first_refusal(function, checks())
+        if refusal is not None:
+            raise refusal
+        if len(accepted) >= _MOST_FORMS:
+            accepted.clear()
+        known = accepted[looks] = make()
+    return known
+
+
+def kind_checks(
+    dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
+) -> Iterator[Check]:
+    """That operands have the context's dtype and device, and are not differentiated."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            yield gradient_check(name, tensor)
+            expected = f"the context's {dtype}"
+            yield f"{name}.dtype", tensor.dtype, tensor.dtype == dtype, expected
+            expected = f"the context's {device}"
+            yield f"{name}.device", tensor.device, tensor.device == device, expected
+
+
+def addend_checks(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_checks: Callable[[], Iterable[Check]],
+    N: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Check]:
+    """That ``A @ B`` can be an addend of [M, N], to whose sum ``bias`` is added; ``row_checks`` say
+    which M are good."""
+    is_matrix = A.ndim == 2 and A.shape[1] >= 1
+    yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
+    expected = "[M, K_per_rank] with at least one row"
+    yield "A.shape", tuple(A.shape), A.shape[0] >= 1, expected
+    yield from row_checks()
+    shape = (A.shape[1], N)
+    yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, f"[K_per_rank, N] = {shape}"
+    if bias is not None:
+        yield "bias.shape", tuple(bias.shape), tuple(bias.shape) == (N,), f"[N] = {(N,)}"
+        expected = "a contiguous bias; call bias.contiguous()"
+        yield "bias.stride()", bias.stride(), bias.is_contiguous(), expected
+    yield from kind_checks(dtype, device, A=A, B=B, bias=bias)
+
+
+def layout_of(B: torch.Tensor) -> str:
+    """What decides which kernel can serve B, and how."""
+    if not fits_descriptor(B):
+        return "strided"
+    return "column-major" if B.stride(0) == 1 else "row-major"

@@ -1,0 +1,1 @@
+"""GEMMs whose tiles travel to the ranks that add them."""

@@ -1,0 +1,299 @@
+"""A sum of products over ranks in one launch, for few rows: tiles go to who needs them, and once
+all are multiplied, all programs add what has come.
+
+``A[M, K] @ B[K, N]`` is this rank's addend. Who adds a row:
+
+=============  ===========  ==================================================================
+``TO_OWNERS``  ``PASS_ON``
+=============  ===========  ==================================================================
+no             no           all ranks: an all-reduce in one shot
+yes            no           its owner, each rank M / NUM_RANKS rows in turn: a reduce-scatter
+yes            yes          its owner, who sends the sum to all: an all-reduce in two shots;
+                            the last owners may have fewer rows, or none
+=============  ===========  ==================================================================
+
+A program stores each of its tiles, rounded to the output's dtype, into this rank's part of a slot
+of who adds it, [source rank, rows, N] with ``shard_elements`` elements a part. When it has stored
+all, it tells the programs of the same number on all ranks, its own one too. Then what a rank adds
+is dealt out to all its programs in strips of ``STRIP_ROWS`` rows of a tile's columns
+(``scatter/strips.py``). Who has a strip waits for that program of all ranks that has multiplied
+it, and adds the parts in fp32 in the order of ranks: the same bits at every call, and on every
+rank. Sums that are passed on go to [M, N] behind the parts of each rank's slot; who has added all
+its strips says so, and each program takes those of its number from there.
+
+Tiles are of the whole product, whoever needs their rows: B is read once for each BLOCK_SIZE_M rows,
+not once for each rank. They are visited down the columns, so that at any time something goes to
+each rank.
+
+This is an exchange (``exchange/protocol.py``), with its memory, its count of calls, and its
+reasons why a slot is free: every call waits for something of every peer. So there is no look at
+the peers before the kernel, and nothing to tell them behind it.
+
+*Why nobody waits in a circle*, however few multiprocessors a launch gets. All programs send before
+they wait, and they wait for programs of their own number or of smaller ones. So of all that wait,
+those of the smallest number have peers that are running or will run, and smaller ones have ended.
+
+Tiles are stored by ordinary stores: they are few, and a release orders such stores, while a TMA
+store has to be waited for first, and needs a descriptor for each peer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.addresses import target_at
+from triton_dist.kernels.common.exchange.protocol import (
+    MAX_CTAS,
+    await_peers,
+    await_programs,
+    begin_call,
+    behind,
+    flag_of_piece,
+    flags_at_ranks,
+    slot_offset,
+    tell_ranks,
+)
+from triton_dist.kernels.common.gemm.launch import config_for
+from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at
+from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
+from triton_dist.kernels.common.scatter.launch import rows_at_once
+from triton_dist.kernels.common.scatter.strips import (
+    place_of_strip,
+    programs_for,
+    strips_of_program,
+)
+from triton_dist.kernels.common.scatter.tiles import (
+    add_partials,
+    store_tile_by_pointers,
+)
+
+
+@jit(do_not_specialize=["M", "rank"])
+def kernel_gemm_exchange(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    slots_ptr,
+    slots_table,
+    arrivals_ptr,
+    arrivals_table,
+    calls_ptr,
+    guard_ptr,
+    slot_elements,
+    shard_elements,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    TO_OWNERS: tl.constexpr,
+    PASS_ON: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    B_COLUMN_MAJOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+    STRIP_ROWS: tl.constexpr,
+):
+    """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
+    pointers, of any strides. ``STRIP_ROWS``: a power of two. Grid (programs,), up to NUM_SMS; fewer
+    only if none has to multiply twice."""
+    # What needs no product comes first, so that it is under way meanwhile.
+    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
+    epoch = begin_call(calls_ptr)
+    offset = slot_offset(epoch, slot_elements)
+    tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
+    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
+    rows, own_begin, own_end = M, 0, M  # what a rank adds
+    if TO_OWNERS:
+        rows = tl.cdiv(M, NUM_RANKS)
+        own_begin = rank * rows
+        own_end = min(own_begin + rows, M)
+    a, b = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_bk, stride_bn,
+        DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+    )  # fmt: skip
+    tiles = tiles_m * tiles_n
+    for tile in range(tl.program_id(0), tiles, NUM_SMS):
+        row, column = tile % tiles_m * BLOCK_SIZE_M, tile // tiles_m * BLOCK_SIZE_N
+        accumulator = multiply_operands(
+            a, b, row, column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, DESCRIPTORS,
+            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        )  # fmt: skip
+        for step in tl.static_range(1, NUM_RANKS + 1):
+            adds = (rank + step) % NUM_RANKS
+            first_row = row
+            if TO_OWNERS:  # before its first row, or behind its last one, nothing is stored
+                first_row = row - adds * rows
+            if (first_row < rows) & (first_row > -BLOCK_SIZE_M):
+                target_ptr = target_at(slots_table, adds, slots_ptr) + offset
+                store_tile_by_pointers(
+                    target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
+                    rows, N, "tile", BLOCK_SIZE_M, BLOCK_SIZE_N,
+                )  # fmt: skip
+    value = flag_of_piece(epoch, 1, M)
+    tell_ranks(flags, 0, value, NUM_RANKS, LANES)
+    sums_offset = offset + NUM_RANKS * shard_elements.to(tl.int64)  # with PASS_ON: [M, N]
+    own_offset = 0  # of the own rows in C
+    if PASS_ON:
+        own_offset = rank.to(tl.int64) * rows * N
+    for wave in range(0, tiles, NUM_SMS):
+        begin, end = strips_of_program(
+            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
+        )
+        for strip in range(begin, end):
+            row, end_row, n, number = place_of_strip(
+                strip, own_begin, own_end, tiles_m, BLOCK_SIZE_M, STRIP_ROWS
+            )
+            if row < end_row:
+                multiplied = tl.zeros((LANES,), tl.int32) + number % NUM_SMS
+                token = await_programs(arrivals_ptr, guard_ptr, 0, multiplied, value, NUM_RANKS)
+                add_partials(
+                    slots_ptr + offset, shard_elements, bias_ptr, c_ptr + own_offset, row,
+                    n * BLOCK_SIZE_N, end_row, N, token, rank, slots_table,
+                    sums_offset + own_offset, NUM_RANKS, HAS_BIAS, "all" if PASS_ON else "tile",
+                    STRIP_ROWS, BLOCK_SIZE_N, STRIP_ROWS,
+                )  # fmt: skip
+    if PASS_ON:
+        tell_ranks(flags, 1, value, NUM_RANKS, LANES)
+        token = await_peers(arrivals_ptr, guard_ptr, 1, value, NUM_RANKS, LANES)
+        for step in tl.static_range(1, NUM_RANKS):
+            begin = (rank + step) % NUM_RANKS * rows
+            first = begin.to(tl.int64) * N
+            _copy_strips(
+                slots_ptr + behind(sums_offset, token) + first, c_ptr + first, begin,
+                min(begin + rows, M), N, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, BLOCK_SIZE_N,
+                STRIP_ROWS,
+            )  # fmt: skip
+
+
+@jit
+def _copy_strips(
+    from_ptr,
+    to_ptr,
+    begin_row,
+    end_row,
+    N,
+    tiles_m,
+    tiles_n,
+    NUM_SMS: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    STRIP_ROWS: tl.constexpr,
+):
+    """Copy what the program of this number has added on the rank that adds these rows."""
+    inside = tl.arange(0, STRIP_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
+    for wave in range(0, tiles_m * tiles_n, NUM_SMS):
+        begin, end = strips_of_program(
+            wave, begin_row, end_row, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
+        )
+        for strip in range(begin, end):
+            row, end_of_strip, n, _ = place_of_strip(
+                strip, begin_row, end_row, tiles_m, BLOCK_SIZE_M, STRIP_ROWS
+            )
+            column = n * BLOCK_SIZE_N
+            mask = (tl.arange(0, STRIP_ROWS) < end_of_strip - row)[:, None]
+            mask &= (tl.arange(0, BLOCK_SIZE_N) < N - column)[None, :]
+            block = inside + (row.to(tl.int64) * N + column)
+            # Not from L1, where what the last use left may be.
+            values = tl.load(from_ptr + block, mask=mask, cache_modifier=".cg")
+            tl.store(to_ptr + block, values, mask=mask)
+
+
+def programs_of(
+    config: triton.Config, M: int, N: int, num_sms: int, num_ranks: int, to_owners: bool
+) -> int:
+    """Programs of a launch for [M, N], of which rows go to their owners or all to all ranks."""
+    most: int = min(num_sms, MAX_CTAS.value)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    last_begin = (num_ranks - 1) * triton.cdiv(M, num_ranks) if to_owners else 0
+    tiles = triton.cdiv(M, block_m), triton.cdiv(N, block_n)
+    return min(most, programs_for(*tiles, last_begin, block_m))
+
+
+def options_of(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    num_ranks: int,
+    persistent: bool,
+) -> dict[str, Any]:
+    """What every kernel takes that multiplies tiles and sums them in one launch."""
+    precision = dot_precision(A.dtype)
+    options = {
+        **config_for(config, A.dtype).all_kwargs(),
+        "NUM_RANKS": num_ranks,
+        "DESCRIPTORS": persistent
+        and precision != "ieee"
+        and A.is_contiguous()
+        and fits_descriptor(A, B),
+        "HAS_BIAS": bias is not None,
+        "B_COLUMN_MAJOR": B.stride(0) == 1,
+        "INPUT_PRECISION": precision,
+    }
+    options.pop("EPILOGUE_SUBTILE", None)  # of TMA stores
+    return options
+
+
+def exchanged_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    slots: tuple[Any, ...],
+    shard_elements: int,
+    *,
+    rank: int,
+    num_ranks: int,
+    num_sms: int,
+    persistent: bool,
+    to_owners: bool,
+    pass_on: bool = False,
+) -> Launch:
+    """The launch that computes ``A @ B``, sends it to who needs it, and sums what comes into C.
+
+    Args:
+        A: [M, K]. B: [K, N], any strides, both. C: [M, N], or of ``to_owners`` alone
+            [M / num_ranks, N], and then M is a multiple of ``num_ranks``; contiguous.
+        bias: [N], added to the sum; contiguous.
+        slots: of an exchange, as its kernels take them. shard_elements: of a part in a slot.
+        persistent: read A and B through descriptors where they can be. As for ``sharded_gemm``,
+            what is not contiguous, or no multiple of 16 bytes, goes by pointers all the same.
+    """
+    A = as_rows(A)
+    (M, K), N = A.shape, B.shape[1]
+    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    strip_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
+    if to_owners:  # as many strips as there are programs that multiply a column of tiles
+        strip_rows = min(strip_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
+    options: dict[str, Any] = {
+        **options_of(A, B, bias, config, num_ranks, persistent),
+        "NUM_SMS": min(num_sms, MAX_CTAS.value),
+        "LANES": triton.next_power_of_2(num_ranks),
+        "TO_OWNERS": to_owners,
+        "PASS_ON": pass_on,
+        "STRIP_ROWS": strip_rows,
+    }
+    del options["GROUP_SIZE_M"]  # all rows of tiles, see above
+    arguments = (
+        A, B, C, C if bias is None else bias, *slots, shard_elements, M, N, K, *A.stride(),
+        *B.stride(), rank,
+    )  # fmt: skip
+    return Launch(kernel_gemm_exchange, (num_ctas,), arguments, options)

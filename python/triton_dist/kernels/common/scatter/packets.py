@@ -1,0 +1,165 @@
+"""A sum of products over ranks in one launch, for so few rows that tiles go in packets.
+
+As the all-reduce in one shot of ``scatter/one_launch.py``, but that no flag follows a tile: it is
+sent to all peers from the registers that it was multiplied in, as words that say by themselves
+that they have come (``exchange/packets.py``), and what the peers send is added to it in registers.
+So each tile is done before the program goes on to its next one, and nothing is stored but C.
+
+    lines     [M, cdiv(N, line)]    of 4 elements of 16 bits, or of 2 of 32; where a line lies goes
+                                    by its place in C, and the last one of a row may be partly void
+
+Parts are rounded to the output's dtype, the own one too, and added in fp32 in the order of ranks:
+the bits of ``exchanged_gemm``.
+
+*Why nobody waits in a circle.* Programs of the same number have the same tiles in the same order on
+all ranks, and send one before they wait for that of their peers. Of all programs that wait, take
+those of the smallest number, and of them the one at the earliest tile. Its peers are past this tile
+or run, or have yet to start behind programs of smaller numbers, none of which waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.packets import (
+    LINE_BYTES,
+    add_lines,
+    await_lines,
+    clear_lines,
+    part_offset,
+    payload_of,
+    peers_at,
+    send_lines,
+    tag_of,
+)
+from triton_dist.kernels.common.exchange.protocol import begin_call
+from triton_dist.kernels.common.gemm.orders import tile_in_group
+from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at
+from triton_dist.kernels.common.launch import Launch, as_rows
+from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
+
+
+@jit(do_not_specialize=["M", "rank"])
+def kernel_gemm_packets(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    packets_ptr,
+    packets_table,
+    calls_ptr,
+    guard_ptr,
+    part_words,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    B_COLUMN_MAJOR: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    BLOCK_SIZE_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+):
+    """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
+    pointers, of any strides. Grid (programs,), up to ``MAX_CTAS``."""
+    DTYPE: tl.constexpr = c_ptr.dtype.element_ty
+    PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
+    LINES_N: tl.constexpr = BLOCK_SIZE_N // PER_LINE  # of a row of a tile
+    # What needs no product comes first, so that it is under way meanwhile.
+    targets = peers_at(packets_ptr, packets_table, rank, NUM_RANKS)
+    epoch = begin_call(calls_ptr)
+    tag = tag_of(epoch, M)
+    tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
+    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
+    a, b = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_bk, stride_bn,
+        DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+    )  # fmt: skip
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+        row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
+        product = multiply_operands(
+            a, b, row, column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, DESCRIPTORS,
+            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        )  # fmt: skip
+        own = payload_of(product.to(DTYPE))
+        inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)
+        line_row = row + inside // LINES_N
+        line_column = n * LINES_N + inside % LINES_N
+        lines_n = tl.cdiv(N, PER_LINE)
+        line = line_row * lines_n + line_column
+        there = (line_row < M) & (line_column < lines_n)
+        own = _in_lines(own, there)
+        offset = part_offset(epoch, rank, part_words, NUM_RANKS)
+        send_lines(targets, offset, own, line, there, tag)
+        payloads = await_lines(
+            packets_ptr, guard_ptr, epoch, tag, part_words, line, there, rank, NUM_RANKS
+        )
+        sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
+        # Line by line, too: who has polled a line stores its sums.
+        sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
+        columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
+        mask = there[:, None] & (columns < N)
+        if HAS_BIAS:
+            sums += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(c_ptr + (line_row * N)[:, None] + columns, sums.to(DTYPE), mask=mask)
+        clear_lines(packets_ptr, epoch, part_words, line, there, rank, NUM_RANKS)
+
+
+@jit
+def _in_lines(payload, there):
+    """``payload`` [lines, 2], of lines that are ``there``, moved once so that a thread has whole
+    lines, as it polls them: else what is polled of each peer would move, or be polled twice."""
+    first, second = tl.split(payload)
+    return tl.join(tl.where(there, first, 0), tl.where(there, second, 0))
+
+
+def bytes_of_row(N: int, item_bytes: int) -> int:
+    """What a row of C takes in packets, tags not counted: whole lines."""
+    line: int = LINE_BYTES.value
+    return -(-N * item_bytes // line) * line
+
+
+def packet_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    packets: tuple[Any, ...],
+    *,
+    rank: int,
+    num_ranks: int,
+    num_sms: int,
+    persistent: bool,
+) -> Launch:
+    """The launch that computes ``A @ B``, sends it to all, and sums what comes into C.
+
+    Args:
+        A: [M, K]. B: [K, N], any strides, both. C: [M, N], contiguous; in whole lines no more than
+            a part of the packets holds.
+        bias: [N], added to the sum; contiguous.
+        packets: of an exchange, as kernels take them that send packets.
+        persistent: read A and B through descriptors where they can be, as ``exchanged_gemm`` does.
+    """
+    A = as_rows(A)
+    (M, K), N = A.shape, B.shape[1]
+    arguments = (
+        A, B, C, C if bias is None else bias, *packets, M, N, K, *A.stride(), *B.stride(), rank,
+    )  # fmt: skip
+    options = options_of(A, B, bias, config, num_ranks, persistent)
+    num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
+    return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)

@@ -1,0 +1,1 @@
+"""Symmetric memory whose calls take turns between two slots."""

@@ -1,0 +1,363 @@
+"""Double-buffered symmetric memory that counts its uses: what calls of an op take turns with.
+
+Protocol, per slot (calls alternate between two slots):
+
+* The *epoch* of a slot is the number of its present use. It lives in device memory and ``finish``
+  advances it, so a captured CUDA graph counts on at each replay. What a call sends, it marks with a
+  flag that it sets to the epoch, and who waits for it waits until the flag has reached the epoch:
+  so flags are never reset, and no value is baked into a graph.
+* ``finish`` tells every peer that this rank has *consumed* what they sent, then advances the epoch.
+  One block on the main stream, after the call's kernels and the own copies.
+* A peer's slot may be written to once the peer has consumed what the slot last held. In calls that
+  take turns nobody has to look: this rank's last call waited for something of each peer, a peer
+  sent that after its call before, and that was the last to read this slot. Only a call of which the
+  host cannot know that it follows such a call on the other slot looks at the peers first, by a
+  block before its kernels: in and after CUDA graphs, which repeat one slot at each replay, while
+  candidates are tried, and after a call that waited for less. (That block is no side stream's: it
+  might never get an SM beside a full grid that waits for it.)
+
+All ranks must make the same sequence of calls, and replay graphs equally often; the calls of one
+``EpochSlots`` follow one another on the device, whatever streams they are made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.kernels.common import disagreement
+from triton_dist.kernels.common.disagreement import Disagreements
+from triton_dist.kernels.common.flags import count_in, epoch_at, flag_of, flag_value
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.language.signals import SIZE_BITS
+from triton_dist.runtime import symmetric, waits
+from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.symmetric import Region
+
+T = TypeVar("T")
+
+SLOTS = 2
+_LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
+# Words of a slot's "epoch" line. The first is the flag of the slot's present use: its epoch, and
+# the size of the last call that looked at the peers. Then comes the guard of its waits.
+EPOCH, _GUARD = 0, 1
+MOST_POLLS = _GUARD + disagreement.MOST_POLLS
+GAVE_UP = tl.constexpr(_GUARD + disagreement.GAVE_UP)
+_REPORT = _GUARD + disagreement.REPORT
+SOUND = tl.constexpr(_GUARD + disagreement.GUARD_WORDS)  # the last epoch before any wait gave up
+OWN_WORD = tl.constexpr(SOUND.value + 1)  # for the op's own use; 0 after a reset
+_ONE_EPOCH = tl.constexpr(flag_value(1, 0))
+# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
+_LAUNCH_SECONDS = 10.0
+
+Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each region, by name."""
+Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
+"""Which flags of which regions the kernels of a slot's last use wait for."""
+
+
+@jit(do_not_specialize=["size", "rank", "num_ranks"])
+def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
+    """Wait until every peer has consumed what it got in the slot's last use, and let the flag of
+    the present one, from which copy engines copy, be of a call of ``size``. Grid (1,)."""
+    last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
+    tl.store(epoch_ptr, flag_of(epoch_ptr, size))
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.wait(consumed_ptr + peer, 1, last, epoch_ptr + 1)
+        peer += 1
+
+
+@jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks):
+    """Tell every peer that what it sent is consumed, and advance the slot's epoch. Grid (1,)."""
+    flag = tl.load(epoch_ptr)
+    epoch = epoch_at(epoch_ptr)
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            consumed = dl.symm_at(consumed_ptr, consumed_table, peer) + rank
+            dl.notify(consumed, epoch.to(tl.int32))
+        peer += 1
+    tl.store(epoch_ptr + SOUND, epoch, mask=tl.load(epoch_ptr + GAVE_UP) == 0)
+    tl.store(epoch_ptr, flag + _ONE_EPOCH)
+
+
+class EpochSlots:
+    """Two slots of named symmetric regions. Creation is collective.
+
+    Args:
+        name: says in errors whose memory it is.
+        regions: what each slot has.
+        zeroed: those of them that ``reset`` fills with zero, as they are at first: flags, sums.
+        kernels: what waits for flags in them, for errors.
+        single: what there is once, beside the slots.
+        found: the disagreements of the context; default: of this memory alone.
+        flags_of_rank: by region, how many flags in a row are one peer's; by default they are
+            [anything, source rank].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        regions: Regions,
+        zeroed: tuple[str, ...],
+        kernels: str,
+        group: dist.ProcessGroup | None,
+        single: Regions | None = None,
+        found: Disagreements | None = None,
+        flags_of_rank: Mapping[str, int] | None = None,
+    ) -> None:
+        self._ranks = group_for(group)
+        self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        self.device = current_device()
+        self.launcher = Launcher()
+        self.index = 0
+        self._name, self._kernels = name, kernels
+        self._zeroed = (*zeroed, "consumed")
+        doubled = {**regions, "consumed": ((self.num_ranks,), torch.int32)}
+        self.memory = symmetric.allocate(
+            name,
+            {
+                **(single or {}),
+                **{f"{each}{slot}": doubled[each] for each in doubled for slot in range(SLOTS)},
+                "epoch": ((SLOTS, _LINE), torch.int64),
+            },
+            group,
+        )
+        self.disagreements = found or Disagreements(f"the size of a call of {name}", group)
+        self.disagreements.add(self._disagreement)
+        self._flags_of_rank = dict(flags_of_rank or {})
+        self._sizes = [0] * SLOTS
+        self._expected: list[Expected] = [dict] * SLOTS
+        self._most_polls = 0
+        self._in_turn = self._in_graphs = self._capturing = self._freed = False
+        self._clear_lines()
+        if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
+            self._look(0).followed_by(self._telling(kernel_finish_epoch, "consumed")).compile()
+        self.device.synchronize()
+
+    def __getitem__(self, region: str) -> Region:
+        """A region of the current slot."""
+        return self.of_slot(self.index, region)
+
+    def of_slot(self, slot: int, region: str) -> Region:
+        return self.memory[f"{region}{slot}"]
+
+    @property
+    def epoch(self) -> torch.Tensor:
+        """int64 of the current slot: its flag, then the guard of its waits."""
+        return self.epoch_of(self.index)
+
+    def epoch_of(self, slot: int) -> torch.Tensor:
+        return self.memory["epoch"].local[slot]
+
+    @property
+    def waits_are_bounded(self) -> bool:
+        """Whether a wait of the current call may give up: while candidates are tried."""
+        return self._most_polls != 0
+
+    def take(self, size: int = 0, look: bool = True, copied: bool = False) -> None:
+        """Go on to the other slot; queue a look at the peers where the host does not know that they
+        are done with it.
+
+        Args:
+            size: with which the ranks come to this call.
+            look: ``False``: the call's kernel does so itself.
+            copied: copy engines copy the slot's flag, which a look lets be of this size.
+
+        Raises:
+            RankDisagreement: ranks have come to an earlier call with different sizes.
+        """
+        self.index = (self.index + 1) % SLOTS
+        if self.num_ranks == 1:
+            return
+        self.disagreements.check()
+        most_polls = waits.limit_polls()
+        self._bound_waits(most_polls)
+        self._capturing = self.device.is_capturing()
+        if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
+            self._in_graphs = True
+        unknown = self._in_graphs or most_polls or not self._in_turn
+        if look and (unknown or (copied and self._sizes[self.index] != size)):
+            self._look_at_peers(self.index, size)
+        self._in_turn = False
+
+    def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
+        """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch. The
+        current stream has joined the call's side streams.
+
+        Args:
+            awaited: what was queued waits for something of every peer, which the peer sends in the
+                same call; then the next call can begin without a look at the peers.
+            expected: which flags the call's kernels wait for, for errors; asked once a wait gave
+                up.
+
+        Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
+            WaitTimeout: while candidates are tried and nobody settles, when a wait gave up.
+        """
+        if self.num_ranks == 1:
+            return
+        self.tell(kernel_finish_epoch, "consumed")
+        self._in_turn = awaited and not self._capturing and not self._most_polls
+        if self._most_polls:
+            self._expected[self.index] = expected
+            self._see_to_waits()
+        self.disagreements.check()
+
+    def tell(self, kernel: Any, flags: str) -> None:
+        """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
+        self.launcher.run((kernel, self.index), lambda: self._telling(kernel, flags))
+
+    def beside(self, call: Callable[[], T]) -> T:
+        """``call()``, which uses none of this memory.
+
+        While candidates are tried, our own begin with a check that all peers have read the memory,
+        which production calls skip. The same check runs before ``call``, so that libraries are
+        timed on equal terms: where the op is short, a kernel's launch counts.
+        """
+        self.disagreements.check()
+        most_polls = waits.limit_polls()
+        if self.num_ranks == 1 or not most_polls or self.device.is_capturing():
+            return call()
+        self._bound_waits(most_polls)
+        slot = (self.index + 1) % SLOTS  # it stays the next call's
+        self._look_at_peers(slot, self._sizes[slot])
+        result = call()
+        self._see_to_waits()
+        return result
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.device.synchronize(waits.limit_seconds())
+        self._ranks.barrier(f"no rank uses the memory of {self._name}")
+        for region in self._zeroed:
+            for slot in range(SLOTS):
+                self.of_slot(slot, region).local.zero_()
+        self._clear_lines()
+        self._sizes = [0] * SLOTS
+        self.disagreements.clear()
+        self.index = self._most_polls = 0
+        self._in_turn = False
+        self.device.synchronize()
+        self._ranks.barrier(f"the flags of {self._name} are reset")
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        self._freed = True
+        self.memory.free()
+
+    def _clear_lines(self) -> None:
+        lines = self.memory["epoch"].local
+        lines.zero_()
+        lines[:, EPOCH] = flag_value(1, 0)
+        lines[:, _REPORT] = self.disagreements.address
+
+    def _look_at_peers(self, slot: int, size: int) -> None:
+        """Queue a wait until every peer is done with ``slot``, whose next call is of ``size``."""
+        self._sizes[slot] = size
+        self.launcher.run((kernel_await_consumption, slot, size), lambda: self._look(slot, size))
+
+    def _look(self, slot: int, size: int = 0) -> Launch:
+        consumed = self.of_slot(slot, "consumed").local
+        arguments = (self.epoch_of(slot), consumed, size, self.rank, self.num_ranks)
+        return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
+
+    def _telling(self, kernel: Any, flags: str) -> Launch:
+        region = self[flags]
+        arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
+        return Launch(kernel, (1,), arguments, {"num_warps": 1})
+
+    def _bound_waits(self, most_polls: int) -> None:
+        if most_polls != self._most_polls:
+            lines = self.memory["epoch"].local
+            if not self._most_polls:
+                lines[:, GAVE_UP.value] = 0  # in trials before these, after which nobody looked
+            lines[:, MOST_POLLS] = most_polls
+            self._most_polls = most_polls
+
+    def _see_to_waits(self) -> None:
+        """While candidates are tried: leave it to the tuner to look whether a wait gave up, or look
+        now, and raise ``WaitTimeout``, if nobody will."""
+        if waits.leave(self._gave_up) or self.device.is_capturing():
+            return
+        # The look at the peers and two kernels of the op may each wait for the limit.
+        self.device.synchronize(3 * (waits.limit_seconds() or 0.0) + _LAUNCH_SECONDS)
+        overdue = self._gave_up()
+        if overdue is not None:
+            raise overdue
+
+    def _disagreement(self) -> RankDisagreement | None:
+        """Once the device is done: what peers of the present calls came with, if with other
+        sizes than this rank."""
+        if self._freed:
+            return None
+        for slot, line in enumerate(self.memory["epoch"].local.tolist()):
+            guard = line[_GUARD:]
+            if guard[disagreement.GAVE_UP] == disagreement.DISAGREED:
+                flags = [self._flags(slot, region) for region in self._zeroed]
+                return self.disagreements.of(self.rank, guard, flags)
+        return None
+
+    def _flags(self, slot: int, region: str) -> disagreement.Flags:
+        number = self._flags_of_rank.get(region)
+        words = self.of_slot(slot, region).local
+        if number is None:
+            return words, lambda index: index % self.num_ranks
+        return words, lambda index: index // number
+
+    def _gave_up(self) -> WaitTimeout | RankDisagreement | None:
+        """Once the device is done: the error of the first call, since this was last asked, of which
+        a wait gave up."""
+        if self._freed:
+            return None
+        disagreed = self._disagreement()
+        if disagreed is not None:
+            return disagreed
+        lines = self.memory["epoch"].local
+        seen = lines.tolist()
+        oldest_first = [(self.index + 1 + number) % SLOTS for number in range(SLOTS)]
+        slot = next((each for each in oldest_first if seen[each][GAVE_UP.value]), None)
+        if slot is None:
+            return None
+        epoch = seen[slot][SOUND.value] + 1
+        flag, value = self._overdue(slot, epoch)
+        lines[:, GAVE_UP.value] = 0
+        lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
+        return WaitTimeout(
+            rank=self.rank,
+            program=self._kernels,
+            flag=flag,
+            expected=epoch,
+            seen=value,
+            seconds=waits.limit_seconds() or 0.0,
+        )
+
+    def _overdue(self, slot: int, epoch: int) -> tuple[str, int]:
+        """The first flag of ``slot`` that has not reached ``epoch``, and its value."""
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        for region, indices, value in (
+            *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
+            ("consumed", peers, epoch - 1),
+        ):
+            flags = self.of_slot(slot, region).local
+            seen = flags.tolist()
+            if flags.dtype == torch.int64:
+                seen = [count_in(flag) for flag in seen]
+            for index in indices:
+                if seen[index] < value:
+                    address = flags.data_ptr() + index * flags.element_size()
+                    return describe_address(address), seen[index]
+        return "which has arrived since", epoch

@@ -1,0 +1,288 @@
+"""All-gather producers: they bring every rank's shard into a local buffer and set a flag for each
+chunk, in slots that take turns by the protocol of ``slots/epochs.py``.
+
+No producer here uses an SM for data: copies go to a copy engine, and a flag is an 8-byte copy that
+follows its data on the same stream. In a fused method the consumer is the producer, too, in the
+same slots and by the same protocol; it looks at its peers itself (``common/gemm/fused_push.py``).
+
+Flags are copied from device memory: in a push from this rank's epoch, in a pull from the owner's
+``staged`` epoch, which stands until its next pull in this slot. So flag writes need no SM, either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.disagreement import Disagreements
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.shards import GatheredShards, ShardPush
+from triton_dist.kernels.common.slots import epochs
+from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected
+from triton_dist.kernels.common.slots.schedules import (
+    MAX_CHUNKS as MAX_CHUNKS,
+)
+from triton_dist.kernels.common.slots.schedules import (
+    MAX_COMM_SMS as MAX_COMM_SMS,
+)
+from triton_dist.kernels.common.slots.schedules import (
+    AllGatherMethod as AllGatherMethod,
+)
+from triton_dist.kernels.common.slots.schedules import (
+    Slot,
+    rows_of_chunk,
+    schedule,
+)
+
+T = TypeVar("T")
+
+_PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
+# Words of a slot's "epoch" line.
+_GAVE_UP, _STAGED = epochs.GAVE_UP, epochs.OWN_WORD
+# Plans of calls that are kept; a plan takes a few KB.
+_MOST_PLANS = 4096
+
+
+@jit(do_not_specialize=["rank", "num_ranks"])
+def kernel_exchange_staged(epoch_ptr, staged_ptr, staged_table, rank, num_ranks):
+    """Tell every peer that the own shard is staged, and wait until theirs are. Grid (1,)."""
+    flag = tl.load(epoch_ptr)
+    tl.store(epoch_ptr + _STAGED, flag)
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.notify(dl.symm_at(staged_ptr, staged_table, peer) + rank, flag)
+        peer += 1
+    peer = 0
+    while peer < num_ranks:
+        if peer != rank:
+            dl.wait(staged_ptr + peer, 1, flag, epoch_ptr + 1, True)
+        peer += 1
+
+
+@jit(do_not_specialize=["num_flags"])
+def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
+    """If a wait of the call gave up, let copy streams hand on what has not come. Grid (1,)."""
+    if tl.load(epoch_ptr + _GAVE_UP) != 0:
+        flag = 0
+        while flag < num_flags:
+            tl.store(forward_ptr + flag, 1)
+            flag += 1
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """An all-gather of some shape and method in one slot.
+
+    gathered: what its consumer reads. expected: the flags that its kernels wait for.
+    transfer: what copy engines do; ``None`` where the consumer sends.
+    hands_on: copies wait for what peers bring.
+    """
+
+    gathered: GatheredShards
+    expected: Expected
+    transfer: Any = None
+    hands_on: bool = False
+
+
+class AllGatherBuffer:
+    """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
+
+    ``workspace`` [max_M, K] is allocated along with it and used by no transfer. Creation is
+    collective.
+    """
+
+    def __init__(
+        self, max_M: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
+    ) -> None:
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
+        flags = {
+            "arrivals": ((size * MAX_CHUNKS,), torch.int64),
+            "pushed": ((size * _PUSHED_FLAGS,), torch.int64),
+            "staged": ((size,), torch.int64),
+            "forward": ((size * MAX_CHUNKS,), torch.int32),
+        }
+        self.slots = EpochSlots(
+            name,
+            {"shards": ((max_M * K,), dtype), **flags},
+            tuple(flags),
+            "a kernel of the all-gather or its consumer",
+            group,
+            single={"workspace": ((max_M, K), dtype)},
+            found=Disagreements(f"the rows of A in {name}", group),
+            flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS, "staged": 1},
+        )
+        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        self.disagreements = self.slots.disagreements
+        self.workspace = self.slots.memory["workspace"].local
+        self._K = K
+        self._device = self.slots.device
+        self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
+        self._streams: list[Any] = [self._device.copy_stream()]
+        self._gathered: dict[Any, GatheredShards] = {}
+        self._plans: dict[Any, _Plan] = {}
+        self._started: _Plan | None = None
+        self._device.synchronize()  # calls may come on any stream
+
+    def start(
+        self, own: torch.Tensor, method: AllGatherMethod, num_streams: int, num_chunks: int
+    ) -> GatheredShards:
+        """Queue the all-gather of ``own`` [rows, K], contiguous; the caller queues the consumer
+        next."""
+        if not method.by_copy_engine:
+            expected = "a copy engine's; of what the consumer does see start_fused"
+            raise InvalidArgument("start", "method", method, expected)
+        rows = own.shape[0]
+        self.slots.take(rows, copied=True)
+        if self.num_ranks == 1:
+            return self.describe(rows, num_chunks)
+        key = (self.slots.index, rows, method, num_streams, num_chunks)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks)
+        gathered = plan.gathered
+        if method is AllGatherMethod.FULL_MESH_PULL:
+            gathered.rows[self.rank * rows : (self.rank + 1) * rows].copy_(own.detach())
+            self.slots.tell(kernel_exchange_staged, "staged")
+        self._started = plan
+        plan.transfer.start(own, self._device.current_stream())
+        return gathered
+
+    def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
+        """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
+        caller queues next: a launch of ``sharded_gemm``."""
+        self.slots.take(rows, look=False)
+        key = (self.slots.index, rows, num_comm_sms, num_chunks)
+        plan = self._plans.get(key)
+        if plan is None:
+            gathered = self.describe(rows, num_chunks, num_comm_sms)
+            flags = num_comm_sms * num_chunks
+            plan = self._plans[key] = _Plan(gathered, self._expects("pushed", flags, _PUSHED_FLAGS))
+        self._started = plan
+        return plan.gathered
+
+    def beside(self, call: Callable[[], T]) -> T:
+        """``call()``, which gathers in memory of its own: see ``EpochSlots.beside``."""
+        return self.slots.beside(call)
+
+    def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
+        """What a consumer of shards of ``rows`` rows reads in the current slot; with
+        ``num_comm_sms``, where so many of its programs send the own shard."""
+        key = (self.slots.index, rows, num_chunks, num_comm_sms)
+        known = self._gathered.get(key)
+        if known is None:
+            if len(self._gathered) >= _MOST_PLANS:
+                self._gathered.clear()
+                self._plans.clear()
+            known = self._gathered[key] = GatheredShards(
+                self._shards(self.rank, rows),
+                self.slots["pushed" if num_comm_sms else "arrivals"].local,
+                self.slots.epoch,
+                rows_of_chunk(rows, 1 if num_comm_sms else num_chunks),
+                _PUSHED_FLAGS if num_comm_sms else MAX_CHUNKS,
+                self._push(num_comm_sms, num_chunks) if num_comm_sms else None,
+            )
+        return known
+
+    def finish(self, awaited: bool = False) -> None:
+        """Queue the end of the all-gather after its consumer: own copies are out, peers may go
+        on.
+
+        ``awaited``: the consumer is queued and waits for every chunk of every peer; then the next
+        call can begin without a look at the peers.
+        """
+        plan, self._started = self._started, None
+        if plan is None:  # of one rank
+            return
+        if plan.transfer is not None:
+            if plan.hands_on:
+                # A copy stream may wait for what will not come, and the join would for it.
+                self._release_copies()
+            plan.transfer.join(self._device.current_stream())
+        self.slots.finish(awaited, plan.expected)
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        # Where the consumer was never launched, nobody gave up on what a copy stream waits for.
+        forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
+        self._device.aside(lambda: [flags.fill_(1) for flags in forward])
+        self.slots.reset()
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+        self._gathered.clear()
+        self._plans.clear()
+        self.slots.free()
+
+    def _release_copies(self) -> None:
+        def launch() -> Launch:
+            forward = self.slots["forward"].local
+            arguments = (self.slots.epoch, forward, forward.numel())
+            return Launch(kernel_release_copies, (1,), arguments, {"num_warps": 1})
+
+        self.slots.launcher.run((kernel_release_copies, self.slots.index), launch)
+
+    def _plan(self, rows: int, method: AllGatherMethod, num_streams: int, num_chunks: int) -> _Plan:
+        """The all-gather of shards of ``rows`` rows in the current slot, by copy engines."""
+        while len(self._streams) < num_streams:
+            self._streams.append(self._device.copy_stream())
+        slot = Slot(
+            self.rank,
+            self.num_ranks,
+            rows,
+            [self._shards(rank, rows) for rank in range(self.num_ranks)],
+            self.slots["arrivals"].peers,
+            self.slots.epoch[:1],
+            [
+                peer[self.slots.index, _STAGED.value : _STAGED.value + 1]
+                for peer in self.slots.memory["epoch"].peers
+            ],
+            self.slots["forward"].peers,
+            self._one,
+        )
+        steps = schedule(slot, method, num_streams, num_chunks)
+        gathered = self.describe(rows, num_chunks)
+        pulls = method is AllGatherMethod.FULL_MESH_PULL
+        hands_on = method is AllGatherMethod.RING_PUSH_1D
+        if hands_on:
+            # Loads the kernel: for that CUDA may wait for the device, and once it is needed, copies
+            # wait for the kernel (4 H200, a ring with a rank missing: hung).
+            self._release_copies()
+        return _Plan(
+            gathered,
+            self._expects("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS, pulls),
+            self._device.transfer(steps, self._streams[:num_streams]),
+            hands_on=hands_on,
+        )
+
+    def _expects(self, region: str, number: int, distance: int, pulls: bool = False) -> Expected:
+        """The first ``number`` flags of each peer, whose flags are ``distance`` apart; in a pull
+        also that peers have staged."""
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+
+        def expected() -> dict[str, list[int]]:
+            flags = [peer * distance + flag for peer in peers for flag in range(number)]
+            return {region: flags, "staged": peers if pulls else []}
+
+        return expected
+
+    def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
+        """How a consumer sends into the current slot."""
+        shards, flags = self.slots["shards"].pointers, self.slots["pushed"].pointers
+        return ShardPush(shards, flags, self.slots["consumed"].local, num_comm_sms, num_chunks)
+
+    def _shards(self, rank: int, rows: int) -> torch.Tensor:
+        flat = self.slots["shards"].peers[rank]
+        return flat[: self.num_ranks * rows * self._K].view(self.num_ranks * rows, self._K)

@@ -1,0 +1,203 @@
+"""What AllGather-GEMM keeps between calls, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.context import (
+    Check,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+)
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
+from triton_dist.kernels.common.gemm.gathered_spaces import room_for_parts
+from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.split_k import SplitWorkspace
+from triton_dist.kernels.common.gemm_context import (
+    GEMMContext,
+    accept,
+    kernel_checks,
+    kind_checks,
+    layout_of,
+    look_of,
+)
+from triton_dist.kernels.common.launch import Launcher
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import serial
+from triton_dist.runtime.ranks import Group, process_group_of
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What a call's A and B look like to a context that accepts them; one object for the same
+    looks."""
+
+    key: tuple[Any, ...]
+    """What a tuning depends on."""
+    dtype: torch.dtype
+
+
+class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
+    """Symmetric buffers and streams for AllGather-GEMMs of up to ``max_M`` rows. A context manager.
+
+    Attributes:
+        symm_workspace: symmetric [max_M, K]. Callers may write to it at any time; a call with
+            ``local_copy=False`` reads the own rows of A from it, and nothing else ever uses it.
+        all_gather_method: method of a call that names none.
+        exchange: memory in which one launch brings all shards; exchanged_rows: of the largest M
+            that it holds, over all ranks.
+    """
+
+    title = "AllGather-GEMM"
+
+    def __init__(
+        self,
+        max_M: int,
+        N: int,
+        K: int,
+        dtype: torch.dtype,
+        num_local_ranks: int,
+        group: dist.ProcessGroup | None,
+        all_gather_method: AllGatherMethod,
+    ) -> None:
+        self.max_M, self.N, self.K, self.dtype = max_M, N, K, dtype
+        self.all_gather_method = all_gather_method
+        super().__init__(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"), group)
+        self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
+        self.exchanged_rows = serial.exchanged_rows(max_M, K, dtype, self.num_ranks)
+        slot_bytes = serial.slot_bytes(self.exchanged_rows, K, dtype, self.num_ranks)
+        self.exchange = ExchangeBuffer(
+            slot_bytes, group, "the exchange of ag_gemm",
+            disagreements=self.buffer.slots.disagreements,
+        )  # fmt: skip
+        self.launcher = Launcher()
+        with torch.inference_mode(False):
+            # Now: zeros that are written in a capture would be there from its first replay on.
+            _, counters = room_for_parts(self.device.num_sms)
+            self._split_counters = torch.zeros(
+                counters, dtype=torch.int32, device=self.device.torch_device
+            )
+        self.device.synchronize()  # calls may come on any stream
+
+    @property
+    def symm_workspace(self) -> torch.Tensor:
+        return self.buffer.workspace
+
+    @functools.cached_property
+    def collective_rows(self) -> torch.Tensor:
+        """[max_M, K], what a collective gathers into; allocated at the first use, once."""
+        with torch.inference_mode(False):
+            return torch.empty(
+                self.max_M, self.K, dtype=self.dtype, device=self.device.torch_device
+            )
+
+    @functools.cached_property
+    def split_workspace(self) -> SplitWorkspace:
+        """What tiles that are cut along K are added up in; allocated at the first use, once."""
+        with torch.inference_mode(False):
+            elements, _ = room_for_parts(self.device.num_sms)
+            partials = torch.empty(elements, dtype=torch.float32, device=self.device.torch_device)
+        return SplitWorkspace(partials, self._split_counters)
+
+    def own_rows(self, rows: int) -> torch.Tensor:
+        """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
+        return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.buffer.reset()
+        self.exchange.reset()
+        self._split_counters.zero_()
+        self.device.synchronize()
+
+    def free(self) -> None:
+        for name in ("split_workspace", "collective_rows"):
+            self.__dict__.pop(name, None)
+        super().free()
+        self.exchange.free()
+
+
+def create_ag_gemm_context(
+    max_M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    rank: int,
+    num_ranks: int,
+    num_local_ranks: int = 8,
+    *,
+    group: Group = None,
+    all_gather_method: AllGatherMethod = AllGatherMethod.FULL_MESH_PUSH,
+) -> AllGatherGEMMTensorParallelContext:
+    """Allocate what ``ag_gemm`` needs. Collective over ``group`` (default: the world, else this
+    process).
+
+    Takes three times ``max_M * K`` elements on each rank, and twice as much again as rows that one
+    launch gathers, of these 16 MB at most.
+
+    Args:
+        max_M: largest number of gathered rows, a multiple of ``num_ranks``.
+        N: global number of columns of B, a multiple of ``num_ranks``.
+        K: columns of A.
+        dtype: of A, B and C: fp16, bf16 or fp32.
+        rank, num_ranks: this rank in the group, and the group's size.
+        num_local_ranks: ranks on one host; clamped to ``num_ranks``, which must lie on one host.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+    """
+
+    group = process_group_of(group)
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("num_ranks", num_ranks, rank, group)
+        expected = f"a positive multiple of num_ranks = {num_ranks}"
+        for name, size in (("max_M", max_M), ("N", N)):
+            yield name, size, size >= num_ranks and size % num_ranks == 0, expected
+        yield "K", K, K >= 1, "at least 1"
+        yield from kernel_checks("dtype", dtype)
+
+    asked = {"max_M": max_M, "N": N, "K": K, "dtype": str(dtype)}
+    agree_to_create("create_ag_gemm_context", "an AllGather-GEMM", asked, checks(), group)
+    return AllGatherGEMMTensorParallelContext(
+        max_M, N, K, dtype, num_local_ranks, group, all_gather_method
+    )
+
+
+def check_operands(
+    A: torch.Tensor, B: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
+) -> Operands:
+    """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
+    buffer = buffer_of(ctx, "ag_gemm", "create_ag_gemm_context")
+
+    def checks() -> Iterator[Check]:
+        is_shard = A.ndim == 2 and A.shape[1] == ctx.K
+        yield "A.shape", tuple(A.shape), is_shard, f"[M_per_rank, K = {ctx.K}]"
+        expected = f"[M_per_rank, K = {ctx.K}] with at least one row"
+        yield "A.shape", tuple(A.shape), A.shape[0] >= 1, expected
+        M = A.shape[0] * buffer.num_ranks
+        yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
+        shape = (ctx.K, ctx.N // buffer.num_ranks)
+        expected = f"[K, N_per_rank] = {shape}"
+        yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, expected
+        yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, A=A, B=B)
+        expected = "a contiguous A; call A.contiguous()"
+        yield "A.stride()", A.stride(), A.is_contiguous(), expected
+
+    def operands() -> Operands:
+        key = (row_bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, layout_of(B))
+        return Operands(key, A.dtype)
+
+    looks = (look_of(A, B), B.data_ptr() % 16)
+    return accept(ctx.accepted, looks, "ag_gemm", checks, operands)

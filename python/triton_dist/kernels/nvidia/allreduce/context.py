@@ -1,0 +1,138 @@
+"""What all-reduce keeps between calls, and its ways by name."""
+
+from __future__ import annotations
+
+import enum
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.collective import context as collective_context
+from triton_dist.kernels.common.exchange.buffer import VECTOR_ELEMENTS
+from triton_dist.runtime.ranks import Group
+
+# Largest tensor of a one-shot launch: a slot holds one for each rank, and above it one shot never
+# wins.
+ONE_SHOT_BYTES = 4 << 20
+# The same in packets, which take twice the memory and the link's time.
+PACKET_BYTES = 256 << 10
+# From what size on two shots are the default; which one is faster, tuning finds out.
+TWO_SHOT_FROM = 256 << 10
+
+
+class AllReduceMethod(enum.Enum):
+    """How the sum is come by."""
+
+    ONE_SHOT = "one_shot"
+    """Everything to everybody, who all add everything. In one launch up to 4 MB."""
+    TWO_SHOT = "two_shot"
+    """Every rank adds a shard and sends it to all."""
+    DOUBLE_TREE = "double_tree"
+    """Each half is added up a binary tree and sent down it. Of three ranks and more with other bits
+    than the two above."""
+    COLLECTIVE = "collective"
+    """The group's all-reduce: NCCL, gloo on CPU ranks."""
+    # Names that scripts use.
+    OneShot = "one_shot"  # noqa: PIE796
+    TwoShot = "two_shot"  # noqa: PIE796
+    DoubleTree = "double_tree"  # noqa: PIE796
+    # Those of scripts that need multicast, or another kernel: refused, with ``instead``.
+    OneShot_TMA = "one_shot_tma"
+    OneShot_Multimem = "one_shot_multimem"
+    TwoShot_Multimem = "two_shot_multimem"
+    TwoShot_Multimem_ST = "two_shot_multimem_st"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @property
+    def instead(self) -> AllReduceMethod | None:
+        """The method to use in place of one that is not here."""
+        if self.value.startswith("one_shot_"):
+            return AllReduceMethod.ONE_SHOT
+        return AllReduceMethod.TWO_SHOT if self.value.startswith("two_shot_") else None
+
+
+def get_allreduce_methods() -> list[str]:
+    """Names that ``to_allreduce_method`` takes and ``all_reduce`` has."""
+    return [method.value for method in AllReduceMethod if method.instead is None]
+
+
+def to_allreduce_method(name: str) -> AllReduceMethod:
+    """``"one_shot"`` to ``AllReduceMethod.ONE_SHOT``, for command lines.
+
+    Raises:
+        InvalidArgument: there is no such method here.
+    """
+    if name not in get_allreduce_methods():
+        others = {method.value: method.instead for method in AllReduceMethod}
+        known = others.get(name)
+        expected = f"one of {', '.join(get_allreduce_methods())}"
+        if known is not None:
+            expected = f"{known.value!r}: multicast and TMA reductions are not used"
+        raise InvalidArgument("to_allreduce_method", "name", name, expected)
+    return AllReduceMethod(name)
+
+
+class AllReduceContext(collective_context.CollectiveContext):
+    """Symmetric memory for all-reduces, of any dtype. A context manager.
+
+    Attributes:
+        row_elements: how many elements count as one when ranks compare what they come with.
+    """
+
+    name = "all_reduce"
+    row_elements = 1
+
+    @classmethod
+    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        """All ways share it: parts of up to a few MB from each rank; or parts of a shard, then
+        sums of all shards; or a half from each of two children, then the sums of both halves."""
+        one_shot = collective_context.shard_bytes(min(workspace_nbytes, ONE_SHOT_BYTES), 1)
+        two_shot = 2 * collective_context.shard_bytes(workspace_nbytes, num_ranks)
+        double_tree = 4 * collective_context.shard_bytes(workspace_nbytes, 2)
+        return max(num_ranks * one_shot, num_ranks * two_shot, double_tree)
+
+    @classmethod
+    def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
+        return min(workspace_nbytes, PACKET_BYTES) if num_ranks > 1 else 0
+
+    def piece_elements(
+        self, method: AllReduceMethod, item_bytes: int, in_packets: bool = False
+    ) -> int:
+        """Elements of ``item_bytes`` that one launch can sum."""
+        nbytes = self.workspace_nbytes
+        if in_packets:
+            nbytes = min(nbytes, PACKET_BYTES)
+        elif method is AllReduceMethod.ONE_SHOT:
+            nbytes = min(nbytes, ONE_SHOT_BYTES)
+        most = nbytes // item_bytes
+        return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
+
+
+def create_allreduce_ctx(
+    workspace_nbytes: int,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    *,
+    group: Group = None,
+) -> AllReduceContext:
+    """Allocate what ``all_reduce`` needs. Collective over ``group`` (default: the world, else this
+    process).
+
+    Takes about four times ``workspace_nbytes`` on each rank, or twice ``world_size`` times up to 4
+    MB of it, whichever is more; and four times ``world_size`` times up to 256 KB for packets.
+
+    Args:
+        workspace_nbytes: the largest tensor that one launch sums; larger ones take several.
+        rank, world_size: this rank in the group, and the group's size.
+        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+    return collective_context.create(
+        AllReduceContext, "create_allreduce_ctx", workspace_nbytes, rank, world_size,
+        local_world_size, group,
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""What GEMM-AllReduce keeps between calls, what it refuses, and its ways by name."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.context import (
+    Check,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+)
+from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm_context import (
+    GEMMContext,
+    accept,
+    addend_checks,
+    kernel_checks,
+    layout_of,
+    look_of,
+)
+from triton_dist.kernels.common.scatter.packets import bytes_of_row
+from triton_dist.kernels.common.scatter.reduced_partials import ReducedPartials
+from triton_dist.kernels.nvidia.allreduce import (
+    ONE_SHOT_BYTES,
+    PACKET_BYTES,
+    AllReduceContext,
+)
+from triton_dist.runtime.ranks import Group, process_group_of
+
+SUMMED_BYTES = 32 << 20
+"""Of the largest product that one launch sums in two shots; a serial call sums larger ones in
+several launches."""
+
+
+class GEMMAllReduceMethod(enum.Enum):
+    """How products are summed."""
+
+    ONE_SHOT = "one_shot"
+    """Each tile goes to all ranks, who all add it. For few rows: a product of up to 4 MB."""
+    TWO_SHOT = "two_shot"
+    """Each tile goes to the rank that owns its rows, who adds it and sends the sum to all."""
+    SERIAL = "serial"
+    """``torch.matmul``, then our all-reduce."""
+    COLLECTIVE = "collective"
+    """``torch.matmul``, then the group's all-reduce: NCCL, gloo on CPU ranks."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a library multiplies, and the product is summed as a whole."""
+        return self in (GEMMAllReduceMethod.SERIAL, GEMMAllReduceMethod.COLLECTIVE)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
+    """Symmetric memory for GEMM-AllReduces of up to ``max_M`` rows of ``N`` columns. A context
+    manager.
+
+    Attributes:
+        output_dtype: of A, B, the parts that travel, and the output.
+        one_shot_rows: of the largest product that can go to all ranks.
+        packet_rows: of the largest one that can do so in packets.
+        exchanged_rows: of the largest product that is summed in two shots in one launch.
+        reducer: memory in which one launch sums all: one shot, and products as a whole.
+    """
+
+    title = "GEMM-AllReduce"
+
+    def __init__(
+        self,
+        max_M: int,
+        N: int,
+        output_dtype: torch.dtype,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
+        super().__init__(ReducedPartials(max_M, N, output_dtype, group, "gemm_ar"), group)
+        self.world_size = self.num_ranks
+        self.local_world_size = min(local_world_size, self.num_ranks)
+        self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // (N * output_dtype.itemsize))
+        whole_lines = bytes_of_row(N, output_dtype.itemsize)
+        self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
+        row_bytes = N * output_dtype.itemsize
+        rows = -(-max_M // self.num_ranks)  # of a rank
+        held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
+        self.exchanged_rows = min(max_M, held)
+        nbytes = held * whole_lines if self.num_ranks > 1 else 1
+        found = self.buffer.slots.disagreements
+        self.reducer = AllReduceContext(nbytes, local_world_size, group, found)
+        self.reducer.row_elements = N
+
+    def reset(self) -> None:
+        """Bring the flags of all ranks back to one state after a call that failed on some rank.
+        Collective."""
+        self.buffer.slots.reset()
+        self.reducer.reset()
+
+    def free(self) -> None:
+        super().free()
+        self.reducer.free()
+
+
+def create_gemm_ar_context(
+    max_M: int,
+    N: int,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    output_dtype: torch.dtype,
+    *,
+    tp_group: Group = None,
+) -> GEMMAllReduceTensorParallelContext:
+    """Allocate what ``gemm_ar`` needs. Collective over ``tp_group`` (default: the world, else this
+    process).
+
+    Takes about four times ``max_M * N`` elements on each rank, and as much again, of them 32 MB at
+    most, for products that are summed in one launch; of those at least ``world_size`` times up to
+    4 MB, twice. And for packets four times ``world_size`` times up to 256 KB of the product.
+
+    Args:
+        max_M: largest number of rows of A.
+        N: columns of B.
+        rank, world_size: this rank in the group, and the group's size.
+        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
+        output_dtype: of A, B and the output: fp16, bf16 or fp32.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+
+    tp_group = process_group_of(tp_group)
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, tp_group)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        yield "max_M", max_M, max_M >= 1, "at least 1"
+        yield "N", N, N >= 1, "at least 1"
+        yield from kernel_checks("output_dtype", output_dtype)
+
+    asked = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype)}
+    agree_to_create("create_gemm_ar_context", "a GEMM-AllReduce", asked, checks(), tp_group)
+    return GEMMAllReduceTensorParallelContext(max_M, N, output_dtype, local_world_size, tp_group)
+
+
+def check_operands(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: GEMMAllReduceTensorParallelContext,
+) -> tuple[Any, ...]:
+    """What a tuning depends on; one object for operands of the same looks.
+
+    Raises:
+        InvalidArgument, ContextFinalized: the call cannot work.
+    """
+    device = buffer_of(ctx, "gemm_ar", "create_gemm_ar_context").slots.epoch.device
+
+    def row_checks() -> Iterator[Check]:
+        M = A.shape[0]
+        yield "M", M, M >= 1, "at least 1"
+        yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
+
+    return accept(
+        ctx.accepted,
+        (look_of(A, B, bias), B.data_ptr() % 16),
+        "gemm_ar",
+        lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
+        lambda: (
+            row_bucket(A.shape[0]), ctx.N, A.shape[1], A.dtype, layout_of(B), A.is_contiguous(),
+            ctx.num_ranks,
+        ),
+    )  # fmt: skip
