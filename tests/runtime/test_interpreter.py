@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -446,9 +447,6 @@ def test_a_missing_argument_is_named():
 
 
 def test_values_of_one_shape_share_it_and_have_their_own_type():
-    import numpy as np
-    from triton.runtime import interpreter as upstream
-
     def value(dtype, *shape):
         handle = upstream.TensorHandle(
             np.zeros(shape or (1,), upstream._get_np_dtype(dtype)), dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triton_dist.test.utils import assert_allclose as by_other_names
 from triton_dist.testing import assert_allclose
 
 
@@ -92,6 +91,6 @@ def test_a_check_that_zeros_would_pass_may_be_refused() -> None:
 
 
 def test_the_names_that_scripts_give() -> None:
-    by_other_names(x=torch.ones(2), y=torch.ones(2) + 0.01, rtol=0.1, atol=0.0)
+    assert_allclose(x=torch.ones(2), y=torch.ones(2) + 0.01, rtol=0.1, atol=0.0)
     with pytest.raises(AssertionError, match=r"^2 of 2 values differ$"):
-        by_other_names(torch.ones(2), torch.zeros(2), 1e-3, 1e-3, False)
+        assert_allclose(torch.ones(2), torch.zeros(2), 1e-3, 1e-3, False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_dist.testing import assertions
-from triton_dist.testing.assertions import assert_bitwise_equal, bitwise_equal
+from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal, bitwise_equal
 
 __all__ = [
     "LAYER_CONFIGS",
@@ -25,29 +24,6 @@ LAYER_CONFIGS = {
     "Qwen2-72B": {"N": 29568, "K": 8192},
     "GPT-3-175B": {"N": 49152, "K": 12288},
 }
-
-
-def assert_allclose(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    verbose: bool = True,
-    allow_nan: bool = False,
-    allow_inf: bool = False,
-    fail_if_too_small: bool = False,
-) -> None:
-    """``testing.assert_allclose``, with the names that scripts give to its arguments."""
-    assertions.assert_allclose(
-        x,
-        y,
-        rtol,
-        atol,
-        verbose,
-        allow_nan=allow_nan,
-        allow_inf=allow_inf,
-        fail_if_too_small=fail_if_too_small,
-    )
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -6,36 +6,35 @@ import torch
 
 
 def assert_allclose(
-    actual: torch.Tensor,
-    expected: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
     rtol: float = 1e-3,
     atol: float = 1e-3,
     verbose: bool = True,
-    *,
     allow_nan: bool = False,
     allow_inf: bool = False,
     fail_if_too_small: bool = False,
 ) -> None:
-    """All of ``actual`` is finite and ``|actual - expected| <= atol + rtol * |expected|``.
+    """All of ``x``, the actual result, is finite, and ``|x - y| <= atol + rtol * |y|``; ``y`` is
+    the expected one.
 
     Both tensors have the same shape and dtype. A NaN or an infinity fails in either of them: an
     expectation that is not finite would let a broken kernel pass.
 
     Args:
         allow_nan, allow_inf: such values may be there, at the same places and alike in both.
-        fail_if_too_small: fail if zeros in place of ``actual`` would pass: then nothing is checked.
+        fail_if_too_small: fail if zeros in place of ``x`` would pass: then nothing is checked.
 
     Raises:
         AssertionError: with the number of mismatches, the worst index and both values there, unless
             ``verbose`` is false.
     """
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+    if x.shape != y.shape or x.dtype != y.dtype:
         raise AssertionError(
-            f"actual is {tuple(actual.shape)} {actual.dtype}, "
-            f"expected is {tuple(expected.shape)} {expected.dtype}"
+            f"actual is {tuple(x.shape)} {x.dtype}, expected is {tuple(y.shape)} {y.dtype}"
         )
-    expected = expected.to(actual.device)
-    for name, tensor in (("actual", actual), ("expected", expected)):
+    y = y.to(x.device)
+    for name, tensor in (("actual", x), ("expected", y)):
         not_finite = tensor.isnan() * (not allow_nan) | tensor.isinf() * (not allow_inf)
         count = int(not_finite.sum())
         if count:
@@ -45,7 +44,7 @@ def assert_allclose(
                 f"the first at {first}: {tensor[first].item()}"
             )
     # In double precision, so that neither the difference nor the bound is rounded to the dtype.
-    wanted, found = expected.to(torch.float64), actual.to(torch.float64)
+    found, wanted = x.to(torch.float64), y.to(torch.float64)
     bound = atol + rtol * wanted.abs()
     if fail_if_too_small and bool((wanted.abs() <= bound).all()):
         raise AssertionError(
@@ -60,12 +59,12 @@ def assert_allclose(
     if mismatches == 0:
         return
     if not verbose:
-        raise AssertionError(f"{mismatches} of {actual.numel()} values differ")
-    worst = _index(int(excess.flatten().argmax()), actual.shape)
+        raise AssertionError(f"{mismatches} of {x.numel()} values differ")
+    worst = _index(int(excess.flatten().argmax()), x.shape)
     raise AssertionError(
-        f"{mismatches} of {actual.numel()} values differ by more than "
+        f"{mismatches} of {x.numel()} values differ by more than "
         f"atol={atol} + rtol={rtol} * |expected|; worst at {worst}: "
-        f"actual {actual[worst].item()}, expected {expected[worst].item()}, "
+        f"actual {x[worst].item()}, expected {y[worst].item()}, "
         f"difference {difference[worst].item():.6g}"
     )
 

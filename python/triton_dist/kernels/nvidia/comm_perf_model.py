@@ -48,15 +48,5 @@ def estimate_all_gather_time_ms(
     return max(inside, shard_mb / internode_bw) * other_hosts + inside
 
 
-def estimate_reduce_scatter_time_ms(
-    nbytes: float,
-    world_size: int,
-    local_world_size: int,
-    intranode_bw: float,
-    internode_bw: float,
-) -> float:
-    """The same for a reduce-scatter, which moves as many bytes the other way; ``nbytes``: of one
-    rank's input."""
-    return estimate_all_gather_time_ms(
-        nbytes, world_size, local_world_size, intranode_bw, internode_bw
-    )
+# A reduce-scatter moves as many bytes the other way; ``nbytes``: of one rank's input.
+estimate_reduce_scatter_time_ms = estimate_all_gather_time_ms
