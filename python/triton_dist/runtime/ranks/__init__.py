@@ -26,8 +26,18 @@ __all__ = [
     "process_group_of",
 ]
 
-default_group: Any = distributed_c10d.GroupMember
-"""Its attribute ``WORLD`` is the group of all ranks, as it is now; ``None`` without one."""
+
+class _DefaultGroup:
+    """What ``distributed_c10d.GroupMember`` says, also in compiled code: there torch 2.11 does not
+    know the value of a property of a metaclass, and takes no world for one."""
+
+    @property
+    def WORLD(self) -> dist.ProcessGroup | None:
+        """The group of all ranks, as it is now; ``None`` without one."""
+        return distributed_c10d._world.default_pg
+
+
+default_group: Any = _DefaultGroup()
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """What every function takes that asks for ranks: a process group, a mesh of one dimension, or
