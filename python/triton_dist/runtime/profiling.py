@@ -59,7 +59,7 @@ def perf_func_with_l2_reset(
 
 def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:
     """torch's profiler of this rank, with shapes; without ``do_prof`` nothing, as ``None``."""
-    return torch.profiler.profile(record_shapes=True) if do_prof else nullcontext()
+    return _profile(record_shapes=True) if do_prof else nullcontext()
 
 
 @contextmanager
@@ -87,8 +87,7 @@ def group_profile(
     if not do_prof:
         yield
         return
-    # One cycle, of which all is kept anyway; without saying so, torch 2.11 warns.
-    with torch.profiler.profile(acc_events=True) as profile:
+    with _profile() as profile:
         yield
         current_device().synchronize()
     group = process_group_of(group)
@@ -105,6 +104,12 @@ def group_profile(
             for trace in traces:
                 trace.unlink()
             parts.rmdir()
+
+
+def _profile(record_shapes: bool = False) -> torch.profiler.profile:
+    """torch's profiler for one cycle, of which all is kept anyway; without saying so, torch 2.11
+    warns."""
+    return torch.profiler.profile(record_shapes=record_shapes, acc_events=True)
 
 
 def _merge(traces: list[Path], merged: Path) -> None:
