@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -68,11 +69,17 @@ def _versions() -> dict[str, str]:
         "python": f"{platform.python_version()} at {sys.executable}",
         "system": platform.platform(),
     }
-    for package in _PACKAGES:
-        versions[package] = "not installed"
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+    return versions | {package: _version(package) for package in _PACKAGES}
+
+
+def _version(package: str) -> str:
+    """What the module says, where it can be imported: of torch that names the build (``+cu130``),
+    which pip does not know of those from its default index."""
+    with contextlib.suppress(Exception):
+        return str(importlib.import_module(package).__version__)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "not installed"
 
 
 def _device() -> dict[str, str]:
