@@ -365,11 +365,27 @@ def op(x):
 """
 
 
-def test_an_installed_package_is_followed_if_the_function_is_of_it(tmp_path, monkeypatch):
-    folder = tmp_path / "site-packages"
+def site_packages(folder):
+    """As ``pip install`` leaves a module there."""
+    folder = folder / "site-packages"
     folder.mkdir()
     (folder / "installed_ops.py").write_text(INSTALLED)
-    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def target(folder):
+    """As ``pip install --target`` leaves a module in any folder."""
+    (folder / "installed_ops.py").write_text(INSTALLED)
+    lists = folder / "installed_ops-1.0.dist-info"
+    lists.mkdir()
+    files = ["installed_ops.py,sha256=abc,70", "installed_ops-1.0.dist-info/RECORD,,"]
+    (lists / "RECORD").write_text("\n".join(files))
+    return folder
+
+
+@pytest.mark.parametrize("install", [site_packages, target])
+def test_an_installed_package_is_followed_if_the_function_is_of_it(install, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(install(tmp_path)))
     module = importlib.import_module("installed_ops")
 
     def op(x):
@@ -380,6 +396,20 @@ def test_an_installed_package_is_followed_if_the_function_is_of_it(tmp_path, mon
         assert set(all_of([op])) == {"op"}
     finally:
         del sys.modules["installed_ops"]
+
+
+def test_what_lies_beside_installed_packages_is_followed(tmp_path, monkeypatch):
+    (target(tmp_path) / "ops_beside.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("ops_beside")
+
+    def op(x):
+        return module.helper(x)
+
+    try:
+        assert set(all_of([op])) == {"op", "helper"}
+    finally:
+        del sys.modules["ops_beside"]
 
 
 def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(tmp_path, monkeypatch):

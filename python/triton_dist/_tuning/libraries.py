@@ -9,6 +9,8 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 _OWN = "triton_dist"
 _TUNER = "triton_dist._tuning"  # how a result was found does not change what was timed
@@ -57,8 +59,17 @@ class Libraries:
     def _has_file(self, file: str) -> bool:
         _, installed, inside = file.rpartition("-packages/")  # site-packages, dist-packages
         if installed:
-            return inside.partition("/")[0].removesuffix(".py") not in self._own
-        return file.startswith(_stdlib())
+            return _top(inside) not in self._own
+        return file.startswith(_stdlib()) or self._is_in_target(file)
+
+    def _is_in_target(self, file: str) -> bool:
+        """Whether ``pip install --target`` put it there, into a folder of ``PYTHONPATH``. What lies
+        beside such packages, as a program that is shipped with them, is written here."""
+        for folder in filter(None, map(str, sys.path)):
+            inside = file.removeprefix(folder.rstrip("/") + "/")
+            if inside != file and _top(inside) in _installed_in(folder):
+                return _top(inside) not in self._own
+        return False
 
 
 def is_library(module: str) -> bool:
@@ -69,6 +80,21 @@ def is_library(module: str) -> bool:
 def is_tuner(module: str) -> bool:
     """Whether ``module`` is part of the tuner itself."""
     return module == _TUNER or module.startswith(_TUNER + ".")
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """The modules and packages in ``folder`` that pip put there, by its own lists."""
+    names: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with suppress(OSError), record.open(encoding="utf-8", errors="replace") as lines:
+            names.update(_top(line.partition(",")[0]) for line in lines)
+    return frozenset(names)
+
+
+def _top(path: str) -> str:
+    """The name of a module or package, by its file."""
+    return path.partition("/")[0].removesuffix(".py")
 
 
 @functools.cache
