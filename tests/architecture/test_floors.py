@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.source import ROOT, modules, name, uses
+from tests.commands import python
 
 HARDWARE = ("torch.cuda", "torch.distributed")
 MAY_TOUCH_HARDWARE = ("runtime/", "kernels/", "layers/", "testing/", "test/")
@@ -27,12 +25,10 @@ def offences(path: Path, forbidden: tuple[str, ...]) -> list[str]:
 
 
 def test_imports_point_down(tmp_path: Path) -> None:
-    lint = Path(sys.executable).with_name("lint-imports")
-    command = [str(lint), "--cache-dir", str(tmp_path), "--no-logo"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    # As the command lint-imports does, which need not lie beside this Python.
+    lint = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    config = str(ROOT / "pyproject.toml")
+    result = python("-c", lint, "--config", config, "--cache-dir", str(tmp_path), "--no-logo")
     assert result.returncode == 0, result.stdout + result.stderr
     assert " kept, 0 broken" in result.stdout
 
