@@ -387,9 +387,10 @@ def target(folder):
 def test_an_installed_package_is_followed_if_the_function_is_of_it(install, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(install(tmp_path)))
     module = importlib.import_module("installed_ops")
+    helper = module.helper
 
     def op(x):
-        return module.helper(x)
+        return helper(x)
 
     try:
         assert set(all_of([module.op])) == {"op", "helper"}
@@ -402,9 +403,10 @@ def test_what_lies_beside_installed_packages_is_followed(tmp_path, monkeypatch):
     (target(tmp_path) / "ops_beside.py").write_text(INSTALLED)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("ops_beside")
+    helper = module.helper
 
     def op(x):
-        return module.helper(x)
+        return helper(x)
 
     try:
         assert set(all_of([op])) == {"op", "helper"}
