@@ -49,6 +49,14 @@ def kind_of_kernel() -> str:
     return type(kernel).__name__
 
 
+def rewritten_kernels() -> int:
+    """Kernels of ours that a rank need not rewrite for the interpreter, as it starts."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    modules = [fn.__module__ for fn in InterpretedFunction.rewritten_fn]
+    return sum(name.startswith("triton_dist.kernels.") for name in modules)
+
+
 def process_group_from_environment() -> int:
     assert not dist.is_initialized()
     dist.init_process_group("gloo")
@@ -135,6 +143,11 @@ def test_environment_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_a_cpu_rank_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert spawn_ranks(1, kind_of_kernel, init=False) == ["InterpretedFunction"]
+
+
+def test_ranks_that_interpret_start_with_rewritten_kernels() -> None:
+    first, second = spawn_ranks(2, rewritten_kernels, init=False)
+    assert first == second > 20
 
 
 def test_a_setting_that_torch_reads_at_import_gets_a_fresh_interpreter() -> None:

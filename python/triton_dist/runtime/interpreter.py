@@ -81,8 +81,7 @@ def install() -> None:
     for entry in MENDS:
         if entry.is_needed:
             entry.apply()
-    interpreter_speed.share_shapes()
-    interpreter_speed.keep_dtypes(upstream)
+    interpreter_speed.install(upstream)
 
 
 def current_program() -> tuple[int, int, int]:

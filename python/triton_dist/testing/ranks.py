@@ -237,10 +237,10 @@ def _context(environment: Mapping[str, str]) -> Any:
     if settings != _server_settings:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Ours take 0.2 s; of them what has no kernel: decorating one mends the interpreter, which is
-    # for the rank to do or not.
     preload = ["torch", "torch.distributed", "triton", "triton.language"]
     preload += ["triton_dist.tune", "triton_dist.autotuner", "triton_dist.runtime.symmetric"]
+    if environment.get("TRITON_INTERPRET") == "1":
+        preload.append("triton_dist.testing.warm_kernels")
     # Modules of tests import pytest, so ranks that run functions from them need it too.
     context.set_forkserver_preload(preload + (["pytest"] if "pytest" in sys.modules else []))
     forkserver.ensure_running()  # here, in the environment that the server must have

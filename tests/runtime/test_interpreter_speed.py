@@ -1,0 +1,60 @@
+"""What makes the interpreter faster changes no bit of a result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+from tests.runtime import speed_probes
+
+
+def test_results_are_those_of_the_interpreter_as_it_is():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", speed_probes.__file__],
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "TRITON_INTERPRET": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    upstream = json.loads(run.stdout)
+    refusal = upstream.pop("refusal")
+    assert refusal != "none"
+    assert speed_probes.refusal() == refusal
+    ours = speed_probes.digests()
+    assert ours == upstream
+    assert len(set(ours.values())) > len(ours) // 2, "inputs that show nothing"
+
+
+def test_types_of_blocks_are_shared_and_keep_pointers_apart():
+    block = tl.block_type(tl.int32, [4, 8])
+    wide = block.with_element_ty(tl.int64)
+    assert wide is block.with_element_ty(tl.int64)
+    assert (wide, wide.numel, str(wide)) == (
+        tl.block_type(tl.int64, [4, 8]),
+        32,
+        str(tl.block_type(tl.int64, [4, 8])),
+    )
+    assert interpreter_builder.get_block_ty(tl.int64, [4, 8]) is wide
+    pointers = [tl.pointer_type(tl.int32, *kind) for kind in ((1,), (3,), (1, True))]
+    assert [block.with_element_ty(pointer).element_ty for pointer in pointers] == pointers
+    assert block.with_element_ty(tl.float32).shape.values == [4, 8]
+
+
+def test_values_too_wide_for_their_type_are_still_refused():
+    TensorHandle(np.zeros(1, np.uint64), tl.pointer_type(tl.int8))
+    TensorHandle(np.zeros(1, np.bool_), tl.int1)
+    with pytest.raises(ValueError, match="itemsize"):
+        TensorHandle(np.zeros(1, np.int64), tl.int32)
