@@ -120,13 +120,6 @@ class RankGroup(Protocol):
     def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Every rank's value, ordered by rank, on every rank."""
 
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        """Whether ``flag`` is true on every rank."""
-
-    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over the ranks: the slowest rank decides."""
-
-    def barrier(self, phase: str, seconds: float | None = None) -> None: ...
     def align(
         self,
         phase: str = "align",

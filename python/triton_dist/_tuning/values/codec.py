@@ -2,12 +2,11 @@
 
 ``None``, ``bool``, ``int``, ``str``, finite ``float`` and ``list`` are themselves; all else is an
 object whose first name says what it is: ``{"tuple": [1, 2]}``, ``{"dtype": "torch.float16"}``. So a
-tuple never comes back as a list, nor ``True`` as ``1``. Two kinds are written as the Python values
-that they
-equal: ``torch.Size`` as a tuple, numpy scalars as Python scalars.
+tuple is never taken for a list, nor ``True`` for ``1``. Two kinds are written as the Python values
+that they equal: ``torch.Size`` as a tuple, numpy scalars as Python scalars.
 
-torch and triton are recognised by shape and never imported; reading finds classes only in modules
-that are already imported, so a file cannot make a process import anything.
+torch and triton are recognised by shape and never imported. Trees are not made values again: what
+is looked up is compared by its text or digest.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import enum
 import hashlib
 import json
 import math
-import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 Tree = Any
@@ -83,27 +80,6 @@ def is_exact(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def decode(tree: Tree) -> Any:
-    """The value that :func:`encode` made ``tree`` from.
-
-    Raises:
-        ValueError: no such tree, a class that is not imported, or a function or ``triton.Config``:
-            the live ones are found by their digest instead.
-    """
-    if isinstance(tree, list):
-        return [decode(item) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    tag = next(iter(tree), None)
-    reader = _READERS.get(str(tag))
-    if reader is None:
-        raise ValueError(f"no value is written as {text(tree)}")
-    try:
-        return reader(tree[tag], tree)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{text(tree)} cannot be read in this process: {error}") from error
 
 
 def loads(content: str | bytes) -> Tree:
@@ -214,40 +190,3 @@ def _without_modules(tree: Any) -> Any:
         else _without_modules(item)
         for name, item in tree.items()
     }
-
-
-def _find(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = sys.modules[module]
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _read_enum(name: str, tree: dict[str, Tree]) -> Any:
-    return _find(name)(decode(tree["value"])) if "value" in tree else _find(name)[tree["name"]]
-
-
-def _read_dataclass(name: str, tree: dict[str, Tree]) -> Any:
-    """Field by field, past ``__init__``, which may compute some of them."""
-    value = object.__new__(_find(name))
-    for field, item in tree["fields"].items():
-        object.__setattr__(value, field, decode(item))
-    return value
-
-
-_READERS: dict[str, Callable[[Any, dict[str, Tree]], Any]] = {
-    "float": lambda body, _: float(body),
-    "complex": lambda body, _: complex(body),
-    "bytes": lambda body, _: bytes.fromhex(body),
-    "tuple": lambda body, _: tuple(map(decode, body)),
-    "namedtuple": lambda body, tree: _find(body)._make(map(decode, tree["items"])),
-    "dict": lambda body, _: {decode(name): decode(item) for name, item in body},
-    "set": lambda body, _: set(map(decode, body)),
-    "frozenset": lambda body, _: frozenset(map(decode, body)),
-    "enum": _read_enum,
-    "dataclass": _read_dataclass,
-    "class": lambda body, _: _find(body),
-    "dtype": lambda body, _: _find(body.replace(".", ":", 1)),
-    "device": lambda body, _: _find("torch:device")(body),
-}

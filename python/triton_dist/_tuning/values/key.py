@@ -109,11 +109,6 @@ class Key:
         values = ", ".join(f"{name}={text}" for name, text in sorted(bound.items()))
         return replace(self, signature=f"{self.signature}; binds {values}")
 
-    @property
-    def value(self) -> Any:
-        """What ``key_fn`` returned. Raises ``ValueError`` if a class in it is not imported here."""
-        return codec.decode(json.loads(self.text))
-
     @cached_property
     def digest(self) -> str:
         """The same for equal keys; begins the name of the record's file."""

@@ -47,9 +47,6 @@ class SoloRank:
     def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        return flag
-
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return list(values)
 

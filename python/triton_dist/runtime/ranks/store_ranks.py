@@ -195,9 +195,6 @@ class StoreRanks:
         entries = self._take(step, phase, range(self.size), seconds)
         return self._compared(step, phase, entries, before)
 
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        return all(self.gather(phase, flag))
-
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self.gather(phase, list(values)), strict=True)]
 

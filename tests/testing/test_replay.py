@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 from tests.tuning.fakes import Rank, thread_ranks, together
-from triton_dist._tuning.measure import RecordedSpace, Replay
 from triton_dist._tuning.values import Config, Failure, Measurement, Policy, Request
 from triton_dist.errors import CandidateFailed, TuningWarning
+from triton_dist.testing.replay import RecordedSpace, Replay
 
 RESULTS = [
     {"configuration": {"n": 1}, "invalidity": "correct", "times": {"runtimes": [3.0, 1.0, 2.0]}},
