@@ -71,15 +71,6 @@ def test_a_config_is_run_once_before_it_is_measured(space):
     assert replay.milliseconds == 6.0
 
 
-def test_it_is_the_benchmarker_of_a_tuning(space):
-    replay, aligned = Replay(space.runs), []
-    measured = replay.measure(
-        lambda: replay(n=1), Policy(warmup=1), lambda hold: aligned.append(1), samples=2
-    )
-    assert measured == Measurement((1.0, 2.0), 1)
-    assert len(aligned) == 3
-
-
 def test_a_tuning_replayed_through_the_engine_is_the_same(space):
     """The device's clock moves as the recorded runs say."""
     replay = Replay(space.runs)

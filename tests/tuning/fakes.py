@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, Parts, Surroundings
-from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.search import Exhaustive
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy
@@ -191,7 +190,6 @@ class Rank:
             ranks=self.ranks,
             store=LayeredStore([memory, self.disk]),
             memory=memory,
-            benchmarker=DeviceBenchmarker(self.device, SECONDS),
             search=self.search,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             policy=self.policy,

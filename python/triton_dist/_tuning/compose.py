@@ -15,7 +15,6 @@ from triton_dist import knobs
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of
-from triton_dist._tuning.measure import DeviceBenchmarker
 from triton_dist._tuning.protocols import Device, RankGroup, Search
 from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.shared import (
@@ -223,7 +222,6 @@ class _Composer:
                 ]
             ),
             memory=self.memory,
-            benchmarker=DeviceBenchmarker(device, seconds),
             search=_SEARCHES[policy.search],
             fingerprint=functools.partial(self._fingerprint, device, ranks),
             policy=policy,

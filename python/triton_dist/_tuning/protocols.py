@@ -7,7 +7,7 @@ are implemented by shape: ``runtime`` never imports this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from triton_dist._tuning.values import (
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
         Failure,
         Fingerprint,
         Key,
-        Measurement,
         Outcome,
-        Policy,
         Request,
         StoredRecord,
         TuningRecord,
@@ -76,7 +74,8 @@ class Device(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks that tune together. ``decide`` to ``align`` are words: collective over the group.
+    """The ranks that tune together. ``meet``, ``decide`` and ``gather`` are messages: all of them
+    send each, in the same order.
 
     ``phase`` names the step in the error, ``RankTimeout``, that a rank gets when another does not
     arrive within ``seconds``, or is known not to come. Ranks in different phases at one step get
@@ -120,18 +119,13 @@ class RankGroup(Protocol):
     def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Every rank's value, ordered by rank, on every rank."""
 
-    def align(
-        self,
-        phase: str = "align",
-        seconds: float | None = None,
-        hold: Callable[[], object] | None = None,
-    ) -> None:
-        """Line up the ranks' devices, so that a timed region starts together. Does not block the
-        host for longer than it takes the slowest rank to arrive.
+    def line_up(self) -> None:
+        """After a ``gather`` to which all ranks came: let the ranks' devices go on together with
+        what is queued next. Does not block the host.
 
-        ``hold`` queues what keeps the device busy until the host has queued that region; it must
-        not raise. It is called when all ranks have come, and what it queued is lined up too: a
-        spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few percent.
+        What was queued before, to keep the device busy until the host has queued that, is lined up
+        too: a spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few
+        percent.
         """
 
 
@@ -214,20 +208,6 @@ class Log(Protocol):
         """Of this rank, for people."""
 
     def close(self) -> None: ...
-
-
-Align: TypeAlias = Callable[[Callable[[], object]], None]
-"""Lines up the ranks, with a ``hold`` (:meth:`RankGroup.align`)."""
-
-
-class Benchmarker(Protocol):
-    """Turns a call into samples on this rank."""
-
-    def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
-    ) -> Measurement:
-        """Run ``call`` as ``policy`` says, ``samples`` times timed; ``align`` lines up the ranks
-        before each run."""
 
 
 class Fingerprinter(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.values import Fingerprint, Key, agreed
 from triton_dist.errors import RankDisagreement
 
@@ -54,7 +54,7 @@ def meet(ranks: Conversation, own: Arrival) -> Meeting:
             differ, and on the others if the call of some rank was refused; says which rank has
             what.
     """
-    arrivals = ranks.meet("first call of a key", own)
+    arrivals = ranks.meet(Situation("first call of a key"), own)
     _same(ranks, "the function that is called", [arrival.function for arrival in arrivals])
     _same(ranks, f"the key of {own.function}", [_shown(arrival.key) for arrival in arrivals])
     _same(ranks, f"the arguments of {own.function}", [arrival.details for arrival in arrivals])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.protocols import Compiler
 from triton_dist._tuning.values import Config
 
@@ -55,16 +55,16 @@ class CompileAhead:
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
-        phase = "list the kernels"
+        at = Situation("list the kernels")
         kernels: dict[str, list[str]] = {}
-        with self._ranks.user_code(phase, self._seconds) as watch:
+        with self._ranks.user_code(at, self._seconds) as watch:
             watch.begin()
             for config in candidates:
                 kernels[config.digest] = compiler.missing(functools.partial(prepare, config))
             watch.end()
         self._prepare = None  # it may hold the arguments of a call
         own = Needs(compiler.cache, kernels)
-        self._all = self._ranks.gather(phase, own, self._seconds)
+        self._all = self._ranks.gather(at, own, self._seconds)
         sharers = sum(needs.cache == own.cache for needs in self._all)
         compiler.begin(share(self._all, self._ranks.rank), sharers)
 

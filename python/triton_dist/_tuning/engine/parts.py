@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from triton_dist._tuning.protocols import (
-    Benchmarker,
     Compiler,
     Device,
     Fingerprinter,
@@ -92,7 +91,6 @@ class Parts:
     """Looked up on every rank, written by the leader."""
     memory: Store
     """Written by the other ranks."""
-    benchmarker: Benchmarker
     search: Callable[[Sequence[Config], Policy, Config | None], Search]
     """Of the candidates, and the winner of an earlier tuning if there was one."""
     fingerprint: Fingerprinter

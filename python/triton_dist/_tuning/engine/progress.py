@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,
@@ -37,10 +37,10 @@ class Progress:
         self, journal: Journal, head: codec.Tree, own: TuningRecord | None, ranks: Conversation
     ) -> None:
         self._journal, self._ranks = journal, ranks
-        ranks.quarantine = lambda config, failure: journal.quarantine(head, config.digest, failure)
+        self._head = head
         # Ranks on other hosts may have cache folders of their own.
         self._stuck: dict[str, Failure] = {}
-        for stuck in ranks.gather("quarantine", dict(journal.quarantined(head))):
+        for stuck in ranks.gather(Situation("quarantine"), dict(journal.quarantined(head))):
             self._stuck = {**stuck, **self._stuck}
         self._entries: list[Entry] = []
         if ranks.is_leader:
@@ -77,6 +77,10 @@ class Progress:
                 return entry.outcome
             del self._entries[self._n :]  # another search: what it asked for is not what we ask
         return self._stuck.get(digest)
+
+    def quarantine(self, config: Config, failure: Failure) -> None:
+        """By any rank, from any thread: the next start does not try ``config``."""
+        self._journal.quarantine(self._head, config.digest, failure)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from triton_dist._tuning.engine.agreement import Arrival, Meeting, Verdict, meet
 from triton_dist._tuning.engine.attempt import Attempts
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress
 from triton_dist._tuning.engine.report import Report
@@ -76,20 +76,24 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    about = (f"{call.key!r:.200}", call.number)
-    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace, *about)
+    first = _FirstCall(subject, parts, call)
     try:
         with watchdog.paused():
-            return _FirstCall(subject, parts, call, ranks).resolve()
+            return first.resolve()
     except BaseException as error:  # an interrupt too: the others must not wait for this rank
-        ranks.leave(error)
+        first.ranks.leave(error)
         raise
 
 
 class _FirstCall:
-    def __init__(self, subject: Subject, parts: Parts, call: Call, ranks: Conversation) -> None:
+    def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
         self._subject, self._parts, self._call = subject, parts, call
-        self._ranks = ranks
+        limits = (parts.seconds, parts.grace)
+        about = (f"{call.key!r:.200}", call.number)
+        self.ranks = self._ranks = Conversation(
+            parts.ranks, subject.name, *limits, self._quarantine, *about
+        )
+        self._progress: Progress | None = None
         self._tolerated = ""
         self._incumbent: Config | None = None
         self._restless = Restless(subject.name)
@@ -151,7 +155,7 @@ class _FirstCall:
         if not record.shipped:
             return []
         try:
-            with self._ranks.user_code("prune_fn") as watch:
+            with self._ranks.user_code(Situation("prune_fn")) as watch:
                 watch.begin()
                 kept, _ = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
         except Exception as error:
@@ -186,7 +190,7 @@ class _FirstCall:
         if meeting.all_hold_it and own is not None:
             return own
         offer = own if self._ranks.rank == meeting.holder else None
-        offers = self._ranks.gather("share the record", offer)
+        offers = self._ranks.gather(Situation("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory.put(record)
         return record
@@ -207,7 +211,8 @@ class _FirstCall:
             reason = "told to tune always"
         journal = parts.journal(key)
         try:
-            progress = Progress(journal, self._head(key, fingerprint, candidates), own, ranks)
+            head = self._head(key, fingerprint, candidates)
+            progress = self._progress = Progress(journal, head, own, ranks)
             default = self._subject.space[0]
             with report.begin(len(candidates), len(pruned), reason, default):
                 with parts.quiet():
@@ -219,7 +224,7 @@ class _FirstCall:
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
                 now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-                timestamp, seconds = ranks.decide("end", (now, progress.seconds))
+                timestamp, seconds = ranks.decide(Situation("end"), (now, progress.seconds))
                 record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds)
                 try:
                     _ = record.best
@@ -233,6 +238,10 @@ class _FirstCall:
         finally:
             journal.close()
         return StoredRecord(record, where)
+
+    def _quarantine(self, config: Config, failure: Failure) -> None:
+        if self._progress is not None:  # else none was tried yet
+            self._progress.quarantine(config, failure)
 
     def _restorer(self) -> Restorer:
         call, subject = self._call, self._subject
@@ -295,7 +304,7 @@ class _FirstCall:
         plan = _Plan()
         if ranks.is_leader:
             try:
-                with ranks.user_code("prune_fn") as watch:
+                with ranks.user_code(Situation("prune_fn")) as watch:
                     watch.begin()
                     kept, pruned = subject.space.prune(
                         subject.prune_fn, self._call.args, self._call.kwargs
@@ -306,7 +315,7 @@ class _FirstCall:
                 )
             except Exception as error:
                 failure, plan = error, _Plan(failure=f"{type(error).__name__}: {error}")
-        decided = ranks.decide("prune_fn", plan, self._parts.seconds)
+        decided = ranks.decide(Situation("prune_fn"), plan, self._parts.seconds)
         if failure is not None:
             raise failure
         if decided.failure is not None:
@@ -329,7 +338,8 @@ class _FirstCall:
             wanted: tuple[str, int, Outcome | None] = ("", 0, None)
         else:
             wanted = (asked.config.digest, asked.samples, progress.known(asked))
-        digest, samples, outcome = self._ranks.decide(f"request {progress.requests + 1}", wanted)
+        at = Situation(f"request {progress.requests + 1}")
+        digest, samples, outcome = self._ranks.decide(at, wanted)
         return (Request(self._config(digest), samples), outcome) if digest else None
 
     def _spent(self, asked: Request, progress: Progress) -> bool:

@@ -61,3 +61,6 @@ class SoloRank:
     ) -> None:
         if hold is not None:
             hold()
+
+    def line_up(self) -> None:
+        pass

@@ -207,10 +207,14 @@ class StoreRanks:
         seconds: float | None = None,
         hold: Callable[[], object] | None = None,
     ) -> None:
-        """A barrier, then ``hold``."""
+        """A barrier, then ``hold``, which queues work, then :meth:`line_up`."""
         self.barrier(phase, seconds)
         if hold is not None:
             hold()
+        self.line_up()
+
+    def line_up(self) -> None:
+        """Nothing: these ranks queue no work."""
 
     def _compared(
         self, step: int, phase: str, entries: list[tuple[str, T]], before: int

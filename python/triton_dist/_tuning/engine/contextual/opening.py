@@ -20,6 +20,7 @@ from triton_dist._tuning.engine.contextual.context import (
 )
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.words import Words
+from triton_dist._tuning.engine.conversation import Situation
 from triton_dist._tuning.values import Config, ConfigSpace, Entry, Fingerprint, TuningRecord, codec
 from triton_dist._warn import warn
 from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen, TuningWarning
@@ -88,7 +89,7 @@ def open_context(
         record, where = parts.kernels.find(key, fingerprint, own.configs.values())
     found = own.winner_on_disk(triton_key) if record is None else record.best.digest
     openings = words.gather(
-        f"call {call}: launch of {context.name}",
+        Situation(f"call {call}: launch of {context.name}"),
         Opening(
             f"{len(own.space)} configs, digest {own.space.digest}",
             fingerprint,
@@ -224,7 +225,7 @@ def _resume(
     stuck, entries = dict(journal.quarantined(head)), list[Entry]()
     if parts.ranks.is_leader:
         entries = list(journal.begin(head, None if record is None else record.digest))
-    told = words.gather(f"call {call}: journal of {context.name}", (stuck, entries))
+    told = words.gather(Situation(f"call {call}: journal of {context.name}"), (stuck, entries))
     context.resume(next((leaders for _, leaders in told if leaders), []))
     context.keep(journal, head)
     for quarantined, _ in reversed(told):  # the lowest rank's counts

@@ -22,6 +22,7 @@ from triton_dist._tuning.engine.contextual.own_run import keeps_own_table
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
 from triton_dist._tuning.engine.contextual.words import Words
+from triton_dist._tuning.engine.conversation import Situation
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
 from triton_dist._warn import warn
@@ -53,9 +54,8 @@ class Session:
     ) -> None:
         self._contexts, self._parts = contexts, parts
         self._interception = interception
-        self._words = Words(parts, function)
+        self._words = Words(parts, function, lambda: self._turn.suspect())
         self._turn = self._next_turn(0)
-        self._words.suspect = lambda: self._turn.suspect()
         self._settle: Callable[[], None] = lambda: None
         self._scope = ExitStack()
         self._began = self._call_began = time.monotonic()
@@ -92,8 +92,8 @@ class Session:
             while True:
                 self._call_began = time.monotonic()
                 try:
-                    phase = f"call {self._turn.number}"
-                    with self._words.user_code(phase, self._words.limit) as watch:
+                    at = Situation(f"call {self._turn.number}")
+                    with self._words.user_code(at, self._words.limit) as watch:
                         watch.begin()
                         result = call()
                 except Exception as error:
@@ -139,12 +139,13 @@ class Session:
             self.fail_call(error)
             raise
         except TimeoutError:
-            phase, how = f"end of call {turn.number}", "its device has not finished"
-            raise self._words.lose(self._words.stuck(phase, self._words.limit, how)) from None
+            at, how = Situation(f"end of call {turn.number}"), "its device has not finished"
+            raise self._words.lose(self._words.stuck(at, self._words.limit, how)) from None
         except Exception as error:
             self.fail_call(error)
             raise
-        everyone = self._words.gather(f"end of call {turn.number}", list(turn.steps.values()))
+        ending = Situation(f"end of call {turn.number}")
+        everyone = self._words.gather(ending, list(turn.steps.values()))
         self._same(everyone)
         for context, *steps in zip(turn.steps, *everyone, strict=True):
             self._learn(context, steps)
@@ -170,7 +171,7 @@ class Session:
         if not self._words.has_met:  # others learn it from the word with which this rank leaves
             self._words.lose(error)
             return
-        ending = f"end of call {self._turn.number}, which raised {text_of(error)}"
+        ending = Situation(f"end of call {self._turn.number}, which raised {text_of(error)}")
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
             self._words.gather(ending, None)

@@ -13,6 +13,7 @@ from triton_dist._tuning.engine.contextual.context import Context, jit_function,
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.words import Words
+from triton_dist._tuning.engine.conversation import Situation
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure
@@ -154,15 +155,15 @@ class Turn:
     ) -> Failure | None:
         """Take ``step``, on all ranks; the failure of the lowest rank on which it failed."""
         own: Failure | None = None
-        phase = f"call {self.number}: {what} {context.name} {config}"
+        at = Situation(f"call {self.number}: {what} {context.name} {config}")
         limit, self._compiling = self._parts.compile_seconds, (context, config)
         try:
-            with watchdog.paused(), self._words.user_code(phase, limit) as watch:
+            with watchdog.paused(), self._words.user_code(at, limit) as watch:
                 watch.begin()
                 step()
         except Exception as error:
             own = failure_of(error, "compile", self._own_rank)
-        votes = self._words.gather(phase, own, limit)
+        votes = self._words.gather(at, own, limit)
         self._compiling = None
         return next((vote for vote in votes if vote is not None), None)
 

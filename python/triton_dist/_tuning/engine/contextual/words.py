@@ -3,51 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 from triton_dist._tuning.engine.contextual.context import Context
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import Config, Failure
 
 T = TypeVar("T")
+Suspect: TypeAlias = Callable[[], tuple[Context, Config] | None]
 
 
 class Words(Conversation):
-    """There is one word, ``gather``. Its phase says where a rank is and is compared: ranks that are
-    at different places get an error that says where each of them is.
+    """There is one message, ``gather``. Its phase says where a rank is and is compared: ranks that
+    are at different places get an error that says where each of them is.
+
+    Args:
+        suspect: which kernel is at which config now, if one is.
 
     Attributes:
         limit: seconds for the function's current call.
-        suspect: which kernel is at which config, if one is.
     """
 
-    def __init__(self, parts: ContextualParts, function: str) -> None:
+    def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
         with parts.gate:
-            super().__init__(parts.ranks, function, parts.seconds, parts.grace)
+            limits = (parts.seconds, parts.grace)
+            super().__init__(parts.ranks, function, *limits, self._quarantine)
         self.limit = parts.compile_seconds
-        self.suspect: Callable[[], tuple[Context, Config] | None] = lambda: None
-        self.quarantine = self._quarantine
+        self._suspect = suspect
 
-    def gather(self, phase: str, value: T, after: float = 0.0) -> list[T]:
+    def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
         """``after``: how long other ranks may take to come here; default: as long as the call."""
         with watchdog.paused():  # the call's, which is in our code here
-            said = f"{self._function}, {phase}"
+            at = replace(at, phase=f"{self._function}, {at.phase}")
             if not self.has_met:
-                return self.meet(said, value)
-            return super().gather(said, value, after or self.limit)
+                return self.meet(at, value)
+            return super().gather(at, value, after or self.limit)
 
-    def lose(self, error: Exception) -> Exception:
-        """``error`` comes to all ranks: no more words are needed."""
-        self.lost = error
-        return error
-
-    def accused(self) -> Config | None:
-        suspect = self.suspect()
+    def accused(self, at: Situation) -> Config | None:
+        suspect = self._suspect()
         return None if suspect is None else suspect[1]
 
     def _quarantine(self, config: Config, failure: Failure) -> None:
-        suspect = self.suspect()
+        suspect = self._suspect()
         if suspect is not None:
             suspect[0].quarantine(config, failure)
