@@ -66,7 +66,7 @@ class Attempts:
         self._ahead, self._settle, self._restorer = ahead, settle, restorer
         self._ready: set[str] = set()
         self._sampler = Sampler(
-            parts.device, ranks, parts.policy, parts.seconds, settle, self._reset
+            parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle, self._reset
         )
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
@@ -99,7 +99,7 @@ class Attempts:
 
     def _prepare(self, config: Config, label: str) -> Failure | None:
         """Compile, and launch nothing."""
-        prepare, limit = self._subject.hooks.prepare, self._parts.compile_seconds
+        prepare, limit = self._subject.hooks.prepare, self._parts.settings.compile_seconds
         if self._ahead.is_needed(config):
             at = Situation(f"compile {label}", config)
             wait = functools.partial(self._ahead.wait, config)
@@ -125,7 +125,7 @@ class Attempts:
 
     def _measure(self, request: Request, label: str) -> Outcome:
         """The slowest rank of each sample counts."""
-        call, config, policy = self._call, request.config, self._parts.policy
+        call, config, policy = self._call, request.config, self._parts.settings.policy
         run = functools.partial(
             self._subject.function, *call.args, **call.kwargs, **config.arguments()
         )
@@ -177,7 +177,7 @@ class Attempts:
                 raise
             own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
-        limit = self._parts.seconds if after is None else after
+        limit = self._parts.settings.seconds if after is None else after
         votes = self._ranks.gather(at, _Vote(own, samples), limit)
         failure = next((vote.failure for vote in votes if vote.failure is not None), None)
         if failure is not None:
@@ -218,13 +218,13 @@ class Attempts:
         self._user(at, self._reset)
         output = self._user(at, lambda: function(*args, **kwargs, **arguments))
         self._settle()
-        self._parts.device.synchronize(self._parts.seconds)
+        self._parts.device.synchronize(self._parts.settings.seconds)
         return output
 
     def _captured(self, at: Situation, call: Callable[[], Any]) -> Callable[[], Any]:
         parts = self._parts
         self._user(at, self._reset)
-        capture = functools.partial(parts.device.capture, call, parts.seconds)
+        capture = functools.partial(parts.device.capture, call, parts.settings.seconds)
         replay: Callable[[], Any] = self._user(at, capture)
         self._settle()
         return replay
@@ -244,12 +244,12 @@ class Attempts:
                 self._user(at, lambda: recover(*self._call.args, **self._call.kwargs))
             with suppress(WaitTimeout):  # left by a run that raised: not the next config's fault
                 self._settle()
-            self._parts.device.synchronize(self._parts.seconds)
+            self._parts.device.synchronize(self._parts.settings.seconds)
         except TuningTimeout:
             raise
         except Exception as error:
             own = text_of(error)
-        votes = self._ranks.gather(at, own, self._parts.seconds)
+        votes = self._ranks.gather(at, own, self._parts.settings.seconds)
         causes = {
             self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
         }

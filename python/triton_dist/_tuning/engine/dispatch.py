@@ -6,17 +6,14 @@ context manager or word to other ranks.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import pickle
-import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
+from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.values import (
@@ -26,8 +23,6 @@ from triton_dist._tuning.values import (
     FixedSpace,
     Origin,
     TuningRecord,
-    original,
-    qualified_name,
 )
 from triton_dist.errors import (
     CaptureInProgress,
@@ -47,11 +42,8 @@ class Choice:
     record: TuningRecord | None
 
 
-class AutoTuner:
+class AutoTuner(Decorated):
     """A function whose tunable arguments are chosen by measuring, once for each key.
-
-    To its users it stays the function: name, docstring, signature, use as a method, pickling by
-    name.
 
     Attributes:
         fn: the function itself, without tuning.
@@ -59,6 +51,8 @@ class AutoTuner:
         key_fn, prune_fn: as given.
         tuning_count: how many tunings this process did; a cached result is none.
     """
+
+    _kind = "autotuned"
 
     def __init__(
         self,
@@ -72,11 +66,10 @@ class AutoTuner:
         surroundings: Surroundings,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
     ) -> None:
-        self.fn, self.config_space = fn, config_space
+        super().__init__(fn)
+        self.config_space = config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
-        functools.update_wrapper(self, original(fn))
-        self.__wrapped__ = fn
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
@@ -178,10 +171,6 @@ class AutoTuner:
         """Which function this is, as its records name it."""
         return self._origin_of(self.fn, self.config_space.names)
 
-    @property
-    def _name(self) -> str:
-        return function_name(self.fn)
-
     def clear(self) -> None:
         """Forget what this process chose. Records on disk stay, and are looked up again."""
         self._enter_world()
@@ -261,8 +250,8 @@ class AutoTuner:
             return known
 
     def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
-        name, origin = function_name(self.fn), self._origin_of(self.fn, space.names)
-        subject = Subject(self.fn, name, origin, space, self.prune_fn, self._hooks)
+        origin = self._origin_of(self.fn, space.names)
+        subject = Subject(self.fn, self._name, origin, space, self.prune_fn, self._hooks)
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record
         self.tuning_count += resolution.tuned
@@ -355,35 +344,3 @@ class AutoTuner:
             (when, key),
         )
         return self._default()
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __reduce__(self) -> str:
-        return name_in_module(self)  # pickled by name, as functions are
-
-    def __repr__(self) -> str:
-        return f"<autotuned {self._name}>"
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """``module.qualname``."""
-    return f"{original(function).__module__}.{qualified_name(function)}"
-
-
-def name_in_module(tuned: Any) -> str:
-    """The name under which ``tuned`` can be imported again.
-
-    Its function's, unless that is a partial's or an object's: then the global that holds it.
-    """
-    function, name = tuned.__wrapped__, str(vars(tuned).get("__qualname__", ""))
-    if isinstance(inspect.unwrap(function), types.FunctionType):
-        return name
-    for module in list(sys.modules.values()):
-        for each, value in list(getattr(module, "__dict__", {}).items()):
-            if value is tuned:
-                tuned.__module__ = module.__name__
-                return str(each)
-    raise pickle.PicklingError(
-        f"{tuned!r} is no global of any module, so no other process can find it by name"
-    )

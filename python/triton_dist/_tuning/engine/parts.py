@@ -82,44 +82,58 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What is composed for one first call; environment variables are read at that time."""
+class Settings:
+    """How to tune: what the decorator says, and the environment at the time of a first call."""
 
-    device: Device
-    ranks: RankGroup
-    store: Store
-    """Looked up on every rank, written by the leader."""
-    memory: Store
-    """Written by the other ranks."""
-    search: Callable[[Sequence[Config], Policy, Config | None], Search]
-    """Of the candidates, and the winner of an earlier tuning if there was one."""
-    fingerprint: Fingerprinter
-    """What this rank's records depend on; of what functions bind, all ranks see what counts."""
     policy: Policy
-    hardware: str
-    """Hardware and size of the group; part of the key."""
-    quiet: Callable[[], AbstractContextManager[object]]
-    """What candidates run under: no gradients are recorded, waits in kernels are bounded."""
-    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
-    """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
-    gate: AbstractContextManager[object]
-    """Held during a first call, so that the first calls of one group come one after another.
-    Re-entrant: a tuned function may call a tuned function."""
     always_tune: bool
     frozen: bool
     """Tuning is forbidden."""
     strict: bool
+    """Differences at patch level make a record invalid."""
     verbose: bool
     seconds: float
     """Longest time that a step of a candidate may take, on the host and on the device."""
     compile_seconds: float
-    """The same for ``prepare``."""
+    """The same for compiling one."""
     grace: float
     """Time from the report that this rank is stuck to the end of its process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What is composed for one tuning, of either tuner."""
+
+    settings: Settings
+    device: Device
+    ranks: RankGroup
+    hardware: str
+    """Hardware and size of the group; part of the key."""
+    store: Store
+    """Looked up on every rank, written by the leader."""
     journal: Callable[[Key], Journal]
-    log: Callable[[Key], Log]
-    compiler: Callable[[], Compiler] | None = None
+    quiet: Callable[[], AbstractContextManager[object]]
+    """What candidates run under: waits in kernels are bounded."""
+    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
+    """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
+    gate: AbstractContextManager[object]
+    """Held while a tuning begins, so that the threads of a rank begin one after another.
+    Re-entrant: a tuned function may call a tuned function."""
+    compiler: Callable[[], Compiler] | None
     """``None`` where nothing is compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Common):
+    """What is composed for one first call of a key."""
+
+    memory: Store
+    """Written by the ranks that are not the leader."""
+    search: Callable[[Sequence[Config], Policy, Config | None], Search]
+    """Of the candidates, and the winner of an earlier tuning if there was one."""
+    fingerprint: Fingerprinter
+    """What this rank's records depend on; of what functions bind, all ranks see what counts."""
+    log: Callable[[Key], Log]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from triton_dist._tuning.values import (
     Config,
     Entry,
     Failure,
+    Fingerprint,
+    Key,
     Outcome,
     Request,
     Trial,
@@ -20,6 +22,17 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.outcome import joined
 from triton_dist.errors import RankTimeout
+
+
+def journal_head(key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
+    """What an interrupted tuning must have in common with this one to be gone on with."""
+    return {
+        "function": key.function,
+        "key": key.text,
+        "hardware_group": key.hardware,
+        "fingerprint": codec.digest(vars(fingerprint)),
+        "candidates": [config.digest for config in candidates],
+    }
 
 
 class Progress:

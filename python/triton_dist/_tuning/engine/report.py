@@ -36,7 +36,7 @@ class Report:
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
         self._parts, self._key, self._clock = parts, key, clock
-        self._aloud = parts.verbose and parts.ranks.is_leader
+        self._aloud = parts.settings.verbose and parts.ranks.is_leader
         self._title = f"autotune {key.full_name}, key {key}"
         self._log = parts.log(key)
         self._total = 0
@@ -57,7 +57,7 @@ class Report:
 
     def begin(self, candidates: int, pruned: int, reason: str, default: Config) -> Report:
         ranks, self._default = self._parts.ranks, default.digest
-        self._total = min(candidates, self._parts.policy.max_trials or candidates)
+        self._total = min(candidates, self._parts.settings.policy.max_trials or candidates)
         self._begin = time.monotonic()
         line = (
             f"{self._title}: {reason}; tuning {candidates} configs ({pruned} pruned) "
@@ -74,7 +74,7 @@ class Report:
             candidates=candidates,
             pruned=pruned,
             reason=reason,
-            policy=dict(self._parts.policy.facts()),
+            policy=dict(self._parts.settings.policy.facts()),
         )
         if self._aloud and sys.stderr.isatty():
             self._bar = _bar()

@@ -6,11 +6,8 @@ No environment, log, lock or word to other ranks; kernels in it run Triton's own
 
 from __future__ import annotations
 
-import functools
 import os
-import pickle
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -27,7 +24,7 @@ from triton_dist._tuning.engine.contextual.interception import (
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
-from triton_dist._tuning.engine.dispatch import function_name
+from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._warn import called_by_users
 from triton_dist.errors import TritonDistError
@@ -46,16 +43,15 @@ os.register_at_fork(after_in_child=_release_all)
 _UNSETTLED = object()
 
 
-class ContextualAutoTuner:
+class ContextualAutoTuner(Decorated):
     """A function whose inner ``triton.autotune`` kernels are tuned by calling it again and again.
-
-    To its users it stays the function: name, docstring, signature, use as a method, pickling by
-    name.
 
     Attributes:
         fn: the function itself; kernels in it then tune as Triton does.
         tuning_calls: how often this process called the function besides once for each call.
     """
+
+    _kind = "contextually autotuned"
 
     def __init__(
         self,
@@ -67,9 +63,8 @@ class ContextualAutoTuner:
     ) -> None:
         """``default_group`` has the group of all ranks in ``WORLD``; in another one all is chosen
         again."""
-        self.fn = fn
+        super().__init__(fn)
         self.tuning_calls = 0
-        functools.update_wrapper(self, fn)
         self._compose, self._interception, self._ranks = compose, interception, ranks
         self._default_group = default_group
         self._contexts: Contexts = {}
@@ -152,15 +147,14 @@ class ContextualAutoTuner:
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world
-        name = function_name(self.fn)
         try:
             parts = self._compose()
         except Exception as error:  # of a variable, perhaps, that is set on this rank only
             with suppress(TritonDistError):
-                about = self._ranks().converse(name)
+                about = self._ranks().converse(self._name)
                 about.leave(f"{type(error).__name__}: {error}", refused=True)
             raise
-        return Session(name, self._contexts, parts, self._interception)
+        return Session(self._name, self._contexts, parts, self._interception)
 
     def _settle(self, session: Session) -> None:
         self.tuning_calls += session.calls - 1
@@ -211,18 +205,6 @@ class ContextualAutoTuner:
         finally:
             session.__exit__(type(error), error)
             self._tuning.release()
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __reduce__(self) -> str:
-        name = vars(self).get("__qualname__")
-        if name is None:
-            raise pickle.PicklingError(f"{self!r} has no name to be pickled by")
-        return str(name)  # as functions are
-
-    def __repr__(self) -> str:
-        return f"<contextually autotuned {function_name(self.fn)}>"
 
 
 called_by_users([ContextualAutoTuner.__call__])

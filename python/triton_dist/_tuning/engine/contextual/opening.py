@@ -7,11 +7,16 @@ candidates the leader has.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from triton_dist._tuning.engine.agreement import same_fingerprint
+from triton_dist._tuning.engine.agreement import (
+    Arrival,
+    Meeting,
+    OwnRecord,
+    Verdict,
+    own_record,
+)
 from triton_dist._tuning.engine.contextual.context import (
     Context,
     kernel_name,
@@ -21,29 +26,19 @@ from triton_dist._tuning.engine.contextual.context import (
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.engine.conversation import Situation
-from triton_dist._tuning.values import Config, ConfigSpace, Entry, Fingerprint, TuningRecord, codec
+from triton_dist._tuning.engine.progress import journal_head
+from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
+    Entry,
+    Fingerprint,
+    Key,
+    TuningRecord,
+    codec,
+    validity,
+)
 from triton_dist._warn import warn
-from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen, TuningWarning
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What one rank came with. Configs are digests."""
-
-    space: str
-    fingerprint: Fingerprint
-    kept: tuple[str, ...] = ()
-    """What its pruning leaves, in order; the leader's counts."""
-    failure: str | None = None
-    """The exception that its pruning raised."""
-    winner: str | None = None
-    """Of a valid record that it has."""
-    bound: frozenset[str] | None = None
-    """The bound constants that this record counts; ``None``: there is none."""
-    is_leader: bool = False
-    always_tune: bool = False
-    frozen: bool = False
-    capturing: bool = False
+from triton_dist.errors import NoValidConfig, TuningFrozen, TuningWarning
 
 
 def as_config(config: Any) -> Config:
@@ -81,33 +76,29 @@ def open_context(
     name = kernel_name(tuner)
     _warn_of_unknown_keys(name, tuner)
     own = _Own(tuner, prune)
-    key = parts.kernels.key(name, triton_key)
-    fingerprint = parts.kernels.fingerprint(tuner, own.space)
+    key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
+    fingerprint = parts.fingerprint(tuner, own.space)
     context = Context(tuner, triton_key, key, own.live)
-    record, where = None, "its key has no text that another process would understand"
+    found = OwnRecord(None, "its key has no text that another process would understand")
     if context.can_persist:
-        record, where = parts.kernels.find(key, fingerprint, own.configs.values())
-    found = own.winner_on_disk(triton_key) if record is None else record.best.digest
-    openings = words.gather(
-        Situation(f"call {call}: launch of {context.name}"),
-        Opening(
-            f"{len(own.space)} configs, digest {own.space.digest}",
-            fingerprint,
-            tuple(config.digest for config in own.kept),
-            None if own.failure is None else f"{type(own.failure).__name__}: {own.failure}",
-            found if found in own.live else None,
-            None if record is None else frozenset(record.fingerprint.bound),
-            parts.ranks.is_leader,
-            parts.always_tune,
-            parts.frozen,
-            parts.device.is_capturing(),
-        ),
-    )
+        strict, configs = parts.settings.strict, own.configs.values()
+        stored = parts.store.find(key)
+        found = own_record(stored, lambda record: validity(record, fingerprint, configs, strict))
+    verdict = found.verdict
+    if found.record is None:
+        verdict = Verdict(own.winner_on_disk(triton_key))
+    compared = [
+        (f"the pruning of {context.name}", own.failure_text),
+        (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
+    ]
+    kept = [config.digest for config in own.kept]
+    arrival = Arrival.of(parts, compared, fingerprint, verdict, kept)
+    arrivals = words.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
     if own.failure is not None:
         raise words.lose(own.failure)
-    common = _same(context.name, openings, words)
-    context.key = key.binding(common.bound)
-    return _begun(context, own, openings, common, record, where, parts, words, call)
+    meeting = Meeting(words, context.name, arrivals)
+    context.key = key.binding(meeting.fingerprint.bound)
+    return _begun(context, own, meeting, found, parts, words, call)
 
 
 class _Own:
@@ -116,6 +107,7 @@ class _Own:
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
         self._tuner = tuner
         self.failure: Exception | None = None
+        """The exception that its pruning raised."""
         pruned: list[Any] = []
         try:
             pruned = prune()
@@ -128,50 +120,32 @@ class _Own:
         self.configs = {config.digest: config for config, _ in [*kept, *pairs]}
         self.kept = list({config.digest: config for config, _ in kept}.values())
 
+    @property
+    def failure_text(self) -> str:
+        return "done" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
         """Of the kernel's own ``cache_results``."""
         kept = [self.live[config.digest] for config in self.kept]
         winner = triton_disk_winner(self._tuner, triton_key, kept)
-        return None if winner is None else as_config(winner).digest
-
-
-def _same(name: str, openings: Sequence[Opening], words: Words) -> Fingerprint:
-    """What all ranks depend on."""
-    failures = {words.named(r): each.failure or "done" for r, each in enumerate(openings)}
-    if any(each.failure for each in openings):
-        raise words.lose(RankDisagreement(f"the pruning of {name}", failures))
-    spaces = {words.named(rank): each.space for rank, each in enumerate(openings)}
-    if len(set(spaces.values())) > 1:
-        raise words.lose(RankDisagreement(f"the configs of {name}", spaces))
-    try:
-        return same_fingerprint(words, name, [each.fingerprint for each in openings])
-    except RankDisagreement as error:
-        raise words.lose(error) from None
+        digest = None if winner is None else as_config(winner).digest
+        return digest if digest in self.live else None
 
 
 def _begun(
     context: Context,
     own: _Own,
-    openings: Sequence[Opening],
-    fingerprint: Fingerprint,
-    record: TuningRecord | None,
-    where: str,
+    meeting: Meeting,
+    found: OwnRecord,
     parts: ContextualParts,
     words: Words,
     call: int,
 ) -> Context:
-    leader = next(each for each in openings if each.is_leader)
-    capturing = any(each.capturing for each in openings)
-    frozen = [words.named(rank) for rank, each in enumerate(openings) if each.frozen]
-    # Where nothing can be tuned, a record is used even if it was asked to be replaced.
-    usable = [leader, *openings] if capturing or frozen or not leader.always_tune else []
-    counted = frozenset(fingerprint.bound)
-    known = (each.winner for each in usable if each.bound in (None, counted))
-    winner = next((each for each in known if each is not None), None)
-    if winner is not None:
-        context.use(own.live[winner])
+    if meeting.winner is not None:
+        context.use(own.live[meeting.winner])
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
         return context
+    leader, fingerprint, policy = meeting.leader, meeting.fingerprint, parts.settings.policy
     kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
     if len(kept) < len(leader.kept):
         raise LookupError(f"{context.name}: the leader's pruning made configs that this rank lacks")
@@ -179,10 +153,10 @@ def _begun(
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
         raise words.lose(NoValidConfig(context.name, context.key, causes))
-    if frozen and len(kept) > 1:
-        key = context.key
-        raise words.lose(TuningFrozen(key.full_name, key, key.hardware, where, frozen))
-    if capturing:
+    if meeting.frozen and len(kept) > 1:
+        key, frozen = context.key, meeting.frozen
+        raise words.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
+    if meeting.capturing:
         context.use_once(own.live[kept[0].digest])
         warn(
             f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
@@ -190,16 +164,17 @@ def _begun(
             TuningWarning,
         )
         return context
-    plan = parts.plan(kept, parts.warmup, parts.repeat)
-    context.begin(kept, pruned, fingerprint, plan, parts.warmup)
+    plan = parts.plan(kept, policy.warmup, policy.repeat)
+    context.begin(kept, pruned, fingerprint, plan, policy.warmup)
     if len(kept) == 1:
         context.use(own.live[kept[0].digest])  # nothing to choose from
     elif context.can_persist:
-        _resume(context, fingerprint, record, parts, words, call)
-    reason = "told to tune always" if leader.always_tune else where
+        _resume(context, fingerprint, found.record, parts, words, call)
+    reason = "told to tune always" if leader.always_tune else found.where
+    ranks = parts.ranks.size
     parts.log.say(
         f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
-        f"{len(openings)} rank{'' if len(openings) == 1 else 's'}"
+        f"{ranks} rank{'' if ranks == 1 else 's'}"
     )
     return context
 
@@ -214,14 +189,8 @@ def _resume(
 ) -> None:
     """Go on where an interrupted tuning of the same was, without the configs that some rank got
     stuck in. Ranks on other hosts may have cache folders of their own."""
-    head: codec.Tree = {
-        "function": context.key.function,
-        "key": context.key.text,
-        "hardware_group": context.key.hardware,
-        "fingerprint": codec.digest(vars(fingerprint)),
-        "candidates": [config.digest for config in context.candidates],
-    }
-    journal = parts.kernels.journal(context.key)
+    head = journal_head(context.key, fingerprint, context.candidates)
+    journal = parts.journal(context.key)
     stuck, entries = dict(journal.quarantined(head)), list[Entry]()
     if parts.ranks.is_leader:
         entries = list(journal.begin(head, None if record is None else record.digest))
@@ -231,6 +200,15 @@ def _resume(
     for quarantined, _ in reversed(told):  # the lowest rank's counts
         for digest, failure in quarantined.items():
             context.fail(digest, failure)
+
+
+def _with_text(value: object) -> object:
+    """Values of other libraries, such as Triton's dtypes, count by how they print."""
+    try:
+        codec.encode(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def _warn_of_unknown_keys(name: str, tuner: Any) -> None:

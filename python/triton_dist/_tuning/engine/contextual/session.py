@@ -217,7 +217,7 @@ class Session:
         if not parts.ranks.is_leader:
             where = "the leader's store"
         elif context.can_persist:
-            where = parts.kernels.put(record)
+            where = parts.store.put(record) or "memory"
         else:
             where = "memory"
         context.close(None)
@@ -248,5 +248,5 @@ class Session:
     def _next_turn(self, number: int) -> Turn:
         if number:
             took = time.monotonic() - self._call_began
-            self._words.limit = max(self._parts.seconds, _SLOWER * took)
+            self._words.limit = max(self._parts.settings.seconds, _SLOWER * took)
         return Turn(number, self._parts, self._words, self._finish)

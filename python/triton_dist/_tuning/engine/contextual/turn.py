@@ -143,7 +143,7 @@ class Turn:
         ahead = context.ahead = CompileAhead(
             lambda config: launch.compile(context.live[config.digest]),
             parts.compiler,
-            parts.compile_seconds,
+            parts.settings.compile_seconds,
             self._words,
         )
         with watchdog.paused():
@@ -156,7 +156,7 @@ class Turn:
         """Take ``step``, on all ranks; the failure of the lowest rank on which it failed."""
         own: Failure | None = None
         at = Situation(f"call {self.number}: {what} {context.name} {config}")
-        limit, self._compiling = self._parts.compile_seconds, (context, config)
+        limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
         try:
             with watchdog.paused(), self._words.user_code(at, limit) as watch:
                 watch.begin()

@@ -29,9 +29,9 @@ class Words(Conversation):
 
     def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
         with parts.gate:
-            limits = (parts.seconds, parts.grace)
+            limits = (parts.settings.seconds, parts.settings.grace)
             super().__init__(parts.ranks, function, *limits, self._quarantine)
-        self.limit = parts.compile_seconds
+        self.limit = parts.settings.compile_seconds
         self._suspect = suspect
 
     def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
