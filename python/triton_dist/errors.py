@@ -48,10 +48,10 @@ class DeviceUnavailable(TritonDistError, RuntimeError):
 class UnsupportedVersion(TritonDistError, ImportError):
     """A dependency whose version is outside the supported range."""
 
-    def __init__(self, package: str, found: str, supported: str) -> None:
+    def __init__(self, package: str, found: str, supported: str, remedy: str = "") -> None:
+        remedy = remedy or f"Install a supported version: pip install '{package}{supported}'"
         super().__init__(
-            f"{package} {found} is installed, triton_dist supports {package} {supported}. "
-            f"Install a supported version: pip install '{package}{supported}'"
+            f"{package} {found} is installed, triton_dist supports {package} {supported}. {remedy}"
         )
 
 

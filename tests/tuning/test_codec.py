@@ -83,14 +83,30 @@ def test_values_that_equal_python_values_are_written_as_those():
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (range(0, 4, 2), range(0, 3, 2)),
+        (range(5, 5), range(0)),
+        (range(7, 9, 5), range(7, 8)),
+        (range(5, 0, -2), range(5, -1, -2)),
+    ],
+)
+def test_equal_ranges_have_one_text(one, other):
+    assert one == other
+    assert codec.encode(one) == codec.encode(other)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         DTYPES,
         [*Method, *Level, *Unit, *Access, *Mode, *Plan.Nested, Access(3), Mode(0)],
         [Plan(None), Plan((None, b"\x00", {1: [Method.PUSH]})), Plan(Plan(None))],
         [math.nan, math.inf, -math.inf, 0.0, -0.0],
+        [torch.channels_last, torch.contiguous_format, torch.strided, torch.sparse_coo],
+        [range(0), range(3), range(1, 3), range(0, 3, 2), range(3, 0, -1), [0, 1, 2], (0, 3, 1)],
     ],
-    ids=["dtypes", "enums", "dataclasses", "floats"],
+    ids=["dtypes", "enums", "dataclasses", "floats", "layouts", "ranges"],
 )
 def test_each_of_a_kind_has_its_own_text(values):
     texts = {codec.text(codec.encode({"k": [value, (value,)]})) for value in values}
@@ -154,6 +170,8 @@ def test_functions_made_in_one_place_differ_by_their_closures():
         (b"\x01", "b'\\x01'"),
         (float("inf"), "inf"),
         (torch.device("cuda", 1), "torch.device('cuda:1')"),
+        (torch.channels_last, "torch.channels_last"),
+        (range(3), "range(0, 3, 1)"),
         (
             triton.Config({"BLOCK_SIZE_M": 64}, num_warps=8, num_stages=3),
             "triton.Config({'BLOCK_SIZE_M': 64}, num_ctas=1, num_stages=3, num_warps=8)",

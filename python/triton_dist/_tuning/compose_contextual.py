@@ -85,7 +85,14 @@ def contextual_autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "contextual_autotune")
         group = default_group if is_dist else NoGroup
-        return ContextualAutoTuner(fn, composer.compose, _interception, group, composer.ranks)
+        return ContextualAutoTuner(
+            fn,
+            composer.compose,
+            _interception,
+            group,
+            composer.ranks,
+            lambda: not knobs.autotune.get(),
+        )
 
     return decorate
 

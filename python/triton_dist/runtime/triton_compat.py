@@ -20,6 +20,7 @@ from triton_dist import knobs
 from triton_dist.errors import DeviceUnavailable, UnsupportedVersion
 
 SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
+_NEWER_TORCH = "Install a torch that brings such a triton, 2.10 or later: pip install 'torch>=2.10'"
 
 
 @functools.cache
@@ -38,7 +39,10 @@ def check_versions() -> None:
     for package, found in (("torch", torch.__version__), ("triton", triton.__version__)):
         release = Version(Version(str(found)).base_version)
         if release not in SpecifierSet(SUPPORTED[package]):
-            raise UnsupportedVersion(package, str(found), SUPPORTED[package])
+            # Builds of torch for GPUs demand one triton: another one beside them would not do.
+            is_old = package == "triton" and release < Version("3.6")
+            remedy = _NEWER_TORCH if is_old else ""
+            raise UnsupportedVersion(package, str(found), SUPPORTED[package], remedy)
 
 
 def software_versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.sampler import Sampler
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
-from triton_dist.errors import TuningAborted, TuningTimeout, WaitTimeout
+from triton_dist.errors import RankDisagreement, TuningAborted, TuningTimeout, WaitTimeout
 
 _KINDS: dict[str, FailureKind] = {
     "TimeoutError": "timeout",
@@ -242,7 +242,8 @@ class Attempts:
         try:
             if recover is not None:
                 self._user(at, lambda: recover(*self._call.args, **self._call.kwargs))
-            with suppress(WaitTimeout):  # left by a run that raised: not the next config's fault
+            # Left by a run that raised: not the next config's fault.
+            with suppress(WaitTimeout, RankDisagreement):
                 self._settle()
             self._parts.device.synchronize(self._parts.settings.seconds)
         except TuningTimeout:

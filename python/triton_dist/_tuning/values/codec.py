@@ -60,7 +60,9 @@ def encode(value: object) -> Tree:
     if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"dataclass": _name_of(kind), "fields": fields}
-    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+    if kind is range:
+        return {"range": _range(value)}  # type: ignore[arg-type]
+    if kind.__module__ == "torch" and kind.__name__ in _OF_TORCH:
         return {kind.__name__: str(value)}
     if (
         kind.__module__ == "numpy"
@@ -126,6 +128,16 @@ def is_triton_config(value: object) -> bool:
         and hasattr(value, "num_warps")
         and hasattr(value, "num_stages")
     )
+
+
+_OF_TORCH = frozenset({"dtype", "device", "layout", "memory_format"})
+
+
+def _range(value: range) -> list[int]:
+    """Start, stop and step; of equal ranges the same."""
+    if len(value) < 2:
+        return [value[0], value[0] + 1, 1] if value else [0, 0, 1]
+    return [value.start, value[-1] + value.step, value.step]
 
 
 def _member(value: enum.Enum) -> Tree:

@@ -15,6 +15,7 @@ from threading import get_ident
 from typing import Any
 
 from triton_dist._tuning.engine.contextual.context import triton_key
+from triton_dist._tuning.engine.contextual.defaults import Defaults
 from triton_dist._tuning.engine.contextual.interception import (
     NOT_KNOWN,
     Call,
@@ -60,13 +61,18 @@ class ContextualAutoTuner(Decorated):
         interception: Interception,
         default_group: Any,
         ranks: Callable[[], RankGroup],
+        is_off: Callable[[], bool],
     ) -> None:
-        """``default_group`` has the group of all ranks in ``WORLD``; in another one all is chosen
-        again."""
+        """
+        Args:
+            default_group: has the group of all ranks in ``WORLD``; in another one all is chosen
+                again.
+            is_off: nothing is tuned now, and defaults are used.
+        """
         super().__init__(fn)
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
-        self._default_group = default_group
+        self._default_group, self._is_off = default_group, is_off
         self._contexts: Contexts = {}
         self._chosen_in: object = None
         """The world that ``_contexts`` are of."""
@@ -117,12 +123,20 @@ class ContextualAutoTuner(Decorated):
         if own is not None and own.session is not None:  # the function calls itself: one tuning
             return self._run(Call(self, outer, own.session), args, kwargs)
         if self._settled_in is not self._default_group.WORLD:
+            if self._is_off():
+                with self._untuned() as session:
+                    return self._run(Call(self, outer, session), args, kwargs)
             with self._tuning:
                 if (
                     self._settled_in is not self._default_group.WORLD
                 ):  # else another thread was faster
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
+
+    def _untuned(self) -> Defaults:
+        with suppress(TritonDistError):  # ranks that wait for this one in vain learn why
+            self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
+        return Defaults(self._interception)
 
     def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._session() as session:
@@ -156,16 +170,17 @@ class ContextualAutoTuner(Decorated):
             raise
         return Session(self._name, self._contexts, parts, self._interception)
 
-    def _settle(self, session: Session) -> None:
+    def _settle(self, session: Session | Defaults) -> None:
         self.tuning_calls += session.calls - 1
         settled = all(context.winner is not None for context in self._contexts.values())
         self._settled_in = self._chosen_in if settled else _UNSETTLED
 
-    def begin_session(self) -> Session:
+    def begin_session(self) -> Session | Defaults:
         """The settled function launches a kernel, or a key, that is new: tune from here on."""
         self._tuning.acquire()  # released when the tuning that begins here ends
         try:
-            return self._session().__enter__()
+            session = self._untuned() if self._is_off() else self._session()
+            return session.__enter__()
         except BaseException:
             self._tuning.release()
             raise
@@ -181,7 +196,7 @@ class ContextualAutoTuner(Decorated):
         self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         """Go on with the tuning, if any, that began in the call which gave ``result``."""
-        session = self._interception.late.pop(watch, None)
+        session: Session | Defaults | None = self._interception.late.pop(watch, None)
         if session is None:  # another thread's
             return result
         try:

@@ -23,6 +23,7 @@ from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
 from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.engine.conversation import Situation
+from triton_dist._tuning.engine.summary import warn_of_failures
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
 from triton_dist._warn import warn
@@ -214,6 +215,9 @@ class Session:
             context.close(None)  # what failed is tried again by the next start
             raise self._words.lose(error) from None
         context.publish()
+        if parts.ranks.is_leader:
+            title = f"contextual_autotune {context.name}"
+            warn_of_failures(title, record, "the log of each rank has them all")
         if not parts.ranks.is_leader:
             where = "the leader's store"
         elif context.can_persist:
