@@ -74,7 +74,8 @@ class Walk:
         if isinstance(value, enum.Enum):
             return f"{self._class(type(value))}.{value.name}"
         if codec.is_triton_config(value):
-            return f"{codec.text(codec.encode(value))} {self._functions_in(value)}"
+            tree = codec.encode(value, binding=False)
+            return f"{codec.text(tree)} {self._functions_in(value)}"
         inside = next((each for each in _WRAPPED if _is_code(_attribute(value, each))), None)
         if inside is not None:
             return self._wrapped(value, inside, origin)

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 Tree = Any
 """What ``json`` reads and writes."""
 
 
-def encode(value: object) -> Tree:
+def encode(value: object, binding: bool = True) -> Tree:
     """``value`` as a tree.
+
+    Args:
+        binding: what functions bind counts too, besides their code.
 
     Raises:
         TypeError: a value that has no exact and stable text; says which.
@@ -40,25 +45,26 @@ def encode(value: object) -> Tree:
             "enum": _name_of(kind),
             "value" if isinstance(value, enum.Flag) else "name": _member(value),
         }
+    inner = functools.partial(encode, binding=binding)
     if kind is list:
-        return [encode(item) for item in value]  # type: ignore[attr-defined]
+        return [inner(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, tuple):
-        return _encode_tuple(value)
+        return _encode_tuple(value, inner)
     if kind is dict:
-        pairs = [[encode(name), encode(item)] for name, item in value.items()]  # type: ignore[attr-defined]
+        pairs = [[inner(name), inner(item)] for name, item in value.items()]  # type: ignore[attr-defined]
         return {"dict": sorted(pairs, key=text)}
     if kind in (set, frozenset):
-        return {kind.__name__: sorted((encode(item) for item in value), key=text)}  # type: ignore[attr-defined]
+        return {kind.__name__: sorted((inner(item) for item in value), key=text)}  # type: ignore[attr-defined]
     if kind is bytes:
         return {"bytes": value.hex()}  # type: ignore[attr-defined]
     if kind is complex:
         return {"complex": repr(value)}
     if is_triton_config(value):
-        return _encode_triton_config(value)
+        return _encode_triton_config(value, inner)
     if isinstance(value, type):
         return {"class": _name_of(value)}
     if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: inner(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"dataclass": _name_of(kind), "fields": fields}
     if kind is range:
         return {"range": _range(value)}  # type: ignore[arg-type]
@@ -69,9 +75,9 @@ def encode(value: object) -> Tree:
         and hasattr(value, "item")
         and getattr(value, "shape", None) == ()
     ):
-        return encode(value.item())
+        return inner(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        return _encode_function(value)
+        return _encode_function(value, binding)
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
@@ -144,8 +150,8 @@ def _member(value: enum.Enum) -> Tree:
     return encode(value.value) if isinstance(value, enum.Flag) else value.name
 
 
-def _encode_tuple(value: tuple[Any, ...]) -> Tree:
-    items = [encode(item) for item in value]
+def _encode_tuple(value: tuple[Any, ...], inner: Callable[[object], Tree]) -> Tree:
+    items = [inner(item) for item in value]
     kind = type(value)
     if hasattr(kind, "_fields"):
         return {"namedtuple": _name_of(kind), "items": items}
@@ -154,20 +160,21 @@ def _encode_tuple(value: tuple[Any, ...]) -> Tree:
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
-def _encode_triton_config(value: Any) -> Tree:
+def _encode_triton_config(value: Any, inner: Callable[[object], Tree]) -> Tree:
     """Meta-parameters, then options. ``None`` options are left out: newer Triton versions add
     some."""
     options = {name: option for name, option in sorted(vars(value).items()) if option is not None}
-    meta = {str(name): encode(item) for name, item in options.pop("kwargs").items()}
-    return {"triton.Config": meta} | {name: encode(option) for name, option in options.items()}
+    meta = {str(name): inner(item) for name, item in options.pop("kwargs").items()}
+    return {"triton.Config": meta} | {name: inner(option) for name, option in options.items()}
 
 
-def _encode_function(value: Any) -> Tree:
+def _encode_function(value: Any, binding: bool) -> Tree:
     """Its name; one that was made inside another function, also a digest of code and closure."""
     tree = {"function": _name_of(value)}
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
-        cells = [encode(cell.cell_contents) for cell in value.__closure__ or ()]
+        closure = (value.__closure__ or ()) if binding else ()
+        cells = [encode(cell.cell_contents) for cell in closure]
         tree["code"] = digest(code.co_code.hex(), _constants(code), list(code.co_names), cells)
     return tree
 

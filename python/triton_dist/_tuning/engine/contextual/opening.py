@@ -35,6 +35,7 @@ from triton_dist._tuning.values import (
     Key,
     TuningRecord,
     codec,
+    told_apart,
     validity,
 )
 from triton_dist._warn import warn
@@ -44,7 +45,7 @@ from triton_dist.errors import NoValidConfig, TuningFrozen, TuningWarning
 def as_config(config: Any) -> Config:
     """A ``triton.Config`` as the tuner's; a hook that has no stable text counts by its name."""
     try:
-        codec.encode(config.pre_hook)
+        codec.encode(config.pre_hook, binding=False)
     except TypeError:
         bare = copy.copy(config)
         bare.pre_hook = None
@@ -113,9 +114,11 @@ class _Own:
             pruned = prune()
         except Exception as error:
             self.failure = error
-        pairs = [(as_config(config), config) for config in tuner.configs]
-        self.space = ConfigSpace([dict(config) for config, _ in pairs])
-        kept = [(as_config(config), config) for config in pruned]
+        configs = told_apart(map(as_config, tuner.configs))
+        pairs = list(zip(configs, tuner.configs, strict=True))
+        known = {id(live): config for config, live in pairs}
+        self.space = ConfigSpace(configs)
+        kept = [(known.get(id(live)) or as_config(live), live) for live in pruned]
         self.live = {config.digest: live for config, live in [*kept, *pairs]}
         self.configs = {config.digest: config for config, _ in [*kept, *pairs]}
         self.kept = list({config.digest: config for config, _ in kept}.values())
