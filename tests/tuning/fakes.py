@@ -85,7 +85,7 @@ class FakeTimer:
 
 
 class ThreadRank(StoreRanks):
-    """One rank of a group whose ranks are threads. ``phases`` lists the words that it said."""
+    """One rank of a group whose ranks are threads. ``phases`` lists its messages."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
         super().__init__(store, rank, size)

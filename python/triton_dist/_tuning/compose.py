@@ -178,9 +178,9 @@ class _Composer:
 
     scope: str
     policy: Callable[[str], Policy]
-    """Of a device, by its name."""
+    """Policy of a device, by its name."""
     judges: tuple[Callable[..., object], ...]
-    """What decides which configs can win, besides their times."""
+    """Functions that decide which configs can win, besides their times."""
     version: str
     ignore: tuple[str, ...]
     snapshot: Snapshot

@@ -1,4 +1,4 @@
-"""What the rooms of the tuner look like from outside.
+"""The rooms of the tuner, as they look from outside.
 
 The engine knows these shapes and nothing behind them; ``compose`` picks the implementations. They
 are implemented by shape: ``runtime`` never imports this module.
@@ -32,7 +32,7 @@ class Timer(Protocol):
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def is_done(self) -> bool:
-        """Whether the device has reached ``stop``; does not wait."""
+        """True if the device has reached ``stop``; does not wait."""
 
     def milliseconds(self) -> float:
         """Elapsed time; call only after the device finished the work."""
@@ -49,7 +49,7 @@ class Device(Protocol):
 
     def timer(self) -> Timer: ...
     def hold(self, queueing: float = 0.0) -> None:
-        """Keep the device busy until the host has queued a call behind it.
+        """Keep the device busy until the host has queued a call after it.
 
         queueing: seconds that it has taken for such calls, at most.
         """
@@ -95,7 +95,7 @@ class RankGroup(Protocol):
         """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
     def converse(self, function: str = "", key: str = "", call: int = 0) -> RankGroup:
-        """The same ranks for one tuning: words of different conversations never meet.
+        """The same ranks for one tuning: messages of different conversations never meet.
 
         ``function`` and ``key``: what it is about, for messages. ``call``: which one of the
         function, since all ranks met in one; by that a rank knows whether another's error is of the
@@ -103,15 +103,15 @@ class RankGroup(Protocol):
         """
 
     def leave(self, reason: str, refused: bool = False) -> None:
-        """Tell the others, without waiting for them, that this rank says no more words here.
+        """Tell the others, without waiting for them, that this rank sends no more messages here.
         ``refused``: because its own call cannot be made."""
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once for a text, that may explain to others why this rank does not come."""
+        """Leave a note, once for a text, that may explain to others why this rank does not come."""
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``gather`` as the first word of a conversation, which may wait for as long as collectives
-        do; ``RankTimeout`` as soon as it is known that a rank stays away."""
+        """``gather`` as the first message of a conversation, which may wait for as long as
+        collectives do; ``RankTimeout`` as soon as it is known that a rank stays away."""
 
     def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""
@@ -141,7 +141,7 @@ class Search(Protocol):
         for again."""
 
     def tell(self, request: Request, outcome: Outcome) -> None:
-        """What came of ``request``: its own samples, not those of earlier requests."""
+        """Take the outcome of ``request``: its own samples, not those of earlier requests."""
 
 
 class Store(Protocol):
@@ -159,7 +159,7 @@ class Store(Protocol):
 
 
 class Journal(Protocol):
-    """What a tuning of one key knows so far; outlives the process.
+    """Knowledge of a tuning of one key so far; outlives the process.
 
     No operation raises: what cannot be written is not kept.
     """
@@ -199,13 +199,13 @@ class Journal(Protocol):
 
 
 class Log(Protocol):
-    """What happened in tunings of one key. No operation raises."""
+    """Events in tunings of one key. No operation raises."""
 
     def event(self, name: str, **facts: Any) -> None:
         """On the leader, for programs."""
 
     def line(self, text: str) -> None:
-        """Of this rank, for people."""
+        """A line about this rank, for people."""
 
     def close(self) -> None: ...
 

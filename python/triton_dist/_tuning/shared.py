@@ -1,4 +1,4 @@
-"""What all tunings of a process have in common, whichever decorator they are of."""
+"""Parts that tunings of both decorators share in a process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
 
 
 def gate_of(ranks: RankGroup) -> AbstractContextManager[object]:
-    """What one thread at a time holds for a group; re-entrant. Ranks that are alone share one:
-    they share a device too."""
+    """A re-entrant lock for a group. Ranks that are alone share one: they share a device too."""
     return _gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock())
 
 
@@ -61,7 +60,7 @@ def pack_store(root: Path) -> PackStore:
 
 
 def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> Common:
-    """What both tuners have, as the environment is now.
+    """Parts that both tuners have, as the environment is now.
 
     Args:
         stores: looked up besides the user's own files and the read-only folders: the first before
@@ -108,7 +107,7 @@ def fingerprint_of(
     space: str,
     version: str = "",
 ) -> Fingerprint:
-    """What a record that is made now depends on.
+    """All that a record made now depends on.
 
     Args:
         judges: of the functions that decide which configs can win, besides their times.

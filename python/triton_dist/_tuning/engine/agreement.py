@@ -1,4 +1,4 @@
-"""How the ranks begin: each says what it came with, and all see whether that is the same.
+"""The beginning: each rank says what it came with, and all see that it is the same.
 
 One message carries everything, so a key that every rank has a record of costs one exchange at its
 first use in a process, and later none. Both tuners begin so.
@@ -24,7 +24,7 @@ from triton_dist.errors import RankDisagreement
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rank's own cache has to say."""
+    """The answer of a rank's own cache."""
 
     winner: str | None = None
     """Digest of the winning config, if there is a valid record."""
@@ -42,7 +42,7 @@ class OwnRecord(NamedTuple):
     record: TuningRecord | None
     where: str
     tolerated: str = ""
-    """What differs from the present, and is accepted."""
+    """Differences from the present that are accepted."""
 
     @property
     def verdict(self) -> Verdict:
@@ -70,10 +70,10 @@ def own_record(
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one rank came with."""
+    """Everything that one rank came with."""
 
     compared: tuple[tuple[str, str], ...]
-    """What must be the same on all ranks, by what it is, in the order of comparison."""
+    """Names and texts that must be the same on all ranks, in the order of comparison."""
     fingerprint: Fingerprint
     verdict: Verdict
     kept: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Arrival:
 
 
 class Meeting:
-    """What all ranks know once they met.
+    """Knowledge of all ranks once they met.
 
     Attributes:
         fingerprint: of all ranks; of what functions bind it has what all hold alike.

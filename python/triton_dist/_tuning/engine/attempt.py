@@ -40,7 +40,7 @@ class _WrongResult(Exception):
 
 @dataclass(frozen=True)
 class _Vote:
-    """How a step went on one rank."""
+    """Result of a step on one rank."""
 
     failure: Failure | None
     samples: tuple[float, ...] = ()

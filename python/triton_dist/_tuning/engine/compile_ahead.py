@@ -20,7 +20,7 @@ from triton_dist._tuning.values import Config
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank misses."""
+    """Kernels that one rank misses."""
 
     cache: str
     kernels: Mapping[str, Sequence[str]]
@@ -69,7 +69,7 @@ class CompileAhead:
         compiler.begin(share(self._all, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
-        """Whether some rank misses a kernel for ``config`` that was not waited for; the same answer
+        """True if some rank misses a kernel for ``config`` that was not waited for; the same answer
         on every rank."""
         return not self._done.issuperset(self._kernels(config))
 
@@ -89,7 +89,7 @@ class CompileAhead:
         self._done.update(self._kernels(config))
 
     def _kernels(self, config: Config) -> list[str]:
-        """What some rank misses."""
+        """Kernels that some rank misses for it."""
         needed = (needs.kernels.get(config.digest, ()) for needs in self._all)
         return list(dict.fromkeys(itertools.chain.from_iterable(needed)))
 
@@ -111,7 +111,7 @@ class CompileAhead:
 
 
 def share(everyone: Sequence[Needs], rank: int) -> list[str]:
-    """What ``rank`` compiles, in order of need.
+    """Kernels that ``rank`` compiles, in order of need.
 
     Of the ranks that share a cache and miss a kernel, the one with the least to do takes it.
     """

@@ -1,4 +1,4 @@
-"""What the ranks say to one another during one tuning.
+"""Messages between ranks during one tuning.
 
 A rank that does not come is a :class:`TuningTimeout` on every rank that waits for it: it names the
 phase, the config and the rank. If nothing else explains its absence it is stuck, in the config that
@@ -32,9 +32,9 @@ class Situation:
 
     phase: str
     config: Config | None = None
-    """What is being tried."""
+    """The config that is being tried."""
     remark: str = ""
-    """What this rank knows that may explain it, such as its own failure."""
+    """Knowledge of this rank that may explain it, such as its own failure."""
 
     def __str__(self) -> str:
         """The same on all ranks that are in it."""
@@ -133,7 +133,7 @@ class Conversation:
             raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
 
     def accused(self, at: Situation) -> Config | None:
-        """What is to blame if a rank is stuck there now."""
+        """The config to blame if a rank is stuck there now."""
         return at.config
 
     def stuck(self, at: Situation, seconds: float, how: str) -> TuningTimeout:

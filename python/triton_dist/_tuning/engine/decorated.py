@@ -1,4 +1,4 @@
-"""What both tuners make of a function: to its users it stays the function."""
+"""A tuned function, of either tuner: to its users it stays the function."""
 
 from __future__ import annotations
 

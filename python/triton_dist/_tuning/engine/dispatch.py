@@ -1,7 +1,7 @@
-"""What ``@autotune`` makes of a function: a look-up, and a call.
+"""The object that ``@autotune`` makes of a function: a look-up, and a call.
 
 The hot path is ``__call__``: after ``key_fn`` one dictionary look-up, no environment, log, lock,
-context manager or word to other ranks.
+context manager or message to other ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from triton_dist.errors import (
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a key."""
+    """The choice for a key."""
 
     config: Config
     arguments: dict[str, Any]
-    """Of the config, ready for a call."""
+    """Arguments of the config, ready for a call."""
     record: TuningRecord | None
 
 
@@ -159,7 +159,7 @@ class AutoTuner(Decorated):
         return self._choose(args, kwargs, *options).config
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
-        """What a record that is made now would depend on: hardware, versions, ranks, source.
+        """All that a record made now would depend on: hardware, versions, ranks, source.
 
         Args:
             space: what is left to be chosen; default: all of the config space.
@@ -168,7 +168,7 @@ class AutoTuner(Decorated):
         return self._compose(None, False).fingerprint(self.fn, space)
 
     def origin(self) -> Origin:
-        """Which function this is, as its records name it."""
+        """This function, as its records name it."""
         return self._origin_of(self.fn, self.config_space.names)
 
     def clear(self) -> None:
@@ -286,7 +286,7 @@ class AutoTuner(Decorated):
                 self._surroundings.ranks(process_group).note(self._name, why)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Config) -> Any:
-        """What ``key_fn`` returns. It need not know the tunable names; what is given for them is
+        """The result of ``key_fn``. It need not know the tunable names; values given for them are
         added."""
         key = self.key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
         try:

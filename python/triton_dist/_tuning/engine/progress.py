@@ -1,4 +1,4 @@
-"""What a tuning knows of its candidates, in this start and in those before it."""
+"""Knowledge about the candidates, from this start and those before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from triton_dist.errors import RankTimeout
 
 
 def journal_head(key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
-    """What an interrupted tuning must have in common with this one to be gone on with."""
+    """Facts that an interrupted tuning must share with this one to be gone on with."""
     return {
         "function": key.function,
         "key": key.text,
@@ -64,12 +64,12 @@ class Progress:
 
     @property
     def tried(self) -> int:
-        """How many configs there is an outcome of."""
+        """Number of configs with an outcome."""
         return len(self._outcomes)
 
     @property
     def requests(self) -> int:
-        """How many were answered."""
+        """Number of requests that were answered."""
         return self._n
 
     def has(self, config: Config) -> bool:
@@ -77,7 +77,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """What the tuning took, earlier starts included."""
+        """Duration of the tuning, earlier starts included."""
         return self._seconds + time.monotonic() - self._begin
 
     def known(self, request: Request) -> Outcome | None:
@@ -111,7 +111,8 @@ class Progress:
             raise
 
     def learn(self, request: Request, outcome: Outcome) -> Outcome:
-        """What is known of the config now. Written down before any rank hears of the next."""
+        """Write the outcome down, before any rank hears of the next request; returns what is known
+        of the config now."""
         digest = request.config.digest
         if self._ranks.is_leader and self._n >= len(self._entries):
             self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))

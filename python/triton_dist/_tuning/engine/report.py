@@ -1,5 +1,4 @@
-"""What is said while a tuning goes on: to the logger and the terminal of the leader, and into the
-logs of all ranks."""
+"""Reports while a tuning goes on: to the leader's logger and terminal, and to all ranks' logs."""
 
 from __future__ import annotations
 

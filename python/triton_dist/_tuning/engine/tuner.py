@@ -1,7 +1,7 @@
 """The first call of a key, from meeting to record. Reads top to bottom.
 
-One law: the leader decides, all agree, nobody infers. Each word of ``ranks`` is said by all ranks
-at the same place, whatever happened on one of them before.
+One law: the leader decides, all agree, nobody infers. Each message of ``ranks`` is sent by all
+ranks at the same place, whatever happened on one of them before.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Resolution:
     """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
     tuned: bool
     advice: str = ""
-    """What the user should know of why it was tuned again."""
+    """Reason for tuning again that the user should know."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the leader's ``prune_fn`` made of the config space, as digests."""
+    """Result of the leader's ``prune_fn`` on the config space, as digests."""
 
     kept: tuple[str, ...] = ()
     pruned: tuple[tuple[str, str], ...] = ()
@@ -128,7 +128,7 @@ class _FirstCall:
         return Resolution(self._config(record.best.digest), record, tuned=True, advice=advice)
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
-        """Whether ``record`` may be used for this call."""
+        """Judge whether ``record`` may be used for this call."""
         space = self._subject.space
         # It won once, if under other circumstances: worth a place in the race.
         self._incumbent = self._incumbent or space.find(record.best.digest)
@@ -275,7 +275,7 @@ class _FirstCall:
         prepare(*self._call.args, **self._call.kwargs, **config.arguments())
 
     def _candidates(self, key: Key) -> tuple[list[Config], list[Pruned]]:
-        """What the leader's ``prune_fn`` leaves; the others' is not asked."""
+        """Configs that the leader's ``prune_fn`` leaves; the others' is not asked."""
         subject, ranks = self._subject, self._ranks
         failure: Exception | None = None
         plan = _Plan()
@@ -308,8 +308,8 @@ class _FirstCall:
     def _next(
         self, search: Search | None, progress: Progress
     ) -> tuple[Request, Outcome | None] | None:
-        """What the leader wants to know next, with the answer if it is known already; ``None``
-        when it is done, or the budget is."""
+        """The next request of the leader, with the answer if it is known already; ``None`` when the
+        search is over, or the budget."""
         asked = None if search is None else search.ask()
         if asked is None or self._spent(asked, progress):
             wanted: tuple[str, int, Outcome | None] = ("", 0, None)

@@ -1,4 +1,4 @@
-"""Where tuning records are kept."""
+"""Stores of tuning records."""
 
 from triton_dist._tuning.store.beside import (
     Interrupted,

@@ -1,4 +1,4 @@
-"""What happened in a tuning, beside its record: events for programs, lines for people."""
+"""Logs of a tuning, in files beside its record: events for programs, lines for people."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _now() -> str:
 
 
 class StepLog:
-    """What a rank did in contextual tunings, step by step: appended to ``path``. Nothing raises;
-    that the disk refuses it is a warning, once.
+    """Steps of a rank in contextual tunings, appended to ``path``. Nothing raises; that the disk
+    refuses it is a warning, once.
 
     Args:
         prints: ``say`` also prints, to standard error.

@@ -48,7 +48,7 @@ class ReadOnlyStore:
         return self.folder(key.function_name) / f"{key.digest}-{place}.json"
 
     def folder(self, function: str) -> Path:
-        """Where the records of functions of that name lie."""
+        """Folder of the records of functions of that name."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", function)
         if len(name) > _LONGEST_NAME:
             name = f"{name[: _LONGEST_NAME - 9]}-{codec.digest(function)[:8]}"

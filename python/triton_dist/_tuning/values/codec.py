@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 Tree = Any
-"""What ``json`` reads and writes."""
+"""A value that ``json`` reads and writes."""
 
 
 def encode(value: object, binding: bool = True) -> Tree:
@@ -82,7 +82,7 @@ def encode(value: object, binding: bool = True) -> Tree:
 
 
 def is_exact(value: object) -> bool:
-    """Whether ``value`` has a tree, which no other value has."""
+    """True if ``value`` has a tree, which no other value has."""
     try:
         encode(value)
     except TypeError:
@@ -127,7 +127,7 @@ def digest(*trees: Tree) -> str:
 
 
 def is_triton_config(value: object) -> bool:
-    """Whether ``value`` has the shape of a ``triton.Config``."""
+    """True if ``value`` has the shape of a ``triton.Config``."""
     return (
         not isinstance(value, type)
         and isinstance(getattr(value, "kwargs", None), dict)
@@ -180,7 +180,7 @@ def _encode_function(value: Any, binding: bool) -> Tree:
 
 
 def _constants(code: types.CodeType) -> Tree:
-    """Of a code object and those inside it; a set's ``repr`` has another order in each process."""
+    """Constants of a code object and those inside it; a set's ``repr`` differs by process."""
     return [
         [each.co_code.hex(), _constants(each), list(each.co_names)]
         if isinstance(each, types.CodeType)

@@ -108,7 +108,7 @@ def _encode(name: str, value: object) -> codec.Tree:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values of equal text are one; where they cannot be compared they are not."""
+    """True if two values of equal text are one; where they cannot be compared they are not."""
     if one is other or codec.is_exact(one):
         return True
     try:
@@ -235,7 +235,7 @@ class ConfigSpace(Sequence[Config]):
 
 
 class FixedSpace(ConfigSpace):
-    """What remains of ``space`` when the caller gives some values: its configs without these names.
+    """The rest of ``space`` when the caller gives some values: its configs without these names.
 
     ``prune_fn`` still sees whole configs.
     """

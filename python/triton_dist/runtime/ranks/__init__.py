@@ -30,7 +30,7 @@ default_group: Any = distributed_c10d.GroupMember
 """Its attribute ``WORLD`` is the group of all ranks, as it is now; ``None`` without one."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""What every function takes that asks for ranks: a process group, a mesh of one dimension, or
+"""Argument of every function that asks for ranks: a process group, a mesh of one dimension, or
 ``None`` for the world."""
 
 _solo = SoloRank()

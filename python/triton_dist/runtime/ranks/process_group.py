@@ -1,4 +1,4 @@
-"""The ranks of a torch process group: words go over its own key-value store."""
+"""The ranks of a torch process group: messages go over its own key-value store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 
 class ProcessGroupRanks(StoreRanks):
-    """Words that all ranks of ``process_group`` say together."""
+    """Messages that all ranks of ``process_group`` send together."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
@@ -27,7 +27,7 @@ class ProcessGroupRanks(StoreRanks):
         self._met_on_device: torch.Tensor | None = None
 
     def is_current(self) -> bool:
-        """Whether the process group was not destroyed yet; then nothing that was agreed in it
+        """True if the process group was not destroyed yet; then nothing that was agreed in it
         counts any more."""
         return self.process_group in distributed_c10d._world.pg_map
 

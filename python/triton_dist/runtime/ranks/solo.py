@@ -1,4 +1,4 @@
-"""A group of one: every word is answered locally, so single-process code needs no special case."""
+"""A group of one: messages are answered locally, so single-process code needs no special case."""
 
 from __future__ import annotations
 

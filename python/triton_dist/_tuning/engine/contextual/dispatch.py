@@ -1,7 +1,7 @@
-"""What ``@contextual_autotune`` makes of a function.
+"""The object that ``@contextual_autotune`` makes of a function.
 
 The hot path is ``__call__`` of a settled function: it makes itself known to the thread and calls.
-No environment, log, lock or word to other ranks; kernels in it run Triton's own path.
+No environment, log, lock or message to other ranks; kernels in it run Triton's own path.
 """
 
 from __future__ import annotations

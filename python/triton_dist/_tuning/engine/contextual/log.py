@@ -10,7 +10,7 @@ from triton_dist._tuning.values import Measurement
 
 
 def step_line(call: int, context: Context, stepped: Stepped) -> str:
-    """What this rank did in one step."""
+    """A line about one step of this rank."""
     took = f"{stepped.milliseconds:.4f} ms" if stepped.timed else "warm-up"
     failed = "; ".join(map(str, stepped.failures.values()))
     config = shown(context.live[stepped.digest])

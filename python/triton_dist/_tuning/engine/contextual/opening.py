@@ -1,4 +1,4 @@
-"""How the ranks open a context: a kernel comes with a key that the function has not had yet.
+"""Opening a context: a kernel comes with a key that the function has not had yet.
 
 Each rank says what it came with; all see whether that is the same, whose record is used, and which
 candidates the leader has.
@@ -23,8 +23,8 @@ from triton_dist._tuning.engine.contextual.context import (
     shown,
     triton_disk_winner,
 )
+from triton_dist._tuning.engine.contextual.messages import Messages
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
-from triton_dist._tuning.engine.contextual.words import Words
 from triton_dist._tuning.engine.conversation import Situation
 from triton_dist._tuning.engine.progress import journal_head
 from triton_dist._tuning.values import (
@@ -59,7 +59,7 @@ def open_context(
     triton_key: tuple[Any, ...],
     prune: Callable[[], list[Any]],
     parts: ContextualParts,
-    words: Words,
+    messages: Messages,
     call: int,
 ) -> Context:
     """The context, on all ranks: done, if there is a record of it, or at its beginning.
@@ -94,16 +94,16 @@ def open_context(
     ]
     kept = [config.digest for config in own.kept]
     arrival = Arrival.of(parts, compared, fingerprint, verdict, kept)
-    arrivals = words.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
+    arrivals = messages.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
     if own.failure is not None:
-        raise words.lose(own.failure)
-    meeting = Meeting(words, context.name, arrivals)
+        raise messages.lose(own.failure)
+    meeting = Meeting(messages, context.name, arrivals)
     context.key = key.binding(meeting.fingerprint.bound)
-    return _begun(context, own, meeting, found, parts, words, call)
+    return _begun(context, own, meeting, found, parts, messages, call)
 
 
 class _Own:
-    """What this rank has: its configs, and what its pruning makes of them."""
+    """Configs of this rank, and what its pruning makes of them."""
 
     def __init__(self, tuner: Any, prune: Callable[[], list[Any]]) -> None:
         self._tuner = tuner
@@ -128,7 +128,7 @@ class _Own:
         return "done" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
 
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
-        """Of the kernel's own ``cache_results``."""
+        """Digest of the winner in the kernel's own ``cache_results``."""
         kept = [self.live[config.digest] for config in self.kept]
         winner = triton_disk_winner(self._tuner, triton_key, kept)
         digest = None if winner is None else as_config(winner).digest
@@ -141,7 +141,7 @@ def _begun(
     meeting: Meeting,
     found: OwnRecord,
     parts: ContextualParts,
-    words: Words,
+    messages: Messages,
     call: int,
 ) -> Context:
     if meeting.winner is not None:
@@ -155,10 +155,10 @@ def _begun(
     pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
     if not kept:
         causes = {str(config): reason for config, reason in pruned}
-        raise words.lose(NoValidConfig(context.name, context.key, causes))
+        raise messages.lose(NoValidConfig(context.name, context.key, causes))
     if meeting.frozen and len(kept) > 1:
         key, frozen = context.key, meeting.frozen
-        raise words.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
+        raise messages.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
     if meeting.capturing:
         context.use_once(own.live[kept[0].digest])
         warn(
@@ -172,7 +172,7 @@ def _begun(
     if len(kept) == 1:
         context.use(own.live[kept[0].digest])  # nothing to choose from
     elif context.can_persist:
-        _resume(context, fingerprint, found.record, parts, words, call)
+        _resume(context, fingerprint, found.record, parts, messages, call)
     reason = "told to tune always" if leader.always_tune else found.where
     ranks = parts.ranks.size
     parts.log.say(
@@ -187,7 +187,7 @@ def _resume(
     fingerprint: Fingerprint,
     record: TuningRecord | None,
     parts: ContextualParts,
-    words: Words,
+    messages: Messages,
     call: int,
 ) -> None:
     """Go on where an interrupted tuning of the same was, without the configs that some rank got
@@ -197,7 +197,7 @@ def _resume(
     stuck, entries = dict(journal.quarantined(head)), list[Entry]()
     if parts.ranks.is_leader:
         entries = list(journal.begin(head, None if record is None else record.digest))
-    told = words.gather(Situation(f"call {call}: journal of {context.name}"), (stuck, entries))
+    told = messages.gather(Situation(f"call {call}: journal of {context.name}"), (stuck, entries))
     context.resume(next((leaders for _, leaders in told if leaders), []))
     context.keep(journal, head)
     for quarantined, _ in reversed(told):  # the lowest rank's counts
@@ -215,7 +215,7 @@ def _with_text(value: object) -> object:
 
 
 def _warn_of_unknown_keys(name: str, tuner: Any) -> None:
-    """Triton before 3.9 drops them without a word: one config for all values."""
+    """Triton before 3.9 drops them silently: one config for all values."""
     unknown = [key for key in tuner.keys if key not in tuner.arg_names]
     if unknown:
         warn(

@@ -1,4 +1,4 @@
-"""What a contextual tuning is given."""
+"""Parts of a contextual tuning."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Log(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextualParts(Common):
-    """What is composed for one contextual tuning.
+    """Parts that are composed for one contextual tuning.
 
     ``settings.seconds`` is for a call of the function, if the call before was not long itself;
     ``settings.compile_seconds`` also for the first call, which may compile much else.
     """
 
     fingerprint: Callable[[Any, ConfigSpace], Fingerprint]
-    """What a record of an autotuned kernel, with these configs, depends on."""
+    """All that a record of an autotuned kernel with these configs depends on."""
     plan: Callable[[Sequence[Config], int, int], Plan]
     """From candidates, warm-ups and repeats."""
     log: Log

@@ -1,4 +1,4 @@
-"""What the ranks say to one another during one contextual tuning."""
+"""Messages between ranks during one contextual tuning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 Suspect: TypeAlias = Callable[[], tuple[Context, Config] | None]
 
 
-class Words(Conversation):
+class Messages(Conversation):
     """There is one message, ``gather``. Its phase says where a rank is and is compared: ranks that
     are at different places get an error that says where each of them is.
 
