@@ -55,7 +55,11 @@ class Session:
     ) -> None:
         self._contexts, self._parts = contexts, parts
         self._interception = interception
-        self._messages = Messages(parts, function, lambda: self._turn.suspect())
+        self._limit = parts.settings.compile_seconds
+        """Seconds for the present call."""
+        self._messages = Messages(
+            parts, function, lambda: self._turn.suspect(), lambda: self._limit
+        )
         self._turn = self._next_turn(0)
         self._settle: Callable[[], None] = lambda: None
         self._scope = ExitStack()
@@ -94,7 +98,7 @@ class Session:
                 self._call_began = time.monotonic()
                 try:
                     at = Situation(f"call {self._turn.number}")
-                    with self._messages.user_code(at, self._messages.limit) as watch:
+                    with self._messages.user_code(at, self._limit) as watch:
                         watch.begin()
                         result = call()
                 except Exception as error:
@@ -141,7 +145,7 @@ class Session:
             raise
         except TimeoutError:
             at, how = Situation(f"end of call {turn.number}"), "its device has not finished"
-            raise self._messages.lose(self._messages.stuck(at, self._messages.limit, how)) from None
+            raise self._messages.lose(self._messages.stuck(at, self._limit, how)) from None
         except Exception as error:
             self.fail_call(error)
             raise
@@ -252,5 +256,5 @@ class Session:
     def _next_turn(self, number: int) -> Turn:
         if number:
             took = time.monotonic() - self._call_began
-            self._messages.limit = max(self._parts.settings.seconds, _SLOWER * took)
+            self._limit = max(self._parts.settings.seconds, _SLOWER * took)
         return Turn(number, self._parts, self._messages, self._finish)
