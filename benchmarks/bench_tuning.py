@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 
 from triton_dist import knobs
-from triton_dist._tuning.measure import RecordedSpace, Replay
 from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.values import Failure, Measurement, Outcome, Policy, winner
+from triton_dist.testing.replay import RecordedSpace, Replay
 
 EXCERPTS = Path(__file__).parent / "data"
 DECIDING = 16

@@ -48,10 +48,10 @@ class DeviceUnavailable(TritonDistError, RuntimeError):
 class UnsupportedVersion(TritonDistError, ImportError):
     """A dependency whose version is outside the supported range."""
 
-    def __init__(self, package: str, found: str, supported: str) -> None:
+    def __init__(self, package: str, found: str, supported: str, remedy: str = "") -> None:
+        remedy = remedy or f"Install a supported version: pip install '{package}{supported}'"
         super().__init__(
-            f"{package} {found} is installed, triton_dist supports {package} {supported}. "
-            f"Install a supported version: pip install '{package}{supported}'"
+            f"{package} {found} is installed, triton_dist supports {package} {supported}. {remedy}"
         )
 
 
@@ -85,8 +85,8 @@ class RankTimeout(TritonDistError, TimeoutError):
     """Some rank did not arrive at a step that all ranks of the group take together.
 
     Ranks are those of the world, also in ``missing``, ``because`` (why a rank does not come, as far
-    as it is known) and ``refusals`` (ranks whose own call raised before they said a word, with what
-    it raised).
+    as it is known) and ``refusals`` (ranks whose own call raised before they sent a message, with
+    what it raised).
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RankTimeout(TritonDistError, TimeoutError):
 
 
 def _absence(missing: Iterable[int], seconds: float, because: Mapping[int, str]) -> str:
-    """Who did not come, and what is known of them."""
+    """The ranks that did not come, and what is known of them."""
     late = ", ".join(map(str, missing)) or "unknown"
     known = "; ".join(
         f"rank {rank}{reason if reason.startswith(',') else f' {reason}'}"
@@ -160,7 +160,7 @@ class TuningTimeout(RankTimeout):
 
 
 WATCHDOG_EXIT_STATUS = 86
-"""Of a process that was stuck in a candidate, which nothing but its end could interrupt."""
+"""Exit status of a process that was stuck in a candidate, which only its end could interrupt."""
 
 
 class RankDisagreement(TritonDistError, RuntimeError):
@@ -266,14 +266,13 @@ class CompileTimeout(TritonDistError, TimeoutError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one spawned rank ended, when it did not return."""
+    """The end of one spawned rank that did not return."""
 
     exception: str
     """Name of the exception's type; ``"Died"`` and ``"TimedOut"`` for a rank that raised none."""
     message: str
     traceback: str
-    """What the rank was doing: the exception's traceback, or the stacks of a rank that was
-    stuck."""
+    """Activity of the rank: the exception's traceback, or the stacks of a rank that was stuck."""
 
 
 class RanksFailed(TritonDistError, RuntimeError):

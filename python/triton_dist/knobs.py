@@ -208,7 +208,7 @@ triton_interpret = flag(
 
 
 def is_set(variable: str) -> bool:
-    """Whether ``variable`` is in the environment at all."""
+    """True if ``variable`` is in the environment at all."""
     return variable in os.environ
 
 

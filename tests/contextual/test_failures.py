@@ -9,7 +9,7 @@ from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, add, add_kernel, autotuned, configs, scale, scale_kernel
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.errors import NoValidConfig, TuningTimeout, WaitTimeout
+from triton_dist.errors import NoValidConfig, TuningTimeout, TuningWarning, WaitTimeout
 from triton_dist.runtime import waits
 from triton_dist.runtime.device.cpu import CpuDevice, CpuTimer
 
@@ -21,6 +21,7 @@ def tuned_block(kernel, n=64):
     return config.kwargs["BLOCK"]
 
 
+@pytest.mark.filterwarnings("ignore:.*configs failed:triton_dist.errors.TuningWarning")
 @pytest.mark.parametrize("fails", [(16,), (32,), (64,), (16, 32), (32, 64), (16, 64)])
 def test_a_config_that_fails_is_left_out_wherever_it_stands(fails):
     kernel = autotuned(scale_kernel, configs(16, 32, 64))
@@ -36,6 +37,24 @@ def test_a_config_that_fails_is_left_out_wherever_it_stands(fails):
     assert all(spy.blocks.count(block) == 1 for block in fails)
     assert torch.equal(function(x), 2 * x)
     assert spy.blocks[-1] == tuned_block(kernel)
+
+
+def test_most_configs_fail_is_one_warning_with_the_first_cause():
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    Spy(kernel, 16, 64)
+
+    @contextual_autotune(n_repeat=1, n_warmup=1)
+    def function(x):
+        return scale(kernel, x)
+
+    with pytest.warns(TuningWarning) as caught:
+        function(torch.arange(64.0))
+    (warning,) = caught
+    said = str(warning.message)
+    assert "scale_kernel key (64, " in said
+    assert "2 of 3 configs failed, the first, {'config': triton.Config({'BLOCK': 16}" in said
+    assert "OutOfResources" in said
+    assert warning.filename == __file__
 
 
 def test_all_fail_then_the_next_call_starts_cleanly():

@@ -205,6 +205,18 @@ def test_options_of_a_config_reach_the_launch():
     assert seen[1]["maxnreg"] is None
 
 
+def test_configs_that_differ_in_what_their_hooks_bind():
+    def fill(value):
+        return lambda arguments: arguments["y_ptr"].fill_(value)
+
+    hooks = [fill(1), fill(2), fill(torch.zeros(()))]
+    kernel = autotuned(scale_kernel, [c for hook in hooks for c in configs(16, pre_hook=hook)])
+    spy, result = tune(kernel)
+    assert torch.equal(result, 2 * X)
+    assert len(spy.blocks) == 3 * 2 + 1
+    assert next(iter(kernel.cache.values())).pre_hook in hooks
+
+
 def test_a_hook_that_has_no_stable_text():
     class Hook:
         def __call__(self, arguments):

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from triton_dist._tuning.engine.attempt import Attempts
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.store import FileJournal, journal
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.tune import AutoTuner, autotune
@@ -115,13 +115,13 @@ def die() -> None:
 
 
 def at(phase: str, act: Callable[[], None]) -> None:
-    """The victim does ``act`` when it comes to a word whose phase begins with ``phase``."""
+    """The victim does ``act`` when it comes to a message whose phase begins with ``phase``."""
     say = Conversation._say
 
-    def watched(self: Conversation, said: str, word: Callable[[], Any]) -> Any:
-        if said.startswith(phase):
+    def watched(self: Conversation, there: Situation, message: Callable[[], Any]) -> Any:
+        if there.phase.startswith(phase):
             act()
-        return say(self, said, word)
+        return say(self, there, message)
 
     if is_victim():
         Conversation._say = watched  # type: ignore[method-assign]

@@ -271,7 +271,7 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     for config in ordered:
         if len(drawn) == max(load.configs, len(ways)):
             break
-        if group_for().all_agree("config compiles", _compiles(op, A, B, ctx, config.arguments())):
+        if all(group_for().gather("config compiles", _compiles(op, A, B, ctx, config.arguments()))):
             drawn.append(config.arguments())
     assert drawn, "no config of an own algorithm can be compiled here"
     return drawn

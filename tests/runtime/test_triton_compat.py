@@ -43,7 +43,6 @@ def test_supported_triton(monkeypatch, version):
     [
         ("torch", torch, "2.8.1"),
         ("torch", torch, "1.13.1+cu117"),
-        ("triton", triton, "3.5.1"),
         ("triton", triton, "3.10.0"),
         ("triton", triton, "3.10.0+git0123abcd"),
     ],
@@ -57,6 +56,14 @@ def test_an_unsupported_version_names_what_is_installed_and_what_to_install(
     message = str(error.value)
     assert f"{package} {version} is installed" in message
     assert f"pip install '{package}{triton_compat.SUPPORTED[package]}'" in message
+
+
+def test_a_triton_that_is_too_old_is_replaced_by_a_newer_torch(monkeypatch):
+    """It came with torch, whose build for GPUs demands it."""
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    with pytest.raises(UnsupportedVersion, match=r"triton 3\.5\.1 is installed") as error:
+        triton_compat.check_versions()
+    assert str(error.value).endswith("pip install 'torch>=2.10'")
 
 
 def test_a_failed_check_is_not_remembered(monkeypatch):

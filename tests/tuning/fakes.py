@@ -13,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.parts import Hooks, Parts, Surroundings
-from triton_dist._tuning.measure import DeviceBenchmarker
+from triton_dist._tuning.engine.parts import Hooks, Parts, Settings, Surroundings
 from triton_dist._tuning.search import Exhaustive
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy
@@ -86,7 +85,7 @@ class FakeTimer:
 
 
 class ThreadRank(StoreRanks):
-    """One rank of a group whose ranks are threads. ``phases`` lists the words that it said."""
+    """One rank of a group whose ranks are threads. ``phases`` lists its messages."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
         super().__init__(store, rank, size)
@@ -187,25 +186,26 @@ class Rank:
 
     def parts(self, memory: MemoryStore) -> Parts:
         return Parts(
+            settings=Settings(
+                policy=self.policy,
+                always_tune=self.always_tune,
+                frozen=self.frozen,
+                strict=self.strict,
+                verbose=self.verbose,
+                seconds=SECONDS,
+                compile_seconds=SECONDS,
+                grace=SECONDS,
+            ),
             device=self.device,
             ranks=self.ranks,
             store=LayeredStore([memory, self.disk]),
             memory=memory,
-            benchmarker=DeviceBenchmarker(self.device, SECONDS),
             search=self.search,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
-            policy=self.policy,
             hardware="fake",
             quiet=contextlib.nullcontext,
             settling=self.settling,
             gate=self.gate,
-            always_tune=self.always_tune,
-            frozen=self.frozen,
-            strict=self.strict,
-            verbose=self.verbose,
-            seconds=SECONDS,
-            compile_seconds=SECONDS,
-            grace=SECONDS,
             journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),
             log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),
             compiler=None if self.compiler is None else lambda: self.compiler,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import triton
 
 from triton_dist.errors import TritonDistError
 from triton_dist.tune import autotune
@@ -49,6 +50,32 @@ def values_that_differ_by_rank() -> Any:
             op(1)
         counts.append([op.tuning_count for op in ops])
     return counts
+
+
+def hooks_that_bind_the_rank() -> Any:
+    """Tunings of a function whose configs have hooks that bind the rank, and a size, which all
+    ranks hold alike; twice. Then what of it does not count."""
+    rank = dist.get_rank()
+    counts = []
+    for size in (64, 64, 128):
+        hook = _hook(rank, size)
+        space = [{"config": triton.Config({"B": b}, pre_hook=hook)} for b in (16, 32)]
+
+        @autotune(space, key_fn=lambda x: x)
+        def op(x: int, config: triton.Config) -> None:
+            config.pre_hook({})
+
+        op(1)
+        counts.append(op.tuning_count)
+    fingerprint = op.tune(1).fingerprint
+    return counts, dict(fingerprint.bound), dict(fingerprint.uncounted)
+
+
+def _hook(rank: int, size: int) -> Callable[[dict[str, Any]], None]:
+    def hook(arguments: dict[str, Any]) -> None:
+        arguments |= {"rank": rank, "size": size}
+
+    return hook
 
 
 def _favours_own(x: int, n: int) -> int:

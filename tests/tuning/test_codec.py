@@ -1,13 +1,10 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ import torch
 import triton
 from hypothesis import given
 
-import triton_dist
 from tests.tuning.strategies import (
     DTYPES,
     Access,
@@ -52,11 +48,12 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@given(keys)
-def test_what_is_written_is_read_back_exactly(value):
-    tree = json.loads(codec.text(codec.encode(value)))
-    assert same(codec.decode(tree), value)
-    assert codec.text(codec.encode(codec.decode(tree))) == codec.text(codec.encode(value))
+@given(keys, keys)
+def test_values_have_one_text_if_they_are_the_same(one, other):
+    texts = [codec.text(codec.encode(value)) for value in (one, copy.deepcopy(one), other)]
+    assert texts[0] == texts[1]
+    assert (texts[0] == texts[2]) == same(one, other)
+    assert json.loads(texts[0]) == codec.encode(one)
 
 
 @given(keys)
@@ -85,23 +82,35 @@ def test_values_that_equal_python_values_are_written_as_those():
     assert codec.encode(np.float32(0.5)) == 0.5
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_read_back_as_itself(dtype):
-    assert codec.decode(codec.encode((dtype, [dtype]))) == (dtype, [dtype])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (range(0, 4, 2), range(0, 3, 2)),
+        (range(5, 5), range(0)),
+        (range(7, 9, 5), range(7, 8)),
+        (range(5, 0, -2), range(5, -1, -2)),
+    ],
+)
+def test_equal_ranges_have_one_text(one, other):
+    assert one == other
+    assert codec.encode(one) == codec.encode(other)
 
 
 @pytest.mark.parametrize(
-    "member", [*Method, *Level, *Unit, *Access, *Mode, *Plan.Nested, Access(3), Mode(0)], ids=repr
+    "values",
+    [
+        DTYPES,
+        [*Method, *Level, *Unit, *Access, *Mode, *Plan.Nested, Access(3), Mode(0)],
+        [Plan(None), Plan((None, b"\x00", {1: [Method.PUSH]})), Plan(Plan(None))],
+        [math.nan, math.inf, -math.inf, 0.0, -0.0],
+        [torch.channels_last, torch.contiguous_format, torch.strided, torch.sparse_coo],
+        [range(0), range(3), range(1, 3), range(0, 3, 2), range(3, 0, -1), [0, 1, 2], (0, 3, 1)],
+    ],
+    ids=["dtypes", "enums", "dataclasses", "floats", "layouts", "ranges"],
 )
-def test_every_kind_of_enum_is_read_back_as_itself(member):
-    read = codec.decode(json.loads(codec.text(codec.encode({"k": [member, (member,)]}))))
-    assert read == {"k": [member, (member,)]}
-    assert type(read["k"][0]) is type(member)
-
-
-def test_a_computed_field_is_read_back_too():
-    read = codec.decode(codec.encode(Plan((None, b"\x00", {1: [Method.PUSH]}))))
-    assert (read.inner, read.computed) == ((None, b"\x00", {1: [Method.PUSH]}), 7)
+def test_each_of_a_kind_has_its_own_text(values):
+    texts = {codec.text(codec.encode({"k": [value, (value,)]})) for value in values}
+    assert len(texts) == len(values)
 
 
 def test_a_digest_does_not_depend_on_the_module_of_a_class_or_function():
@@ -127,10 +136,6 @@ def test_a_string_with_a_colon_is_not_a_name():
     assert codec.digest({"dict": [["enum", "a:x"]]}) != codec.digest({"dict": [["enum", "b:x"]]})
 
 
-def test_nan_has_a_text():
-    assert math.isnan(codec.decode(codec.encode(math.nan)))
-
-
 def test_the_order_of_a_set_or_dict_does_not_count():
     assert codec.encode(frozenset("abcdef")) == codec.encode(frozenset("fedcba"))
     assert codec.encode({"a": 1, "b": 2}) == codec.encode({"b": 2, "a": 1})
@@ -140,40 +145,6 @@ def test_the_order_of_a_set_or_dict_does_not_count():
 def test_a_value_without_a_stable_text_is_refused(value):
     with pytest.raises(TypeError, match="no stable text"):
         codec.encode(value)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"no such tag": 1},
-        {},
-        {"enum": "absent.module:Name", "name": "A"},
-        {"enum": "tests.tuning.strategies:Method", "name": "ABSENT"},
-        {"dtype": "torch.no_such_type"},
-        {"tuple": 3},
-        {"triton.Config": {}},
-        {"function": "os:system"},
-    ],
-)
-def test_a_tree_that_is_no_value_raises_value_error(tree):
-    with pytest.raises(ValueError):
-        codec.decode(tree)
-
-
-def test_reading_imports_nothing():
-    code = (
-        "import sys\n"
-        "from triton_dist._tuning.values import codec\n"
-        "for tree in ({'class': 'colorsys:rgb_to_hsv'}, {'dtype': 'torch.float16'}):\n"
-        "    try: codec.decode(tree)\n"
-        "    except ValueError: pass\n"
-        "print([name for name in ('colorsys', 'torch', 'triton') if name in sys.modules])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(triton_dist.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def test_functions_made_in_one_place_differ_by_their_closures():
@@ -199,6 +170,8 @@ def test_functions_made_in_one_place_differ_by_their_closures():
         (b"\x01", "b'\\x01'"),
         (float("inf"), "inf"),
         (torch.device("cuda", 1), "torch.device('cuda:1')"),
+        (torch.channels_last, "torch.channels_last"),
+        (range(3), "range(0, 3, 1)"),
         (
             triton.Config({"BLOCK_SIZE_M": 64}, num_warps=8, num_stages=3),
             "triton.Config({'BLOCK_SIZE_M': 64}, num_ctas=1, num_stages=3, num_warps=8)",

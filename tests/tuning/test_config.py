@@ -6,7 +6,7 @@ import triton
 from hypothesis import given
 
 from tests.tuning.strategies import Method, configs
-from triton_dist._tuning.values import Config, ConfigSpace
+from triton_dist._tuning.values import Config, ConfigSpace, codec
 from triton_dist.errors import InvalidArgument, TuningWarning
 
 GEMM = triton.Config({"BLOCK_SIZE_M": 128, "GROUP_SIZE_M": 8}, num_warps=8, num_stages=3)
@@ -77,6 +77,37 @@ def test_a_pre_hook_reaches_the_call_and_counts():
     assert hooked.arguments()["c"].pre_hook is hook
     assert list(hooked.functions()) == [hook]
     assert hooked != Config({"c": triton.Config({"A": 1})})
+
+
+def make_hook(bound):
+    def hook(arguments):
+        arguments["x"] = bound
+
+    return hook
+
+
+def hooked(*bound):
+    return [{"c": triton.Config({"A": 1}, pre_hook=make_hook(each))} for each in bound]
+
+
+def test_what_a_hook_binds_does_not_count_in_the_digest():
+    """Ranks may bind a rank, a device or a tensor: the fingerprint compares that."""
+    digests = {ConfigSpace(hooked(each)).digest for each in (0, 1, torch.zeros(1))}
+    assert len(digests) == 1
+    assert ConfigSpace([{"c": triton.Config({"A": 1})}]).digest not in digests
+
+
+@pytest.mark.parametrize("bound", [(8, 16, 8), (torch.zeros(1), torch.ones(1))])
+def test_configs_that_differ_in_what_their_hooks_bind_are_several(bound):
+    space = ConfigSpace(hooked(*bound))
+    assert len({config.digest for config in space}) == len(space) == 2
+    for config, expected in zip(space, bound, strict=False):
+        arguments = {}
+        config["c"].pre_hook(arguments)
+        assert arguments["x"] is expected
+        assert codec.digest(config.tree) == config.digest
+    again = ConfigSpace(hooked(*bound))
+    assert [config.digest for config in again] == [config.digest for config in space]
 
 
 @given(configs)

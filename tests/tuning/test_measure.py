@@ -4,42 +4,46 @@ import time
 
 import pytest
 
-from tests.tuning.fakes import FakeDevice, Rank, thread_ranks, together
-from triton_dist._tuning.measure import DeviceBenchmarker
-from triton_dist._tuning.values import Failure, Measurement, Policy
+from tests.tuning.fakes import SECONDS, FakeDevice, Rank, thread_ranks, together
+from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.sampler import Sampler
+from triton_dist._tuning.values import Failure, Policy
 from triton_dist.runtime.device.cpu import CpuDevice
+from triton_dist.runtime.ranks import SoloRank
 
 
-def aligned(hold):
-    """One rank: there is nobody to wait for."""
-    hold()
+class Meeting(Conversation):
+    """Of one rank: there is nobody to wait for. Notes what a sampler does, in order."""
+
+    def __init__(self, order=None, meet=lambda: None):
+        super().__init__(SoloRank(), "op", SECONDS, SECONDS, lambda config, failure: None)
+        self.order, self._meet = [] if order is None else order, meet
+
+    def gather(self, at, value, after=0.0):
+        self.order.append("meet")
+        self._meet()
+        return super().gather(at, value, after)
+
+    def line_up(self):
+        self.order.append("line up")
+
+
+def sample(device, call, policy, number, ranks=None, settle=lambda: None, reset=lambda: None):
+    sampler = Sampler(device, ranks or Meeting(), policy, SECONDS, settle, reset)
+    return sampler.sample(Situation("measure"), call, number)
 
 
 def test_warm_up_runs_are_not_samples():
     device, durations = FakeDevice(), iter([50.0, 40.0, 1.0, 2.0, 3.0])
-    measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: device.advance(next(durations)), Policy(warmup=2), aligned, 3
-    )
-    assert measured == Measurement((1.0, 2.0, 3.0), 2)
-    assert measured.median == 2.0
+    call = lambda: device.advance(next(durations))  # noqa: E731
+    assert sample(device, call, Policy(warmup=2), 3) == (1.0, 2.0, 3.0)
     assert device.flushes == 5
 
 
-def test_the_default_is_three_and_ten():
-    device, runs = FakeDevice(), []
-    measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: runs.append(1), Policy(), aligned, Policy().repeat
-    )
-    assert len(runs) == 13
-    assert len(measured.samples) == 10
-
-
-def test_what_happens_while_aligning_is_not_timed():
+def test_what_happens_while_ranks_meet_is_not_timed():
     device = FakeDevice()
-    measured = DeviceBenchmarker(device, 1.0).measure(
-        lambda: device.advance(1.0), Policy(0), lambda hold: device.advance(100.0), 2
-    )
-    assert measured.samples == (1.0, 1.0)
+    ranks = Meeting(meet=lambda: device.advance(100.0))
+    assert sample(device, lambda: device.advance(1.0), Policy(0), 2, ranks) == (1.0, 1.0)
 
 
 def test_ranks_are_lined_up_after_what_holds_the_device():
@@ -52,15 +56,17 @@ def test_ranks_are_lined_up_after_what_holds_the_device():
         def hold(self, queueing=0.0):
             order.append("hold")
 
-    def align(hold):
-        order.append("meet")
-        hold()
-        order.append("line up")
-
-    DeviceBenchmarker(Recording(), 1.0).measure(
-        lambda: order.append("run"), Policy(warmup=0), align, 2
+    sample(
+        Recording(),
+        lambda: order.append("run"),
+        Policy(warmup=0),
+        2,
+        Meeting(order),
+        settle=lambda: order.append("settle"),
+        reset=lambda: order.append("reset"),
     )
-    assert order == ["meet", "flush", "hold", "line up", "run"] * 2
+    run = ["settle", "reset", "meet", "flush", "hold", "line up", "run"]
+    assert order == [*run, *run, "settle"]
 
 
 def test_the_device_is_held_for_as_long_as_queueing_took():
@@ -71,37 +77,40 @@ def test_the_device_is_held_for_as_long_as_queueing_took():
             held.append(queueing)
 
     naps = iter([0.02, 0.0, 0.0])
-    DeviceBenchmarker(Recording(), 1.0).measure(
-        lambda: time.sleep(next(naps)), Policy(warmup=0), lambda hold: hold(), 3
-    )
+    sample(Recording(), lambda: time.sleep(next(naps)), Policy(warmup=0), 3)
     assert held[0] == 0.0
     assert held[1] > held[2] > 0.8 * held[1] >= 0.8 * 0.02  # but not for good
 
 
-def test_a_rank_that_cannot_flush_lines_up_all_the_same():
-    lined_up, runs = [], []
+class Full(FakeDevice):
+    def flush_cache(self):
+        raise MemoryError("no room for the buffer")
 
-    class Full(FakeDevice):
-        def flush_cache(self):
-            raise MemoryError("no room for the buffer")
 
-    def align(hold):
-        hold()
-        lined_up.append(1)
+def refuse():
+    raise MemoryError("no room for a copy")
 
-    with pytest.raises(MemoryError):
-        DeviceBenchmarker(Full(), 1.0).measure(lambda: runs.append(1), Policy(1), align, 4)
-    assert (len(lined_up), len(runs)) == (5, 0)
+
+@pytest.mark.parametrize(
+    ("device", "fails"),
+    [(Full(), {}), (FakeDevice(), {"reset": refuse}), (FakeDevice(), {"settle": refuse})],
+    ids=["flush", "reset", "settle"],
+)
+def test_a_rank_that_cannot_begin_meets_and_lines_up_all_the_same(device, fails):
+    ranks, runs = Meeting(), []
+    with pytest.raises(MemoryError, match="no room"):
+        sample(device, lambda: runs.append(1), Policy(1), 4, ranks, **fails)
+    assert (ranks.order, runs) == (["meet", "line up"] * 5, [])
 
 
 def test_no_flush_when_the_policy_says_so():
     device = FakeDevice()
-    DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(warmup=1, flush=False), aligned, 1)
+    sample(device, lambda: None, Policy(warmup=1, flush=False), 1)
     assert device.flushes == 0
 
 
-def test_a_call_that_fails_is_not_repeated_but_aligning_is():
-    aligned, runs = [], []
+def test_a_call_that_fails_is_not_repeated_but_meeting_is():
+    ranks, runs = Meeting(), []
 
     def call():
         runs.append(1)
@@ -109,17 +118,15 @@ def test_a_call_that_fails_is_not_repeated_but_aligning_is():
             raise ValueError("second run")
 
     with pytest.raises(ValueError, match="second run"):
-        DeviceBenchmarker(FakeDevice(), 1.0).measure(
-            call, Policy(warmup=1), lambda hold: aligned.append(1), 4
-        )
-    assert (len(runs), len(aligned)) == (2, 5)
+        sample(FakeDevice(), call, Policy(warmup=1), 4, ranks)
+    assert (len(runs), ranks.order) == (2, ["meet", "line up"] * 5)
 
 
 def test_a_device_that_does_not_finish_is_a_timeout():
     device = FakeDevice()
     device.synchronize_error = TimeoutError("not finished")
     with pytest.raises(TimeoutError):
-        DeviceBenchmarker(device, 1.0).measure(lambda: None, Policy(), aligned, 1)
+        sample(device, lambda: None, Policy(), 1)
 
 
 def test_a_graph_is_captured_after_the_first_run_and_its_replay_is_measured():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from tests.tuning import group_ranks, ops
+from triton_dist._tuning.values import DIFFERS
 
 
 def folders(tmp_path, *names):
@@ -49,6 +50,12 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
 
 def test_values_that_differ_by_rank_refuse_nothing_and_are_tuned_once(spawn_ranks):
     assert spawn_ranks(2, group_ranks.values_that_differ_by_rank) == [[[1, 1, 1], [0, 0, 0]]] * 2
+
+
+def test_hooks_of_configs_may_bind_the_rank(spawn_ranks):
+    counts, bound, uncounted = [1, 0, 1], {"hook.size": "128"}, {"hook.rank": DIFFERS}
+    said = spawn_ranks(2, group_ranks.hooks_that_bind_the_rank)
+    assert said == [(counts, bound, uncounted)] * 2
 
 
 def test_a_literal_that_differs_is_named_with_both_values(spawn_ranks):

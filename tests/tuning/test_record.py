@@ -125,7 +125,7 @@ def test_a_tensor_key_comes_back_with_its_types(dtype):
     value = to_hashable(torch.zeros(4, 3, dtype=dtype).T)
     assert value == ((3, 4), (1, 3), dtype)
     assert [type(part) for part in value[:2]] == [tuple, tuple]
-    assert Key.of("f", value, "fake").value == value
+    assert str(Key.of("f", value, "fake")) == str(value)
 
 
 def test_a_tensor_as_key_is_refused_with_the_way_out():

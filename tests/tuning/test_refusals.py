@@ -1,4 +1,4 @@
-"""Nobody waits for a rank that has failed before the first word."""
+"""Nobody waits for a rank that has failed before the first message."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_quarantine_in_a_followers_own_folder_counts(tmp_path):
     assert not list(tmp_path.rglob("*.journal"))
 
 
-# Real processes, killed by the system at any moment: in a word to the others, in the middle of a
+# Real processes, killed by the system at any moment: in a message to the others, in the middle of a
 # line of the journal, between the record and the end of the journal.
 
 WORLD = 2

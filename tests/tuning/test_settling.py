@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import pytest
 
 from tests.tuning.fakes import SECONDS, FakeDevice, FakeTimer, Rank, thread_ranks, together
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.values import Failure, Policy
-from triton_dist.errors import WaitTimeout
+from triton_dist.errors import RankDisagreement, WaitTimeout
 from triton_dist.runtime import waits
 
 CANDIDATES = [{"n": 1}, {"n": 2}]
 POLICY = Policy(warmup=1, repeat=3)
 RUNS = 1 + POLICY.warmup + POLICY.repeat
+
+
+def wait_timeout() -> Exception:
+    return WaitTimeout(rank=0, program="op", flag="arrivals[3]", expected=2, seen=1, seconds=1.0)
 
 
 class Device(FakeDevice):
@@ -24,7 +29,8 @@ class Device(FakeDevice):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
-        self.gave_up: WaitTimeout | None = None
+        self.gave_up: Exception | None = None
+        self.gives: Callable[[], Exception] = wait_timeout
 
     def synchronize(self, seconds=None) -> None:
         self.events.append("wait")
@@ -36,12 +42,10 @@ class Device(FakeDevice):
     def op(self, gives_up: bool) -> None:
         self.events.append("run")
         if gives_up:
-            self.gave_up = WaitTimeout(
-                rank=0, program="op", flag="arrivals[3]", expected=2, seen=1, seconds=1.0
-            )
+            self.gave_up = self.gives()
         assert waits.leave(self.check)
 
-    def check(self) -> WaitTimeout | None:
+    def check(self) -> Exception | None:
         self.events.append("check")
         found, self.gave_up = self.gave_up, None
         return found
@@ -111,8 +115,13 @@ def test_a_wait_that_gave_up_is_the_failure_of_its_candidate(who, number):
     assert recovered == [1, 1]
 
 
-def test_a_call_that_raised_leaves_nothing_for_the_next_candidate():
+@pytest.mark.parametrize(
+    "left", [wait_timeout, lambda: RankDisagreement("rows", {0: 4, 1: 8})], ids=["wait", "rows"]
+)
+def test_a_call_that_raised_leaves_nothing_for_the_next_candidate(left):
     ranks = [rank_of(each, {(1, 1, 2, "raises")}) for each in thread_ranks(2)]
+    for rank in ranks:
+        rank.device.gives = left
     assert together(ranks) == [(1, {"n": 2})] * 2
     first, second = outcomes(ranks[0])
     assert "and then it raises" in first.message

@@ -206,11 +206,22 @@ def test_readers_never_see_half_a_record_while_others_write(tmp_path):
 def test_records_leaves_out_what_cannot_be_read(tmp_path):
     store = FileStore(tmp_path)
     store.put(RECORD)
-    damaged = store.path(RECORD.key).parent / "zz.json"
+    damaged = store.path(RECORD.key).parent / f"{'ab' * 16}-12345678.json"
     damaged.write_text("{")
-    with pytest.warns(CacheWarning, match="zz.json"):
+    with pytest.warns(CacheWarning, match=damaged.name):
         assert [stored.record for stored in store.records()] == [RECORD]
     assert not damaged.exists()
+
+
+def test_records_leaves_files_of_others_alone(tmp_path):
+    """Another library may keep files in a folder that it shares with ours."""
+    store = FileStore(tmp_path)
+    store.put(RECORD)
+    others = [store.path(RECORD.key).with_name(name) for name in ("tuned.json", "0.json")]
+    for other in others:
+        other.write_text('{"best": [64, 128]}')
+    assert [stored.record for stored in store.records()] == [RECORD]
+    assert [other.read_text() for other in others] == ['{"best": [64, 128]}'] * 2
 
 
 def test_a_name_with_odd_characters_names_a_folder(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,35 +15,18 @@ from triton_dist import knobs
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of
-from triton_dist._tuning.measure import DeviceBenchmarker
-from triton_dist._tuning.protocols import Device, RankGroup, Search
+from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Exhaustive, Racing
-from triton_dist._tuning.shared import (
-    file_store,
-    gate_of,
-    hardware_of,
-    journal_of,
-    judging,
-    pack_store,
-    read_only_store,
-)
+from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, pack_store
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
-from triton_dist._tuning.store import (
-    FileLog,
-    LayeredStore,
-    MemoryStore,
-    pack_folders,
-)
+from triton_dist._tuning.store import FileLog, MemoryStore, pack_folders
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
 from triton_dist.errors import InvalidArgument
-from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.tracing import is_traced
-from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.untraced import untraced
-from triton_dist.runtime.waits import bounded_waits, settling
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
@@ -195,9 +178,9 @@ class _Composer:
 
     scope: str
     policy: Callable[[str], Policy]
-    """Of a device, by its name."""
+    """Policy of a device, by its name."""
     judges: tuple[Callable[..., object], ...]
-    """What decides which configs can win, besides their times."""
+    """Functions that decide which configs can win, besides their times."""
     version: str
     ignore: tuple[str, ...]
     snapshot: Snapshot
@@ -205,66 +188,31 @@ class _Composer:
 
     def compose(self, process_group: Any, verbose: bool) -> Parts:
         """The parts for a first call over ``process_group``, as the environment is now."""
-        device: Device = current_device()
         ranks: RankGroup = group_for(process_group, self.scope)
-        policy = self.policy(device.name)
-        seconds = knobs.autotune_timeout.get()
+        policy = self.policy(current_device().name)
+        packs = map(pack_store, pack_folders(knobs.autotune_readonly_dirs.get()))
+        common = common_parts(policy, ranks, verbose, self.memory, *packs)
         files = file_store(knobs.cache_dir.get())
-        folders = knobs.autotune_readonly_dirs.get()
         return Parts(
-            device=device,
-            ranks=ranks,
-            store=LayeredStore(
-                [
-                    self.memory,
-                    files,
-                    *map(read_only_store, folders),
-                    *map(pack_store, pack_folders(folders)),
-                ]
-            ),
+            **{**vars(common), "quiet": functools.partial(_quiet, common.quiet)},
             memory=self.memory,
-            benchmarker=DeviceBenchmarker(device, seconds),
             search=_SEARCHES[policy.search],
-            fingerprint=functools.partial(self._fingerprint, device, ranks),
-            policy=policy,
-            hardware=hardware_of(device, ranks),
-            quiet=functools.partial(_quiet, seconds),
-            settling=functools.partial(settling, device, seconds),
-            gate=gate_of(ranks),
-            always_tune=knobs.autotune_always_tune.get(),
-            frozen=knobs.autotune_frozen.get(),
-            strict=knobs.autotune_version_check.get(),
-            verbose=verbose or knobs.autotune_print.get(),
-            seconds=seconds,
-            compile_seconds=knobs.compile_timeout.get(),
-            grace=knobs.autotune_grace.get(),
+            fingerprint=functools.partial(self._fingerprint, ranks, policy),
             log=lambda key: FileLog(files.path(key), int(ranks.named(ranks.rank))),
-            compiler=CompilePool if device.name == "cuda" else None,
-            journal=functools.partial(journal_of, files),
         )
 
     def _fingerprint(
-        self, device: Device, ranks: RankGroup, function: Callable[..., Any], space: ConfigSpace
+        self, ranks: RankGroup, policy: Policy, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
         judges = source_of(self.judges, self.ignore, self.snapshot)
         source = source_of([function, *space.functions], self.ignore, self.snapshot)
-        return Fingerprint(
-            hardware=device.facts(),
-            software=software_versions(),
-            topology=ranks.facts(),
-            policy=self.policy(device.name).facts(),
-            source=source.digests,
-            space=codec.digest(space.digest, judges.digests),
-            version=self.version,
-            literal=source.literal | judging(judges.literal, source.literal),
-            bound=source.bound | judging(judges.bound, source.bound),
-            uncounted=source.uncounted | judging(judges.uncounted, source.uncounted),
-        )
+        digest = codec.digest(space.digest, judges.digests)
+        return fingerprint_of(ranks, policy, source, judges, digest, self.version)
 
 
 @contextmanager
-def _quiet(seconds: float) -> Iterator[None]:
+def _quiet(bounded: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """No gradients, and no wait in a kernel that outlasts the patience of the other ranks: a
     candidate that dead-locks there fails and is voted out, and nobody has to be ended."""
-    with torch.no_grad(), bounded_waits(seconds / 2):
+    with torch.no_grad(), bounded():
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,41 +13,21 @@ import torch
 from triton_dist import knobs
 from triton_dist._tuning.engine.contextual.dispatch import ContextualAutoTuner
 from triton_dist._tuning.engine.contextual.interception import Interception
-from triton_dist._tuning.engine.contextual.log import StepLog
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.parts import NoGroup
 from triton_dist._tuning.engine.tunable import check_tunable
-from triton_dist._tuning.protocols import Device, Journal, RankGroup, Store
+from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.steps import InTurn, Race
-from triton_dist._tuning.shared import (
-    file_store,
-    gate_of,
-    hardware_of,
-    journal_of,
-    judging,
-    read_only_store,
-)
+from triton_dist._tuning.shared import common_parts, fingerprint_of
 from triton_dist._tuning.source import source_of
-from triton_dist._tuning.store import FileStore, LayeredStore
-from triton_dist._tuning.values import (
-    Config,
-    ConfigSpace,
-    Fingerprint,
-    Key,
-    Policy,
-    TuningRecord,
-    codec,
-    validity,
-)
+from triton_dist._tuning.store import StepLog
+from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime import interpreter
-from triton_dist.runtime.compiling import CompilePool
-from triton_dist.runtime.device import current_device
 from triton_dist.runtime.inherited import InheritedValue, in_backward
 from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.tracing import is_traced
-from triton_dist.runtime.triton_compat import is_interpreting, software_versions
-from triton_dist.runtime.waits import bounded_waits, settling
+from triton_dist.runtime.triton_compat import is_interpreting
 
 _interception = Interception(
     InheritedValue("triton_dist.contextual_autotune"), in_backward, is_traced
@@ -105,7 +85,14 @@ def contextual_autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "contextual_autotune")
         group = default_group if is_dist else NoGroup
-        return ContextualAutoTuner(fn, composer.compose, _interception, group, composer.ranks)
+        return ContextualAutoTuner(
+            fn,
+            composer.compose,
+            _interception,
+            group,
+            composer.ranks,
+            lambda: not knobs.autotune.get(),
+        )
 
     return decorate
 
@@ -126,92 +113,34 @@ class _Composer:
     def compose(self) -> ContextualParts:
         if is_interpreting():
             interpreter.install()  # kernels may all be of libraries, which know nothing of it
-        device: Device = current_device()
         ranks = self.ranks()
-        seconds = knobs.autotune_timeout.get()
         policy = Policy(
             warmup=self.warmup,
             repeat=self.repeat,
             timing="contextual",
             search="race" if self.race else "exhaustive",
         )
-        verbose = knobs.autotune_print.get() and ranks.is_leader
-        folder = knobs.autotune_log_dir.get()
-        files = file_store(knobs.cache_dir.get())
-        read_only = map(read_only_store, knobs.autotune_readonly_dirs.get())
+        common = common_parts(policy, ranks, verbose=False)
+        path = knobs.autotune_log_dir.get() / f"rank-{int(ranks.named(ranks.rank))}.log"
         return ContextualParts(
-            device=device,
-            ranks=ranks,
-            kernels=_Kernels(device, ranks, policy, files, LayeredStore([files, *read_only])),
+            **vars(common),
+            fingerprint=functools.partial(_fingerprint, ranks, policy),
             plan=Race if self.race else InTurn,
-            warmup=self.warmup,
-            repeat=self.repeat,
-            log=StepLog(folder / f"rank-{int(ranks.named(ranks.rank))}.log", prints=verbose),
-            # Ranks wait for one another for so long: a wait in a kernel must end before.
-            quiet=functools.partial(bounded_waits, seconds / 2),
-            settling=functools.partial(settling, device, seconds),
+            log=StepLog(path, prints=common.settings.verbose and ranks.is_leader),
             no_grad=torch.no_grad,
-            gate=gate_of(ranks),
-            always_tune=knobs.autotune_always_tune.get(),
-            frozen=knobs.autotune_frozen.get(),
-            seconds=seconds,
-            compile_seconds=knobs.compile_timeout.get(),
-            grace=knobs.autotune_grace.get(),
-            compiler=CompilePool if device.name == "cuda" else None,
         )
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Tuning records of kernels, in the store of ``tune.autotune``: one for each kernel and key."""
-
-    device: Device
-    ranks: RankGroup
-    policy: Policy
-    files: FileStore
-    store: Store
-    """Those files, and read-only folders."""
-
-    def key(self, name: str, key: tuple[Any, ...]) -> Key:
-        return Key.of(name, tuple(map(_with_text, key)), hardware_of(self.device, self.ranks))
-
-    def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint:
-        # Of the live configs: a hook without a stable text is in the space by its name alone.
-        hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
-        for name in ("pre_hook", "post_hook"):
-            if getattr(tuner, f"user_defined_{name}"):
-                hooks.append(getattr(tuner, name))
-        judges = [judge for judge in (tuner.early_config_prune, tuner.perf_model) if judge]
-        pruning = source_of(judges)
-        source = source_of([tuner.base_fn, *_heuristics(tuner.fn), *hooks])
-        return Fingerprint(
-            hardware=self.device.facts(),
-            software=software_versions(),
-            topology=self.ranks.facts(),
-            policy=self.policy.facts(),
-            source=source.digests,
-            space=codec.digest(space.digest, pruning.digests, tuner.configs_top_k),
-            literal=source.literal | judging(pruning.literal, source.literal),
-            bound=source.bound | judging(pruning.bound, source.bound),
-            uncounted=source.uncounted | judging(pruning.uncounted, source.uncounted),
-        )
-
-    def find(
-        self, key: Key, fingerprint: Fingerprint, configs: Iterable[Config]
-    ) -> tuple[TuningRecord | None, str]:
-        configs, strict, reason = list(configs), knobs.autotune_version_check.get(), ""
-        for record, where in self.store.find(key):
-            found = validity(record, fingerprint, configs, strict)
-            if not found.reasons:
-                return record, where
-            reason = reason or (f"the record in {where} is not valid: {'; '.join(found.reasons)}")
-        return None, reason or "no record"
-
-    def journal(self, key: Key) -> Journal:
-        return journal_of(self.files, key)
-
-    def put(self, record: TuningRecord) -> str:
-        return self.store.put(record) or "memory"
+def _fingerprint(ranks: RankGroup, policy: Policy, tuner: Any, space: ConfigSpace) -> Fingerprint:
+    # Of the live configs: a hook without a stable text is in the space by its name alone.
+    hooks = [config.pre_hook for config in tuner.configs if config.pre_hook is not None]
+    for name in ("pre_hook", "post_hook"):
+        if getattr(tuner, f"user_defined_{name}"):
+            hooks.append(getattr(tuner, name))
+    judges = source_of([judge for judge in (tuner.early_config_prune, tuner.perf_model) if judge])
+    source = source_of([tuner.base_fn, *_heuristics(tuner.fn), *hooks])
+    digest = codec.digest(space.digest, judges.digests, tuner.configs_top_k)
+    return fingerprint_of(ranks, policy, source, judges, digest)
 
 
 def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:
@@ -220,12 +149,3 @@ def _heuristics(fn: Any) -> Iterator[Callable[..., Any]]:
         if isinstance(getattr(fn, "values", None), dict):
             yield from fn.values.values()
         fn = fn.fn
-
-
-def _with_text(value: object) -> object:
-    """Values of other libraries, such as Triton's dtypes, count by how they print."""
-    try:
-        codec.encode(value)
-    except TypeError:
-        return repr(value)
-    return value

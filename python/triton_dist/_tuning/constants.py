@@ -34,7 +34,7 @@ constant.marks_a_constant = True  # type: ignore[attr-defined]
 
 
 class Constants:
-    """What one function depends on besides code. Names are unique in it.
+    """Values that one function depends on, apart from code. Names are unique in it.
 
     Args:
         ignore: names that do not count, such as ``"RANK"`` or ``"op.RANK"``.
@@ -48,7 +48,7 @@ class Constants:
         self._holders: dict[str, int] = {}
 
     def ignores(self, name: str) -> bool:
-        """Whether ``name`` is not to count; it is noted then."""
+        """True if ``name`` is not to count; it is noted then."""
         ignored = name in self._ignore or name.rpartition(".")[2] in self._ignore
         if ignored:
             self.uncounted[name] = "ignored"

@@ -19,7 +19,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(eq=False)
 class Listing:
-    """What one file defines."""
+    """Definitions of one file."""
 
     functions: dict[tuple[int, str], Definition] = field(default_factory=dict)
     """By the line of the first decorator, or of ``def``, and name: as code objects have them."""
@@ -38,7 +38,7 @@ class Listing:
     """Code in the order of the file, by the names of all that it is inside of."""
 
     def has(self, code: types.CodeType) -> bool:
-        """Whether ``code`` is what the file compiles to."""
+        """True if ``code`` is what the file compiles to."""
         return code in self.codes.get(_place(code), [])
 
 
@@ -62,7 +62,7 @@ def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
 
 
 def listing_of_module(module: types.ModuleType | None) -> Listing | None:
-    """What the file of ``module`` defines; ``None`` without its source."""
+    """Definitions in the file of ``module``; ``None`` without its source."""
     if module is None:
         return None
     file = _file(module)
@@ -71,7 +71,7 @@ def listing_of_module(module: types.ModuleType | None) -> Listing | None:
 
 
 def ordinal(code: types.CodeType) -> int | None:
-    """How many definitions before that of ``code`` have its name and the same functions around.
+    """Number of definitions before that of ``code`` have its name and the same functions around.
 
     ``None`` without its source.
     """
@@ -89,7 +89,7 @@ _known: dict[tuple[int, str], tuple[object, Listing | None]] = {}
 def _listing_of(
     file: str, codes: Callable[[], list[types.CodeType]], item: object
 ) -> Listing | None:
-    """What ``file`` defined when ``item`` was first asked for; ``None`` if that is not ``codes``.
+    """Definitions in ``file`` when ``item`` was first asked for; ``None`` if that is not ``codes``.
 
     A module that is imported again has new code objects: then its file is read again.
     """

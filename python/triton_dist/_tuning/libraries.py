@@ -73,12 +73,12 @@ class Libraries:
 
 
 def is_library(module: str) -> bool:
-    """Whether ``module`` is installed, or part of Python, for who reads its values."""
+    """True if ``module`` is installed, or part of Python, for who reads its values."""
     return Libraries(()).has_module(module)
 
 
 def is_tuner(module: str) -> bool:
-    """Whether ``module`` is part of the tuner itself."""
+    """True if ``module`` is part of the tuner itself."""
     return module == _TUNER or module.startswith(_TUNER + ".")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from triton_dist._tuning import definitions, libraries
 
 _Binding = ast.expr | ast.ImportFrom | None
-"""What a statement binds a name to; ``None``: to nothing that is one expression."""
+"""The expression that a statement binds a name to; ``None``: no single one."""
 
 _Bindings = tuple[tuple[_Binding, bool], ...]
 """All that bind one name, and of each whether the program decides if it does."""
@@ -53,7 +53,7 @@ _PURE = frozenset(
 
 
 class Origin(enum.Enum):
-    """Where a value comes from."""
+    """Source of a value."""
 
     LITERAL = "it stands in the source"
     CHOSEN = "several literals stand in the source, or another module set it"
@@ -62,12 +62,12 @@ class Origin(enum.Enum):
 
 
 def of_global(module: types.ModuleType | None, name: str, value: object) -> Origin:
-    """Where ``value``, the global ``name`` of ``module``, comes from."""
+    """Source of ``value``, the global ``name`` of ``module``."""
     return _Judge().of_global(module, name, value)
 
 
 def of_attribute(cls: type, name: str, value: object) -> Origin:
-    """Where ``value``, the attribute ``name`` of ``cls``, comes from."""
+    """Source of ``value``, the attribute ``name`` of ``cls``."""
     owner = next((base for base in cls.__mro__ if name in vars(base)), cls)
     node = definitions.definition(owner)
     if node is None:
@@ -77,7 +77,7 @@ def of_attribute(cls: type, name: str, value: object) -> Origin:
 
 
 def is_literal(node: ast.expr, module: types.ModuleType | None) -> bool:
-    """Whether ``node``, an expression in ``module``, is one of literals."""
+    """True if ``node``, an expression in ``module``, is one of literals."""
     return _Judge().is_literal(node, module)
 
 
@@ -149,7 +149,7 @@ class _Judge:
         return False
 
     def _is_known(self, node: ast.Attribute, module: types.ModuleType | None) -> bool:
-        """Of a module or a class: ``torch.float16``, ``math.pi``, ``Method.PUSH``."""
+        """True for names of modules and classes: ``torch.int8``, ``math.pi``, ``Method.PUSH``."""
         holder = _resolve(node.value, module)
         if type(holder).__name__ == "constexpr" or isinstance(holder, enum.Enum):
             return self.is_literal(node.value, module)  # its .value
@@ -208,7 +208,7 @@ def _bindings(
 
 
 def _in_parts(statement: ast.stmt, name: str, conditional: bool) -> Iterator[tuple[_Binding, bool]]:
-    """Of a statement with others inside, or one that binds by an expression."""
+    """Bindings in a statement with others inside, or one that binds by an expression."""
     inner = conditional or not isinstance(statement, (ast.With, ast.AsyncWith))
     for part in ast.iter_child_nodes(statement):
         if isinstance(part, ast.stmt):
@@ -236,7 +236,7 @@ def _taken(target: ast.expr, value: ast.expr, name: str) -> Iterator[_Binding]:
 
 
 def _may_be(expression: _Binding, value: object) -> bool:
-    """Whether ``expression`` gives ``value``, as far as it is simple enough to tell."""
+    """True if ``expression`` gives ``value``, as far as it is simple enough to tell."""
     try:
         said = ast.literal_eval(expression)  # type: ignore[arg-type]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

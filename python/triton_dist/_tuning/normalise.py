@@ -17,12 +17,12 @@ class Import(NamedTuple):
     """An import inside a function."""
 
     name: str
-    """What it is called there."""
+    """The name that it has there."""
     module: str
     level: int
     """Dots of a relative import."""
     attribute: str | None
-    """What is taken from the module; ``None``: the module itself."""
+    """The name in the module; ``None``: the module itself."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,7 +109,7 @@ def imports(node: ast.AST) -> tuple[Import, ...]:
 
 
 def bytecode(code: types.CodeType) -> str:
-    """What stands for the source when there is none: the instructions, constants and names."""
+    """A text in place of missing source: the instructions, constants and names."""
     return repr((code.co_code.hex(), constants(code), code.co_names, code.co_varnames))
 
 

@@ -1,4 +1,4 @@
-"""What the rooms of the tuner look like from outside.
+"""The rooms of the tuner, as they look from outside.
 
 The engine knows these shapes and nothing behind them; ``compose`` picks the implementations. They
 are implemented by shape: ``runtime`` never imports this module.
@@ -7,7 +7,7 @@ are implemented by shape: ``runtime`` never imports this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from triton_dist._tuning.values import (
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
         Failure,
         Fingerprint,
         Key,
-        Measurement,
         Outcome,
-        Policy,
         Request,
         StoredRecord,
         TuningRecord,
@@ -34,7 +32,7 @@ class Timer(Protocol):
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def is_done(self) -> bool:
-        """Whether the device has reached ``stop``; does not wait."""
+        """True if the device has reached ``stop``; does not wait."""
 
     def milliseconds(self) -> float:
         """Elapsed time; call only after the device finished the work."""
@@ -51,7 +49,7 @@ class Device(Protocol):
 
     def timer(self) -> Timer: ...
     def hold(self, queueing: float = 0.0) -> None:
-        """Keep the device busy until the host has queued a call behind it.
+        """Keep the device busy until the host has queued a call after it.
 
         queueing: seconds that it has taken for such calls, at most.
         """
@@ -76,7 +74,8 @@ class Device(Protocol):
 
 
 class RankGroup(Protocol):
-    """The ranks that tune together. ``decide`` to ``align`` are words: collective over the group.
+    """The ranks that tune together. ``meet``, ``decide`` and ``gather`` are messages: all of them
+    send each, in the same order.
 
     ``phase`` names the step in the error, ``RankTimeout``, that a rank gets when another does not
     arrive within ``seconds``, or is known not to come. Ranks in different phases at one step get
@@ -96,7 +95,7 @@ class RankGroup(Protocol):
         """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
     def converse(self, function: str = "", key: str = "", call: int = 0) -> RankGroup:
-        """The same ranks for one tuning: words of different conversations never meet.
+        """The same ranks for one tuning: messages of different conversations never meet.
 
         ``function`` and ``key``: what it is about, for messages. ``call``: which one of the
         function, since all ranks met in one; by that a rank knows whether another's error is of the
@@ -104,15 +103,15 @@ class RankGroup(Protocol):
         """
 
     def leave(self, reason: str, refused: bool = False) -> None:
-        """Tell the others, without waiting for them, that this rank says no more words here.
+        """Tell the others, without waiting for them, that this rank sends no more messages here.
         ``refused``: because its own call cannot be made."""
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once for a text, that may explain to others why this rank does not come."""
+        """Leave a note, once for a text, that may explain to others why this rank does not come."""
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``gather`` as the first word of a conversation, which may wait for as long as collectives
-        do; ``RankTimeout`` as soon as it is known that a rank stays away."""
+        """``gather`` as the first message of a conversation, which may wait for as long as
+        collectives do; ``RankTimeout`` as soon as it is known that a rank stays away."""
 
     def decide(self, phase: str, value: T | None, seconds: float | None = None) -> T:
         """The leader's value, on every rank; what other ranks pass is ignored."""
@@ -120,25 +119,13 @@ class RankGroup(Protocol):
     def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Every rank's value, ordered by rank, on every rank."""
 
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        """Whether ``flag`` is true on every rank."""
+    def line_up(self) -> None:
+        """After a ``gather`` to which all ranks came: let the ranks' devices go on together with
+        what is queued next. Does not block the host.
 
-    def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over the ranks: the slowest rank decides."""
-
-    def barrier(self, phase: str, seconds: float | None = None) -> None: ...
-    def align(
-        self,
-        phase: str = "align",
-        seconds: float | None = None,
-        hold: Callable[[], object] | None = None,
-    ) -> None:
-        """Line up the ranks' devices, so that a timed region starts together. Does not block the
-        host for longer than it takes the slowest rank to arrive.
-
-        ``hold`` queues what keeps the device busy until the host has queued that region; it must
-        not raise. It is called when all ranks have come, and what it queued is lined up too: a
-        spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few percent.
+        What was queued before, to keep the device busy until the host has queued that, is lined up
+        too: a spin of 0.5 ms ends 10 us and more apart on GPUs whose clocks differ by a few
+        percent.
         """
 
 
@@ -154,7 +141,7 @@ class Search(Protocol):
         for again."""
 
     def tell(self, request: Request, outcome: Outcome) -> None:
-        """What came of ``request``: its own samples, not those of earlier requests."""
+        """Take the outcome of ``request``: its own samples, not those of earlier requests."""
 
 
 class Store(Protocol):
@@ -172,7 +159,7 @@ class Store(Protocol):
 
 
 class Journal(Protocol):
-    """What a tuning of one key knows so far; outlives the process.
+    """Knowledge of a tuning of one key so far; outlives the process.
 
     No operation raises: what cannot be written is not kept.
     """
@@ -212,29 +199,15 @@ class Journal(Protocol):
 
 
 class Log(Protocol):
-    """What happened in tunings of one key. No operation raises."""
+    """Events in tunings of one key. No operation raises."""
 
     def event(self, name: str, **facts: Any) -> None:
         """On the leader, for programs."""
 
     def line(self, text: str) -> None:
-        """Of this rank, for people."""
+        """A line about this rank, for people."""
 
     def close(self) -> None: ...
-
-
-Align: TypeAlias = Callable[[Callable[[], object]], None]
-"""Lines up the ranks, with a ``hold`` (:meth:`RankGroup.align`)."""
-
-
-class Benchmarker(Protocol):
-    """Turns a call into samples on this rank."""
-
-    def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
-    ) -> Measurement:
-        """Run ``call`` as ``policy`` says, ``samples`` times timed; ``align`` lines up the ranks
-        before each run."""
 
 
 class Fingerprinter(Protocol):

@@ -1,4 +1,4 @@
-"""What all tunings of a process have in common, whichever decorator they are of."""
+"""Parts that tunings of both decorators share in a process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,28 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from triton_dist._tuning.protocols import Device, RankGroup
-from triton_dist._tuning.store import FileJournal, FileStore, PackStore, ReadOnlyStore
-from triton_dist._tuning.values import Key
+from triton_dist import knobs
+from triton_dist._tuning.engine.parts import Common, Settings
+from triton_dist._tuning.protocols import Device, RankGroup, Store
+from triton_dist._tuning.source import Source
+from triton_dist._tuning.store import (
+    FileJournal,
+    FileStore,
+    LayeredStore,
+    PackStore,
+    ReadOnlyStore,
+)
+from triton_dist._tuning.values import Fingerprint, Key, Policy
+from triton_dist.runtime.compiling import CompilePool
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.triton_compat import software_versions
+from triton_dist.runtime.waits import bounded_waits, settling
 
 _gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
 
 
 def gate_of(ranks: RankGroup) -> AbstractContextManager[object]:
-    """What one thread at a time holds for a group; re-entrant. Ranks that are alone share one:
-    they share a device too."""
+    """A re-entrant lock for a group. Ranks that are alone share one: they share a device too."""
     return _gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock())
 
 
@@ -47,14 +59,77 @@ def pack_store(root: Path) -> PackStore:
     return PackStore(root)
 
 
-def journal_of(files: FileStore, key: Key) -> FileJournal:
+def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store) -> Common:
+    """Parts that both tuners have, as the environment is now.
+
+    Args:
+        stores: looked up besides the user's own files and the read-only folders: the first before
+            them, the others after them.
+    """
+    device: Device = current_device()
+    seconds = knobs.autotune_timeout.get()
+    files = file_store(knobs.cache_dir.get())
+    folders = map(read_only_store, knobs.autotune_readonly_dirs.get())
+    return Common(
+        settings=Settings(
+            policy=policy,
+            always_tune=knobs.autotune_always_tune.get(),
+            frozen=knobs.autotune_frozen.get(),
+            strict=knobs.autotune_version_check.get(),
+            verbose=verbose or knobs.autotune_print.get(),
+            seconds=seconds,
+            compile_seconds=knobs.compile_timeout.get(),
+            grace=knobs.autotune_grace.get(),
+        ),
+        device=device,
+        ranks=ranks,
+        hardware=hardware_of(device, ranks),
+        store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
+        journal=functools.partial(_journal_of, files),
+        # Ranks wait for one another for so long: a wait in a kernel must end before.
+        quiet=functools.partial(bounded_waits, seconds / 2),
+        settling=functools.partial(settling, device, seconds),
+        gate=gate_of(ranks),
+        compiler=CompilePool if device.name == "cuda" else None,
+    )
+
+
+def _journal_of(files: FileStore, key: Key) -> FileJournal:
     """Beside the record of ``key``."""
     return FileJournal(files.path(key).with_suffix(".journal"), key.module)
 
 
-def judging(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Constants of functions that decide which configs can win, besides those that are ``known`` of
-    the function that is tuned; under names apart from these."""
+def fingerprint_of(
+    ranks: RankGroup,
+    policy: Policy,
+    source: Source,
+    judges: Source,
+    space: str,
+    version: str = "",
+) -> Fingerprint:
+    """All that a record made now depends on.
+
+    Args:
+        judges: of the functions that decide which configs can win, besides their times.
+        space: digest of the config space and of these functions.
+    """
+    return Fingerprint(
+        hardware=current_device().facts(),
+        software=software_versions(),
+        topology=ranks.facts(),
+        policy=policy.facts(),
+        source=source.digests,
+        space=space,
+        version=version,
+        literal=source.literal | _judging(judges.literal, source.literal),
+        bound=source.bound | _judging(judges.bound, source.bound),
+        uncounted=source.uncounted | _judging(judges.uncounted, source.uncounted),
+    )
+
+
+def _judging(constants: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
+    """Constants of judges, besides those that are ``known`` of the function that is tuned; under
+    names apart from these."""
     return {
         f"{name} (pruning)": text for name, text in constants.items() if known.get(name) != text
     }

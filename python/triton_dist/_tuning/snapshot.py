@@ -1,4 +1,4 @@
-"""What a function held when it was given to the tuner, of what changes as a program runs.
+"""Changeable values that a function held when it was given to the tuner.
 
 A list in a closure may be an option or a log, an attribute of a callable object a setting or a
 counter. At decoration it is what the author made it; at the first call of a key it is whatever the

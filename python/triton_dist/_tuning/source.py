@@ -25,10 +25,10 @@ from triton_dist._tuning.walk import Walk
 
 
 class Source(NamedTuple):
-    """What functions are made of. Names are those of the code."""
+    """Code and constants of functions. Names are those of the code."""
 
     digests: dict[str, str]
-    """Of each function and class that is reached."""
+    """A digest of each function and class that is reached."""
     literal: dict[str, str]
     bound: dict[str, str]
     uncounted: dict[str, str]
@@ -40,7 +40,7 @@ def source_of(
     ignore: Iterable[str] = (),
     snapshot: Snapshot | None = None,
 ) -> Source:
-    """What ``roots`` reach.
+    """Code and constants that ``roots`` reach.
 
     Args:
         ignore: names of constants that do not count.
@@ -59,7 +59,7 @@ def source_of(
 
 
 def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
-    """Which function it is: name, module, signature, and which of several of one name."""
+    """The function as records name it: name, module, signature, number among those of one name."""
     origin = Origin.of(function, tunables)
     code = getattr(original(function), "__code__", None)
     if code is None:

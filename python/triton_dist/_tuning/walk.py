@@ -22,8 +22,8 @@ from triton_dist._tuning.values import codec, qualified_name
 
 _ABSENT = types.ModuleType("absent")
 _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
-"""Where callables keep the function inside: Triton's kernels and tuned functions; functools.cache
-and torch.compile; cached_property; torch.library.custom_op."""
+"""Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
+functools.cache and torch.compile; cached_property; torch.library.custom_op."""
 
 _LookUp = Callable[[str], Any]
 
@@ -50,7 +50,7 @@ class Walk:
     def reference(
         self, value: Any, origin: tuple[types.ModuleType | None, str] = (None, "")
     ) -> str:
-        """What ``value`` is, as text, and a visit to it if it is code.
+        """Visit ``value`` if it is code; returns a text that stands for it.
 
         Args:
             origin: module and name of the global that holds it, for values that may change while
@@ -74,7 +74,8 @@ class Walk:
         if isinstance(value, enum.Enum):
             return f"{self._class(type(value))}.{value.name}"
         if codec.is_triton_config(value):
-            return f"{codec.text(codec.encode(value))} {self._functions_in(value)}"
+            tree = codec.encode(value, binding=False)
+            return f"{codec.text(tree)} {self._functions_in(value)}"
         inside = next((each for each in _WRAPPED if _is_code(_attribute(value, each))), None)
         if inside is not None:
             return self._wrapped(value, inside, origin)
@@ -325,8 +326,8 @@ class Walk:
     def _imported(
         self, function: types.FunctionType, node: definitions.Definition | None
     ) -> dict[str, Any]:
-        """What a function imports when it is called, by the name that it has there. Its modules are
-        imported now, as they will be then."""
+        """Objects that a function imports when it is called, by their names there. Their modules
+        are imported now, as they will be then."""
         package = function.__globals__.get("__package__") or ""
         found = {}
         for each in normalise.imports(node) if node is not None else ():
@@ -378,7 +379,7 @@ def _defaults(function: types.FunctionType) -> Mapping[str, Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether ``value`` is a function, or a Triton kernel or its wrapper, which cannot be called
+    """True if ``value`` is a function, or a Triton kernel or its wrapper, which cannot be called
     but launched."""
     return callable(value) or hasattr(value, "fn")
 

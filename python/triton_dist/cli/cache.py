@@ -1,4 +1,4 @@
-"""What is in the cache."""
+"""Contents of the cache."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def names(key: Key, function: str) -> bool:
 
 
 def folders() -> str:
-    """Where is looked, for a message that nothing was found."""
+    """Folders that were searched, for a message that nothing was found."""
     return ", ".join(map(str, [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]))

@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _told(of: Callable[[], Any]) -> Any:
-    """What ``of`` says, or why it cannot: of a broken installation a report is wanted most."""
+    """The answer of ``of``, or why there is none: reports of broken installations matter most."""
     try:
         return of()
     except Exception as error:
@@ -83,7 +83,7 @@ def _version(package: str) -> str:
 
 
 def _device() -> dict[str, str]:
-    """What kernels would run on."""
+    """The device that kernels would run on."""
     from triton_dist.runtime.device import current_device
     from triton_dist.runtime.triton_compat import software_versions
 

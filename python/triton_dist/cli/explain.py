@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _list(store: LayeredStore, name: str, because: str = "") -> int:
-    """What there is; nothing is known about the function itself."""
+    """Explain the records that there are; nothing is known about the function itself."""
     records = list(cache.records_of(store, name))
     if not records:
         return _none_of(name)
@@ -128,7 +128,7 @@ def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) ->
 
 
 def _space(tuned: AutoTuner, key: Key) -> ConfigSpace:
-    """What such a call chooses from: without the names that it gave a value for."""
+    """The space that such a call chooses from: without the names that it gave a value for."""
     if key.given is None:
         return tuned.config_space
     text, digest = key.given

@@ -134,7 +134,7 @@ def _fitted(line: str) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    """What fits the terminal."""
+    """The part that fits the terminal."""
     width = shutil.get_terminal_size().columns
     return line if not _is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
 

@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(name: str, found: list[TuningRecord], gpu: str | None) -> list[TuningRecord]:
-    """Of one function, GPU and version, the latest of each key."""
+    """The latest record of each key, of one function, GPU and version."""
     for what, of, wanted, remedy in (
         ("functions", lambda record: record.key.full_name, None, "Name it with its module"),
         ("models of GPU", _gpu, gpu, "Name one: --gpu"),

@@ -1,4 +1,4 @@
-"""How a verb is declared, so that the help of all reads alike."""
+"""Declaration of a verb, so that the help of all reads alike."""
 
 from __future__ import annotations
 

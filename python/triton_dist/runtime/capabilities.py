@@ -1,4 +1,4 @@
-"""What this process's device can do, for scripts that ask before they use it."""
+"""Abilities of this process's device, for scripts that ask before they use it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def is_fp8_dtype(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is a floating one of 8 bits."""
+    """True if ``dtype`` is a floating one of 8 bits."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def has_tma() -> bool:
-    """Whether tensor descriptors become TMA: compute capability 9.0 and later."""
+    """True if tensor descriptors become TMA: compute capability 9.0 and later."""
     device = current_device()
     return device.name == "cuda" and device.prefers_descriptors
 
@@ -36,7 +36,7 @@ def is_nvshmem_multimem_supported() -> bool:
 
 
 def supports_p2p_native_atomic() -> bool:
-    """Whether atomics of this GPU reach the memory of all others of the host; ``True`` without
+    """True if atomics of this GPU reach the memory of all others of the host; ``True`` without
     another, and for CPU ranks, which share memory."""
     device = current_device()
     if device.name != "cuda":

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 PAUSE_SECONDS = 50e-6
-"""How long a waiting program sleeps at first when nothing else of its grid can run. Long enough for
-a copy thread to take the GIL and for another process to take the core, short against a spin's own
+"""First pause of a waiting program when nothing else of its grid can run. Long enough for a
+copy thread to take the GIL and for another process to take the core, short against a spin's own
 cost."""
 LONGEST_PAUSE_SECONDS = 1e-3
 """The same once it has looked in vain for some time."""
@@ -170,7 +170,7 @@ class CooperativeGrid:
 
 
 def pause(looks: int = 0) -> bool:
-    """What a blocked wait calls on each round, after ``looks`` earlier ones in vain.
+    """Called by a blocked wait on each round, after ``looks`` earlier ones in vain.
 
     Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
     copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``

@@ -17,7 +17,7 @@ _put = torch._C._stash_obj_in_tls
 
 
 def in_backward() -> bool:
-    """Whether the running thread works on a backward pass, its own or another thread's."""
+    """True if the running thread works on a backward pass, its own or another thread's."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -36,7 +36,7 @@ class InheritedValue:
         self._slot().put(value)
 
     def _slot(self) -> _Slot:
-        """Of this thread, or of the one that it works for."""
+        """The value of this thread, or of the one that it works for."""
         try:
             slot: _Slot = _get(self._name)
         except RuntimeError:  # nothing was put in this thread yet
@@ -49,7 +49,7 @@ class InheritedValue:
 
 
 class _Slot:
-    """What a thread has put, and what threads that work for it have put meanwhile."""
+    """Values that a thread has put, and that threads which work for it have put meanwhile."""
 
     def __init__(self) -> None:
         self._owner = threading.get_ident()

@@ -121,7 +121,7 @@ class _Languages:
 
 
 _languages: _Languages | None = None
-"""Of the running launch."""
+"""Those of the running launch."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What Triton's interpreter makes anew for each value of a kernel is made once here.
+"""Caches for things that Triton's interpreter makes anew for each value of a kernel.
 
 It was half of the time of a matmul (Triton 3.9, CPU). All of it follows from types and shapes; no
 value of a kernel is touched, so results are those of the interpreter as it is.

@@ -1,4 +1,4 @@
-"""Whether a call computes, or is only looked at: by fake or meta tensors, or by a tracer."""
+"""Tells calls that compute from those that are only traced, or made with fake or meta tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAKES = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Whether a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
+    """True if a call with ``values`` (nested in tuples, lists and dicts) computes nothing.
 
     That is so under ``FakeTensorMode``, ``torch.export``, ``make_fx``, ``torch.jit.trace`` and
     ``torch.fx``, and for tensors that are fake or on the meta device.

@@ -20,6 +20,7 @@ from triton_dist import knobs
 from triton_dist.errors import DeviceUnavailable, UnsupportedVersion
 
 SUPPORTED = {"torch": ">=2.9", "triton": ">=3.6,<3.10"}
+_NEWER_TORCH = "Install a torch that brings such a triton, 2.10 or later: pip install 'torch>=2.10'"
 
 
 @functools.cache
@@ -38,7 +39,10 @@ def check_versions() -> None:
     for package, found in (("torch", torch.__version__), ("triton", triton.__version__)):
         release = Version(Version(str(found)).base_version)
         if release not in SpecifierSet(SUPPORTED[package]):
-            raise UnsupportedVersion(package, str(found), SUPPORTED[package])
+            # Builds of torch for GPUs demand one triton: another one beside them would not do.
+            is_old = package == "triton" and release < Version("3.6")
+            remedy = _NEWER_TORCH if is_old else ""
+            raise UnsupportedVersion(package, str(found), SUPPORTED[package], remedy)
 
 
 def software_versions() -> dict[str, str]:
@@ -57,7 +61,7 @@ def software_versions() -> dict[str, str]:
 
 
 def is_interpreting() -> bool:
-    """Whether a kernel that is decorated now would be interpreted: Triton's own switch."""
+    """True if a kernel that is decorated now would be interpreted: Triton's own switch."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -73,7 +77,7 @@ def no_device_for_kernels() -> DeviceUnavailable:
 
 @functools.cache
 def explain_missing_driver() -> None:
-    """Where Triton finds no GPU, let it raise an error that says what to do; its own is "0 active
+    """Make Triton, where it finds no GPU, raise an error that says what to do; its own is "0 active
     drivers ([]). There should only be one.", in 3.6 to 3.9."""
     module = importlib.import_module("triton.runtime.driver")
     create = getattr(module, "_create_driver", None)
@@ -103,7 +107,7 @@ def pin_defaults() -> None:
 
 
 def has_allocator() -> bool:
-    """Whether ``triton.set_allocator`` was called in this thread's context.
+    """True if ``triton.set_allocator`` was called in this thread's context.
 
     Triton has a setter and no getter; the context variable behind it is the same in 3.6 to 3.9.
     """
@@ -124,7 +128,7 @@ def source_class(function: Any) -> Any:
 
 @functools.cache
 def has_gluon_for_hopper() -> bool:
-    """Whether Triton has the Gluon calls for TMA, barriers in shared memory and warpgroup products.
+    """True if Triton has the Gluon calls for TMA, barriers in shared memory and warpgroup products.
 
     3.6 to 3.9 have; Gluon is experimental, so it is looked at.
     """
@@ -137,7 +141,7 @@ def has_gluon_for_hopper() -> bool:
 
 
 def compiles_for_hopper() -> bool:
-    """Whether a kernel that is launched now would be compiled for compute capability 9.x."""
+    """True if a kernel that is launched now would be compiled for compute capability 9.x."""
     if is_interpreting():
         return False
     try:

@@ -1,4 +1,4 @@
-"""How long a wait for a flag may take: no limit in production, one while candidates are tried.
+"""Limits of waits for a flag: none in production, one while candidates are tried.
 
 To learn whether a wait in a kernel gave up, the host must wait for the device. An op that did so in
 its call would lengthen every sample that a tuner takes of it. So it leaves that to the tuner, if
@@ -94,8 +94,8 @@ class _Settling:
 
 
 class _OfThread(threading.local):
-    """Of a thread, because only what calls the op there knows when to settle: what another thread
-    calls meanwhile is checked in its call."""
+    """State of a thread, because only what calls the op there knows when to settle: what another
+    thread calls meanwhile is checked in its call."""
 
     def __init__(self) -> None:
         self.settlings: list[_Settling] = []

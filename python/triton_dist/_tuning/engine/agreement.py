@@ -1,129 +1,179 @@
-"""How the ranks begin: each says what it came with, and all see whether that is the same.
+"""The beginning: each rank says what it came with, and all see that it is the same.
 
 One message carries everything, so a key that every rank has a record of costs one exchange at its
-first use in a process, and later none.
+first use in a process, and later none. Both tuners begin so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triton_dist._tuning.engine.conversation import Conversation
-from triton_dist._tuning.values import Fingerprint, Key, agreed
+from triton_dist._tuning.engine.parts import Common
+from triton_dist._tuning.values import (
+    Fingerprint,
+    StoredRecord,
+    TuningRecord,
+    Validity,
+    agreed,
+)
 from triton_dist.errors import RankDisagreement
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rank's own cache has to say."""
+    """The answer of a rank's own cache."""
 
-    winner: str | None
+    winner: str | None = None
     """Digest of the winning config, if there is a valid record."""
-    record: str | None
+    record: str | None = None
     """Digest of that record."""
     shipped: bool = False
-    """Whether it is one that came with a package, which any rank's own goes before."""
+    """It came with a package: any rank's own goes before it."""
     bound: frozenset[str] | None = None
     """The bound constants that it counts; ``None``: it does not look at them."""
 
 
+class OwnRecord(NamedTuple):
+    """This rank's valid record and where it is, or none and why."""
+
+    record: TuningRecord | None
+    where: str
+    tolerated: str = ""
+    """Differences from the present that are accepted."""
+
+    @property
+    def verdict(self) -> Verdict:
+        record = self.record
+        if record is None:
+            return Verdict()
+        counted = None if record.shipped else frozenset(record.fingerprint.bound)
+        return Verdict(record.best.digest, record.digest, record.shipped, counted)
+
+
+def own_record(
+    stored: Iterable[StoredRecord], judge: Callable[[TuningRecord], Validity]
+) -> OwnRecord:
+    """The first of ``stored`` that ``judge`` finds valid."""
+    reason = ""
+    for record, where in stored:
+        found = judge(record)
+        if not found.reasons:
+            return OwnRecord(record, where, "; ".join(found.tolerated))
+        # The nearest one's reason is said: it is this function's own.
+        kind = "shipped record" if record.shipped else "record"
+        reason = reason or f"the {kind} in {where} is not valid: {'; '.join(found.reasons)}"
+    return OwnRecord(None, reason or "no record")
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """What one rank came with."""
+    """Everything that one rank came with."""
 
-    function: str
-    key: Key
-    details: str
-    """Of its arguments, what must be the same besides the key."""
-    space: str
+    compared: tuple[tuple[str, str], ...]
+    """Names and texts that must be the same on all ranks, in the order of comparison."""
     fingerprint: Fingerprint
     verdict: Verdict
+    kept: tuple[str, ...] = ()
+    """Digests of the configs that pruning leaves, where it is done before; the leader's count."""
     is_leader: bool = False
     always_tune: bool = False
     frozen: bool = False
     capturing: bool = False
 
-
-def meet(ranks: Conversation, own: Arrival) -> Meeting:
-    """Exchange arrivals, and go on only if all ranks came with the same.
-
-    Raises:
-        TuningTimeout: a rank did not come.
-        RankDisagreement: on every rank, if functions, keys, details, config spaces or fingerprints
-            differ, and on the others if the call of some rank was refused; says which rank has
-            what.
-    """
-    arrivals = ranks.meet("first call of a key", own)
-    _same(ranks, "the function that is called", [arrival.function for arrival in arrivals])
-    _same(ranks, f"the key of {own.function}", [_shown(arrival.key) for arrival in arrivals])
-    _same(ranks, f"the arguments of {own.function}", [arrival.details for arrival in arrivals])
-    _same(ranks, f"the config space of {own.function}", [arrival.space for arrival in arrivals])
-    fingerprints = [arrival.fingerprint for arrival in arrivals]
-    return Meeting(arrivals, same_fingerprint(ranks, own.function, fingerprints))
+    @classmethod
+    def of(
+        cls,
+        parts: Common,
+        compared: Sequence[tuple[str, str]],
+        fingerprint: Fingerprint,
+        verdict: Verdict,
+        kept: Sequence[str] = (),
+        traced: bool = False,
+    ) -> Arrival:
+        return cls(
+            tuple(compared),
+            fingerprint,
+            verdict,
+            tuple(kept),
+            is_leader=parts.ranks.is_leader,
+            always_tune=parts.settings.always_tune,
+            frozen=parts.settings.frozen,
+            capturing=traced or parts.device.is_capturing(),
+        )
 
 
 class Meeting:
-    """What all ranks know once they met."""
+    """Knowledge of all ranks once they met.
 
-    def __init__(self, arrivals: Sequence[Arrival], fingerprint: Fingerprint) -> None:
-        self.fingerprint = fingerprint
-        """Of all ranks; of what functions bind it has what all hold alike."""
+    Attributes:
+        fingerprint: of all ranks; of what functions bind it has what all hold alike.
+        leader: what the leader came with.
+        capturing: some rank cannot measure now.
+        frozen: ranks on which tuning is forbidden; one is enough.
+        holder: the rank whose record all use; ``None`` if there is none to be used.
+        winner: digest of the config that it names.
+    """
+
+    def __init__(self, ranks: Conversation, name: str, arrivals: Sequence[Arrival]) -> None:
+        """
+        Args:
+            name: the function, or kernel, that is tuned.
+
+        Raises:
+            RankDisagreement: on every rank, if what they compare or their fingerprints differ;
+                says which rank has what.
+        """
+        for each in zip(*(arrival.compared for arrival in arrivals), strict=True):
+            _same(ranks, each[ranks.rank][0], [text for _, text in each])
+        fingerprints = [arrival.fingerprint for arrival in arrivals]
+        self.fingerprint = _same_fingerprint(ranks, name, fingerprints)
         self._verdicts = [arrival.verdict for arrival in arrivals]
-        leader = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
+        place = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
+        self.leader = arrivals[place]
         self.capturing = any(arrival.capturing for arrival in arrivals)
-        self.frozen = [rank for rank, arrival in enumerate(arrivals) if arrival.frozen]
-        """Ranks on which tuning is forbidden; one is enough."""
+        self.frozen = [ranks.named(r) for r, arrival in enumerate(arrivals) if arrival.frozen]
         # What a record counts, all ranks must hold alike; that on the holder it is the same as
         # recorded, the holder has seen.
-        counted = frozenset(fingerprint.bound)
+        counted = frozenset(self.fingerprint.bound)
         valid = {
-            rank: v
-            for rank, v in enumerate(self._verdicts)
-            if v and v.winner and v.bound in (None, counted)
+            rank: verdict
+            for rank, verdict in enumerate(self._verdicts)
+            if verdict.winner and verdict.bound in (None, counted)
         }
-        holders = [rank for rank, v in valid.items() if not v.shipped] or list(valid)
+        holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
         # Where nothing can be tuned, a record is used even if it was asked to be replaced.
         cannot_tune = self.capturing or bool(self.frozen)
-        usable = bool(holders) and (cannot_tune or not arrivals[leader].always_tune)
-        self.holder = (leader if leader in holders else holders[0]) if usable else None
-        """The rank whose record all use; ``None`` if there is none to be used."""
-
-    @property
-    def winner(self) -> str | None:
-        """Digest of the config that all use, if there is a record."""
-        verdict = None if self.holder is None else self._verdicts[self.holder]
-        return verdict.winner if verdict else None
+        usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
+        self.holder = (place if place in holders else holders[0]) if usable else None
+        self.winner = None if self.holder is None else valid[self.holder].winner
 
     @property
     def all_hold_it(self) -> bool:
-        """Whether every rank has the very record that is used."""
-        return len({verdict.record if verdict else None for verdict in self._verdicts}) == 1
-
-
-def _shown(key: Key) -> str:
-    return f"{key} on {key.hardware}"
+        """Every rank has the very record that is used."""
+        return len({verdict.record for verdict in self._verdicts}) == 1
 
 
 def _same(ranks: Conversation, what: str, values: Sequence[str]) -> None:
     if len(set(values)) > 1:
         by_rank = {ranks.named(rank): value for rank, value in enumerate(values)}
-        raise RankDisagreement(what, by_rank)
+        raise ranks.lose(RankDisagreement(what, by_rank))
 
 
-def same_fingerprint(
-    ranks: Conversation, function: str, fingerprints: Sequence[Fingerprint]
+def _same_fingerprint(
+    ranks: Conversation, name: str, fingerprints: Sequence[Fingerprint]
 ) -> Fingerprint:
-    """The one fingerprint of all ranks.
+    """The one fingerprint of all ranks; constants that functions bind may differ.
 
-    Raises:
-        RankDisagreement: they differ in what is no constant that a function binds. Ranks are
-            compared with rank 0, field by field.
+    Ranks are compared with rank 0, field by field.
     """
     first, *others = agreed(fingerprints)
     if any(other != first for other in others):
         by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
         for rank, other in enumerate(others, start=1):
             by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
-        raise RankDisagreement(f"what a tuning of {function} depends on", by_rank)
+        what = f"what a tuning of {name} depends on"
+        raise ranks.lose(RankDisagreement(what, by_rank))
     return first

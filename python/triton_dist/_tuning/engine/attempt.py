@@ -10,15 +10,16 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.restore import Restorer
+from triton_dist._tuning.engine.sampler import Sampler
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
-from triton_dist.errors import TuningAborted, TuningTimeout, WaitTimeout
+from triton_dist.errors import RankDisagreement, TuningAborted, TuningTimeout, WaitTimeout
 
 _KINDS: dict[str, FailureKind] = {
     "TimeoutError": "timeout",
@@ -39,7 +40,7 @@ class _WrongResult(Exception):
 
 @dataclass(frozen=True)
 class _Vote:
-    """How a step went on one rank."""
+    """Result of a step on one rank."""
 
     failure: Failure | None
     samples: tuple[float, ...] = ()
@@ -64,6 +65,9 @@ class Attempts:
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
         self._ahead, self._settle, self._restorer = ahead, settle, restorer
         self._ready: set[str] = set()
+        self._sampler = Sampler(
+            parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle, self._reset
+        )
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
 
@@ -81,121 +85,112 @@ class Attempts:
             TuningTimeout: a rank did not come to a vote.
             TuningAborted: after a failure, some rank could not be brought back into order.
         """
-        self._ranks.config = request.config
-        clock = self._ranks.clock
-        try:
-            with clock.phase("compile"):
-                failure = self._prepare(request, label)
-            if failure is not None:
-                return failure
-            with clock.phase("measure"):
-                return self._first_run_of(request, label) or self._measure(request, label)
-        finally:
-            self._ranks.config = None
-
-    def _prepare(self, request: Request, label: str) -> Failure | None:
-        """Compile, and launch nothing; done once with a config."""
-        if request.config.digest in self._ready:
-            return None
-        prepare, limit = self._subject.hooks.prepare, self._parts.compile_seconds
-        args, kwargs, arguments = self._call.args, self._call.kwargs, request.config.arguments()
-        if self._ahead.is_needed(request.config):
-            waiting = f"compile {label}"
-
-            def compiled() -> None:
-                self._user(waiting, lambda: self._ahead.wait(request.config), limit)
-
-            failure = self._vote(waiting, "compile", compiled, limit)[0]
-            if failure is not None:
-                return failure
-            self._ahead.is_done(request.config)
-        if prepare is not None:
-            phase = f"prepare {label}"
-
-            def compile_only() -> None:
-                self._user(phase, lambda: prepare(*args, **kwargs, **arguments), limit)
-
-            return self._vote(phase, "compile", compile_only, limit)[0]
-        return None
-
-    def _first_run_of(self, request: Request, label: str) -> Failure | None:
-        """Done once with a config; ``None`` when it can be measured."""
-        if request.config.digest in self._ready:
-            return None
-        phase, arguments = f"run {label}", request.config.arguments()
-        failure = self._vote(phase, "launch", lambda: self._first_run(phase, arguments))[0]
+        clock, is_new = self._ranks.clock, request.config.digest not in self._ready
+        with clock.phase("compile"):
+            failure = self._prepare(request.config, label) if is_new else None
         if failure is not None:
-            self._recover(request.config, failure, label)
             return failure
-        self._ready.add(request.config.digest)
+        with clock.phase("measure"):
+            failure = self._first_run_of(request.config, label) if is_new else None
+            outcome = failure or self._measure(request, label)
+            if isinstance(outcome, Failure):
+                self._recover(request.config, outcome, label)
+            return outcome
+
+    def _prepare(self, config: Config, label: str) -> Failure | None:
+        """Compile, and launch nothing."""
+        prepare, limit = self._subject.hooks.prepare, self._parts.settings.compile_seconds
+        if self._ahead.is_needed(config):
+            at = Situation(f"compile {label}", config)
+            wait = functools.partial(self._ahead.wait, config)
+            failure = self._failure_of(at, "compile", wait, limit)
+            if failure is not None:
+                return failure
+            self._ahead.is_done(config)
+        if prepare is None:
+            return None
+        call = self._call
+        compile_only = functools.partial(prepare, *call.args, **call.kwargs, **config.arguments())
+        at = Situation(f"prepare {label}", config)
+        return self._failure_of(at, "compile", compile_only, limit)
+
+    def _first_run_of(self, config: Config, label: str) -> Failure | None:
+        """``None`` when it can be measured."""
+        at, arguments = Situation(f"run {label}", config), config.arguments()
+        voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
+        if isinstance(voted, Failure):
+            return voted
+        self._ready.add(config.digest)
         return None
 
     def _measure(self, request: Request, label: str) -> Outcome:
         """The slowest rank of each sample counts."""
-        function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
-        calls: list[Callable[[], Any]] = [
-            functools.partial(function, *args, **kwargs, **request.config.arguments())
-        ]
-        measured: list[Measurement] = []
-        failure: Failure | None = None
-        if self._parts.policy.timing == "graph":
+        call, config, policy = self._call, request.config, self._parts.settings.policy
+        run = functools.partial(
+            self._subject.function, *call.args, **call.kwargs, **config.arguments()
+        )
+        calls: list[Callable[[], Any]] = [run]
+        if policy.timing == "graph":
             # Voted on its own: no rank replays what another could not capture.
-            phase = f"capture {label}"
-            failure, _ = self._vote(
-                phase, "launch", lambda: calls.append(self._captured(phase, calls[0]))
-            )
-        if failure is None:
-            phase = f"measure {label}"
-            failure, samples = self._vote(
-                phase,
-                "launch",
-                lambda: measured.append(self._own_samples(phase, calls[-1], request.samples)),
-                of=measured,
-            )
-        if failure is not None:
-            self._recover(request.config, failure, label)
-            return failure
-        return Measurement(samples, measured[0].warmup, "maximum")
+            at = Situation(f"capture {label}", config)
+            voted = self._vote(at, "launch", lambda: calls.append(self._captured(at, run)))
+            if isinstance(voted, Failure):
+                return voted
+        at = Situation(f"measure {label}", config)
+        sample = functools.partial(self._sampler.sample, at, calls[-1], request.samples)
+        voted = self._vote(at, "launch", sample)
+        if isinstance(voted, Failure):
+            return voted
+        return Measurement(voted, policy.warmup, "maximum")
+
+    def _failure_of(
+        self, at: Situation, kind: FailureKind, step: Callable[[], object], limit: float
+    ) -> Failure | None:
+        """Take ``step``, which runs the user's code for ``limit`` seconds at most."""
+
+        def watched() -> None:
+            self._user(at, step, limit)
+
+        voted = self._vote(at, kind, watched, limit)
+        return voted if isinstance(voted, Failure) else None
 
     def _vote(
         self,
-        phase: str,
+        at: Situation,
         kind: FailureKind,
-        step: Callable[[], object],
+        step: Callable[[], Sequence[float] | None],
         after: float | None = None,
-        of: Sequence[Measurement] = (),
-    ) -> tuple[Failure | None, tuple[float, ...]]:
+    ) -> Failure | tuple[float, ...]:
         """Take ``step``, which other ranks may need ``after`` seconds for.
 
         Returns, on every rank: the failure of the lowest rank on which it failed; or of each sample
-        that the step has put into ``of`` the slowest rank's.
+        that the step gave the slowest rank's.
         """
         own: Failure | None = None
-        limit = self._parts.seconds if after is None else after
+        samples: tuple[float, ...] = ()
         try:
-            step()
+            samples = tuple(step() or ())
         except TuningTimeout:
             raise
         except Exception as error:
             if self._ranks.lost is not None:
                 raise
             own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
-            self._ranks.remark = f"On this rank it failed: {own.message}."
-        votes = self._ranks.gather(phase, _Vote(own, *(each.samples for each in of)), limit)
-        self._ranks.remark = ""
+            at = replace(at, remark=f"On this rank it failed: {own.message}.")
+        limit = self._parts.settings.seconds if after is None else after
+        votes = self._ranks.gather(at, _Vote(own, samples), limit)
         failure = next((vote.failure for vote in votes if vote.failure is not None), None)
         if failure is not None:
-            return failure, ()
-        columns = zip(*(vote.samples for vote in votes), strict=True)
-        return None, tuple(max(column) for column in columns)
+            return failure
+        return tuple(map(max, zip(*(vote.samples for vote in votes), strict=True)))
 
-    def _user(self, phase: str, call: Callable[[], Any], seconds: float | None = None) -> Any:
+    def _user(self, at: Situation, call: Callable[[], Any], seconds: float | None = None) -> Any:
         """Call the user's code under the watchdog's eyes."""
-        with self._ranks.user_code(phase, seconds) as watch:
+        with self._ranks.user_code(at, seconds) as watch:
             watch.begin()
             return call()
 
-    def _first_run(self, phase: str, arguments: dict[str, Any]) -> None:
+    def _first_run(self, at: Situation, arguments: dict[str, Any]) -> None:
         """One run to the end: compiles what is not compiled, and gives the output to check.
 
         The first config that runs is the reference of all others. Its output is copied, because a
@@ -203,68 +198,36 @@ class Attempts:
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
-            output = self._run_once(phase, self._first_measured.arguments())
+            output = self._run_once(at, self._first_measured.arguments())
             self._reference = (copy.deepcopy(output),)
-        output = self._run_once(phase, arguments)
+        output = self._run_once(at, arguments)
         if check is None:
             return
         if self._reference is None:
             self._reference = (copy.deepcopy(output),)
         reference = self._reference[0]
         try:
-            verdict = self._user(phase, lambda: check(output, reference))
+            verdict = self._user(at, lambda: check(output, reference))
         except Exception as error:
             raise _WrongResult(text_of(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
 
-    def _run_once(self, phase: str, arguments: dict[str, Any]) -> Any:
+    def _run_once(self, at: Situation, arguments: dict[str, Any]) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
-        self._user(phase, self._reset)
-        output = self._user(phase, lambda: function(*args, **kwargs, **arguments))
+        self._user(at, self._reset)
+        output = self._user(at, lambda: function(*args, **kwargs, **arguments))
         self._settle()
-        self._parts.device.synchronize(self._parts.seconds)
+        self._parts.device.synchronize(self._parts.settings.seconds)
         return output
 
-    def _captured(self, phase: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    def _captured(self, at: Situation, call: Callable[[], Any]) -> Callable[[], Any]:
         parts = self._parts
-        self._user(phase, self._reset)
-        replay: Callable[[], Any] = self._user(
-            phase, lambda: parts.device.capture(call, parts.seconds)
-        )
+        self._user(at, self._reset)
+        capture = functools.partial(parts.device.capture, call, parts.settings.seconds)
+        replay: Callable[[], Any] = self._user(at, capture)
         self._settle()
         return replay
-
-    def _own_samples(self, phase: str, call: Callable[[], Any], samples: int) -> Measurement:
-        failure: Exception | None = None
-
-        # One watch for all runs, because setting one up takes longer than some functions.
-        with self._ranks.user_code(phase) as watch:
-
-            def align(hold: Callable[[], object]) -> None:
-                nonlocal failure
-                try:  # if this raises, the others align now all the same: so does this rank
-                    if failure is None:
-                        self._settle()  # the run before
-                        watch.begin()
-                        self._reset()
-                except Exception as error:
-                    failure = error
-                watch.end()
-                self._ranks.align(phase, hold)
-
-            def run() -> None:
-                if failure is not None:
-                    raise failure
-                watch.begin()
-                try:
-                    call()
-                finally:
-                    watch.end()
-
-            measured = self._parts.benchmarker.measure(run, self._parts.policy, align, samples)
-            self._settle()  # the last run
-        return measured
 
     def _reset(self) -> None:
         self._restorer.restore()
@@ -274,18 +237,20 @@ class Attempts:
     def _recover(self, config: Config, failure: Failure, label: str) -> None:
         """Bring all ranks back into order after a failure that may have launched on some of
         them."""
-        phase, recover, own = f"recover after {label}", self._subject.hooks.recover, None
+        at, recover = Situation(f"recover after {label}", config), self._subject.hooks.recover
+        own: str | None = None
         try:
             if recover is not None:
-                self._user(phase, lambda: recover(*self._call.args, **self._call.kwargs))
-            with suppress(WaitTimeout):  # left by a run that raised: not the next config's fault
+                self._user(at, lambda: recover(*self._call.args, **self._call.kwargs))
+            # Left by a run that raised: not the next config's fault.
+            with suppress(WaitTimeout, RankDisagreement):
                 self._settle()
-            self._parts.device.synchronize(self._parts.seconds)
+            self._parts.device.synchronize(self._parts.settings.seconds)
         except TuningTimeout:
             raise
         except Exception as error:
             own = text_of(error)
-        votes = self._ranks.gather(phase, own, self._parts.seconds)
+        votes = self._ranks.gather(at, own, self._parts.settings.seconds)
         causes = {
             self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
         }

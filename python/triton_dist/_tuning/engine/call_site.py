@@ -13,11 +13,11 @@ class OnceWarnings:
     """Warnings of one tuned function, which point at the user's line.
 
     Args:
-        words: what users call.
+        doors: what users call.
     """
 
-    def __init__(self, words: Iterable[Any]) -> None:
-        called_by_users(words)
+    def __init__(self, doors: Iterable[Any]) -> None:
+        called_by_users(doors)
         self._given: set[object] = set()
 
     def warn(self, text: str, about: object = None) -> None:

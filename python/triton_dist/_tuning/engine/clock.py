@@ -1,4 +1,4 @@
-"""Where the time of a tuning goes."""
+"""Time of a tuning, by what it is spent on."""
 
 from __future__ import annotations
 

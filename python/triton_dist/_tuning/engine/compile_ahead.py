@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.protocols import Compiler
 from triton_dist._tuning.values import Config
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank misses."""
+    """Kernels that one rank misses."""
 
     cache: str
     kernels: Mapping[str, Sequence[str]]
@@ -55,21 +55,21 @@ class CompileAhead:
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
-        phase = "list the kernels"
+        at = Situation("list the kernels")
         kernels: dict[str, list[str]] = {}
-        with self._ranks.user_code(phase, self._seconds) as watch:
+        with self._ranks.user_code(at, self._seconds) as watch:
             watch.begin()
             for config in candidates:
                 kernels[config.digest] = compiler.missing(functools.partial(prepare, config))
             watch.end()
         self._prepare = None  # it may hold the arguments of a call
         own = Needs(compiler.cache, kernels)
-        self._all = self._ranks.gather(phase, own, self._seconds)
+        self._all = self._ranks.gather(at, own, self._seconds)
         sharers = sum(needs.cache == own.cache for needs in self._all)
         compiler.begin(share(self._all, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
-        """Whether some rank misses a kernel for ``config`` that was not waited for; the same answer
+        """True if some rank misses a kernel for ``config`` that was not waited for; the same answer
         on every rank."""
         return not self._done.issuperset(self._kernels(config))
 
@@ -89,7 +89,7 @@ class CompileAhead:
         self._done.update(self._kernels(config))
 
     def _kernels(self, config: Config) -> list[str]:
-        """What some rank misses."""
+        """Kernels that some rank misses for it."""
         needed = (needs.kernels.get(config.digest, ()) for needs in self._all)
         return list(dict.fromkeys(itertools.chain.from_iterable(needed)))
 
@@ -111,7 +111,7 @@ class CompileAhead:
 
 
 def share(everyone: Sequence[Needs], rank: int) -> list[str]:
-    """What ``rank`` compiles, in order of need.
+    """Kernels that ``rank`` compiles, in order of need.
 
     Of the ranks that share a cache and miss a kernel, the one with the least to do takes it.
     """

@@ -1,4 +1,4 @@
-"""What the ranks say to one another during one tuning.
+"""Messages between ranks during one tuning.
 
 A rank that does not come is a :class:`TuningTimeout` on every rank that waits for it: it names the
 phase, the config and the rank. If nothing else explains its absence it is stuck, in the config that
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 from triton_dist._tuning.engine.clock import Clock
 from triton_dist._tuning.engine.watchdog import Watch, watchdog
@@ -21,15 +22,34 @@ from triton_dist.errors import RankDisagreement, RankTimeout, TuningTimeout
 T = TypeVar("T")
 
 
+Quarantine: TypeAlias = Callable[[Config, Failure], object]
+"""Called, by any thread, with a config that must not be tried again."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A place in a tuning: what is said of it when a rank does not come there."""
+
+    phase: str
+    config: Config | None = None
+    """The config that is being tried."""
+    remark: str = ""
+    """Knowledge of this rank that may explain it, such as its own failure."""
+
+    def __str__(self) -> str:
+        """The same on all ranks that are in it."""
+        return self.phase if self.config is None else f"{self.phase} {self.config}"
+
+
 class Conversation:
-    """Words of ``ranks``.
+    """Messages between ``ranks``, all of which send each.
+
+    Args:
+        quarantine: called with a config in which some rank is stuck.
 
     Attributes:
-        config: what is being tried; in the message when a rank does not come.
         clock: where the time went.
-        has_met: whether all ranks have come to the first word.
-        remark: what this rank knows that may explain it, such as its own failure.
-        quarantine: called with a config that must not be tried again.
+        has_met: whether all ranks have come to the first message.
         lost: the error that ended the conversation. Whoever catches exceptions of the user's
             function must let it pass: no vote can be held any more.
     """
@@ -40,6 +60,7 @@ class Conversation:
         function: str,
         seconds: float,
         grace: float,
+        quarantine: Quarantine,
         key: str = "",
         call: int = 0,
     ) -> None:
@@ -49,41 +70,44 @@ class Conversation:
         self._function = function
         self._seconds, self._grace = seconds, grace
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
-        self.config: Config | None = None
-        self.remark = ""
         self.clock = Clock()
-        self.quarantine: Callable[[Config, Failure], object] = lambda config, failure: None
+        self.quarantine = quarantine
         self.lost: Exception | None = None
 
     def named(self, rank: int) -> int:
         """The rank of the world, for messages, errors and records."""
         return self._ranks.named(rank)
 
-    def meet(self, phase: str, value: T) -> list[T]:
-        """``gather``, as the first word. Inside the trial of another function it waits no longer
+    def meet(self, at: Situation, value: T) -> list[T]:
+        """``gather``, as the first message. Inside the trial of another function it waits no longer
         than a step may take: there the others can say, at the end of the step, that they failed.
 
         Raises:
             RankDisagreement: the call of some rank was refused.
         """
         limit = self._seconds if self._is_nested else None
-        values = self._say(phase, lambda: self._ranks.meet(self._full(phase), value, limit))
+        values = self._say(at, lambda: self._ranks.meet(str(at), value, limit))
         self.has_met = True
         return values
 
-    def decide(self, phase: str, value: T | None, after: float = 0.0) -> T:
+    def decide(self, at: Situation, value: T | None, after: float = 0.0) -> T:
         """``after``: how long the leader's own code or the user's may take before that."""
         limit = self._limit(after)
-        return self._say(phase, lambda: self._ranks.decide(self._full(phase), value, limit))
+        return self._say(at, lambda: self._ranks.decide(str(at), value, limit))
 
-    def gather(self, phase: str, value: T, after: float = 0.0) -> list[T]:
+    def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
         """``after``: how long the user's code may run on other ranks before they come here."""
         limit = self._limit(after)
-        return self._say(phase, lambda: self._ranks.gather(self._full(phase), value, limit))
+        return self._say(at, lambda: self._ranks.gather(str(at), value, limit))
 
-    def align(self, phase: str, hold: Callable[[], object]) -> None:
-        limit = self._limit(self._seconds)
-        self._say(phase, lambda: self._ranks.align(self._full(phase), limit, hold))
+    def line_up(self) -> None:
+        """Queue what lets the ranks' devices go on together; all ranks are known to be here."""
+        self._ranks.line_up()
+
+    def lose(self, error: Exception) -> Exception:
+        """``error`` comes to all ranks: no more messages are needed."""
+        self.lost = error
+        return error
 
     def leave(self, error: BaseException) -> None:
         """Spare the others the wait for this rank, which goes away because of ``error``."""
@@ -95,36 +119,36 @@ class Conversation:
             self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
     @contextmanager
-    def user_code(self, phase: str, seconds: float | None = None) -> Iterator[Watch]:
+    def user_code(self, at: Situation, seconds: float | None = None) -> Iterator[Watch]:
         """Within, the user's code may run, each time for ``seconds`` at most.
 
         Raises:
             TimeoutError: it took longer, but came back before the process was ended.
         """
         limit = self._seconds if seconds is None else seconds
-        stuck = functools.partial(self.stuck, phase, limit, "is stuck in the user's code")
+        stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")
         with watchdog.watching(limit, self._grace, stuck, self.leave) as watch:
             yield watch
         if watch.overdue:
-            raise TimeoutError(f"{phase} took longer than {limit:g} s")
+            raise TimeoutError(f"{at.phase} took longer than {limit:g} s")
 
-    def accused(self) -> Config | None:
-        """What is to blame if a rank is stuck now."""
-        return self.config
+    def accused(self, at: Situation) -> Config | None:
+        """The config to blame if a rank is stuck there now."""
+        return at.config
 
-    def stuck(self, phase: str, seconds: float, how: str) -> TuningTimeout:
-        """This rank is, in ``phase``; what is to blame will not be tried again."""
-        config = self.accused()
+    def stuck(self, at: Situation, seconds: float, how: str) -> TuningTimeout:
+        """This rank is; what is to blame will not be tried again."""
+        at = replace(at, config=self.accused(at))
         own = self.named(self.rank)
-        error = self._timeout(phase, config, [own], seconds, {own: how})
-        if config is not None:
-            self.quarantine(config, Failure("timeout", error.summary, int(own)))
+        error = self._timeout(at, [own], seconds, {own: how})
+        if at.config is not None:
+            self.quarantine(at.config, Failure("timeout", error.summary, int(own)))
         return error
 
-    def _say(self, phase: str, word: Callable[[], T]) -> T:
+    def _say(self, at: Situation, message: Callable[[], T]) -> T:
         try:
             with self.clock.phase("agree"):
-                return word()
+                return message()
         except RankTimeout as late:
             if late.refusals:
                 here = {self.named(r) for r in range(self.size)} - set(late.missing)
@@ -132,10 +156,10 @@ class Conversation:
                 what = f"the arguments of {self._function}"
                 self.lost = RankDisagreement(what, dict(sorted(by_rank.items())))
                 raise self.lost from None
-            config = self.accused()
-            error = self._timeout(phase, config, late.missing, late.seconds, late.because)
-            if config is not None and late.missing and not late.because:
-                self.quarantine(config, Failure("timeout", error.summary, int(late.missing[0])))
+            at = replace(at, config=self.accused(at))
+            error = self._timeout(at, late.missing, late.seconds, late.because)
+            if at.config is not None and late.missing and not late.because:
+                self.quarantine(at.config, Failure("timeout", error.summary, int(late.missing[0])))
             self.lost = error
             raise error from None
         except RankDisagreement as error:
@@ -144,8 +168,7 @@ class Conversation:
 
     def _timeout(
         self,
-        phase: str,
-        config: Config | None,
+        at: Situation,
         missing: Sequence[int],
         seconds: float,
         because: Mapping[int, str],
@@ -153,18 +176,14 @@ class Conversation:
         return TuningTimeout(
             rank=self.named(self.rank),
             function=self._function,
-            phase=phase,
-            config=config,
+            phase=at.phase,
+            config=at.config,
             missing=missing,
             seconds=seconds,
             because=because,
-            remark=self.remark,
-            is_meeting=not self.has_met and config is None,
+            remark=at.remark,
+            is_meeting=not self.has_met and at.config is None,
         )
-
-    def _full(self, phase: str) -> str:
-        config = "" if self.config is None else f" {self.config}"
-        return f"{phase}{config}"
 
     def _limit(self, after: float) -> float:
         """A rank whose device was waited for in vain comes late, to say so: not too late."""

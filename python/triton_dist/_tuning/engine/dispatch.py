@@ -1,22 +1,19 @@
-"""What ``@autotune`` makes of a function: a look-up, and a call.
+"""The object that ``@autotune`` makes of a function: a look-up, and a call.
 
 The hot path is ``__call__``: after ``key_fn`` one dictionary look-up, no environment, log, lock,
-context manager or word to other ranks.
+context manager or message to other ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import pickle
-import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
+from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.values import (
@@ -26,8 +23,6 @@ from triton_dist._tuning.values import (
     FixedSpace,
     Origin,
     TuningRecord,
-    original,
-    qualified_name,
 )
 from triton_dist.errors import (
     CaptureInProgress,
@@ -39,19 +34,16 @@ from triton_dist.errors import (
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a key."""
+    """The choice for a key."""
 
     config: Config
     arguments: dict[str, Any]
-    """Of the config, ready for a call."""
+    """Arguments of the config, ready for a call."""
     record: TuningRecord | None
 
 
-class AutoTuner:
+class AutoTuner(Decorated):
     """A function whose tunable arguments are chosen by measuring, once for each key.
-
-    To its users it stays the function: name, docstring, signature, use as a method, pickling by
-    name.
 
     Attributes:
         fn: the function itself, without tuning.
@@ -59,6 +51,8 @@ class AutoTuner:
         key_fn, prune_fn: as given.
         tuning_count: how many tunings this process did; a cached result is none.
     """
+
+    _kind = "autotuned"
 
     def __init__(
         self,
@@ -72,11 +66,10 @@ class AutoTuner:
         surroundings: Surroundings,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
     ) -> None:
-        self.fn, self.config_space = fn, config_space
+        super().__init__(fn)
+        self.config_space = config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
-        functools.update_wrapper(self, original(fn))
-        self.__wrapped__ = fn
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
@@ -166,7 +159,7 @@ class AutoTuner:
         return self._choose(args, kwargs, *options).config
 
     def fingerprint(self, space: ConfigSpace | None = None) -> Fingerprint:
-        """What a record that is made now would depend on: hardware, versions, ranks, source.
+        """All that a record made now would depend on: hardware, versions, ranks, source.
 
         Args:
             space: what is left to be chosen; default: all of the config space.
@@ -175,12 +168,8 @@ class AutoTuner:
         return self._compose(None, False).fingerprint(self.fn, space)
 
     def origin(self) -> Origin:
-        """Which function this is, as its records name it."""
+        """This function, as its records name it."""
         return self._origin_of(self.fn, self.config_space.names)
-
-    @property
-    def _name(self) -> str:
-        return function_name(self.fn)
 
     def clear(self) -> None:
         """Forget what this process chose. Records on disk stay, and are looked up again."""
@@ -261,8 +250,8 @@ class AutoTuner:
             return known
 
     def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
-        name, origin = function_name(self.fn), self._origin_of(self.fn, space.names)
-        subject = Subject(self.fn, name, origin, space, self.prune_fn, self._hooks)
+        origin = self._origin_of(self.fn, space.names)
+        subject = Subject(self.fn, self._name, origin, space, self.prune_fn, self._hooks)
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record
         self.tuning_count += resolution.tuned
@@ -297,7 +286,7 @@ class AutoTuner:
                 self._surroundings.ranks(process_group).note(self._name, why)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Config) -> Any:
-        """What ``key_fn`` returns. It need not know the tunable names; what is given for them is
+        """The result of ``key_fn``. It need not know the tunable names; values given for them are
         added."""
         key = self.key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
         try:
@@ -355,35 +344,3 @@ class AutoTuner:
             (when, key),
         )
         return self._default()
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __reduce__(self) -> str:
-        return name_in_module(self)  # pickled by name, as functions are
-
-    def __repr__(self) -> str:
-        return f"<autotuned {self._name}>"
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """``module.qualname``."""
-    return f"{original(function).__module__}.{qualified_name(function)}"
-
-
-def name_in_module(tuned: Any) -> str:
-    """The name under which ``tuned`` can be imported again.
-
-    Its function's, unless that is a partial's or an object's: then the global that holds it.
-    """
-    function, name = tuned.__wrapped__, str(vars(tuned).get("__qualname__", ""))
-    if isinstance(inspect.unwrap(function), types.FunctionType):
-        return name
-    for module in list(sys.modules.values()):
-        for each, value in list(getattr(module, "__dict__", {}).items()):
-            if value is tuned:
-                tuned.__module__ = module.__name__
-                return str(each)
-    raise pickle.PicklingError(
-        f"{tuned!r} is no global of any module, so no other process can find it by name"
-    )

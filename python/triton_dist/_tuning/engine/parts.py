@@ -1,4 +1,4 @@
-"""What a tuning is given: the function with its hooks, and the parts that do the work."""
+"""Input of a tuning: the function with its hooks, settings, and parts that do the work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from triton_dist._tuning.protocols import (
-    Benchmarker,
     Compiler,
     Device,
     Fingerprinter,
@@ -23,7 +22,7 @@ from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the user's code adds to the trial of a config; each takes the arguments of the call."""
+    """The user's additions to the trial of a config; each takes the arguments of the call."""
 
     prepare: Callable[..., object] | None = None
     """``prepare(*args, **kwargs, **config)`` compiles and checks resources; launches nothing."""
@@ -40,7 +39,7 @@ class Hooks:
 
 
 class DefaultGroup(Protocol):
-    """Where the group of all ranks is found."""
+    """Holder of the group of all ranks."""
 
     WORLD: Any
     """``None`` while there is none."""
@@ -54,17 +53,17 @@ class NoGroup:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a call sees of the process that it is made in, before anything is composed for it."""
+    """The process around a call, as far as it is needed before anything is composed."""
 
     ranks: Callable[[Any], RankGroup]
     """Those that tune together in a call with this ``autotune_pg``; the same object each time."""
     default_group: DefaultGroup = NoGroup
     is_traced: Callable[[Iterable[Any]], bool] = lambda values: False
-    """Whether a call with these arguments computes nothing: a tracer or fake tensors look at it."""
+    """True if a call with these arguments computes nothing: a tracer or fake tensors look at it."""
     is_off: Callable[[], bool] = lambda: False
-    """Whether nothing is tuned and defaults are used."""
+    """True if nothing is tuned and defaults are used."""
     is_compiled: Callable[[], bool] = lambda: False
-    """Whether ``torch.compile`` looks at the caller: it compiles anew what counts its calls."""
+    """True if ``torch.compile`` looks at the caller: it compiles anew what counts its calls."""
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     """Wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
 
@@ -83,45 +82,58 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What is composed for one first call; environment variables are read at that time."""
+class Settings:
+    """Plain values: what the decorator says, and the environment at the time of a first call."""
 
-    device: Device
-    ranks: RankGroup
-    store: Store
-    """Looked up on every rank, written by the leader."""
-    memory: Store
-    """Written by the other ranks."""
-    benchmarker: Benchmarker
-    search: Callable[[Sequence[Config], Policy, Config | None], Search]
-    """Of the candidates, and the winner of an earlier tuning if there was one."""
-    fingerprint: Fingerprinter
-    """What this rank's records depend on; of what functions bind, all ranks see what counts."""
     policy: Policy
-    hardware: str
-    """Hardware and size of the group; part of the key."""
-    quiet: Callable[[], AbstractContextManager[object]]
-    """What candidates run under: no gradients are recorded, waits in kernels are bounded."""
-    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
-    """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
-    gate: AbstractContextManager[object]
-    """Held during a first call, so that the first calls of one group come one after another.
-    Re-entrant: a tuned function may call a tuned function."""
     always_tune: bool
     frozen: bool
     """Tuning is forbidden."""
     strict: bool
+    """Differences at patch level make a record invalid."""
     verbose: bool
     seconds: float
     """Longest time that a step of a candidate may take, on the host and on the device."""
     compile_seconds: float
-    """The same for ``prepare``."""
+    """The same for compiling one."""
     grace: float
     """Time from the report that this rank is stuck to the end of its process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """Parts that are composed for one tuning, of either tuner."""
+
+    settings: Settings
+    device: Device
+    ranks: RankGroup
+    hardware: str
+    """Hardware and size of the group; part of the key."""
+    store: Store
+    """Looked up on every rank, written by the leader."""
     journal: Callable[[Key], Journal]
-    log: Callable[[Key], Log]
-    compiler: Callable[[], Compiler] | None = None
+    quiet: Callable[[], AbstractContextManager[object]]
+    """Entered around candidates: waits in kernels are bounded."""
+    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
+    """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
+    gate: AbstractContextManager[object]
+    """Held while a tuning begins, so that the threads of a rank begin one after another.
+    Re-entrant: a tuned function may call a tuned function."""
+    compiler: Callable[[], Compiler] | None
     """``None`` where nothing is compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Common):
+    """Parts that are composed for one first call of a key."""
+
+    memory: Store
+    """Written by the ranks that are not the leader."""
+    search: Callable[[Sequence[Config], Policy, Config | None], Search]
+    """Takes the candidates, and the winner of an earlier tuning if there was one."""
+    fingerprint: Fingerprinter
+    """All that this rank's records depend on."""
+    log: Callable[[Key], Log]
 
 
 @dataclass(frozen=True)
@@ -131,8 +143,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     key: object
-    """What ``key_fn`` returned."""
+    """The result of ``key_fn``."""
     number: int = 0
-    """Which call of the function it is, since all ranks met in one."""
+    """Number of this call of the function, since all ranks met in one."""
     traced: bool = False
     """It computes nothing, so nothing can be measured with it."""

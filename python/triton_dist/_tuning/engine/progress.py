@@ -1,4 +1,4 @@
-"""What a tuning knows of its candidates, in this start and in those before it."""
+"""Knowledge about the candidates, from this start and those before it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,
     Entry,
     Failure,
+    Fingerprint,
+    Key,
     Outcome,
     Request,
     Trial,
@@ -20,6 +22,17 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.outcome import joined
 from triton_dist.errors import RankTimeout
+
+
+def journal_head(key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
+    """Facts that an interrupted tuning must share with this one to be gone on with."""
+    return {
+        "function": key.function,
+        "key": key.text,
+        "hardware_group": key.hardware,
+        "fingerprint": codec.digest(vars(fingerprint)),
+        "candidates": [config.digest for config in candidates],
+    }
 
 
 class Progress:
@@ -37,10 +50,10 @@ class Progress:
         self, journal: Journal, head: codec.Tree, own: TuningRecord | None, ranks: Conversation
     ) -> None:
         self._journal, self._ranks = journal, ranks
-        ranks.quarantine = lambda config, failure: journal.quarantine(head, config.digest, failure)
+        self._head = head
         # Ranks on other hosts may have cache folders of their own.
         self._stuck: dict[str, Failure] = {}
-        for stuck in ranks.gather("quarantine", dict(journal.quarantined(head))):
+        for stuck in ranks.gather(Situation("quarantine"), dict(journal.quarantined(head))):
             self._stuck = {**stuck, **self._stuck}
         self._entries: list[Entry] = []
         if ranks.is_leader:
@@ -51,12 +64,12 @@ class Progress:
 
     @property
     def tried(self) -> int:
-        """How many configs there is an outcome of."""
+        """Number of configs with an outcome."""
         return len(self._outcomes)
 
     @property
     def requests(self) -> int:
-        """How many were answered."""
+        """Number of requests that were answered."""
         return self._n
 
     def has(self, config: Config) -> bool:
@@ -64,7 +77,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """What the tuning took, earlier starts included."""
+        """Duration of the tuning, earlier starts included."""
         return self._seconds + time.monotonic() - self._begin
 
     def known(self, request: Request) -> Outcome | None:
@@ -77,6 +90,10 @@ class Progress:
                 return entry.outcome
             del self._entries[self._n :]  # another search: what it asked for is not what we ask
         return self._stuck.get(digest)
+
+    def quarantine(self, config: Config, failure: Failure) -> None:
+        """By any rank, from any thread: the next start does not try ``config``."""
+        self._journal.quarantine(self._head, config.digest, failure)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:
@@ -94,7 +111,8 @@ class Progress:
             raise
 
     def learn(self, request: Request, outcome: Outcome) -> Outcome:
-        """What is known of the config now. Written down before any rank hears of the next."""
+        """Write the outcome down, before any rank hears of the next request; returns what is known
+        of the config now."""
         digest = request.config.digest
         if self._ranks.is_leader and self._n >= len(self._entries):
             self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))

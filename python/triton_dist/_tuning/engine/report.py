@@ -1,5 +1,4 @@
-"""What is said while a tuning goes on: to the logger and the terminal of the leader, and into the
-logs of all ranks."""
+"""Reports while a tuning goes on: to the leader's logger and terminal, and to all ranks' logs."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 
 from triton_dist._tuning.engine.clock import Clock
 from triton_dist._tuning.engine.parts import Parts
-from triton_dist._tuning.engine.summary import one_line, summary
+from triton_dist._tuning.engine.summary import one_line, summary, warn_of_failures
 from triton_dist._tuning.values import (
     Config,
     Failure,
@@ -22,8 +21,6 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.outcome import outcome_tree
-from triton_dist._warn import warn
-from triton_dist.errors import TuningWarning
 
 _logger = logging.getLogger("triton_dist.tuning")
 
@@ -36,7 +33,7 @@ class Report:
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
         self._parts, self._key, self._clock = parts, key, clock
-        self._aloud = parts.verbose and parts.ranks.is_leader
+        self._aloud = parts.settings.verbose and parts.ranks.is_leader
         self._title = f"autotune {key.full_name}, key {key}"
         self._log = parts.log(key)
         self._total = 0
@@ -57,7 +54,7 @@ class Report:
 
     def begin(self, candidates: int, pruned: int, reason: str, default: Config) -> Report:
         ranks, self._default = self._parts.ranks, default.digest
-        self._total = min(candidates, self._parts.policy.max_trials or candidates)
+        self._total = min(candidates, self._parts.settings.policy.max_trials or candidates)
         self._begin = time.monotonic()
         line = (
             f"{self._title}: {reason}; tuning {candidates} configs ({pruned} pruned) "
@@ -74,7 +71,7 @@ class Report:
             candidates=candidates,
             pruned=pruned,
             reason=reason,
-            policy=dict(self._parts.policy.facts()),
+            policy=dict(self._parts.settings.policy.facts()),
         )
         if self._aloud and sys.stderr.isatty():
             self._bar = _bar()
@@ -132,7 +129,8 @@ class Report:
     def tuned(self, record: TuningRecord, where: str) -> None:
         best = record.best
         failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
-        self._warn_of_failures(record)
+        if self._parts.ranks.is_leader:
+            warn_of_failures(self._title, record, "autotune_verbose=True shows each")
         line = (
             f"{self._title}: best of {len(record.trials) - failed} measured ({failed} failed or "
             f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
@@ -150,19 +148,6 @@ class Report:
             **self._spent(),
         )
         self._log.close()
-
-    def _warn_of_failures(self, record: TuningRecord) -> None:
-        """If more than half of what was tried failed: the winner is the best of few."""
-        tried = [t for t in record.trials if _kind(t.outcome) != "pruned"]
-        failures = [(t, t.outcome) for t in tried if isinstance(t.outcome, Failure)]
-        if self._parts.ranks.is_leader and 2 * len(failures) > len(tried):
-            trial, failure = failures[0]
-            warn(
-                f"{self._title}: {len(failures)} of {len(tried)} configs failed, the first, "
-                f"{trial}: {one_line(str(failure))}. The best of the others is used; "
-                "autotune_verbose=True shows each",
-                TuningWarning,
-            )
 
     def _so_far(self) -> str:
         best = f"best {min(self._medians.values()):.4f} ms" if self._medians else "none measured"
@@ -208,10 +193,6 @@ def _bar() -> Any:
         TextColumn("{task.description}", markup=False),
         console=Console(stderr=True),
     )
-
-
-def _kind(outcome: Outcome) -> str:
-    return outcome.kind if isinstance(outcome, Failure) else ""
 
 
 def _ms(outcome: Outcome) -> str:

@@ -12,7 +12,7 @@ _used: set[str] = set()
 
 
 class Restless:
-    """What is said of one function when it is tuned although an earlier start has tuned it."""
+    """Warning about a function that is tuned although an earlier start has tuned it."""
 
     def __init__(self, function: str) -> None:
         self._function = function

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from triton_dist._tuning.engine.clock import Phase
 from triton_dist._tuning.values import Failure, Measurement, Trial, TuningRecord
+from triton_dist._warn import warn
+from triton_dist.errors import TuningWarning
 
 _TOP = 5
 _LEGEND = (
@@ -44,6 +46,25 @@ def summary(record: TuningRecord, default: str, phases: Mapping[Phase, float]) -
     lines += [_LEGEND, *_failures(record.trials)]
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
     return [*lines, f"  of {record.seconds:.1f} s: {spent}"]
+
+
+def warn_of_failures(title: str, record: TuningRecord, remedy: str) -> None:
+    """Warn if more than half of the configs that were tried failed: the winner is the best of few.
+
+    Args:
+        remedy: where each failure is said.
+    """
+    outcomes = [(trial, trial.outcome) for trial in record.trials]
+    failures = [(trial, each) for trial, each in outcomes if isinstance(each, Failure)]
+    failures = [(trial, each) for trial, each in failures if each.kind != "pruned"]
+    tried = len(failures) + sum(isinstance(each, Measurement) for _, each in outcomes)
+    if 2 * len(failures) > tried:
+        trial, failure = failures[0]
+        warn(
+            f"{title}: {len(failures)} of {tried} configs failed, the first, {trial}: "
+            f"{one_line(str(failure))}. The best of the others is used; {remedy}",
+            TuningWarning,
+        )
 
 
 def _spread(outcome: Measurement) -> str:

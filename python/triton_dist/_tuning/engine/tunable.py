@@ -1,5 +1,5 @@
-"""Whether a function can be tuned, and as asked for: said where it is decorated, not at its first
-call."""
+"""Checks that a function can be tuned, and as asked for: made where it is decorated, not at its
+first call."""
 
 from __future__ import annotations
 

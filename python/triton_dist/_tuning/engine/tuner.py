@@ -1,21 +1,21 @@
 """The first call of a key, from meeting to record. Reads top to bottom.
 
-One law: the leader decides, all agree, nobody infers. Each word of ``ranks`` is said by all ranks
-at the same place, whatever happened on one of them before.
+One law: the leader decides, all agree, nobody infers. Each message of ``ranks`` is sent by all
+ranks at the same place, whatever happened on one of them before.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from triton_dist._tuning.engine.agreement import Arrival, Meeting, Verdict, meet
+from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, own_record
 from triton_dist._tuning.engine.attempt import Attempts
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
-from triton_dist._tuning.engine.progress import Progress
+from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
@@ -33,7 +33,7 @@ from triton_dist._tuning.values import (
     StoredRecord,
     Trial,
     TuningRecord,
-    codec,
+    Validity,
     validity,
 )
 from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen
@@ -48,12 +48,12 @@ class Resolution:
     """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
     tuned: bool
     advice: str = ""
-    """What the user should know of why it was tuned again."""
+    """Reason for tuning again that the user should know."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the leader's ``prune_fn`` made of the config space, as digests."""
+    """Result of the leader's ``prune_fn`` on the config space, as digests."""
 
     kept: tuple[str, ...] = ()
     pruned: tuple[tuple[str, str], ...] = ()
@@ -76,73 +76,68 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    about = (f"{call.key!r:.200}", call.number)
-    ranks = Conversation(parts.ranks, subject.name, parts.seconds, parts.grace, *about)
+    first = _FirstCall(subject, parts, call)
     try:
         with watchdog.paused():
-            return _FirstCall(subject, parts, call, ranks).resolve()
+            return first.resolve()
     except BaseException as error:  # an interrupt too: the others must not wait for this rank
-        ranks.leave(error)
+        first.ranks.leave(error)
         raise
 
 
 class _FirstCall:
-    def __init__(self, subject: Subject, parts: Parts, call: Call, ranks: Conversation) -> None:
+    def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
         self._subject, self._parts, self._call = subject, parts, call
-        self._ranks = ranks
-        self._tolerated = ""
+        limits = (parts.settings.seconds, parts.settings.grace)
+        about = (f"{call.key!r:.200}", call.number)
+        self.ranks = self._ranks = Conversation(
+            parts.ranks, subject.name, *limits, self._quarantine, *about
+        )
+        self._progress: Progress | None = None
         self._incumbent: Config | None = None
         self._restless = Restless(subject.name)
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
-        call, agree = self._call, subject.hooks.agree
-        key = Key.of(subject.origin, call.key, parts.hardware)
-        details = "" if agree is None else str(agree(*call.args, **call.kwargs))
+        key = Key.of(subject.origin, self._call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
-        own, reason = self._own_record(key.binding(fingerprint.bound), fingerprint)
-        meeting = meet(self._ranks, self._arrival(key, details, fingerprint, own))
-        fingerprint = meeting.fingerprint
-        key = key.binding(fingerprint.bound)
+        stored = parts.store.find(key.binding(fingerprint.bound))
+        own = own_record(stored, lambda record: self._judge(record, fingerprint))
+        meeting = self._meet(key, fingerprint, own)
+        key = key.binding(meeting.fingerprint.bound)
         report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:
-            record = self._shared_record(meeting, own)
+            record = self._shared_record(meeting, own.record)
             holder = self._ranks.named(meeting.holder)
-            where = reason if record is own else f"the cache of rank {holder}"
+            where = own.where if record is own.record else f"the cache of rank {holder}"
             self._restless.is_used(record)
-            report.cached(record, where, self._tolerated)
+            report.cached(record, where, own.tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
 
         if meeting.frozen:
-            frozen = map(self._ranks.named, meeting.frozen)
-            raise TuningFrozen(subject.name, key, key.hardware, reason, frozen)
+            raise TuningFrozen(subject.name, key, key.hardware, own.where, meeting.frozen)
 
         if meeting.capturing:
             return Resolution(subject.space[0], None, tuned=False)
 
-        record, where = self._tune(key, fingerprint, own, report, reason)
+        record, where = self._tune(key, meeting.fingerprint, own, report)
         report.tuned(record, where)
         self._restless.is_used(record)
         advice = self._restless.advice if self._ranks.is_leader else ""
         return Resolution(self._config(record.best.digest), record, tuned=True, advice=advice)
 
-    def _own_record(self, key: Key, fingerprint: Fingerprint) -> tuple[TuningRecord | None, str]:
-        """This rank's valid record and where it is, or none and why."""
-        reason = ""
-        for record, where in self._parts.store.find(key):
-            # It won once, if under other circumstances: worth a place in the race.
-            self._incumbent = self._incumbent or self._subject.space.find(record.best.digest)
-            found = validity(record, fingerprint, self._subject.space, self._parts.strict)
-            reasons = found.reasons or self._pruned_away(record)
-            if not reasons:
-                self._tolerated = "; ".join(found.tolerated)
-                return record, where
+    def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
+        """Judge whether ``record`` may be used for this call."""
+        space = self._subject.space
+        # It won once, if under other circumstances: worth a place in the race.
+        self._incumbent = self._incumbent or space.find(record.best.digest)
+        found = validity(record, fingerprint, space, self._parts.settings.strict)
+        if not found.reasons:
+            found = replace(found, reasons=tuple(self._pruned_away(record)))
+        if found.reasons:
             self._restless.look(record, fingerprint)
-            # The nearest one's reason is said: it is this function's own.
-            kind = "shipped record" if record.shipped else "record"
-            reason = reason or f"the {kind} in {where} is not valid: {'; '.join(reasons)}"
-        return None, reason or "no record"
+        return found
 
     def _pruned_away(self, record: TuningRecord) -> list[str]:
         """Why ``prune_fn`` of today would not have the winner tried; of one's own record it is the
@@ -151,7 +146,7 @@ class _FirstCall:
         if not record.shipped:
             return []
         try:
-            with self._ranks.user_code("prune_fn") as watch:
+            with self._ranks.user_code(Situation("prune_fn")) as watch:
                 watch.begin()
                 kept, _ = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
         except Exception as error:
@@ -160,33 +155,33 @@ class _FirstCall:
             return []
         return [f"prune_fn drops the winner {record.best}"]
 
-    def _arrival(
-        self, key: Key, details: str, fingerprint: Fingerprint, own: TuningRecord | None
-    ) -> Arrival:
-        space, parts = self._subject.space, self._parts
-        verdict = Verdict(None, None)
-        if own is not None:
-            counted = None if own.shipped else frozenset(own.fingerprint.bound)
-            verdict = Verdict(own.best.digest, own.digest, own.shipped, counted)
-        return Arrival(
-            function=self._subject.name,
-            key=key,
-            details=details,
-            space=f"{len(space)} configs, digest {space.digest}",
-            fingerprint=fingerprint,
-            verdict=verdict,
-            is_leader=parts.ranks.is_leader,
-            always_tune=parts.always_tune,
-            frozen=parts.frozen,
-            capturing=self._call.traced or parts.device.is_capturing(),
-        )
+    def _meet(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Meeting:
+        """Tell the other ranks what this one came with, and go on only if all have the same.
+
+        Raises:
+            TuningTimeout: a rank did not come.
+            RankDisagreement: on every rank, if functions, keys, details, config spaces or
+                fingerprints differ, and on the others if the call of some rank was refused.
+        """
+        subject, call, agree = self._subject, self._call, self._subject.hooks.agree
+        name, space = subject.name, subject.space
+        details = "" if agree is None else str(agree(*call.args, **call.kwargs))
+        compared = [
+            ("the function that is called", name),
+            (f"the key of {name}", f"{key} on {key.hardware}"),
+            (f"the arguments of {name}", details),
+            (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
+        ]
+        arrival = Arrival.of(self._parts, compared, fingerprint, own.verdict, traced=call.traced)
+        arrivals = self._ranks.meet(Situation("first call of a key"), arrival)
+        return Meeting(self._ranks, name, arrivals)
 
     def _shared_record(self, meeting: Meeting, own: TuningRecord | None) -> TuningRecord:
         """The holder's record. It is sent only if some rank has none or another one."""
         if meeting.all_hold_it and own is not None:
             return own
         offer = own if self._ranks.rank == meeting.holder else None
-        offers = self._ranks.gather("share the record", offer)
+        offers = self._ranks.gather(Situation("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory.put(record)
         return record
@@ -195,19 +190,18 @@ class _FirstCall:
         self,
         key: Key,
         fingerprint: Fingerprint,
-        own: TuningRecord | None,
+        own: OwnRecord,
         report: Report,
-        reason: str,
     ) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks = self._parts, self._ranks
         candidates, pruned = self._candidates(key)
         restorer = self._restorer()
-        if parts.always_tune:
-            reason = "told to tune always"
+        reason = "told to tune always" if parts.settings.always_tune else own.where
         journal = parts.journal(key)
         try:
-            progress = Progress(journal, self._head(key, fingerprint, candidates), own, ranks)
+            head = journal_head(key, fingerprint, candidates)
+            progress = self._progress = Progress(journal, head, own.record, ranks)
             default = self._subject.space[0]
             with report.begin(len(candidates), len(pruned), reason, default):
                 with parts.quiet():
@@ -219,7 +213,7 @@ class _FirstCall:
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
                 now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-                timestamp, seconds = ranks.decide("end", (now, progress.seconds))
+                timestamp, seconds = ranks.decide(Situation("end"), (now, progress.seconds))
                 record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds)
                 try:
                     _ = record.best
@@ -234,6 +228,10 @@ class _FirstCall:
             journal.close()
         return StoredRecord(record, where)
 
+    def _quarantine(self, config: Config, failure: Failure) -> None:
+        if self._progress is not None:  # else none was tried yet
+            self._progress.quarantine(config, failure)
+
     def _restorer(self) -> Restorer:
         call, subject = self._call, self._subject
         return Restorer(subject.function, subject.hooks.restore, call.args, call.kwargs)
@@ -246,18 +244,16 @@ class _FirstCall:
         restorer: Restorer,
     ) -> None:
         """Do what the search asks for, until it asks for nothing more."""
-        parts, ranks = self._parts, self._ranks
-        search = (
-            parts.search(candidates, parts.policy, self._incumbent) if ranks.is_leader else None
-        )
+        parts, ranks, policy = self._parts, self._ranks, self._parts.settings.policy
+        search = parts.search(candidates, policy, self._incumbent) if ranks.is_leader else None
         labels = {
             config.digest: f"{place}/{len(candidates)}"
             for place, config in enumerate(candidates, start=1)
         }
         prepare = self._subject.hooks.prepare and self._prepare
-        ahead = CompileAhead(prepare, parts.compiler, parts.compile_seconds, ranks)
+        ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
-            ahead.begin(candidates[: parts.policy.max_trials])
+            ahead.begin(candidates[: policy.max_trials])
             attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle, restorer)
             while (decided := self._next(search, progress)) is not None:
                 request, outcome = decided
@@ -278,24 +274,14 @@ class _FirstCall:
         assert prepare is not None
         prepare(*self._call.args, **self._call.kwargs, **config.arguments())
 
-    def _head(self, key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
-        """What an interrupted tuning must have in common with this one to be gone on with."""
-        return {
-            "function": key.function,
-            "key": key.text,
-            "hardware_group": key.hardware,
-            "fingerprint": codec.digest(vars(fingerprint)),
-            "candidates": [config.digest for config in candidates],
-        }
-
     def _candidates(self, key: Key) -> tuple[list[Config], list[Pruned]]:
-        """What the leader's ``prune_fn`` leaves; the others' is not asked."""
+        """Configs that the leader's ``prune_fn`` leaves; the others' is not asked."""
         subject, ranks = self._subject, self._ranks
         failure: Exception | None = None
         plan = _Plan()
         if ranks.is_leader:
             try:
-                with ranks.user_code("prune_fn") as watch:
+                with ranks.user_code(Situation("prune_fn")) as watch:
                     watch.begin()
                     kept, pruned = subject.space.prune(
                         subject.prune_fn, self._call.args, self._call.kwargs
@@ -306,7 +292,7 @@ class _FirstCall:
                 )
             except Exception as error:
                 failure, plan = error, _Plan(failure=f"{type(error).__name__}: {error}")
-        decided = ranks.decide("prune_fn", plan, self._parts.seconds)
+        decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
         if failure is not None:
             raise failure
         if decided.failure is not None:
@@ -322,18 +308,19 @@ class _FirstCall:
     def _next(
         self, search: Search | None, progress: Progress
     ) -> tuple[Request, Outcome | None] | None:
-        """What the leader wants to know next, with the answer if it is known already; ``None``
-        when it is done, or the budget is."""
+        """The next request of the leader, with the answer if it is known already; ``None`` when the
+        search is over, or the budget."""
         asked = None if search is None else search.ask()
         if asked is None or self._spent(asked, progress):
             wanted: tuple[str, int, Outcome | None] = ("", 0, None)
         else:
             wanted = (asked.config.digest, asked.samples, progress.known(asked))
-        digest, samples, outcome = self._ranks.decide(f"request {progress.requests + 1}", wanted)
+        at = Situation(f"request {progress.requests + 1}")
+        digest, samples, outcome = self._ranks.decide(at, wanted)
         return (Request(self._config(digest), samples), outcome) if digest else None
 
     def _spent(self, asked: Request, progress: Progress) -> bool:
-        policy = self._parts.policy
+        policy = self._parts.settings.policy
         too_many = policy.max_trials is not None and progress.tried >= policy.max_trials
         too_long = policy.max_seconds is not None and progress.seconds >= policy.max_seconds
         return (too_many and not progress.has(asked.config)) or (too_long and progress.tried > 0)

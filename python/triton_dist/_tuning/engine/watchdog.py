@@ -110,7 +110,7 @@ class Watchdog:
                 watch.begin()
 
     def is_inside(self) -> bool:
-        """Whether this thread is inside a watch, begun or not: in what is done for a trial."""
+        """True if this thread is inside a watch, begun or not: in what is done for a trial."""
         return bool(self._stack())
 
     def forget(self) -> None:

@@ -109,8 +109,8 @@ class Racing:
                 yield Request(config, total - len(samples))
 
     def _still_racing(self, candidates: Sequence[Config], samples: int) -> list[Config]:
-        """Who is not clearly slower, the fastest first: a tuning whose time is up in the middle of
-        a round has measured those that count."""
+        """Candidates that are not clearly slower, the fastest first: a tuning whose time is up in
+        the middle of a round has measured those that count."""
         ranked = self._ranked(candidates)
         if not ranked:
             return []
@@ -133,8 +133,8 @@ class Racing:
         ]
 
     def _ranked(self, candidates: Sequence[Config]) -> list[Config]:
-        """Who did not fail, the fastest first. Sorting is stable: from the second round on equals
-        keep their places, which began as those in the space."""
+        """Candidates that did not fail, the fastest first. Sorting is stable: from the second
+        round on equals keep their places, which began as those in the space."""
         return sorted(
             (config for config in candidates if config.digest in self._samples), key=self._standing
         )
@@ -144,7 +144,7 @@ class Racing:
         return statistics.median_low(self._samples[config.digest])
 
     def _margin(self, candidates: Sequence[Config], samples: int) -> float:
-        """How far behind the leader, relative to it, the noise may put its equal."""
+        """Relative delay that noise may add to an equal of the leader."""
         noise = sorted(
             statistics.stdev(own) / (statistics.fmean(own) or 1.0)
             for own in (self._samples[config.digest] for config in candidates)

@@ -1,4 +1,4 @@
-"""What a kernel inside a function runs next, one launch at a time.
+"""The next launch of a kernel inside a function, one at a time.
 
 A search over a whole function asks for many samples of a config at once; here a call of the
 function is one launch of each kernel, so a plan goes launch by launch. Plans use no clock and no

@@ -1,4 +1,4 @@
-"""Where tuning records are kept."""
+"""Stores of tuning records."""
 
 from triton_dist._tuning.store.beside import (
     Interrupted,
@@ -10,7 +10,7 @@ from triton_dist._tuning.store.beside import (
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore
-from triton_dist._tuning.store.log import FileLog
+from triton_dist._tuning.store.log import FileLog, StepLog
 from triton_dist._tuning.store.memory import MemoryStore
 from triton_dist._tuning.store.packs import PackStore, pack_folders
 from triton_dist._tuning.store.readonly import ReadOnlyStore
@@ -24,6 +24,7 @@ __all__ = [
     "MemoryStore",
     "PackStore",
     "ReadOnlyStore",
+    "StepLog",
     "interrupted",
     "is_held",
     "pack_folders",

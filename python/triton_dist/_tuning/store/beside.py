@@ -1,4 +1,4 @@
-"""What lies beside records: tunings that were interrupted, and logs; for commands that clean up."""
+"""Files beside records: interrupted tunings, and logs; for commands that clean up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Interrupted(NamedTuple):
     """A tuning that was begun, and may be going on."""
 
     path: Path
-    """Of its journal."""
+    """Path of its journal."""
     key: Key | None
     """``None``: the journal does not say."""
     tried: int
@@ -35,7 +35,7 @@ def interrupted(root: Path) -> Iterator[Interrupted]:
 
 
 def places(root: Path) -> set[Path]:
-    """What :func:`remove_tuning` takes, of all that lies in the folders of ``root``."""
+    """Arguments for :func:`remove_tuning`: all that lies in the folders of ``root``."""
     return {
         root / folder / name.partition(".")[0]
         for folder in _names_in(root)
@@ -45,7 +45,7 @@ def places(root: Path) -> set[Path]:
 
 
 def is_held(journal: Path) -> bool:
-    """Whether a tuning that writes it is going on."""
+    """True if a tuning that writes it is going on."""
     with suppress(OSError):
         file = open_regular(journal, os.O_RDONLY)
         try:

@@ -61,7 +61,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in ``folder``, sorted; nothing if there is no such folder. Raises ``OSError``."""
+    """Names in ``folder``, sorted; none if there is no such folder. Raises ``OSError``."""
     try:
         with os_errors(folder):
             return sorted(os.listdir(folder))

@@ -63,7 +63,7 @@ class FileStore(ReadOnlyStore):
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether it still is, now that the lock is held. A whole record under another's name is
+    """True if it still is, now that the lock is held. A whole record under another's name is
     too."""
     try:
         key = read(path).key

@@ -141,7 +141,7 @@ class FileJournal:
                 os.fsync(self._file)
 
     def _crashed(self, head: codec.Tree) -> dict[str, Failure]:
-        """What the process ended in, again: once may be chance, and is tried again."""
+        """Configs in which the process ended again: once may be chance, and is tried again."""
         lines, times = self._lines(), dict[str, int]()
         if next(lines, {}).get("head") != head:
             return {}
@@ -159,7 +159,7 @@ class FileJournal:
         }
 
     def _resumed(self, head: codec.Tree, record: str | None) -> list[Entry] | None:
-        """What is to be told again; ``None`` if the journal is not about ``head``."""
+        """Outcomes to be told again; ``None`` if the journal is not about ``head``."""
         lines = self._lines()
         if next(lines, {}).get("head") != head:
             return None
@@ -179,7 +179,7 @@ class FileJournal:
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """What is in a journal; nothing if it cannot be read."""
+    """Lines of a journal; none if it cannot be read."""
     try:
         text = read_bytes(path).decode("utf-8", "replace")
     except OSError:

@@ -9,7 +9,7 @@ from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 
 
 class LayeredStore:
-    """What is put goes into all layers; what is found comes from the nearest first.
+    """Several stores as one: records are put into all layers, and found in the nearest first.
 
     A record that cannot be used hides none that can: a stale one of the user's does not stand
     before a valid one that was shipped.

@@ -1,73 +1,125 @@
-"""What happened in a tuning, beside its record: events for programs, lines for people.
-
-``<record>.log.jsonl`` has the leader's events, ``<record>.rank-<r>.log`` the lines of rank r. Later
-tunings of the same key add to them.
-"""
+"""Logs of a tuning, in files beside its record: events for programs, lines for people."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from triton_dist._tuning.store.disk import make_folder, open_regular
+from triton_dist._tuning.store.disk import expanded, make_folder, open_regular
+from triton_dist._warn import warn
+from triton_dist.errors import TuningWarning
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+_steps = logging.getLogger("triton_dist.contextual")
 
 
-class FileLog:
-    """Logs of the record at ``record``. What the disk refuses is not logged: nothing raises.
+class _Lines:
+    """The end of a text file, which is made at the first line. What the disk refuses is not
+    written, and nothing is from then on.
 
-    There is no warning either, since the record, which goes to the same folder, has one.
+    Args:
+        refused: called with the reason, once.
     """
 
-    def __init__(self, record: Path, rank: int) -> None:
-        self._events = record.with_suffix(".log.jsonl")
-        self._lines = record.with_suffix(f".rank-{rank}.log")
-        self._files: dict[Path, IO[str] | None] = {}
+    def __init__(
+        self, path: Path, refused: Callable[[OSError], object] = lambda error: None
+    ) -> None:
+        self._path, self._refused = path, refused
+        self._file: IO[str] | None = None
+        self._is_open = True
 
-    def event(self, name: str, **facts: Any) -> None:
-        """One line of JSON."""
-        event = {"event": name, "time": _now(), **facts}
-        self._add(self._events, json.dumps(event, default=str))
-
-    def line(self, text: str) -> None:
-        """For a person who looks for what this rank did last."""
-        self._add(self._lines, f"{_now()} {text}")
-
-    def close(self) -> None:
-        for path in list(self._files):
-            self._drop(path)
-        self._files.clear()
-
-    def _add(self, path: Path, text: str) -> None:
+    def add(self, line: str) -> None:
+        if not self._is_open:
+            return
         try:
-            if path not in self._files:
-                self._files[path] = None  # until it is open: a refusal is not asked for again
-                make_folder(path.parent)
+            if self._file is None:
+                make_folder(self._path.parent)
                 # Each line is one write to a file opened for appending: lines stay whole.
-                self._files[path] = open(  # noqa: SIM115
-                    open_regular(path, _APPEND),
+                self._file = open(  # noqa: SIM115
+                    open_regular(self._path, _APPEND),
                     "a",
                     buffering=1,
                     encoding="utf-8",
                     errors="backslashreplace",  # the name of a file may have bytes that are no text
                 )
-            file = self._files[path]
-            if file is not None:
-                file.write(text.replace("\n", "\n    ") + "\n")
-        except OSError:
-            self._drop(path)
+            self._file.write(f"{line}\n")
+        except OSError as error:
+            self._is_open = False
+            self.close()
+            self._refused(error)
 
-    def _drop(self, path: Path) -> None:
-        file, self._files[path] = self._files[path], None
+    def close(self) -> None:
+        file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):  # what is left of a line that the disk refused
                 file.close()
 
 
+class FileLog:
+    """Logs of the record at ``record``: ``<record>.log.jsonl`` has the leader's events,
+    ``<record>.rank-<r>.log`` the lines of rank r. Later tunings of the same key add to them.
+
+    Nothing raises. There is no warning either, since the record, which goes to the same folder, has
+    one.
+    """
+
+    def __init__(self, record: Path, rank: int) -> None:
+        self._events = _Lines(record.with_suffix(".log.jsonl"))
+        self._lines = _Lines(record.with_suffix(f".rank-{rank}.log"))
+
+    def event(self, name: str, **facts: Any) -> None:
+        """One line of JSON."""
+        event = {"event": name, "time": _now(), **facts}
+        self._events.add(json.dumps(event, default=str))
+
+    def line(self, text: str) -> None:
+        """For a person who looks for what this rank did last."""
+        self._lines.add(f"{_now()} {text}".replace("\n", "\n    "))
+
+    def close(self) -> None:
+        self._events.close()
+        self._lines.close()
+
+
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
+class StepLog:
+    """Steps of a rank in contextual tunings, appended to ``path``. Nothing raises; that the disk
+    refuses it is a warning, once.
+
+    Args:
+        prints: ``say`` also prints, to standard error.
+    """
+
+    def __init__(self, path: Path, prints: bool) -> None:
+        self._lines, self._prints = _Lines(expanded(path), self._refused), prints
+        self._path = path
+
+    def line(self, text: str) -> None:
+        now = datetime.datetime.now().isoformat(sep=" ", timespec="milliseconds")
+        self._lines.add(f"{now} {text}")
+
+    def say(self, text: str) -> None:
+        self.line(text)
+        _steps.info("%s", text)
+        if self._prints:
+            print(f"contextual_autotune: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _refused(self, error: OSError) -> None:
+        warn(
+            f"{self._path} cannot be written ({error}); TRITON_DIST_AUTOTUNE_LOG_DIR sets "
+            "another folder",
+            TuningWarning,
+        )

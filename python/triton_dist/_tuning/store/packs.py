@@ -20,7 +20,7 @@ PACKAGE_RECORDS = Path(__file__).parents[2] / "records"
 
 
 def pack_folders(read_only: Sequence[Path]) -> list[Path]:
-    """Where packs are looked for: in each folder of read-only records, then in the package."""
+    """Folders of packs: in each folder of read-only records, then in the package."""
     return [*(folder / "packs" for folder in read_only), PACKAGE_RECORDS]
 
 

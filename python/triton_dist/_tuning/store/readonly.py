@@ -26,6 +26,9 @@ from triton_dist._tuning.values import SCHEMA, Key, StoredRecord, TuningRecord, 
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema
 
+_OURS = re.compile(r"[0-9a-f]{32}(-.*)?\.json")
+"""The names of records: with the digest of the key, and the place."""
+
 _LONGEST_NAME = 255
 """Bytes, of a file or folder, on all file systems of Linux."""
 
@@ -45,7 +48,7 @@ class ReadOnlyStore:
         return self.folder(key.function_name) / f"{key.digest}-{place}.json"
 
     def folder(self, function: str) -> Path:
-        """Where the records of functions of that name lie."""
+        """Folder of the records of functions of that name."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", function)
         if len(name) > _LONGEST_NAME:
             name = f"{name[: _LONGEST_NAME - 9]}-{codec.digest(function)[:8]}"
@@ -101,7 +104,7 @@ class ReadOnlyStore:
             self._refuse("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
-            self._damaged(path, str(error))
+            self._unreadable(path, str(error))
             return None
         if key is None or record.key == key:
             return record
@@ -109,6 +112,10 @@ class ReadOnlyStore:
             return dataclasses.replace(record, key=key)
         self._damaged(path, f"it is the record of another key, {record.key.text}")
         return None
+
+    def _unreadable(self, path: Path, reason: str) -> None:
+        if _OURS.fullmatch(path.name):  # else somebody else's, and none of our business
+            self._damaged(path, reason)
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Called for a file that is no record, or not the one that its name says."""

@@ -1,6 +1,12 @@
 """The tuner's data: frozen, comparable, free of torch, triton, files and clocks."""
 
-from triton_dist._tuning.values.config import Config, ConfigSpace, FixedSpace, Pruned
+from triton_dist._tuning.values.config import (
+    Config,
+    ConfigSpace,
+    FixedSpace,
+    Pruned,
+    told_apart,
+)
 from triton_dist._tuning.values.entry import Entry
 from triton_dist._tuning.values.fingerprint import (
     DIFFERS,
@@ -55,6 +61,7 @@ __all__ = [
     "pack",
     "qualified_name",
     "to_hashable",
+    "told_apart",
     "unpack",
     "validity",
     "winner",

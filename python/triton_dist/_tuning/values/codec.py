@@ -2,32 +2,34 @@
 
 ``None``, ``bool``, ``int``, ``str``, finite ``float`` and ``list`` are themselves; all else is an
 object whose first name says what it is: ``{"tuple": [1, 2]}``, ``{"dtype": "torch.float16"}``. So a
-tuple never comes back as a list, nor ``True`` as ``1``. Two kinds are written as the Python values
-that they
-equal: ``torch.Size`` as a tuple, numpy scalars as Python scalars.
+tuple is never taken for a list, nor ``True`` for ``1``. Two kinds are written as the Python values
+that they equal: ``torch.Size`` as a tuple, numpy scalars as Python scalars.
 
-torch and triton are recognised by shape and never imported; reading finds classes only in modules
-that are already imported, so a file cannot make a process import anything.
+torch and triton are recognised by shape and never imported. Trees are not made values again: what
+is looked up is compared by its text or digest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import math
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 Tree = Any
-"""What ``json`` reads and writes."""
+"""A value that ``json`` reads and writes."""
 
 
-def encode(value: object) -> Tree:
+def encode(value: object, binding: bool = True) -> Tree:
     """``value`` as a tree.
+
+    Args:
+        binding: what functions bind counts too, besides their code.
 
     Raises:
         TypeError: a value that has no exact and stable text; says which.
@@ -43,67 +45,49 @@ def encode(value: object) -> Tree:
             "enum": _name_of(kind),
             "value" if isinstance(value, enum.Flag) else "name": _member(value),
         }
+    inner = functools.partial(encode, binding=binding)
     if kind is list:
-        return [encode(item) for item in value]  # type: ignore[attr-defined]
+        return [inner(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, tuple):
-        return _encode_tuple(value)
+        return _encode_tuple(value, inner)
     if kind is dict:
-        pairs = [[encode(name), encode(item)] for name, item in value.items()]  # type: ignore[attr-defined]
+        pairs = [[inner(name), inner(item)] for name, item in value.items()]  # type: ignore[attr-defined]
         return {"dict": sorted(pairs, key=text)}
     if kind in (set, frozenset):
-        return {kind.__name__: sorted((encode(item) for item in value), key=text)}  # type: ignore[attr-defined]
+        return {kind.__name__: sorted((inner(item) for item in value), key=text)}  # type: ignore[attr-defined]
     if kind is bytes:
         return {"bytes": value.hex()}  # type: ignore[attr-defined]
     if kind is complex:
         return {"complex": repr(value)}
     if is_triton_config(value):
-        return _encode_triton_config(value)
+        return _encode_triton_config(value, inner)
     if isinstance(value, type):
         return {"class": _name_of(value)}
     if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: inner(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"dataclass": _name_of(kind), "fields": fields}
-    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+    if kind is range:
+        return {"range": _range(value)}  # type: ignore[arg-type]
+    if kind.__module__ == "torch" and kind.__name__ in _OF_TORCH:
         return {kind.__name__: str(value)}
     if (
         kind.__module__ == "numpy"
         and hasattr(value, "item")
         and getattr(value, "shape", None) == ()
     ):
-        return encode(value.item())
+        return inner(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        return _encode_function(value)
+        return _encode_function(value, binding)
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
 def is_exact(value: object) -> bool:
-    """Whether ``value`` has a tree, which no other value has."""
+    """True if ``value`` has a tree, which no other value has."""
     try:
         encode(value)
     except TypeError:
         return False
     return True
-
-
-def decode(tree: Tree) -> Any:
-    """The value that :func:`encode` made ``tree`` from.
-
-    Raises:
-        ValueError: no such tree, a class that is not imported, or a function or ``triton.Config``:
-            the live ones are found by their digest instead.
-    """
-    if isinstance(tree, list):
-        return [decode(item) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    tag = next(iter(tree), None)
-    reader = _READERS.get(str(tag))
-    if reader is None:
-        raise ValueError(f"no value is written as {text(tree)}")
-    try:
-        return reader(tree[tag], tree)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{text(tree)} cannot be read in this process: {error}") from error
 
 
 def loads(content: str | bytes) -> Tree:
@@ -143,7 +127,7 @@ def digest(*trees: Tree) -> str:
 
 
 def is_triton_config(value: object) -> bool:
-    """Whether ``value`` has the shape of a ``triton.Config``."""
+    """True if ``value`` has the shape of a ``triton.Config``."""
     return (
         not isinstance(value, type)
         and isinstance(getattr(value, "kwargs", None), dict)
@@ -152,12 +136,22 @@ def is_triton_config(value: object) -> bool:
     )
 
 
+_OF_TORCH = frozenset({"dtype", "device", "layout", "memory_format"})
+
+
+def _range(value: range) -> list[int]:
+    """Start, stop and step; of equal ranges the same."""
+    if len(value) < 2:
+        return [value[0], value[0] + 1, 1] if value else [0, 0, 1]
+    return [value.start, value[-1] + value.step, value.step]
+
+
 def _member(value: enum.Enum) -> Tree:
     return encode(value.value) if isinstance(value, enum.Flag) else value.name
 
 
-def _encode_tuple(value: tuple[Any, ...]) -> Tree:
-    items = [encode(item) for item in value]
+def _encode_tuple(value: tuple[Any, ...], inner: Callable[[object], Tree]) -> Tree:
+    items = [inner(item) for item in value]
     kind = type(value)
     if hasattr(kind, "_fields"):
         return {"namedtuple": _name_of(kind), "items": items}
@@ -166,26 +160,27 @@ def _encode_tuple(value: tuple[Any, ...]) -> Tree:
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
-def _encode_triton_config(value: Any) -> Tree:
+def _encode_triton_config(value: Any, inner: Callable[[object], Tree]) -> Tree:
     """Meta-parameters, then options. ``None`` options are left out: newer Triton versions add
     some."""
     options = {name: option for name, option in sorted(vars(value).items()) if option is not None}
-    meta = {str(name): encode(item) for name, item in options.pop("kwargs").items()}
-    return {"triton.Config": meta} | {name: encode(option) for name, option in options.items()}
+    meta = {str(name): inner(item) for name, item in options.pop("kwargs").items()}
+    return {"triton.Config": meta} | {name: inner(option) for name, option in options.items()}
 
 
-def _encode_function(value: Any) -> Tree:
+def _encode_function(value: Any, binding: bool) -> Tree:
     """Its name; one that was made inside another function, also a digest of code and closure."""
     tree = {"function": _name_of(value)}
     code = getattr(value, "__code__", None)
     if code is not None and "<" in value.__qualname__:
-        cells = [encode(cell.cell_contents) for cell in value.__closure__ or ()]
+        closure = (value.__closure__ or ()) if binding else ()
+        cells = [encode(cell.cell_contents) for cell in closure]
         tree["code"] = digest(code.co_code.hex(), _constants(code), list(code.co_names), cells)
     return tree
 
 
 def _constants(code: types.CodeType) -> Tree:
-    """Of a code object and those inside it; a set's ``repr`` has another order in each process."""
+    """Constants of a code object and those inside it; a set's ``repr`` differs by process."""
     return [
         [each.co_code.hex(), _constants(each), list(each.co_names)]
         if isinstance(each, types.CodeType)
@@ -214,40 +209,3 @@ def _without_modules(tree: Any) -> Any:
         else _without_modules(item)
         for name, item in tree.items()
     }
-
-
-def _find(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = sys.modules[module]
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _read_enum(name: str, tree: dict[str, Tree]) -> Any:
-    return _find(name)(decode(tree["value"])) if "value" in tree else _find(name)[tree["name"]]
-
-
-def _read_dataclass(name: str, tree: dict[str, Tree]) -> Any:
-    """Field by field, past ``__init__``, which may compute some of them."""
-    value = object.__new__(_find(name))
-    for field, item in tree["fields"].items():
-        object.__setattr__(value, field, decode(item))
-    return value
-
-
-_READERS: dict[str, Callable[[Any, dict[str, Tree]], Any]] = {
-    "float": lambda body, _: float(body),
-    "complex": lambda body, _: complex(body),
-    "bytes": lambda body, _: bytes.fromhex(body),
-    "tuple": lambda body, _: tuple(map(decode, body)),
-    "namedtuple": lambda body, tree: _find(body)._make(map(decode, tree["items"])),
-    "dict": lambda body, _: {decode(name): decode(item) for name, item in body},
-    "set": lambda body, _: set(map(decode, body)),
-    "frozenset": lambda body, _: frozenset(map(decode, body)),
-    "enum": _read_enum,
-    "dataclass": _read_dataclass,
-    "class": lambda body, _: _find(body),
-    "dtype": lambda body, _: _find(body.replace(".", ":", 1)),
-    "device": lambda body, _: _find("torch:device")(body),
-}

@@ -23,12 +23,19 @@ class Config(Mapping[str, Any]):
     meta-parameters and then its options, so ``config["BLOCK_SIZE_M"]`` and ``config["num_stages"]``
     work. Iteration and ``**config`` see the map alone.
 
-    Equal configs have equal digests, whatever the order of their names.
+    Equal configs have equal digests, whatever the order of their names. Of functions in it, such as
+    a ``pre_hook``, the code counts: what they bind may differ by rank, and is a constant in the
+    fingerprint.
+
+    Args:
+        number: tells it from others that differ in what their functions bind alone.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], number: int = 1) -> None:
         self._values = {name: _own(value) for name, value in values.items()}
         self.tree: codec.Tree = {name: _encode(name, value) for name, value in self._values.items()}
+        if number > 1:
+            self.tree["#"] = number
         self.digest: str = codec.digest(self.tree)
 
     def __getitem__(self, name: str) -> Any:
@@ -86,7 +93,7 @@ def _own(value: Any) -> Any:
 
 def _encode(name: str, value: object) -> codec.Tree:
     try:
-        return codec.encode(value)
+        return codec.encode(value, binding=False)
     except TypeError:
         shown = repr(value)
         if " at 0x" in shown:  # the default repr: another text in each process
@@ -101,7 +108,7 @@ def _encode(name: str, value: object) -> codec.Tree:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values of equal text are one; where they cannot be compared they are not."""
+    """True if two values of equal text are one; where they cannot be compared they are not."""
     if one is other or codec.is_exact(one):
         return True
     try:
@@ -111,12 +118,38 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
+def told_apart(configs: Iterable[Config]) -> list[Config]:
+    """``configs``, numbered where several differ in what their functions bind alone."""
+    known: dict[str, Config] = {}
+    result = []
+    for config in configs:
+        number = 1
+        while _bound(known.setdefault(config.digest, config)) != _bound(config):
+            number += 1
+            config = Config(config, number)
+        result.append(config)
+    return result
+
+
+def _bound(config: Config) -> list[Any]:
+    """The functions in it with what they bind; themselves, where that has no text."""
+    return [codec.encode(f) if codec.is_exact(f) else f for f in config.functions()]
+
+
 @dataclass(frozen=True)
 class Pruned:
     """A config that is not worth measuring."""
 
     config: Config
     reason: str
+
+
+def _as_config(candidate: Any) -> Config:
+    if not isinstance(candidate, Mapping):
+        raise InvalidArgument(
+            "autotune", "config_space entry", candidate, "a dict of keyword arguments"
+        )
+    return candidate if isinstance(candidate, Config) else Config(candidate)
 
 
 class ConfigSpace(Sequence[Config]):
@@ -139,12 +172,7 @@ class ConfigSpace(Sequence[Config]):
         candidates = self._source() if callable(self._source) else self._source
         configs: dict[str, Config] = {}
         alike: list[str] = []
-        for candidate in candidates:
-            if not isinstance(candidate, Mapping):
-                raise InvalidArgument(
-                    "autotune", "config_space entry", candidate, "a dict of keyword arguments"
-                )
-            config = Config(candidate)
+        for config in told_apart(map(_as_config, candidates)):
             first = configs.setdefault(config.digest, config)
             if first is not config:
                 alike += [name for name in config if not _same(config[name], first[name])]
@@ -207,7 +235,7 @@ class ConfigSpace(Sequence[Config]):
 
 
 class FixedSpace(ConfigSpace):
-    """What remains of ``space`` when the caller gives some values: its configs without these names.
+    """The rest of ``space`` when the caller gives some values: its configs without these names.
 
     ``prune_fn`` still sees whole configs.
     """

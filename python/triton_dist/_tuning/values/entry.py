@@ -11,14 +11,14 @@ from triton_dist._tuning.values.outcome import Outcome, outcome_tree, read_numbe
 
 @dataclass(frozen=True)
 class Entry:
-    """What came of the n-th request of a tuning."""
+    """Outcome of the n-th request of a tuning."""
 
     n: int
     """From 0."""
     config: str
     """Its digest."""
     samples: int
-    """How many were asked for."""
+    """Number of samples that were asked for."""
     outcome: Outcome
     seconds: float
     """Since the tuning began, without the time between an interruption and the next start."""
@@ -29,7 +29,7 @@ class Entry:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
-        """What :meth:`to_tree` wrote. Raises one of :data:`outcome.UNREADABLE`."""
+        """Reads what :meth:`to_tree` wrote. Raises one of :data:`outcome.UNREADABLE`."""
         return cls(
             int(tree["n"]),
             str(tree["config"]),

@@ -1,4 +1,4 @@
-"""What a tuning result depends on besides its key, and what may change without invalidating it."""
+"""Facts that a tuning result depends on besides its key, and which of them may change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Fingerprint:
     space: str
     """Digest of the config space."""
     version: str = ""
-    """What the function's author declares it to be; empty: nothing."""
+    """Version that the function's author declares; empty: none."""
     literal: Mapping[str, str] = field(default_factory=dict)
     """Globals that the code reads and whose values stand in the source."""
     bound: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Fingerprint:
     """Constants that are not compared, and why."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
-        """What is different ``now`` from what was recorded here."""
+        """Differences between what was recorded here and ``now``."""
         for group in fields(self):
             before, after = getattr(self, group.name), getattr(now, group.name)
             if isinstance(before, str) or group.name in _CONSTANTS:
@@ -110,8 +110,8 @@ class OlderFingerprint(Fingerprint):
 
 
 class ShippedFingerprint(Fingerprint):
-    """What a shipped result depends on: the hardware and topology that it names, and the version
-    that the function's author declares.
+    """Facts that a shipped result depends on: the hardware and topology that it names, and the
+    version that the function's author declares.
 
     Versions of software, code and config space are not compared: who ships a result vouches for it
     until the declared version changes. ``software`` says what it was found with, for people.
@@ -127,8 +127,8 @@ class ShippedFingerprint(Fingerprint):
 
 
 def agreed(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """What remains of each rank's fingerprint, in the order of ranks, of what functions bind: what
-    all ranks hold alike. The rest is noted as uncounted, alike on all ranks."""
+    """Each rank's fingerprint, in the order of ranks, without bound constants that ranks hold
+    differently: these are noted as uncounted, alike on all ranks."""
     bound = {name for each in fingerprints for name in each.bound}
     held = [each.constants for each in fingerprints]
     alike = {
@@ -163,7 +163,7 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
 
 
 def _same_release(old: str | None, new: str | None, parts: int) -> bool:
-    """Whether the first ``parts`` numbers agree; builds such as ``+cpu`` do not count."""
+    """True if the first ``parts`` numbers agree; builds such as ``+cpu`` do not count."""
     if old is None or new is None:
         return False
     try:

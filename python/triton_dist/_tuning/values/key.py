@@ -1,4 +1,4 @@
-"""What a tuning result is looked up by, and two words to make keys of."""
+"""The key by which a tuning result is looked up, and two functions to make keys."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from triton_dist.errors import InvalidArgument
 
 
 class Origin(NamedTuple):
-    """Which function a key is of."""
+    """The function that a key is of."""
 
     function: str
     """Its qualified name, without the module: renaming a file changes no key."""
     module: str = ""
-    """Where it is defined: a module's importable name, a script's path."""
+    """Place of its definition: a module's importable name, a script's path."""
     signature: str = ""
     """Its parameters and what is tuned: tells functions of one name in one module apart."""
 
@@ -50,7 +50,7 @@ def original(function: Any) -> Any:
 
 
 def qualified_name(function: Any) -> str:
-    """Of the function inside, without its module; of an object, its class's."""
+    """Name of the function inside, without its module; of an object, its class's."""
     named = original(function)
     name: str = getattr(named, "__qualname__", type(named).__qualname__)
     return name
@@ -109,11 +109,6 @@ class Key:
         values = ", ".join(f"{name}={text}" for name, text in sorted(bound.items()))
         return replace(self, signature=f"{self.signature}; binds {values}")
 
-    @property
-    def value(self) -> Any:
-        """What ``key_fn`` returned. Raises ``ValueError`` if a class in it is not imported here."""
-        return codec.decode(json.loads(self.text))
-
     @cached_property
     def digest(self) -> str:
         """The same for equal keys; begins the name of the record's file."""
@@ -146,7 +141,7 @@ class Key:
 
     @property
     def given(self) -> tuple[str, str] | None:
-        """Of a call that gave a value for tunable names: ``with {...}``, and the digest of these
+        """For a call that gave a value for tunable names: ``with {...}``, and the digest of these
         values as a config."""
         match json.loads(self.text):
             case {"tuple": [_, str(given), str(digest)]} if given.startswith("with {"):

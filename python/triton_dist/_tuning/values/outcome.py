@@ -1,4 +1,4 @@
-"""What came of trying one config: a measurement or a failure, never ``inf`` and never ``None``."""
+"""Outcome of trying one config: a measurement or a failure, never ``inf`` and never ``None``."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Failure:
 Outcome = Measurement | Failure
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What a tree raises, while it is read, that is not what was written."""
+"""Exceptions of reading a tree that is not as it was written."""
 
 
 def joined(earlier: Outcome | None, later: Outcome) -> Outcome:
-    """What is known of a config that was measured again: all samples, or a failure at any time."""
+    """Outcome of a config that was measured again: all samples, or a failure at any time."""
     if earlier is None or isinstance(later, Failure):
         return later
     if isinstance(earlier, Failure):
@@ -84,7 +84,7 @@ def read_number(value: Any) -> float:
 
 
 def read_outcome(tree: Mapping[str, Any]) -> Outcome:
-    """What :func:`outcome_tree` wrote. Raises one of :data:`UNREADABLE`."""
+    """Reads what :func:`outcome_tree` wrote. Raises one of :data:`UNREADABLE`."""
     if "failure" in tree:
         failure = Failure(**tree["failure"])
         if failure.kind not in FAILURE_KINDS:

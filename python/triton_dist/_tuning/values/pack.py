@@ -112,7 +112,7 @@ def _record(
 
 
 def _common(record: TuningRecord) -> dict[str, codec.Tree]:
-    """What a result shares with many others, and says where it comes from."""
+    """Facts that a result shares with many others, and that say where it comes from."""
     found = record.fingerprint
     driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
     return {

@@ -1,4 +1,4 @@
-"""How candidates are measured and how many: part of what a result depends on."""
+"""The way in which candidates are measured, and how many: part of what a result depends on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Policy:
     """``events``: the device's own timer around each run. ``graph``: the same around replays of
     each candidate, captured."""
     flush: bool = True
-    """Whether the last-level cache is evicted before each run."""
+    """True if the last-level cache is evicted before each run."""
     search: str = "exhaustive"
     indifference: float = 0.01
     """Relative difference in time that nobody minds: within it the earliest config is preferred."""

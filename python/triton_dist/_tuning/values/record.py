@@ -29,7 +29,7 @@ reads them."""
 
 
 _NOT_ALWAYS = ("version", "literal", "bound", "uncounted")
-"""Of the fingerprint: not every function has them."""
+"""Parts of the fingerprint that not every function has."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TuningRecord:
     timestamp: str
     """When it was finished, UTC, ISO 8601."""
     seconds: float
-    """How long it took."""
+    """Duration of the tuning."""
 
     def __getattr__(self, name: str) -> Any:
         """The trials of a record that was read without them."""
@@ -86,7 +86,7 @@ class TuningRecord:
 
     @property
     def shipped(self) -> bool:
-        """Whether it is the short form of a record: the winner alone, to be matched loosely."""
+        """True if it is the short form of a record: the winner alone, to be matched loosely."""
         return isinstance(self.fingerprint, ShippedFingerprint)
 
     @property

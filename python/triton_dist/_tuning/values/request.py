@@ -1,4 +1,4 @@
-"""What a search wants to know next."""
+"""The next question of a search."""
 
 from __future__ import annotations
 

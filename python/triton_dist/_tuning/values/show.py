@@ -30,6 +30,8 @@ def show(tree: Tree) -> str:
         return f"{_short(body)}({fields})"
     if tag == "namedtuple":
         return f"{_short(body)}({_comma(tree['items'])})"
+    if tag == "range":
+        return f"range({_comma(body)})"
     if tag in ("class", "function"):
         return _short(body)
     if tag == "bytes":

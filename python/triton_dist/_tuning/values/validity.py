@@ -1,4 +1,4 @@
-"""Whether a record may be used now, and why not: the one judge of the tuner and of ``explain``."""
+"""Judges whether a record may be used now, for the tuner and for ``explain``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from triton_dist._tuning.values.record import TuningRecord
 
 @dataclass(frozen=True)
 class Validity:
-    """What a record's use fails on. Each sentence names the field, what was recorded and what is
-    now."""
+    """Judgement on a record. Each sentence names the field, what was recorded and what is now."""
 
     reasons: tuple[str, ...]
     """Why it is not used; empty if it is."""
     tolerated: tuple[str, ...] = ()
-    """What differs and is accepted: patch levels, unless versions are checked strictly."""
+    """Differences that are accepted: patch levels, unless versions are checked strictly."""
 
 
 def validity(
@@ -47,8 +46,8 @@ _INTERPRETER = " (interpreter)"
 
 
 def _told(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
-    """What is different. If kernels were interpreted then and are not now, or the other way round,
-    that is said alone: much code is then another, and names of it explain nothing."""
+    """Differences to be told. If kernels were interpreted then and are not now, or the other way
+    round, that is said alone: much code is then another, and names of it explain nothing."""
     was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
     if was.endswith(_INTERPRETER) == is_.endswith(_INTERPRETER):
         yield from then.compare(now)

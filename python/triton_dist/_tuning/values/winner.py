@@ -1,4 +1,4 @@
-"""Which of several outcomes wins: one rule, for the record and for every search."""
+"""The winner of several outcomes: one rule, for the record and for every search."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
 
 
 def _standard_error(measurements: Iterable[Outcome]) -> float:
-    """Of the difference of two medians, relative to either; 0 if single samples do not tell.
+    """Noise of the difference of two medians, relative to either; 0 if single samples do not tell.
 
     The median's is 1.25 times that of the mean.
     """

@@ -35,7 +35,7 @@ _TAIL = 2000
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is started for."""
+    """Work for a process that compiles."""
 
     kernels: Mapping[str, Kernel]
     """By digest, in the order in which they are needed."""
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a kernel."""
+    """Result of compiling a kernel."""
 
     digest: str
     status: Literal["compiled", "failed", "timeout"]
@@ -60,7 +60,7 @@ class _Child:
     pid: int
     pidfd: int
     said: IO[bytes]
-    """What it printed, its exception last."""
+    """Its output, its exception last."""
     deadline: float
 
 

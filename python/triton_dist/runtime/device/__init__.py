@@ -7,7 +7,7 @@ __all__ = ["current_device", "get_device_max_shared_memory_size", "is_cuda", "sl
 
 
 def is_cuda() -> bool:
-    """Whether this process runs kernels on an NVIDIA GPU."""
+    """True if this process runs kernels on an NVIDIA GPU."""
     return current_device().name == "cuda"
 
 

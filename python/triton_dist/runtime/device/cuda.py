@@ -158,7 +158,7 @@ class CudaDevice:
         return graph.replay
 
     def hold(self, queueing: float = 0.0) -> None:
-        """Keep the current stream busy until the host has queued a call behind it, so that launch
+        """Keep the current stream busy until the host has queued a call after it, so that launch
         overhead is not measured. queueing: seconds that it has taken for such calls, at most."""
         needed = min(1e3 * _QUEUEING_MARGIN * queueing, _MOST_HOLD_MILLISECONDS)
         self.sleep_milliseconds(max(needed, _LEAST_HOLD_MILLISECONDS))
@@ -211,7 +211,7 @@ class CudaDevice:
         )
 
     def launches_are_watched(self) -> bool:
-        """Whether launches have to be Triton's own, for somebody to see them."""
+        """True if launches have to be Triton's own, for somebody to see them."""
         return has_launch_hooks()
 
 
@@ -250,7 +250,7 @@ def _driver_version() -> str:
 
 @functools.cache
 def _peer_access() -> str:
-    """How the host's GPUs reach one another's memory: ``full mesh of 4``, ``6 of 12 pairs``, or
+    """Reach of the host's GPUs into one another's memory: ``full mesh of 4``, ``6 of 12 pairs``, or
     ``none``.
 
     NVLink is not told from PCIe here, but a host whose GPUs are joined differently is.

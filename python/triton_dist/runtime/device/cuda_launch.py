@@ -75,7 +75,7 @@ def _cell(kind: str, value: Any) -> Any:
 
 
 def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether ``RepeatedLaunch`` can do all that Triton's own launch of the kernel would."""
+    """True if ``RepeatedLaunch`` can do all that Triton's own launch of the kernel would."""
     metadata = getattr(compiled, "metadata", None)
     if metadata is None:  # interpreted, or not compiled by Triton
         return False
@@ -93,12 +93,12 @@ def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
-    """What the kernel's tensor descriptors need, for all programs."""
+    """Bytes that the kernel's tensor descriptors need, for all programs."""
     return int(compiled.metadata.global_scratch_size) * math.prod(grid)
 
 
 def has_launch_hooks() -> bool:
-    """Whether somebody, a profiler, wants to see each launch of Triton."""
+    """True if somebody, a profiler, wants to see each launch of Triton."""
     knobs = triton.knobs.runtime
     return any(
         hook is not None and getattr(hook, "calls", True)

@@ -1,4 +1,4 @@
-"""What a transfer between ranks consists of, whatever device queues it."""
+"""Parts of a transfer between ranks, whatever device queues it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class _DefaultGroup:
 default_group: Any = _DefaultGroup()
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""What every function takes that asks for ranks: a process group, a mesh of one dimension, or
+"""Argument of every function that asks for ranks: a process group, a mesh of one dimension, or
 ``None`` for the world."""
 
 _solo = SoloRank()

@@ -1,4 +1,4 @@
-"""What the ranks of a group leave for one another in a key-value store."""
+"""Entries that ranks of a group leave for one another in a key-value store."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import torch.distributed as dist
 from triton_dist.runtime.ranks.process import Process
 
 _PATIENCE_SECONDS = 0.25
-"""How long a rank waits before it looks whether the others can still come, and how often then."""
+"""Time until a rank looks whether the others can still come, and then between two such looks."""
 
 _SPIN_SECONDS = 0.5e-3
-"""How long a rank asks without a pause in between."""
+"""Time for which a rank asks without a pause in between."""
 
 _PAUSE_SECONDS = 2.0
 """Longer between two looks, and this process, its machine or the store's server was stopped."""
 
 
 class Left(NamedTuple):
-    """Word of a rank that it does not come to a conversation, or says nothing more in it."""
+    """Message of a rank that does not come to a conversation, or sends nothing more in it."""
 
     rank: int
     function: str
-    """What the conversation is about."""
+    """Function that the conversation is about."""
     call: int
-    """Which call of the function it was, since all ranks met in one."""
+    """Number of the call of the function, since all ranks met in one."""
     reason: str
     refused: bool
-    """Whether the call was refused before this rank said a word: its arguments were to blame."""
+    """True if the call was refused before this rank sent a message: its arguments were to blame."""
 
 
 class Absent(Exception):
@@ -41,7 +41,7 @@ class Absent(Exception):
 
     Attributes:
         missing: whose.
-        left: the word of a rank that left.
+        left: the message of a rank that left.
         because: what is known of ranks that cannot come.
     """
 
@@ -75,12 +75,12 @@ class Mailbox:
         return self._client().compare_set(name, "", entry) == entry  # type: ignore[arg-type]
 
     def find(self, name: str) -> Any:
-        """What is there now, or ``None``."""
+        """The entry that is there now, or ``None``."""
         client = self._client()
         return pickle.loads(client.get(name)) if client.check([name]) else None
 
     def process(self, rank: int) -> Process | None:
-        """``None``: it has not said a word yet."""
+        """``None``: it has not sent a message yet."""
         process: Process | None = self.find(_process_name(rank))
         return process
 
@@ -117,10 +117,10 @@ class Mailbox:
             last = now
             if now >= look:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
-                word: Left | None = self.find(left)
+                farewell: Left | None = self.find(left)
                 gone, stopped = self._gone(missing)
-                if missing and (word or gone):
-                    raise Absent(missing, word, gone, now - begin)
+                if missing and (farewell or gone):
+                    raise Absent(missing, farewell, gone, now - begin)
                 if stopped and stops < patience():
                     stops += now - looked
                     due += now - looked
@@ -142,7 +142,7 @@ class Mailbox:
                 client.delete_key(name)
 
     def _gone(self, missing: list[int]) -> tuple[dict[int, str], dict[int, str]]:
-        """Of ranks on this host: who has ended, and who is stopped."""
+        """Ranks on this host that have ended, and those that are stopped."""
         gone, stopped = {}, {}
         for rank in missing:
             process = self.process(rank)

@@ -1,4 +1,4 @@
-"""Who a rank is to the system: its host and process, and whether that is still there."""
+"""The host and process of a rank, and whether that is still there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Process(NamedTuple):
 
     host: str
     namespace: str
-    """Of process numbers: ``pid`` means something in there only."""
+    """Namespace of process numbers: ``pid`` means something in there only."""
     pid: int
     started: str
     """Start time in clock ticks since boot; empty where the system does not tell."""

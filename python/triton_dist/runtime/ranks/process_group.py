@@ -1,8 +1,7 @@
-"""The ranks of a torch process group: words go over its own key-value store."""
+"""The ranks of a torch process group: messages go over its own key-value store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -14,7 +13,7 @@ from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 
 class ProcessGroupRanks(StoreRanks):
-    """Words that all ranks of ``process_group`` say together."""
+    """Messages that all ranks of ``process_group`` send together."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
@@ -25,10 +24,10 @@ class ProcessGroupRanks(StoreRanks):
             dist.get_process_group_ranks(process_group),
         )
         self._is_world = process_group is dist.group.WORLD
-        self._align_word: torch.Tensor | None = None
+        self._met_on_device: torch.Tensor | None = None
 
     def is_current(self) -> bool:
-        """Whether the process group was not destroyed yet; then nothing that was agreed in it
+        """True if the process group was not destroyed yet; then nothing that was agreed in it
         counts any more."""
         return self.process_group in distributed_c10d._world.pg_map
 
@@ -44,22 +43,13 @@ class ProcessGroupRanks(StoreRanks):
                 seconds.append(options._timeout.total_seconds())
         return min(seconds, default=1800.0)
 
-    def align(
-        self,
-        phase: str = "align",
-        seconds: float | None = None,
-        hold: Callable[[], object] | None = None,
-    ) -> None:
-        """On GPUs a one-element all-reduce, queued on the current stream; on CPU ranks a barrier.
-
-        The all-reduce follows a barrier over the store, so every rank is known to be about to queue
-        it; ``hold`` comes between them.
-        """
-        super().align(phase, seconds, hold)
+    def line_up(self) -> None:
+        """On GPUs queue a one-element all-reduce on the current stream. All ranks must be about to
+        queue it, as after a barrier; else it would wait for the process group's timeout."""
         if torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.process_group):
-            if self._align_word is None:
-                self._align_word = torch.zeros(1, device="cuda")
-            dist.all_reduce(self._align_word, group=self.process_group)
+            if self._met_on_device is None:
+                self._met_on_device = torch.zeros(1, device="cuda")
+            dist.all_reduce(self._met_on_device, group=self.process_group)
 
     def _is_plain(self, is_on_this_host: bool) -> bool:
         return is_on_this_host and self._is_world

@@ -1,4 +1,4 @@
-"""A group of one: every word is answered locally, so single-process code needs no special case."""
+"""A group of one: messages are answered locally, so single-process code needs no special case."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ class SoloRank:
     def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]
 
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        return flag
-
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return list(values)
 
@@ -64,3 +61,6 @@ class SoloRank:
     ) -> None:
         if hold is not None:
             hold()
+
+    def line_up(self) -> None:
+        pass

@@ -1,8 +1,8 @@
 """The ranks of a group, co-ordinated over a key-value store.
 
-Every word has a deadline, so a rank that is missing is an error that names it; a collective of the
-data plane would hang for the process group's timeout, 30 minutes by default. (Two-phase agreement
-over the store instead of a collective: pytorch/pytorch#176920.)
+Every message has a deadline, so a rank that is missing is an error that names it; a collective of
+the data plane would hang for the process group's timeout, 30 minutes by default. (Two-phase
+agreement over the store instead of a collective: pytorch/pytorch#176920.)
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _log = logging.getLogger("triton_dist")
 
 
 class StoreRanks:
-    """Words that all ranks of a group say together, in the same order.
+    """Messages that all ranks of a group send together, in the same order.
 
-    Steps are numbered; the n-th word of a rank meets the n-th word of the others. ``phase`` says
+    Steps are numbered; the n-th message of a rank meets the n-th of the others. ``phase`` says
     what the step is for: it is in the error when a rank is missing, and different phases at one
     step are an error on every rank.
 
     A tuning has a conversation of its own (``converse``), with its own numbers. So what the tuned
-    function says to the other ranks while it is tried is not taken for a word of the tuner.
+    function says to the other ranks while it is tried is not taken for a message of the tuner.
 
     Conversations are numbered too, and ranks need not count alike, because a rank may raise in a
     call that is a hit on the others. This keeps them in step: a conversation that ended badly for
-    some rank, or that it never said a word in, is one that some rank has *left*; ``meet`` goes on
-    to the next number where one was left before all came. So all ranks that are about to meet do
+    some rank, or that it never sent a message in, is one that some rank has *left*; ``meet`` goes
+    on to the next number where one was left before all came. So all ranks that are about to meet do
     so in the first conversation that nobody has left.
 
     Args:
         store: of the group alone, and of this initialisation of it: what an earlier one has left
-            there would be taken for words of this one. (torch's own groups need that too.)
+            there would be taken for messages of this one. (torch's own groups need that too.)
         world: the ranks of the world that the ranks of the group are; default: the same.
     """
 
@@ -87,7 +87,7 @@ class StoreRanks:
         return WorldRank(self.world[rank])
 
     def _is_plain(self, is_on_this_host: bool) -> bool:
-        """Whether the rank of the world says all."""
+        """True if the rank of the world says all."""
         return is_on_this_host and self.world == tuple(range(self.size))
 
     def facts(self) -> Mapping[str, str]:
@@ -97,7 +97,7 @@ class StoreRanks:
         }
 
     def meeting_seconds(self) -> float:
-        """How long the first word of a conversation waits, if nothing else is said."""
+        """Limit of the first message of a conversation, unless its caller gives another."""
         return knobs.autotune_meeting_timeout.get() or 1800.0
 
     def converse(self, function: str = "", key: str = "", call: int = 0) -> StoreRanks:
@@ -121,9 +121,9 @@ class StoreRanks:
 
     def leave(self, reason: str, refused: bool = False) -> None:
         """Tell ranks that wait for this one, or will, that it does not come. Does not block."""
-        word = Left(self.rank, self._function, self._call, reason, refused)
+        last = Left(self.rank, self._function, self._call, reason, refused)
         with self._reachable(f"leaving ({reason})"):
-            while not self._mailbox.put_first(f"{self._topic}left", word):
+            while not self._mailbox.put_first(f"{self._topic}left", last):
                 left = self._mailbox.find(f"{self._topic}left")
                 if self._step or self._is_of_this_call(left):  # the first to leave knows why
                     return
@@ -131,7 +131,7 @@ class StoreRanks:
             self._written.append(f"{self._topic}left")
 
     def note(self, function: str, text: str) -> None:
-        """Leave word, once for a text, that may explain to the others why this rank does not come
+        """Leave a note, once for a text, that may explain to the others why this rank does not come
         to a conversation about ``function``. Does not block."""
         if self._noted.get(function) != text:
             self._noted[function] = text
@@ -139,7 +139,7 @@ class StoreRanks:
                 self._mailbox.put(f"note/{function}/{self.rank}", text)
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
-        """``gather`` as the first word of a conversation.
+        """``gather`` as the first message of a conversation.
 
         Raises:
             RankTimeout: a rank does not come within ``seconds`` (default: ``meeting_seconds``), or
@@ -195,9 +195,6 @@ class StoreRanks:
         entries = self._take(step, phase, range(self.size), seconds)
         return self._compared(step, phase, entries, before)
 
-    def all_agree(self, phase: str, flag: bool) -> bool:
-        return all(self.gather(phase, flag))
-
     def maximum(self, phase: str, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self.gather(phase, list(values)), strict=True)]
 
@@ -210,10 +207,14 @@ class StoreRanks:
         seconds: float | None = None,
         hold: Callable[[], object] | None = None,
     ) -> None:
-        """A barrier, then ``hold``."""
+        """A barrier, then ``hold``, which queues work, then :meth:`line_up`."""
         self.barrier(phase, seconds)
         if hold is not None:
             hold()
+        self.line_up()
+
+    def line_up(self) -> None:
+        """Nothing: these ranks queue no work."""
 
     def _compared(
         self, step: int, phase: str, entries: list[tuple[str, T]], before: int
@@ -228,7 +229,7 @@ class StoreRanks:
         return [value for _, value in entries]
 
     def _is_of_this_call(self, left: Left) -> bool:
-        """Whether a rank left because this very call was refused there."""
+        """True if a rank left because this very call was refused there."""
         return left.refused and (left.function, left.call) == (self._function, self._call)
 
     def _next_topic(self) -> None:
@@ -278,7 +279,7 @@ class StoreRanks:
         )
 
     def _notes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What they have left word of."""
+        """Notes that they have left."""
         notes = {rank: self._mailbox.find(f"note/{self._function}/{rank}") for rank in ranks}
         return {self.named(rank): text for rank, text in notes.items() if text is not None}
 

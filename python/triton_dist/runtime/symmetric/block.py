@@ -1,4 +1,4 @@
-"""What symmetric memory looks like, whatever it lies in."""
+"""Symmetric memory as its users see it, whatever it lies in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each named region lies in one allocation of ``nbytes`` bytes."""
+    """Places of the named regions in one allocation of ``nbytes`` bytes."""
 
     name: str
     nbytes: int

@@ -81,7 +81,7 @@ class Context:
         self._in_own_table = keeps_own_table(tuner)
         self.failures: dict[str, Failure] = {}
         self.launches: Counter[str] = Counter()
-        """How often each config was launched as a step, by digest."""
+        """Number of launches of each config as a step, by digest."""
         self.record: TuningRecord | None = None
         self.candidates: Sequence[Config] = ()
         self._journal: Journal | None = None
@@ -92,7 +92,7 @@ class Context:
 
     @property
     def can_persist(self) -> bool:
-        """Whether the key means the same in another process."""
+        """True if the key means the same in another process."""
         return _ADDRESS not in self.key.text
 
     def begin(
@@ -128,8 +128,8 @@ class Context:
         self._journal, self._head = journal, head
 
     def resume(self, entries: Sequence[Entry]) -> None:
-        """What an interrupted tuning has learnt, the same on all ranks. Untimed steps were not
-        noted: those before a timed one were taken."""
+        """Take over what an interrupted tuning has learnt, the same on all ranks. Untimed steps
+        were not noted: those before a timed one were taken."""
         for entry in entries:
             while self._is_warming(entry.config):
                 self._step(entry.config, 0.0)
@@ -198,7 +198,7 @@ class Context:
         journal.close()
 
     def fallbacks(self, digest: str) -> Iterator[Config]:
-        """What may run in place of ``digest``: fastest so far first, then in order."""
+        """Configs that may run in place of ``digest``: fastest so far first, then in order."""
         left = [c for c in self.candidates if c.digest not in self.failures and c.digest != digest]
         samples = self.plan.samples
         yield from sorted(left, key=lambda c: min(samples[c.digest], default=float("inf")))
@@ -269,7 +269,7 @@ class _NotCached(Exception):
 
 
 def triton_disk_winner(tuner: Any, key: tuple[Any, ...], candidates: list[Any]) -> Any:
-    """What the kernel's own ``cache_results`` has on disk for ``key``; ``None`` if nothing."""
+    """The config in the kernel's own ``cache_results`` on disk for ``key``, or ``None``."""
 
     def not_cached() -> None:
         raise _NotCached

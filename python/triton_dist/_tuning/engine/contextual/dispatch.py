@@ -1,16 +1,13 @@
-"""What ``@contextual_autotune`` makes of a function.
+"""The object that ``@contextual_autotune`` makes of a function.
 
 The hot path is ``__call__`` of a settled function: it makes itself known to the thread and calls.
-No environment, log, lock or word to other ranks; kernels in it run Triton's own path.
+No environment, log, lock or message to other ranks; kernels in it run Triton's own path.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import pickle
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -18,6 +15,7 @@ from threading import get_ident
 from typing import Any
 
 from triton_dist._tuning.engine.contextual.context import triton_key
+from triton_dist._tuning.engine.contextual.defaults import Defaults
 from triton_dist._tuning.engine.contextual.interception import (
     NOT_KNOWN,
     Call,
@@ -27,7 +25,7 @@ from triton_dist._tuning.engine.contextual.interception import (
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
-from triton_dist._tuning.engine.dispatch import function_name
+from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._warn import called_by_users
 from triton_dist.errors import TritonDistError
@@ -46,16 +44,15 @@ os.register_at_fork(after_in_child=_release_all)
 _UNSETTLED = object()
 
 
-class ContextualAutoTuner:
+class ContextualAutoTuner(Decorated):
     """A function whose inner ``triton.autotune`` kernels are tuned by calling it again and again.
-
-    To its users it stays the function: name, docstring, signature, use as a method, pickling by
-    name.
 
     Attributes:
         fn: the function itself; kernels in it then tune as Triton does.
         tuning_calls: how often this process called the function besides once for each call.
     """
+
+    _kind = "contextually autotuned"
 
     def __init__(
         self,
@@ -64,14 +61,18 @@ class ContextualAutoTuner:
         interception: Interception,
         default_group: Any,
         ranks: Callable[[], RankGroup],
+        is_off: Callable[[], bool],
     ) -> None:
-        """``default_group`` has the group of all ranks in ``WORLD``; in another one all is chosen
-        again."""
-        self.fn = fn
+        """
+        Args:
+            default_group: has the group of all ranks in ``WORLD``; in another one all is chosen
+                again.
+            is_off: nothing is tuned now, and defaults are used.
+        """
+        super().__init__(fn)
         self.tuning_calls = 0
-        functools.update_wrapper(self, fn)
         self._compose, self._interception, self._ranks = compose, interception, ranks
-        self._default_group = default_group
+        self._default_group, self._is_off = default_group, is_off
         self._contexts: Contexts = {}
         self._chosen_in: object = None
         """The world that ``_contexts`` are of."""
@@ -122,12 +123,20 @@ class ContextualAutoTuner:
         if own is not None and own.session is not None:  # the function calls itself: one tuning
             return self._run(Call(self, outer, own.session), args, kwargs)
         if self._settled_in is not self._default_group.WORLD:
+            if self._is_off():
+                with self._untuned() as session:
+                    return self._run(Call(self, outer, session), args, kwargs)
             with self._tuning:
                 if (
                     self._settled_in is not self._default_group.WORLD
                 ):  # else another thread was faster
                     return self._tune(outer, args, kwargs)
         return self._run(Call(self, outer, None), args, kwargs)
+
+    def _untuned(self) -> Defaults:
+        with suppress(TritonDistError):  # ranks that wait for this one in vain learn why
+            self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
+        return Defaults(self._interception)
 
     def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._session() as session:
@@ -152,26 +161,26 @@ class ContextualAutoTuner:
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world
-        name = function_name(self.fn)
         try:
             parts = self._compose()
         except Exception as error:  # of a variable, perhaps, that is set on this rank only
             with suppress(TritonDistError):
-                about = self._ranks().converse(name)
+                about = self._ranks().converse(self._name)
                 about.leave(f"{type(error).__name__}: {error}", refused=True)
             raise
-        return Session(name, self._contexts, parts, self._interception)
+        return Session(self._name, self._contexts, parts, self._interception)
 
-    def _settle(self, session: Session) -> None:
+    def _settle(self, session: Session | Defaults) -> None:
         self.tuning_calls += session.calls - 1
         settled = all(context.winner is not None for context in self._contexts.values())
         self._settled_in = self._chosen_in if settled else _UNSETTLED
 
-    def begin_session(self) -> Session:
+    def begin_session(self) -> Session | Defaults:
         """The settled function launches a kernel, or a key, that is new: tune from here on."""
         self._tuning.acquire()  # released when the tuning that begins here ends
         try:
-            return self._session().__enter__()
+            session = self._untuned() if self._is_off() else self._session()
+            return session.__enter__()
         except BaseException:
             self._tuning.release()
             raise
@@ -187,7 +196,7 @@ class ContextualAutoTuner:
         self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         """Go on with the tuning, if any, that began in the call which gave ``result``."""
-        session = self._interception.late.pop(watch, None)
+        session: Session | Defaults | None = self._interception.late.pop(watch, None)
         if session is None:  # another thread's
             return result
         try:
@@ -211,18 +220,6 @@ class ContextualAutoTuner:
         finally:
             session.__exit__(type(error), error)
             self._tuning.release()
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __reduce__(self) -> str:
-        name = vars(self).get("__qualname__")
-        if name is None:
-            raise pickle.PicklingError(f"{self!r} has no name to be pickled by")
-        return str(name)  # as functions are
-
-    def __repr__(self) -> str:
-        return f"<contextually autotuned {function_name(self.fn)}>"
 
 
 called_by_users([ContextualAutoTuner.__call__])

@@ -27,7 +27,7 @@ _TRITONS_RUN = Autotuner.run.__code__
 
 
 class Session(Protocol):
-    """What tunes while a function runs."""
+    """A tuning that goes on while a function runs."""
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the place of ``tuner.run(*args, **kwargs)``."""
@@ -181,7 +181,7 @@ class Interception:
         return run
 
     def _counts(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it is a launch, of a kernel that has something to be tuned."""
+        """True if it is a launch, of a kernel that has something to be tuned."""
         if kwargs.get("warmup") or len(tuner.configs) < 2:
             return False
         return not self.is_traced((args, kwargs))

@@ -14,7 +14,7 @@ from triton_dist._tuning.protocols import Device, Timer
 
 
 class Undo:
-    """What must be undone before the function is called again, the last first."""
+    """Steps to undo before the function is called again, the last first."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []

@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 
 class Leads(enum.Enum):
-    """What the ``run`` of a class comes to."""
+    """Outcomes of the ``run`` of a class."""
 
     TO_TRITON = enum.auto()
     TO_PRUNING = enum.auto()
@@ -79,7 +79,7 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def keeps_own_table(tuner: Any) -> bool:
-    """Whether ``cache`` of ``tuner`` is its library's, with keys that only that knows."""
+    """True if ``cache`` of ``tuner`` is its library's, with keys that only that knows."""
     return leads(type(tuner)) is Leads.TO_PRUNING
 
 

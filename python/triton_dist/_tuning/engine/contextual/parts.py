@@ -1,14 +1,14 @@
-"""What a contextual tuning is given."""
+"""Parts of a contextual tuning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from triton_dist._tuning.protocols import Compiler, Device, Journal, RankGroup
-from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Key, TuningRecord
+from triton_dist._tuning.engine.parts import Common
+from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint
 
 
 class Step(Protocol):
@@ -34,23 +34,6 @@ class Plan(Protocol):
     def fail(self, digest: str) -> None: ...
 
 
-class Kernels(Protocol):
-    """What is known of kernels across processes."""
-
-    def key(self, name: str, key: tuple[Any, ...]) -> Key: ...
-    def fingerprint(self, tuner: Any, space: ConfigSpace) -> Fingerprint: ...
-    def find(
-        self, key: Key, fingerprint: Fingerprint, configs: Iterable[Config]
-    ) -> tuple[TuningRecord | None, str]:
-        """A valid record, whose winner is one of ``configs``, and where it is; or ``None`` and
-        why."""
-
-    def journal(self, key: Key) -> Journal: ...
-
-    def put(self, record: TuningRecord) -> str:
-        """Keep it; says where."""
-
-
 class Log(Protocol):
     def line(self, text: str) -> None:
         """Append a line to this rank's file."""
@@ -61,34 +44,17 @@ class Log(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ContextualParts:
-    """What is composed for one tuning; environment variables are read at that time."""
+@dataclass(frozen=True, kw_only=True)
+class ContextualParts(Common):
+    """Parts that are composed for one contextual tuning.
 
-    device: Device
-    ranks: RankGroup
-    kernels: Kernels
+    ``settings.seconds`` is for a call of the function, if the call before was not long itself;
+    ``settings.compile_seconds`` also for the first call, which may compile much else.
+    """
+
+    fingerprint: Callable[[Any, ConfigSpace], Fingerprint]
+    """All that a record of an autotuned kernel with these configs depends on."""
     plan: Callable[[Sequence[Config], int, int], Plan]
     """From candidates, warm-ups and repeats."""
-    warmup: int
-    repeat: int
     log: Log
-    quiet: Callable[[], AbstractContextManager[object]]
-    """What the function runs under: waits in kernels are bounded."""
-    settling: Callable[[], AbstractContextManager[Callable[[], None]]]
-    """Within, what it gives is called at the end of each call: raises if a wait gave up."""
     no_grad: Callable[[], AbstractContextManager[object]]
-    gate: AbstractContextManager[object]
-    """Held when a tuning begins, so that the threads of a rank begin one after another."""
-    always_tune: bool
-    frozen: bool
-    """Tuning is forbidden."""
-    seconds: float
-    """Longest time that a call of the function may take, on the host and on the device, if the call
-    before was not long itself."""
-    compile_seconds: float
-    """The same for compiling a config, and for the first call, which may compile much else."""
-    grace: float
-    """Time from the report that this rank is stuck to the end of its process."""
-    compiler: Callable[[], Compiler] | None
-    """``None`` where nothing is compiled."""

@@ -17,11 +17,13 @@ from triton_dist._tuning.engine.contextual.context import Context, shown, triton
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.log import step_line, summary
+from triton_dist._tuning.engine.contextual.messages import Messages
 from triton_dist._tuning.engine.contextual.opening import open_context
 from triton_dist._tuning.engine.contextual.own_run import keeps_own_table
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
-from triton_dist._tuning.engine.contextual.words import Words
+from triton_dist._tuning.engine.conversation import Situation
+from triton_dist._tuning.engine.summary import warn_of_failures
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
 from triton_dist._warn import warn
@@ -34,7 +36,7 @@ from triton_dist.errors import (
 )
 
 Contexts = MutableMapping[tuple[Any, tuple[Any, ...]], Context]
-"""Of one decorated function, by kernel and Triton's key, in order of opening."""
+"""Contexts of one decorated function, by kernel and Triton's key, in order of opening."""
 
 _MOST_LEFT_BEHIND = 8
 _SLOWER = 3.0
@@ -53,16 +55,19 @@ class Session:
     ) -> None:
         self._contexts, self._parts = contexts, parts
         self._interception = interception
-        self._words = Words(parts, function)
+        self._limit = parts.settings.compile_seconds
+        """Seconds for the present call."""
+        self._messages = Messages(
+            parts, function, lambda: self._turn.suspect(), lambda: self._limit
+        )
         self._turn = self._next_turn(0)
-        self._words.suspect = lambda: self._turn.suspect()
         self._settle: Callable[[], None] = lambda: None
         self._scope = ExitStack()
         self._began = self._call_began = time.monotonic()
 
     @property
     def calls(self) -> int:
-        """How often the function was called."""
+        """Number of calls of the function."""
         return self._turn.number + 1
 
     def __enter__(self) -> Session:
@@ -80,7 +85,7 @@ class Session:
                 del self._contexts[place]
             context.close(error)
         if error is not None:
-            self._words.leave(error)
+            self._messages.leave(error)
         with self._scope:
             if kind is not None:
                 self._undo()
@@ -92,8 +97,8 @@ class Session:
             while True:
                 self._call_began = time.monotonic()
                 try:
-                    phase = f"call {self._turn.number}"
-                    with self._words.user_code(phase, self._words.limit) as watch:
+                    at = Situation(f"call {self._turn.number}")
+                    with self._messages.user_code(at, self._limit) as watch:
                         watch.begin()
                         result = call()
                 except Exception as error:
@@ -115,7 +120,7 @@ class Session:
                 key,
                 lambda: self._interception.prune(tuner, args, kwargs),
                 self._parts,
-                self._words,
+                self._messages,
                 self._turn.number,
             )
             self._contexts[tuner, key] = context
@@ -129,8 +134,8 @@ class Session:
             RankDisagreement: ranks stepped different kernels, or in another order.
             NoValidConfig: every config of some kernel has failed.
         """
-        if self._words.lost is not None:  # and the function has swallowed it
-            raise self._words.lost
+        if self._messages.lost is not None:  # and the function has swallowed it
+            raise self._messages.lost
         turn = self._turn
         try:
             self._settle()
@@ -139,12 +144,13 @@ class Session:
             self.fail_call(error)
             raise
         except TimeoutError:
-            phase, how = f"end of call {turn.number}", "its device has not finished"
-            raise self._words.lose(self._words.stuck(phase, self._words.limit, how)) from None
+            at, how = Situation(f"end of call {turn.number}"), "its device has not finished"
+            raise self._messages.lose(self._messages.stuck(at, self._limit, how)) from None
         except Exception as error:
             self.fail_call(error)
             raise
-        everyone = self._words.gather(f"end of call {turn.number}", list(turn.steps.values()))
+        ending = Situation(f"end of call {turn.number}")
+        everyone = self._messages.gather(ending, list(turn.steps.values()))
         self._same(everyone)
         for context, *steps in zip(turn.steps, *everyone, strict=True):
             self._learn(context, steps)
@@ -160,37 +166,37 @@ class Session:
 
     def fail_call(self, error: Exception) -> None:
         """Tell the other ranks that this one's call raised ``error``, which surfaces here."""
-        if self._words.lost is not None:  # they know
+        if self._messages.lost is not None:  # they know
             return
         if error is self._turn.exhausted:
             # Other ranks, where these configs may run, learn it at the end of their call.
             with suppress(Exception):
                 self.end_call()
             return
-        if not self._words.has_met:  # others learn it from the word with which this rank leaves
-            self._words.lose(error)
+        if not self._messages.has_met:  # others learn it as this rank leaves
+            self._messages.lose(error)
             return
-        ending = f"end of call {self._turn.number}, which raised {text_of(error)}"
+        ending = Situation(f"end of call {self._turn.number}, which raised {text_of(error)}")
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
-            self._words.gather(ending, None)
-        self._words.lose(error)
+            self._messages.gather(ending, None)
+        self._messages.lose(error)
 
     def _same(self, everyone: list[list[Stepped]]) -> None:
         positions = [[stepped.position() for stepped in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
             said = {
-                self._words.named(rank): "; ".join(
+                self._messages.named(rank): "; ".join(
                     f"{each.context} iter {each.iteration}" for each in steps
                 )
                 or "none"
                 for rank, steps in enumerate(everyone)
             }
             what = f"the kernels that stepped in call {self._turn.number}"
-            raise self._words.lose(RankDisagreement(what, said))
+            raise self._messages.lose(RankDisagreement(what, said))
 
     def _learn(self, context: Context, steps: list[Stepped]) -> None:
-        """What came of one step; the slowest rank counts, and a failure anywhere."""
+        """Note one step; the slowest rank counts, and a failure anywhere."""
         own, digest = steps[self._parts.ranks.rank], steps[0].digest
         self._parts.log.line(step_line(self._turn.number, context, own))
         failures: dict[str, Failure] = {}
@@ -211,19 +217,22 @@ class Session:
             record = context.finish(self._reduction)
         except NoValidConfig as error:
             context.close(None)  # what failed is tried again by the next start
-            raise self._words.lose(error) from None
+            raise self._messages.lose(error) from None
         context.publish()
+        if parts.ranks.is_leader:
+            title = f"contextual_autotune {context.name}"
+            warn_of_failures(title, record, "the log of each rank has them all")
         if not parts.ranks.is_leader:
             where = "the leader's store"
         elif context.can_persist:
-            where = parts.kernels.put(record)
+            where = parts.store.put(record) or "memory"
         else:
             where = "memory"
         context.close(None)
         parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
 
     def _goes_nowhere(self) -> bool:
-        """Whether each call brings a new key and comes back to none: it would never end."""
+        """True if each call brings a new key and comes back to none: it would never end."""
         stepped = self._turn.steps
         left = [c for c in self._contexts.values() if c.winner is None and c not in stepped]
         if not self._turn.opened or len(left) < _MOST_LEFT_BEHIND:
@@ -247,5 +256,5 @@ class Session:
     def _next_turn(self, number: int) -> Turn:
         if number:
             took = time.monotonic() - self._call_began
-            self._words.limit = max(self._parts.seconds, _SLOWER * took)
-        return Turn(number, self._parts, self._words, self._finish)
+            self._limit = max(self._parts.settings.seconds, _SLOWER * took)
+        return Turn(number, self._parts, self._messages, self._finish)

@@ -11,8 +11,9 @@ from triton_dist._tuning.engine.attempt import failure_of
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual.context import Context, jit_function, shown
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
+from triton_dist._tuning.engine.contextual.messages import Messages
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
-from triton_dist._tuning.engine.contextual.words import Words
+from triton_dist._tuning.engine.conversation import Situation
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure
@@ -24,7 +25,7 @@ _OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
 
 @dataclass
 class Stepped:
-    """What one kernel did; sent to the other ranks."""
+    """Report of one kernel; sent to the other ranks."""
 
     context: str
     digest: str
@@ -35,7 +36,7 @@ class Stepped:
     milliseconds: float = 0.0
 
     def position(self) -> tuple[str, str, int]:
-        """What must be the same on all ranks."""
+        """The part that must be the same on all ranks."""
         return self.context, self.digest, self.iteration
 
 
@@ -52,11 +53,11 @@ class Turn:
         self,
         number: int,
         parts: ContextualParts,
-        words: Words,
+        messages: Messages,
         finish: Callable[[Context], object],
     ) -> None:
         self.number = number
-        self._parts, self._words, self._finish = parts, words, finish
+        self._parts, self._messages, self._finish = parts, messages, finish
         self.steps: dict[Context, Stepped] = {}
         self._used: dict[Context, Config] = {}
         self._timers: dict[Context, Timer] = {}
@@ -87,7 +88,7 @@ class Turn:
     def read_timers(self) -> None:
         """Wait for the device; raises ``TimeoutError`` past the limit."""
         if self._timers:
-            self._parts.device.synchronize(self._words.limit)
+            self._parts.device.synchronize(self._messages.limit)
         for context, timer in self._timers.items():
             stepped = self.steps[context]
             if stepped.timed and stepped.digest not in stepped.failures:
@@ -95,8 +96,8 @@ class Turn:
                 stepped.milliseconds = round(timer.milliseconds(), 6)
 
     def suspect(self) -> tuple[Context, Config] | None:
-        """What this rank waits for: a config that is being compiled, or the first that was launched
-        and has not come to its end."""
+        """The config that this rank waits for: one that is being compiled, or the first that was
+        launched and has not come to its end."""
         if self._compiling is not None:
             return self._compiling
         for context, config in list(self._used.items()):  # the watchdog asks too
@@ -107,7 +108,7 @@ class Turn:
 
     @property
     def _own_rank(self) -> int:
-        return int(self._words.named(self._parts.ranks.rank))
+        return int(self._messages.named(self._parts.ranks.rank))
 
     def _compile_current(self, context: Context, launch: Launch) -> None:
         """See that all ranks can launch the config whose turn it is; drop those that one cannot.
@@ -136,14 +137,14 @@ class Turn:
             context.fail(digest, failure)
 
     def _begin_compiling(self, context: Context, launch: Launch) -> CompileAhead:
-        """What the ranks of a host lack is compiled by one of them, in other processes, while the
-        first configs are launched."""
+        """Start compiling, in other processes, while the first configs are launched. Kernels that
+        several ranks of a host lack are compiled by one of them."""
         parts = self._parts
         ahead = context.ahead = CompileAhead(
             lambda config: launch.compile(context.live[config.digest]),
             parts.compiler,
-            parts.compile_seconds,
-            self._words,
+            parts.settings.compile_seconds,
+            self._messages,
         )
         with watchdog.paused():
             ahead.begin([c for c in context.candidates if c.digest not in context.failures])
@@ -154,15 +155,15 @@ class Turn:
     ) -> Failure | None:
         """Take ``step``, on all ranks; the failure of the lowest rank on which it failed."""
         own: Failure | None = None
-        phase = f"call {self.number}: {what} {context.name} {config}"
-        limit, self._compiling = self._parts.compile_seconds, (context, config)
+        at = Situation(f"call {self.number}: {what} {context.name} {config}")
+        limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
         try:
-            with watchdog.paused(), self._words.user_code(phase, limit) as watch:
+            with watchdog.paused(), self._messages.user_code(at, limit) as watch:
                 watch.begin()
                 step()
         except Exception as error:
             own = failure_of(error, "compile", self._own_rank)
-        votes = self._words.gather(phase, own, limit)
+        votes = self._messages.gather(at, own, limit)
         self._compiling = None
         return next((vote for vote in votes if vote is not None), None)
 

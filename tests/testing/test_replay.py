@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 from tests.tuning.fakes import Rank, thread_ranks, together
-from triton_dist._tuning.measure import RecordedSpace, Replay
 from triton_dist._tuning.values import Config, Failure, Measurement, Policy, Request
 from triton_dist.errors import CandidateFailed, TuningWarning
+from triton_dist.testing.replay import RecordedSpace, Replay
 
 RESULTS = [
     {"configuration": {"n": 1}, "invalidity": "correct", "times": {"runtimes": [3.0, 1.0, 2.0]}},
@@ -69,15 +69,6 @@ def test_a_config_is_run_once_before_it_is_measured(space):
     assert replay.attempt(request, Policy(warmup=0)) == Measurement((2.0,), 0)
     assert isinstance(replay.attempt(Request(space.configs[2], 1), Policy()), Failure)
     assert replay.milliseconds == 6.0
-
-
-def test_it_is_the_benchmarker_of_a_tuning(space):
-    replay, aligned = Replay(space.runs), []
-    measured = replay.measure(
-        lambda: replay(n=1), Policy(warmup=1), lambda hold: aligned.append(1), samples=2
-    )
-    assert measured == Measurement((1.0, 2.0), 1)
-    assert len(aligned) == 3
 
 
 def test_a_tuning_replayed_through_the_engine_is_the_same(space):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triton_dist._tuning.protocols import Align
 from triton_dist._tuning.values import (
     Config,
     Failure,
@@ -66,7 +65,7 @@ def _runs(result: Mapping[str, Any]) -> tuple[float, ...] | Failure:
 
 
 class Replay:
-    """A function whose runs take as long as the recorded ones, and the benchmarker for it.
+    """A function whose runs take as long as the recorded ones.
 
     Runs of a config are taken in order; after the last, the first comes again.
 
@@ -96,19 +95,6 @@ class Replay:
         self._taken[config.digest] = taken + 1
         self.milliseconds += runs[taken % len(runs)]
 
-    def measure(
-        self, call: Callable[[], Any], policy: Policy, align: Align, samples: int
-    ) -> Measurement:
-        """Samples of ``call``, which runs this; see
-        :class:`~triton_dist._tuning.protocols.Benchmarker`."""
-        times = []
-        for _ in range(policy.warmup + samples):
-            align(_nothing)
-            begin = self.milliseconds
-            call()
-            times.append(self.milliseconds - begin)
-        return Measurement(tuple(times[policy.warmup :]), policy.warmup)
-
     def attempt(self, request: Request, policy: Policy) -> Outcome:
         """What comes of ``request`` in a tuning: the first time, the config is run once before it
         is measured."""
@@ -117,10 +103,9 @@ class Replay:
             return runs
         if request.config.digest not in self._taken:
             self.run(request.config)
-        return self.measure(
-            lambda: self.run(request.config), policy, lambda hold: None, request.samples
-        )
-
-
-def _nothing() -> None:
-    """There is no device to hold."""
+        times = []
+        for _ in range(policy.warmup + request.samples):
+            begin = self.milliseconds
+            self.run(request.config)
+            times.append(self.milliseconds - begin)
+        return Measurement(tuple(times[policy.warmup :]), policy.warmup)
