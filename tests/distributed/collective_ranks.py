@@ -326,7 +326,7 @@ def overdue_in_trees() -> list[tuple[int, int]]:
     calls.check()
     dist.barrier()
     guard[1] = 1
-    assert buffer._gave_up().flag == "which has arrived since"
+    assert buffer.guard.gave_up().flag == "which has arrived since"
     named = []
     for phase in range(2):
         for source in range(size):
@@ -334,7 +334,7 @@ def overdue_in_trees() -> list[tuple[int, int]]:
             reached = flags[last].clone()
             # Two pieces of three, in the first call.
             flags[last], guard[1] = flag_value(MAX_PIECES + 1, 1000), 1
-            error = buffer._gave_up()
+            error = buffer.guard.gave_up()
             if error.flag == f"all_reduce.arrivals[{flags.numel() + last}]":
                 assert (error.expected, error.seen) == (MAX_PIECES + 2, MAX_PIECES + 1)
                 named.append((phase, source))

@@ -270,15 +270,16 @@ def test_the_context_says_how_a_call_that_names_no_method_gathers(monkeypatch):
 
 def test_the_workspace_for_parts_of_tiles_is_allocated_once_when_it_is_needed():
     calls = Calls(max_rows=20, columns=40, K=72)
+    local = calls.ctx._local
     calls(20)
-    assert "split_workspace" not in vars(calls.ctx)
+    assert "split" not in vars(local)
     seen = set()
     for config in split_k_tiles():
         calls(20, gemm_config=config)
-        seen.add(vars(calls.ctx)["split_workspace"].partials.data_ptr())
+        seen.add(vars(local)["split"].partials.data_ptr())
     assert len(seen) == 1
     calls.finish()
-    assert "split_workspace" not in vars(calls.ctx)
+    assert "split" not in vars(local)
 
 
 def test_a_rank_of_another_world_is_refused():

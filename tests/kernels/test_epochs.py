@@ -144,7 +144,7 @@ def test_nobody_is_blamed_for_what_earlier_trials_left(spawn_ranks):
 def test_freed_slots_have_nothing_to_say():
     used = slots("freed")
     used.free()
-    assert used._gave_up() is None
+    assert used.guard.gave_up() is None
 
 
 def test_one_rank_launches_nothing(monkeypatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -26,30 +27,59 @@ Check: TypeAlias = tuple[str, object, bool, str]
 """An argument, its value, whether that is good, and what was expected."""
 
 
-class Buffer(Protocol):
-    """What ranks share in a context."""
+class Memory(Protocol):
+    """Memory that a context owns: it lives as long, and is reset and freed with it."""
 
-    rank: int
-    num_ranks: int
-    disagreements: Disagreements
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
 
 
+class Buffer(Memory, Protocol):
+    """Memory that ranks share, the first of a context."""
+
+    rank: int
+    num_ranks: int
+    disagreements: Disagreements
+
+
 B = TypeVar("B", bound=Buffer)
 C = TypeVar("C", bound="OpContext[Any]")
+M = TypeVar("M", bound=Memory)
 
 
 class OpContext(Generic[B]):
-    """Symmetric memory of an op, which its errors call ``op``. A context manager."""
+    """Memories of an op, which its errors call ``op``. A context manager.
 
-    def __init__(self, op: str, buffer: B, group: dist.ProcessGroup | None) -> None:
+    A subclass allocates them in its constructor, ``_allocating``: its ``_buffer``, and others.
+    """
+
+    def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
         self._op = op
-        self._buffer: B | None = buffer
         self.group = group
-        self.rank, self.num_ranks = buffer.rank, buffer.num_ranks
+        ranks = group_for(group)
+        self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device()
+        self._buffer: B | None = None
+        self._memories: tuple[Memory, ...] = ()
+
+    @contextmanager
+    def _allocating(self) -> Iterator[Callable[[M], M]]:
+        """Within, what is yielded makes a memory the context's own, and returns it. If anything
+        fails, say the second allocation, the memories that are there by then are freed."""
+
+        def own(memory: M) -> M:
+            self._memories += (memory,)
+            return memory
+
+        try:
+            yield own
+        except BaseException:
+            self.free()
+            raise
 
     @property
     def buffer(self) -> B:
@@ -75,9 +105,20 @@ class OpContext(Generic[B]):
         if straggler_option is not None and straggler_option[0] == self.rank:
             self.device.sleep(straggler_option[1])
 
+    def reset(self) -> None:
+        """Bring the memories of all ranks back to one state after a call that failed on some rank.
+        Collective.
+
+        Raises:
+            ContextFinalized: there are none any more.
+        """
+        if self._buffer is None:
+            raise ContextFinalized(type(self).__name__)
+        for memory in self._memories:
+            memory.reset()
+
     def finalize(self) -> None:
-        """Free the symmetric memory; idempotent. Collective: it waits until every rank has
-        come here."""
+        """Free the memories; idempotent. Collective: it waits until every rank has come here."""
         if self._buffer is None:
             return
         self.device.synchronize()
@@ -95,9 +136,10 @@ class OpContext(Generic[B]):
 
     def free(self) -> None:
         """The same as ``finalize``, without waiting for anybody."""
-        if self._buffer is not None:
-            self._buffer.free()
-        self._buffer = None
+        memories, self._memories, self._buffer = self._memories, (), None
+        with ExitStack() as freed:  # each, whatever another one raises
+            for memory in memories:
+                freed.callback(memory.free)
 
 
 def agree_to_create(

@@ -40,7 +40,7 @@ class Disagreements:
         self._device = current_device()
         memory = self._device.host_word()
         self.address = memory.data_ptr()
-        self._word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
+        self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
         self._looks: list[Callable[[], RankDisagreement | None]] = []
 
     def add(self, look: Callable[[], RankDisagreement | None]) -> None:
@@ -53,7 +53,7 @@ class Disagreements:
         Raises:
             RankDisagreement: until the context is reset.
         """
-        if self._word[0]:
+        if self.word[0]:
             self._raise()
 
     def check_when_done(self) -> None:
@@ -63,7 +63,7 @@ class Disagreements:
 
     def clear(self) -> None:
         """The memories are reset."""
-        self._word[0] = 0
+        self.word[0] = 0
 
     def of(self, rank: int, guard: Sequence[int], flags: Iterable[Flags]) -> RankDisagreement:
         """The error of rank ``rank`` of the group, whose ``guard`` says that one of ``flags`` came

@@ -26,13 +26,13 @@ K = TypeVar("K")
 
 
 class GEMMContext(OpContext[B]):
-    """Symmetric memory of a GEMM op. A context manager."""
+    """Memories of a GEMM op. A context manager."""
 
     title: ClassVar[str]
     """Of the op, for errors."""
 
-    def __init__(self, buffer: B, group: dist.ProcessGroup | None) -> None:
-        super().__init__(self.title, buffer, group)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(self.title, group)
         # What was found to be good: checking takes several us, looking here less than one.
         self.accepted: dict[Any, Any] = {}
 

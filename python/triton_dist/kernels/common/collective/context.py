@@ -22,7 +22,7 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.runtime.ranks import Group, group_for, process_group_of
+from triton_dist.runtime.ranks import Group, process_group_of
 
 
 class CollectiveContext(OpContext[ExchangeBuffer], ABC):
@@ -42,12 +42,14 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         group: dist.ProcessGroup | None,
         disagreements: Disagreements | None = None,
     ) -> None:
+        super().__init__(self.name, group)
         self.workspace_nbytes = workspace_nbytes
-        size = group_for(group).size
-        slot_bytes = self.slot_bytes(workspace_nbytes, size)
-        packet_bytes = self.packet_bytes(workspace_nbytes, size)
-        buffer = ExchangeBuffer(slot_bytes, group, self.name, packet_bytes, disagreements)
-        super().__init__(self.name, buffer, group)
+        slot_bytes = self.slot_bytes(workspace_nbytes, self.num_ranks)
+        packet_bytes = self.packet_bytes(workspace_nbytes, self.num_ranks)
+        with self._allocating() as own:
+            self._buffer = own(
+                ExchangeBuffer(slot_bytes, group, self.name, packet_bytes, disagreements)
+            )
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
 
@@ -60,11 +62,6 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
         """The largest tensor that travels in packets; 0: none does."""
         return 0
-
-    def reset(self) -> None:
-        """Bring the flags of all ranks back to one state after a call that failed on some rank.
-        Collective."""
-        self.buffer.reset()
 
 
 _C = TypeVar("_C", bound=CollectiveContext)

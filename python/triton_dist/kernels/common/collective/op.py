@@ -68,7 +68,9 @@ class PushingContext(CollectiveContext):
     ) -> None:
         super().__init__(workspace_nbytes, local_world_size, group)
         shard_nbytes = shard_bytes(workspace_nbytes, self.num_ranks)
-        self._pushed = PushedShards(shard_nbytes, group, self.name, self.buffer.disagreements)
+        with self._allocating() as own:
+            found = self.buffer.disagreements
+            self._pushed = own(PushedShards(shard_nbytes, group, self.name, found))
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
@@ -84,16 +86,6 @@ class PushingContext(CollectiveContext):
     def memory(self, method: PushMethod) -> ExchangeBuffer | PushedShards:
         """Where shards arrive that travel by ``method``."""
         return self.pushed if method.by_copy_engine else self.buffer
-
-    def reset(self) -> None:
-        """Bring the flags of all ranks back to one state after a call that failed on some rank.
-        Collective."""
-        super().reset()
-        self.pushed.slots.reset()
-
-    def free(self) -> None:
-        self._pushed.free()
-        super().free()
 
 
 @dataclass(frozen=True)

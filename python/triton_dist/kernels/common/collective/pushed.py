@@ -88,6 +88,11 @@ class PushedShards:
                 transfer.join(stream)
             slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
 
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.slots.reset()
+
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
         for stream in self._streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.errors import RankDisagreement, WaitTimeout
-from triton_dist.kernels.common.disagreement import (
-    AWAITED,
-    DISAGREED,
-    FLAG,
-    GAVE_UP,
-    GUARD_WORDS,
-    MOST_POLLS,
-    REPORT,
-    Disagreements,
-)
+from triton_dist.kernels.common.disagreement import AWAITED, FLAG, Disagreements, Flags
 from triton_dist.kernels.common.exchange import packets
 from triton_dist.kernels.common.exchange import protocol as exchange
 from triton_dist.kernels.common.exchange.shapes import (
@@ -30,9 +21,10 @@ from triton_dist.kernels.common.exchange.shapes import (
     Shape,
 )
 from triton_dist.kernels.common.flags import size_in
+from triton_dist.kernels.common.guard import Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.language.signals import SIZE_BITS
-from triton_dist.runtime import symmetric, waits
+from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -44,8 +36,6 @@ _TURNS, _PHASES = 2, exchange.PHASES.value
 _LINE = 16  # int64 in a cache line
 # Triton compiles kernels of whole vectors for sizes that are multiples of this.
 VECTOR_ELEMENTS = 16
-# Beside the waits themselves, the longest that a call's kernel takes, compiling not counted.
-_LAUNCH_SECONDS = 10.0
 
 PUSHED_FROM = 1 << 20
 """Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
@@ -108,10 +98,9 @@ class ExchangeBuffer:
         packet_bytes: int = 0,
         disagreements: Disagreements | None = None,
     ) -> None:
-        self._ranks = group_for(group)
-        self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        ranks = group_for(group)
+        self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device()
-        self._name = name
         unit = 4 * _SHARD_ALIGNMENT  # a slot holds whole shards of every dtype
         self.slot_bytes = -(-slot_bytes // unit) * unit
         words = max(1, -(-packet_bytes // LINE_BYTES)) * _LINE_WORDS
@@ -133,9 +122,10 @@ class ExchangeBuffer:
         ).split(self.num_ranks)
         self.launcher = Launcher()
         self.disagreements = disagreements or Disagreements(f"the elements of x in {name}", group)
-        self.disagreements.add(self._disagreement)
-        self.memory["guard"].local[REPORT] = self.disagreements.address
-        self._most_polls = 0
+        self.guard = Guard(
+            name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
+            self._late, self._flags, self.disagreements, ranks,
+        )  # fmt: skip
         self._last: tuple[int, int, int, Sources | None] | None = None
 
     def regions(self, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -198,7 +188,7 @@ class ExchangeBuffer:
         self.begin(exchange.phases, shape.num_ctas, shape.num_pieces, exchange.sources)
         tensors = {"x_ptr": x, "out_ptr": out}
         self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
-        self.end()
+        self.guard.end()
 
     def begin(
         self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None = None
@@ -210,14 +200,7 @@ class ExchangeBuffer:
         Raises:
             RankDisagreement: ranks have come to an earlier call with different sizes.
         """
-        self.disagreements.check()
-        most_polls = waits.limit_polls()
-        if most_polls != self._most_polls:
-            guard = self.memory["guard"].local
-            if not self._most_polls:
-                guard[GAVE_UP:REPORT] = 0  # in trials before these, after which nobody looked
-            guard[MOST_POLLS] = most_polls
-            self._most_polls = most_polls
+        self.guard.begin()
         self._last = phases, num_ctas, num_pieces, sources
 
     def end(self) -> None:
@@ -228,90 +211,42 @@ class ExchangeBuffer:
             WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
                 settles such things later.
         """
-        if self._most_polls:
-            self._see_to_waits()
-        self.disagreements.check()
+        self.guard.end()
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
-        self.device.synchronize(waits.limit_seconds())
-        self._ranks.barrier(f"no rank uses the memory of {self._name}")
-        for region in ("arrivals", "calls", "guard", "packets"):
-            self.memory[region].local.zero_()
-        self.memory["guard"].local[REPORT] = self.disagreements.address
-        self.disagreements.clear()
-        self._most_polls = 0
-        self.device.synchronize()
-        self._ranks.barrier(f"the flags of {self._name} are reset")
-
-    def barrier(self, phase: str) -> None:
-        """Wait on the host until every rank has come here; ``phase`` for errors."""
-        self._ranks.barrier(phase)
+        with self.guard.resetting():
+            for region in ("arrivals", "calls", "guard", "packets"):
+                self.memory[region].local.zero_()
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
-        self._last = None
+        self.guard.free()
         self.memory.free()
 
-    def _see_to_waits(self) -> None:
-        """Leave it to the tuner to look whether a wait gave up, or look now if nobody will."""
-        if waits.leave(self._gave_up) or self.device.is_capturing():
-            return
-        limit = waits.limit_seconds() or 0.0
-        self.device.synchronize(_PHASES * limit + _LAUNCH_SECONDS)
-        overdue = self._gave_up()
-        if overdue is not None:
-            raise overdue
-
-    def _disagreement(self) -> RankDisagreement | None:
-        """Once the device is done: what a peer came with, if with another size than this rank."""
-        if self._last is None:
-            return None
-        guard = self.memory["guard"].local[:GUARD_WORDS].tolist()
-        if guard[GAVE_UP] != DISAGREED:
-            return None
+    def _flags(self, slot: int) -> list[Flags]:
         flags, words = (self.memory[region].local for region in ("arrivals", "packets"))
-        return self.disagreements.of(
-            self.rank,
-            guard,
-            [
-                (flags, lambda index: index % self.num_ranks),
-                (words, lambda index: index // self.part_words % self.num_ranks),
-            ],
-        )
+        return [
+            (flags, lambda index: index % self.num_ranks),
+            (words, lambda index: index // self.part_words % self.num_ranks),
+        ]
 
-    def _gave_up(self) -> WaitTimeout | RankDisagreement | None:
-        """Once the device is done: the error of the last call, if a wait gave up."""
-        if self._last is None:  # never used, or freed
-            return None
-        disagreed = self._disagreement()
-        if disagreed is not None:
-            return disagreed
-        guard = self.memory["guard"].local
-        if not int(guard[GAVE_UP]):
-            return None
-        flag, expected, seen = self._late_word() or self._overdue(*self._last)
-        guard[GAVE_UP:REPORT] = 0
-        return WaitTimeout(
-            rank=self.rank,
-            program="a kernel of a collective",
-            flag=flag,
-            expected=expected,
-            seen=seen,
-            seconds=waits.limit_seconds() or 0.0,
-        )
+    def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
+        """Of the last call, a word of a packet, or else the first flag, that it waited for in
+        vain."""
+        assert self._last is not None
+        return self._late_word(gave_up[0]) or self._overdue(*self._last)
 
-    def _late_word(self) -> tuple[str, int, int] | None:
+    def _late_word(self, guard: Sequence[int]) -> tuple[str, int, int] | None:
         """Of a word of a packet that the last call waited for in vain: its name, by slot, source
         rank and place, and the tags that it had to have, and has. ``None``: of none."""
-        guard = self.memory["guard"].local
-        address = int(guard[FLAG])
+        address = guard[FLAG]
         if not address:
             return None
         words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
-        tag = packets.tag_number(epoch, size_in(int(guard[AWAITED])))
+        tag = packets.tag_number(epoch, size_in(guard[AWAITED]))
         return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
 
     def _overdue(

@@ -118,6 +118,11 @@ class PartialsBuffer:
         indices = range(units * self.num_ranks)
         return {"arrivals": [i for i in indices if i % self.num_ranks != self.rank]}
 
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.slots.reset()
+
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
         self._stream.close()

@@ -65,6 +65,11 @@ class ReducedPartials:
         of_peers = [index for index in indices if index % self.num_ranks != self.rank]
         return {"arrivals": of_peers, "sum_arrivals": of_peers}
 
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.slots.reset()
+
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
         self._scatterings.clear()

@@ -22,7 +22,7 @@ All ranks must make the same sequence of calls, and replay graphs equally often;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -31,10 +31,10 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.errors import RankDisagreement, WaitTimeout
 from triton_dist.kernels.common import disagreement
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.flags import count_in, epoch_at, flag_of, flag_value
+from triton_dist.kernels.common.guard import Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
@@ -50,14 +50,12 @@ _LINE = 16  # int64 in a cache line: what has a line of its own is always aligne
 # Words of a slot's "epoch" line. The first is the flag of the slot's present use: its epoch, and
 # the size of the last call that looked at the peers. Then comes the guard of its waits.
 EPOCH, _GUARD = 0, 1
-MOST_POLLS = _GUARD + disagreement.MOST_POLLS
 GAVE_UP = tl.constexpr(_GUARD + disagreement.GAVE_UP)
-_REPORT = _GUARD + disagreement.REPORT
 SOUND = tl.constexpr(_GUARD + disagreement.GUARD_WORDS)  # the last epoch before any wait gave up
 OWN_WORD = tl.constexpr(SOUND.value + 1)  # for the op's own use; 0 after a reset
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
-# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
-_LAUNCH_SECONDS = 10.0
+# The look at the peers and two kernels of the op may each wait for the limit.
+_WAITS_IN_A_ROW = 3
 
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
@@ -118,12 +116,11 @@ class EpochSlots:
         found: Disagreements | None = None,
         flags_of_rank: Mapping[str, int] | None = None,
     ) -> None:
-        self._ranks = group_for(group)
-        self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        ranks = group_for(group)
+        self.rank, self.num_ranks = ranks.rank, ranks.size
         self.device = current_device()
         self.launcher = Launcher()
         self.index = 0
-        self._name, self._kernels = name, kernels
         self._zeroed = (*zeroed, "consumed")
         doubled = {**regions, "consumed": ((self.num_ranks,), torch.int32)}
         self.memory = symmetric.allocate(
@@ -136,13 +133,15 @@ class EpochSlots:
             group,
         )
         self.disagreements = found or Disagreements(f"the size of a call of {name}", group)
-        self.disagreements.add(self._disagreement)
         self._flags_of_rank = dict(flags_of_rank or {})
         self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
-        self._most_polls = 0
-        self._in_turn = self._in_graphs = self._capturing = self._freed = False
+        self._in_turn = self._in_graphs = self._capturing = False
         self._clear_lines()
+        self.guard = Guard(
+            name, kernels, self.memory["epoch"].local, _GUARD, _WAITS_IN_A_ROW, self._late,
+            self._flags, self.disagreements, ranks,
+        )  # fmt: skip
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._look(0).followed_by(self._telling(kernel_finish_epoch, "consumed")).compile()
         self.device.synchronize()
@@ -162,11 +161,6 @@ class EpochSlots:
     def epoch_of(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
-    @property
-    def waits_are_bounded(self) -> bool:
-        """Whether a wait of the current call may give up: while candidates are tried."""
-        return self._most_polls != 0
-
     def take(self, size: int = 0, look: bool = True, copied: bool = False) -> None:
         """Go on to the other slot; queue a look at the peers where the host does not know that they
         are done with it.
@@ -182,9 +176,7 @@ class EpochSlots:
         self.index = (self.index + 1) % SLOTS
         if self.num_ranks == 1:
             return
-        self.disagreements.check()
-        most_polls = waits.limit_polls()
-        self._bound_waits(most_polls)
+        most_polls = self.guard.begin()
         self._capturing = self.device.is_capturing()
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
@@ -210,11 +202,11 @@ class EpochSlots:
         if self.num_ranks == 1:
             return
         self.tell(kernel_finish_epoch, "consumed")
-        self._in_turn = awaited and not self._capturing and not self._most_polls
-        if self._most_polls:
+        most_polls = self.guard.most_polls
+        self._in_turn = awaited and not self._capturing and not most_polls
+        if most_polls:
             self._expected[self.index] = expected
-            self._see_to_waits()
-        self.disagreements.check()
+        self.guard.end()
 
     def tell(self, kernel: Any, flags: str) -> None:
         """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
@@ -228,42 +220,36 @@ class EpochSlots:
         timed on equal terms: where the op is short, a kernel's launch counts.
         """
         self.disagreements.check()
-        most_polls = waits.limit_polls()
-        if self.num_ranks == 1 or not most_polls or self.device.is_capturing():
+        if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
-        self._bound_waits(most_polls)
+        self.guard.begin()
         slot = (self.index + 1) % SLOTS  # it stays the next call's
         self._look_at_peers(slot, self._sizes[slot])
         result = call()
-        self._see_to_waits()
+        self.guard.see_to_waits()
         return result
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""
-        self.device.synchronize(waits.limit_seconds())
-        self._ranks.barrier(f"no rank uses the memory of {self._name}")
-        for region in self._zeroed:
-            for slot in range(SLOTS):
-                self.of_slot(slot, region).local.zero_()
-        self._clear_lines()
-        self._sizes = [0] * SLOTS
-        self.disagreements.clear()
-        self.index = self._most_polls = 0
-        self._in_turn = False
-        self.device.synchronize()
-        self._ranks.barrier(f"the flags of {self._name} are reset")
+        with self.guard.resetting():
+            for region in self._zeroed:
+                for slot in range(SLOTS):
+                    self.of_slot(slot, region).local.zero_()
+            self._clear_lines()
+            self._sizes = [0] * SLOTS
+            self.index = 0
+            self._in_turn = False
 
     def free(self) -> None:
         """Free the memory; idempotent. Every rank must have finished its calls."""
-        self._freed = True
+        self.guard.free()
         self.memory.free()
 
     def _clear_lines(self) -> None:
         lines = self.memory["epoch"].local
         lines.zero_()
         lines[:, EPOCH] = flag_value(1, 0)
-        lines[:, _REPORT] = self.disagreements.address
 
     def _look_at_peers(self, slot: int, size: int) -> None:
         """Queue a wait until every peer is done with ``slot``, whose next call is of ``size``."""
@@ -280,73 +266,24 @@ class EpochSlots:
         arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
         return Launch(kernel, (1,), arguments, {"num_warps": 1})
 
-    def _bound_waits(self, most_polls: int) -> None:
-        if most_polls != self._most_polls:
-            lines = self.memory["epoch"].local
-            if not self._most_polls:
-                lines[:, GAVE_UP.value] = 0  # in trials before these, after which nobody looked
-            lines[:, MOST_POLLS] = most_polls
-            self._most_polls = most_polls
+    def _flags(self, slot: int) -> list[disagreement.Flags]:
+        return [self._flags_in(slot, region) for region in self._zeroed]
 
-    def _see_to_waits(self) -> None:
-        """While candidates are tried: leave it to the tuner to look whether a wait gave up, or look
-        now, and raise ``WaitTimeout``, if nobody will."""
-        if waits.leave(self._gave_up) or self.device.is_capturing():
-            return
-        # The look at the peers and two kernels of the op may each wait for the limit.
-        self.device.synchronize(3 * (waits.limit_seconds() or 0.0) + _LAUNCH_SECONDS)
-        overdue = self._gave_up()
-        if overdue is not None:
-            raise overdue
-
-    def _disagreement(self) -> RankDisagreement | None:
-        """Once the device is done: what peers of the present calls came with, if with other
-        sizes than this rank."""
-        if self._freed:
-            return None
-        for slot, line in enumerate(self.memory["epoch"].local.tolist()):
-            guard = line[_GUARD:]
-            if guard[disagreement.GAVE_UP] == disagreement.DISAGREED:
-                flags = [self._flags(slot, region) for region in self._zeroed]
-                return self.disagreements.of(self.rank, guard, flags)
-        return None
-
-    def _flags(self, slot: int, region: str) -> disagreement.Flags:
+    def _flags_in(self, slot: int, region: str) -> disagreement.Flags:
         number = self._flags_of_rank.get(region)
         words = self.of_slot(slot, region).local
         if number is None:
             return words, lambda index: index % self.num_ranks
         return words, lambda index: index // number
 
-    def _gave_up(self) -> WaitTimeout | RankDisagreement | None:
-        """Once the device is done: the error of the first call, since this was last asked, of which
-        a wait gave up."""
-        if self._freed:
-            return None
-        disagreed = self._disagreement()
-        if disagreed is not None:
-            return disagreed
+    def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
+        """Of the oldest call that gave up, the first flag that has not reached its epoch, the
+        epoch, and the flag's."""
+        oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
+        slot = next(each for each in oldest_first if each in gave_up)
+        epoch = gave_up[slot][SOUND.value - _GUARD] + 1
         lines = self.memory["epoch"].local
-        seen = lines.tolist()
-        oldest_first = [(self.index + 1 + number) % SLOTS for number in range(SLOTS)]
-        slot = next((each for each in oldest_first if seen[each][GAVE_UP.value]), None)
-        if slot is None:
-            return None
-        epoch = seen[slot][SOUND.value] + 1
-        flag, value = self._overdue(slot, epoch)
-        lines[:, GAVE_UP.value] = 0
         lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
-        return WaitTimeout(
-            rank=self.rank,
-            program=self._kernels,
-            flag=flag,
-            expected=epoch,
-            seen=value,
-            seconds=waits.limit_seconds() or 0.0,
-        )
-
-    def _overdue(self, slot: int, epoch: int) -> tuple[str, int]:
-        """The first flag of ``slot`` that has not reached ``epoch``, and its value."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for region, indices, value in (
             *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
@@ -359,5 +296,5 @@ class EpochSlots:
             for index in indices:
                 if seen[index] < value:
                     address = flags.data_ptr() + index * flags.element_size()
-                    return describe_address(address), seen[index]
-        return "which has arrived since", epoch
+                    return describe_address(address), epoch, seen[index]
+        return "which has arrived since", epoch, epoch

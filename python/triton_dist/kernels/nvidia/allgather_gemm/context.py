@@ -31,6 +31,7 @@ from triton_dist.kernels.common.gemm_context import (
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import serial
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 
@@ -67,62 +68,79 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         group: dist.ProcessGroup | None,
         all_gather_method: AllGatherMethod,
     ) -> None:
+        super().__init__(group)
         self.max_M, self.N, self.K, self.dtype = max_M, N, K, dtype
         self.all_gather_method = all_gather_method
-        super().__init__(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"), group)
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = serial.exchanged_rows(max_M, K, dtype, self.num_ranks)
         slot_bytes = serial.slot_bytes(self.exchanged_rows, K, dtype, self.num_ranks)
-        self.exchange = ExchangeBuffer(
-            slot_bytes, group, "the exchange of ag_gemm",
-            disagreements=self.buffer.slots.disagreements,
-        )  # fmt: skip
         self.launcher = Launcher()
-        with torch.inference_mode(False):
-            # Now: zeros that are written in a capture would be there from its first replay on.
-            _, counters = room_for_parts(self.device.num_sms)
-            self._split_counters = torch.zeros(
-                counters, dtype=torch.int32, device=self.device.torch_device
+        with self._allocating() as own:
+            self._buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
+            found = self.buffer.disagreements
+            self.exchange = own(
+                ExchangeBuffer(slot_bytes, group, "the exchange of ag_gemm", disagreements=found)
             )
-        self.device.synchronize()  # calls may come on any stream
+            self._local = own(_LocalMemory(max_M, K, dtype))
 
     @property
     def symm_workspace(self) -> torch.Tensor:
         return self.buffer.workspace
 
-    @functools.cached_property
+    @property
     def collective_rows(self) -> torch.Tensor:
-        """[max_M, K], what a collective gathers into; allocated at the first use, once."""
-        with torch.inference_mode(False):
-            return torch.empty(
-                self.max_M, self.K, dtype=self.dtype, device=self.device.torch_device
-            )
+        """[max_M, K], where a collective gathers; allocated at the first use, once."""
+        return self._local.rows
 
-    @functools.cached_property
+    @property
     def split_workspace(self) -> SplitWorkspace:
-        """What tiles that are cut along K are added up in; allocated at the first use, once."""
-        with torch.inference_mode(False):
-            elements, _ = room_for_parts(self.device.num_sms)
-            partials = torch.empty(elements, dtype=torch.float32, device=self.device.torch_device)
-        return SplitWorkspace(partials, self._split_counters)
+        """Where tiles that are cut along K are added up; allocated at the first use, once."""
+        return self._local.split
 
     def own_rows(self, rows: int) -> torch.Tensor:
         """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
         return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
 
+
+class _LocalMemory:
+    """Memory of this rank alone; but for the counters, allocated at the first use.
+
+    rows: [max_M, K], written by a collective. split: fp32 partial sums of tiles that are cut along
+    K, and their int32 counters, written by this rank's GEMM.
+    """
+
+    def __init__(self, max_M: int, K: int, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = (max_M, K), dtype
+        self._device = current_device()
+        with torch.inference_mode(False):
+            # Now: zeros that are written in a capture would be there from its first replay on.
+            _, counters = room_for_parts(self._device.num_sms)
+            self._counters = torch.zeros(
+                counters, dtype=torch.int32, device=self._device.torch_device
+            )
+        self._device.synchronize()  # calls may come on any stream
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device.torch_device)
+
+    @functools.cached_property
+    def split(self) -> SplitWorkspace:
+        with torch.inference_mode(False):
+            elements, _ = room_for_parts(self._device.num_sms)
+            partials = torch.empty(elements, dtype=torch.float32, device=self._device.torch_device)
+        return SplitWorkspace(partials, self._counters)
+
     def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
-        self.buffer.reset()
-        self.exchange.reset()
-        self._split_counters.zero_()
-        self.device.synchronize()
+        """Set the counters back, which a launch that failed may have left anywhere."""
+        self._counters.zero_()
+        self._device.synchronize()
 
     def free(self) -> None:
-        for name in ("split_workspace", "collective_rows"):
+        """Free what was allocated at a first use; idempotent."""
+        for name in ("rows", "split"):
             self.__dict__.pop(name, None)
-        super().free()
-        self.exchange.free()
 
 
 def create_ag_gemm_context(

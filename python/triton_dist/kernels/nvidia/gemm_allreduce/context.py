@@ -81,8 +81,8 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         local_world_size: int,
         group: dist.ProcessGroup | None,
     ) -> None:
+        super().__init__(group)
         self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
-        super().__init__(ReducedPartials(max_M, N, output_dtype, group, "gemm_ar"), group)
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // (N * output_dtype.itemsize))
@@ -93,19 +93,11 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, held)
         nbytes = held * whole_lines if self.num_ranks > 1 else 1
-        found = self.buffer.slots.disagreements
-        self.reducer = AllReduceContext(nbytes, local_world_size, group, found)
+        with self._allocating() as own:
+            self._buffer = own(ReducedPartials(max_M, N, output_dtype, group, "gemm_ar"))
+            found = self.buffer.disagreements
+            self.reducer = own(AllReduceContext(nbytes, local_world_size, group, found))
         self.reducer.row_elements = N
-
-    def reset(self) -> None:
-        """Bring the flags of all ranks back to one state after a call that failed on some rank.
-        Collective."""
-        self.buffer.slots.reset()
-        self.reducer.reset()
-
-    def free(self) -> None:
-        super().free()
-        self.reducer.free()
 
 
 def create_gemm_ar_context(

@@ -25,7 +25,7 @@ from triton_dist.kernels.common.gemm_context import (
     look_of,
 )
 from triton_dist.kernels.common.scatter.partials import PartialsBuffer
-from triton_dist.runtime.ranks import Group, group_for, process_group_of
+from triton_dist.runtime.ranks import Group, process_group_of
 
 EXCHANGED_BYTES = 64 << 20
 """Of the largest product that one launch multiplies and adds; beyond it other ways are faster."""
@@ -54,32 +54,26 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
         reduce_st: bool,
         group: dist.ProcessGroup | None,
     ) -> None:
+        super().__init__(group)
         self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
         self.reduce_st = reduce_st
-        size = group_for(group).size
-        buffer = PartialsBuffer(
-            max_M // size, N, output_dtype, reduce_st, rs_stream, group, "gemm_rs"
-        )
-        super().__init__(buffer, group)
-        self.world_size = self.num_ranks
-        self.local_world_size = min(local_world_size, self.num_ranks)
+        size = self.world_size = self.num_ranks
+        self.local_world_size = min(local_world_size, size)
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         part_bytes = shard_elements(max(1, rows_of_each) * N) * output_dtype.itemsize
-        self.exchange = ExchangeBuffer(
-            size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs",
-            disagreements=buffer.slots.disagreements,
-        )  # fmt: skip
-
-    def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
-        self.buffer.slots.reset()
-        self.exchange.reset()
-
-    def free(self) -> None:
-        super().free()
-        self.exchange.free()
+        with self._allocating() as own:
+            self._buffer = own(
+                PartialsBuffer(
+                    max_M // size, N, output_dtype, reduce_st, rs_stream, group, "gemm_rs"
+                )
+            )
+            self.exchange = own(
+                ExchangeBuffer(
+                    size * part_bytes if size > 1 else 1, group, "the exchange of gemm_rs",
+                    disagreements=self.buffer.disagreements,
+                )
+            )  # fmt: skip
 
 
 def create_gemm_rs_context(

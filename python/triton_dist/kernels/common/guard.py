@@ -1,0 +1,154 @@
+"""Bounded waits of one memory, whatever its protocol: their limit, and the error once one gave up.
+
+In production a wait takes as long as it takes. While candidates are tried it gives up after some
+polls (``runtime/waits.py``), notes so in the guard of its memory, and ends all waits of that guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.kernels.common.disagreement import (
+    DISAGREED,
+    GAVE_UP,
+    MOST_POLLS,
+    REPORT,
+    Disagreements,
+    Flags,
+)
+from triton_dist.runtime import waits
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
+
+# Beside the waits themselves, the longest that a call's kernels take, compiling not counted.
+_LAUNCH_SECONDS = 10.0
+
+Late: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
+"""Asked once a wait gave up, with the guards of the slots where one did: the name of the flag that
+is late, what was awaited there, and what is there."""
+
+
+@dataclass(eq=False)
+class Guard:
+    """The guards of a memory's slots, as the host sees them.
+
+    name, kernels: of the memory, and of what waits in it, for errors.
+    lines: int64 [slots, words], with a guard from word ``first`` on. The host writes its limit and
+    the address for reports, kernels the words in between.
+    waits_in_a_row: how many waits of a call may each last until the limit.
+    flags: of a slot, the flags that carry sizes. found: the disagreements of the context.
+    """
+
+    name: str
+    kernels: str
+    lines: torch.Tensor
+    first: int
+    waits_in_a_row: int
+    late: Late
+    flags: Callable[[int], Iterable[Flags]]
+    found: Disagreements
+    ranks: ProcessGroupRanks | SoloRank
+    most_polls: int = 0
+
+    def __post_init__(self) -> None:
+        self._device, self._word = current_device(), self.found.word
+        self._set(REPORT, self.found.address)
+        self.found.add(self._disagreement)
+
+    def begin(self) -> int:
+        """Limit the waits of the call that comes; returns the limit in polls, 0: none.
+
+        Raises:
+            RankDisagreement: ranks have come to an earlier call with different sizes.
+        """
+        if self._word[0]:
+            self.found.check()
+        most_polls = waits.limit_polls()
+        if most_polls != self.most_polls:
+            if not self.most_polls:
+                self._clear()  # what trials before these left, after which nobody looked
+            self._set(MOST_POLLS, most_polls)
+            self.most_polls = most_polls
+        return most_polls
+
+    def end(self) -> None:
+        """Look after the waits of a call that is queued.
+
+        Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
+            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
+                settles such things later.
+        """
+        if self.most_polls:
+            self.see_to_waits()
+        if self._word[0]:
+            self.found.check()
+
+    def see_to_waits(self) -> None:
+        """While candidates are tried: leave it to the tuner to look whether a wait gave up, or look
+        now, and raise ``WaitTimeout``, if nobody will."""
+        if waits.leave(self.gave_up) or self._device.is_capturing():
+            return
+        limit = waits.limit_seconds() or 0.0
+        self._device.synchronize(self.waits_in_a_row * limit + _LAUNCH_SECONDS)
+        overdue = self.gave_up()
+        if overdue is not None:
+            raise overdue
+
+    def gave_up(self) -> WaitTimeout | RankDisagreement | None:
+        """Once the device is done: the error of the first call, since this was last asked, of which
+        a wait gave up."""
+        disagreed = self._disagreement()
+        if disagreed is not None:
+            return disagreed
+        late = {slot: guard for slot, guard in enumerate(self._guards()) if guard[GAVE_UP]}
+        if not late:
+            return None
+        flag, expected, seen = self.late(late)
+        self._clear()
+        return WaitTimeout(
+            rank=self.ranks.rank,
+            program=self.kernels,
+            flag=flag,
+            expected=expected,
+            seen=seen,
+            seconds=waits.limit_seconds() or 0.0,
+        )
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """Within, no rank uses the memory: all fill it with what it held at first. Collective."""
+        self._device.synchronize(waits.limit_seconds())
+        self.ranks.barrier(f"no rank uses the memory of {self.name}")
+        yield
+        self._set(REPORT, self.found.address)
+        self.found.clear()
+        self.most_polls = 0
+        self._device.synchronize()
+        self.ranks.barrier(f"the flags of {self.name} are reset")
+
+    def free(self) -> None:
+        """Let go of the memory: from now on no wait has given up."""
+        self.lines = torch.empty(0)
+
+    def _disagreement(self) -> RankDisagreement | None:
+        """Once the device is done: the sizes of the present calls, if a peer's is another one."""
+        for slot, guard in enumerate(self._guards()):
+            if guard[GAVE_UP] == DISAGREED:
+                return self.found.of(self.ranks.rank, guard, self.flags(slot))
+        return None
+
+    def _guards(self) -> list[list[int]]:
+        return [line[self.first :] for line in self.lines.tolist()]
+
+    def _clear(self) -> None:
+        self.lines[:, self.first + GAVE_UP : self.first + REPORT] = 0
+
+    def _set(self, word: int, value: int) -> None:
+        self.lines[:, self.first + word] = value

@@ -1,0 +1,111 @@
+"""The life of a context: what is there of it when its creation fails, and after its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import ContextFinalized, SymmetricMemoryFull
+from triton_dist.kernels.nvidia import (
+    create_ag_gemm_context,
+    create_all_gather_ctx,
+    create_allreduce_ctx,
+    create_gemm_ar_context,
+    create_gemm_rs_context,
+    create_reduce_scatter_ctx,
+)
+from triton_dist.runtime import addresses, symmetric
+from triton_dist.runtime.symmetric import host
+
+FP16 = torch.float16
+CREATE = {
+    "ag_gemm": lambda rank, size: create_ag_gemm_context(8, 8, 8, FP16, rank, size),
+    "gemm_rs": lambda rank, size: create_gemm_rs_context(8, 8, rank, size, size, FP16),
+    "gemm_ar": lambda rank, size: create_gemm_ar_context(8, 8, rank, size, size, FP16),
+    "all_gather": lambda rank, size: create_all_gather_ctx(64, rank, size, size),
+    "reduce_scatter": lambda rank, size: create_reduce_scatter_ctx(64, rank, size, size),
+}
+
+
+def copy_threads():
+    return [each for each in threading.enumerate() if "copy-stream" in each.name]
+
+
+def what_is_left():
+    """Names of live symmetric memory, and copy threads; those that end get a second to do so."""
+    until = time.monotonic() + 1
+    while copy_threads() and time.monotonic() < until:
+        time.sleep(0.01)
+    return [name for *_, name, _ in addresses._ranges], len(copy_threads())
+
+
+@pytest.mark.parametrize("op", CREATE)
+def test_a_second_allocation_that_fails_frees_the_first(monkeypatch, op):
+    allocate, names = symmetric.allocate, []
+
+    def too_little_for_two(name, *arguments):
+        names.append(name)
+        if len(names) == 2:
+            raise SymmetricMemoryFull(name, 1, 0, "")
+        return allocate(name, *arguments)
+
+    before = what_is_left()
+    monkeypatch.setattr(symmetric, "allocate", too_little_for_two)
+    with pytest.raises(SymmetricMemoryFull):
+        CREATE[op](0, 1)
+    assert what_is_left() == before
+    CREATE[op](0, 1).finalize()
+    assert len(names) == 4
+    assert what_is_left() == before
+
+
+def second_memory_of_one_rank_is_too_large():
+    """What is left on this rank when rank 1 has no memory for the second allocation; then the
+    context is created after all."""
+    reserve, asked = host._reserve, []
+
+    def reserve_once(fd, nbytes):
+        asked.append(nbytes)
+        if dist.get_rank() == 1 and len(asked) == 2:
+            return 0
+        return reserve(fd, nbytes)
+
+    host._reserve = reserve_once
+    with pytest.raises(SymmetricMemoryFull, match="the exchange of ag_gemm, rank 1"):
+        CREATE["ag_gemm"](dist.get_rank(), dist.get_world_size())
+    left = what_is_left()
+    with CREATE["ag_gemm"](dist.get_rank(), dist.get_world_size()):
+        pass
+    return left, what_is_left()
+
+
+def test_a_rank_without_memory_for_the_second_leaves_nothing_on_any(spawn_ranks):
+    nothing = ([], 0)
+    assert spawn_ranks(2, second_memory_of_one_rank_is_too_large) == [(nothing, nothing)] * 2
+
+
+def test_every_memory_is_freed_whatever_another_raises():
+    ctx = CREATE["ag_gemm"](0, 1)
+    free = ctx.buffer.free
+    ctx.buffer.free = lambda: (free(), 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ctx.free()
+    assert what_is_left() == ([], 0)
+    ctx.free()
+
+
+@pytest.mark.parametrize("create", [*CREATE.values(), lambda *at: create_allreduce_ctx(64, *at, 1)])
+def test_a_context_is_reset_until_it_ends(create):
+    ctx = create(0, 1)
+    reset = []
+    for memory in ctx._memories:
+        memory.reset = lambda memory=memory: reset.append(memory)
+    ctx.reset()
+    assert reset == [*ctx._memories]
+    ctx.finalize()
+    with pytest.raises(ContextFinalized):
+        ctx.reset()
