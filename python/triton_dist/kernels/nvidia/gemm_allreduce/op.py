@@ -54,7 +54,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.op import op
+from triton_dist.kernels.common.op import tuned
 from triton_dist.kernels.common.scatter.calls import ExchangedCall, TwoShotCall
 from triton_dist.kernels.common.scatter.launch import slab_rows, tiles_of_slab
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
@@ -120,7 +120,7 @@ def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: A
     ctx.reset()
 
 
-@op(
+@tuned(
     config_space=config_space,
     key_fn=key_fn,
     prune_fn=prune_fn,
