@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,22 @@ from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import (
     LOW,
     get_config_space,
+    kinds_here,
     suits_rows,
     tile_shapes,
     tiles_to_all,
 )
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.op import Ways
 from triton_dist.kernels.common.scatter.calls import ExchangedCall, TwoShotCall
 from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows, tiles_of_slab
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
-from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
+from triton_dist.kernels.common.scatter.ways import (
+    OneLaunch,
+    SummingCall,
+    SummingSizes,
+    SummingWay,
+    WholeProduct,
+)
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
@@ -63,9 +70,10 @@ _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
-class Call(OpCall):
+class Call(SummingCall):
     """One call: the parameters of ``gemm_ar``."""
 
+    function = "gemm_ar"
     A: torch.Tensor
     B: torch.Tensor
     ctx: GEMMAllReduceTensorParallelContext
@@ -87,23 +95,10 @@ class Call(OpCall):
         self.looks = check_operands(self.A, self.B, self.bias, self.ctx)
         name = self.way or way_of(self.method, self.packets, self.exchange) or BySize.name
         self.chosen = WAYS[name]
-        if not 1 <= self.num_chunks <= MAX_CHUNKS:
-            raise InvalidArgument("gemm_ar", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
-        self.chosen.check(self)
+        self.check_chunks()
         if self.ctx.num_ranks == 1:  # a plain product
             self.chosen = WAYS[Collective.name]
-
-    def check_tiles(self) -> None:
-        """Refuse a call that has no tiles."""
-        if self.gemm_config is None and self.ctx.num_ranks > 1:
-            expected = f"a triton.Config for way={self.chosen.name!r}"
-            raise InvalidArgument("gemm_ar", "gemm_config", None, expected)
-
-    def check_rows(self, most: int) -> None:
-        """Refuse more rows than the memory of the way holds."""
-        if self.A.shape[0] > most:
-            expected = f"another one for an M of more than {most}"
-            raise InvalidArgument("gemm_ar", "way", self.chosen.name, expected)
+        self.chosen.check(self)
 
 
 def way_of(
@@ -121,7 +116,8 @@ def way_of(
     return None if method is None else method.value
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes(SummingSizes):
     """What decides which configs are worth trying: that of the largest M of the key."""
 
     A: torch.Tensor
@@ -131,6 +127,7 @@ class Sizes(NamedTuple):
     num_ranks: int
     asked: str | None
     """The way that the caller's keywords ask for."""
+    adds = False
 
     @property
     def nbytes(self) -> int:
@@ -153,20 +150,7 @@ class Sizes(NamedTuple):
         return cls(A, B, row_bucket(A.shape[0]), ctx.num_ranks, asked)
 
 
-class _Way(Way[Call, Sizes]):
-    """A way of GEMM-AllReduce that needs peers."""
-
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.asked not in (None, self.name):
-            return False
-        return sizes.num_ranks > 1 and self.fits(config, sizes)
-
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        """Tell whether a config is worth trying among several ranks."""
-        raise NotImplementedError
-
-
-class BySize(_Way):
+class BySize(SummingWay[Call, Sizes]):
     """One shot or two, by size: the default, never a candidate."""
 
     name, tunables = "by_size", ("gemm_config", "persistent")
@@ -188,7 +172,7 @@ class BySize(_Way):
         raise NotImplementedError  # ``check`` chooses another one
 
 
-class OneShot(_Way):
+class OneShot(OneLaunch[Call, Sizes]):
     """Each tile goes to all ranks, who all add it, in one launch. For few rows: a product of up to
     4 MB."""
 
@@ -197,27 +181,18 @@ class OneShot(_Way):
     in_packets = to_owners = False
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in _kinds():
+        for persistent in kinds_here():
             for tiles in tiles_to_all(persistent):
                 yield tiles, persistent
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        # Not by the rows of this context, here and below: others have the same key.
         return sizes.nbytes <= ONE_SHOT_BYTES and _fit(config, sizes.rows, sizes)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)
         call.check_tiles()
 
-    def compile(self, call: Call) -> None:
-        self._exchanged(call).launch().compile()
-
-    def run(self, call: Call) -> torch.Tensor:
-        call.ctx.sleep(call.straggler_option)
-        exchanged = self._exchanged(call)
-        return call.ctx.buffer.slots.beside(lambda: exchanged.run(call.looks))
-
-    def _exchanged(self, call: Call) -> ExchangedCall:
+    def exchanged(self, call: Call) -> ExchangedCall:
         return ExchangedCall(
             call.A, call.B, call.bias, call.ctx.reducer.buffer, call.gemm_config,
             bool(call.persistent), to_owners=self.to_owners, pass_on=self.to_owners,
@@ -251,7 +226,7 @@ class TwoShotInOneLaunch(OneShot):
     to_owners = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in _kinds():
+        for persistent in kinds_here():
             for tiles in tile_shapes(get_config_space(persistent)):
                 yield tiles, persistent
 
@@ -265,16 +240,16 @@ class TwoShotInOneLaunch(OneShot):
         call.check_tiles()
 
 
-class TwoShot(_Way):
+class TwoShot(SummingWay[Call, Sizes]):
     """The same while the next tiles are multiplied: for many rows."""
 
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in _kinds():
+        for persistent in kinds_here():
             for tiles in get_config_space(persistent):
                 yield tiles, persistent, 1
-        descriptors, interpreted = _kinds()[0], current_device().name == "cpu"
+        descriptors, interpreted = kinds_here()[0], current_device().name == "cpu"
         chunked = tile_shapes(get_config_space(descriptors))[: 1 if interpreted else _CHUNKED_TILES]
         for tiles in chunked:
             for num_chunks in _CHUNKS:
@@ -319,27 +294,7 @@ class TwoShot(_Way):
         )  # fmt: skip
 
 
-class _Whole(_Way):
-    """``torch.matmul`` of the whole product, then an all-reduce; the bias is added to the rounded
-    sum."""
-
-    def run(self, call: Call) -> torch.Tensor:
-        call.ctx.sleep(call.straggler_option)
-        A, B = call.A.detach(), call.B.detach()  # like ours, without a history for autograd
-
-        def whole() -> torch.Tensor:
-            product = torch.matmul(A, B)
-            return product if call.ctx.num_ranks == 1 else self.sum(call, product)
-
-        C = call.ctx.buffer.slots.beside(whole)
-        return C if call.bias is None else C.add_(call.bias.detach())
-
-    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' products; there are several ranks."""
-        raise NotImplementedError
-
-
-class Serial(_Whole):
+class Serial(WholeProduct[Call, Sizes]):
     """The all-reduce is ours."""
 
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
@@ -382,7 +337,7 @@ class Serial(_Whole):
         }
 
 
-class Collective(_Whole):
+class Collective(WholeProduct[Call, Sizes]):
     """The all-reduce is the group's: NCCL, gloo on CPU ranks. Of one rank, the product alone."""
 
     name = "collective"
@@ -398,12 +353,6 @@ class Collective(_Whole):
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)
         return product
-
-
-def _kinds() -> tuple[bool, bool]:
-    """Say for which kinds of kernel there are tiles: the one that this device prefers first."""
-    descriptors = current_device().prefers_descriptors
-    return descriptors, not descriptors
 
 
 def _fit(config: Mapping[str, Any], rows: int, sizes: Sizes) -> bool:

@@ -93,7 +93,7 @@ def gemm_rs(
     persistent: bool = True,
     fuse_scatter: bool | None = None,
     exchange: bool | None = None,
-    num_chunks: int | None = 1,
+    num_chunks: int = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,

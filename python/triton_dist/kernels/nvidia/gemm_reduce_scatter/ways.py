@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -17,14 +17,23 @@ from triton_dist.kernels.common.exchange.shapes import Shape, is_worth_trying, s
 from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,
+    kinds_here,
     suits_rows,
     tile_shapes,
     tiles_to_owners,
 )
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.op import Ways
 from triton_dist.kernels.common.scatter.calls import ExchangedCall, ScatteredCall
 from triton_dist.kernels.common.scatter.launch import Scatter, chunks_of_slab, tiles_of_slab
-from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
+from triton_dist.kernels.common.scatter.ways import (
+    OneLaunch as InOneLaunch,
+)
+from triton_dist.kernels.common.scatter.ways import (
+    SummingCall,
+    SummingSizes,
+    SummingWay,
+    WholeProduct,
+)
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
@@ -46,9 +55,10 @@ _SERIAL_SHAPES = (
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
-class Call(OpCall):
+class Call(SummingCall):
     """One call: the parameters of ``gemm_rs``."""
 
+    function = "gemm_rs"
     A: torch.Tensor
     B: torch.Tensor
     ctx: GEMMReduceScatterTensorParallelContext
@@ -56,7 +66,7 @@ class Call(OpCall):
     persistent: bool
     fuse_scatter: bool | None
     exchange: bool | None
-    num_chunks: int | None
+    num_chunks: int
     method: VendorMethod | None
     bias: torch.Tensor | None
     reduce_st: bool | None
@@ -73,30 +83,11 @@ class Call(OpCall):
         self.chosen = WAYS[name or Fused.name]
         self.chosen.check(self)
 
-    def check_tiles(self) -> None:
-        """Refuse a call that has no tiles."""
-        if self.gemm_config is None:
-            expected = f"a triton.Config for way={self.chosen.name!r}"
-            raise InvalidArgument("gemm_rs", "gemm_config", None, expected)
-
     def check_sum(self) -> None:
         """Refuse a sum of tiles on arrival, which fused tiles alone know."""
         if self.adds:
             expected = f"{Fused.name!r} with reduce_st=True"
             raise InvalidArgument("gemm_rs", "way", self.chosen.name, expected)
-
-    def check_rows(self) -> None:
-        """Refuse more rows than the memory of one launch holds."""
-        if self.A.shape[0] > self.ctx.exchanged_rows and self.ctx.num_ranks > 1:
-            expected = f"another one for an M of more than {self.ctx.exchanged_rows}"
-            raise InvalidArgument("gemm_rs", "way", self.chosen.name, expected)
-
-    def check_chunks(self) -> int:
-        """Return the number of chunks, if it is a good one."""
-        num_chunks = 1 if self.num_chunks is None else self.num_chunks
-        if not 1 <= num_chunks <= MAX_CHUNKS:
-            raise InvalidArgument("gemm_rs", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
-        return num_chunks
 
 
 def adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -> bool:
@@ -130,7 +121,8 @@ def way_of(
     return Fused.name if fuse_scatter else CopyEngine.name
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes(SummingSizes):
     """What decides which configs are worth trying: that of the largest M of the key."""
 
     A: torch.Tensor
@@ -168,21 +160,7 @@ class Sizes(NamedTuple):
         return cls(A, B, rows, ctx.num_ranks, adds, asked)
 
 
-class _Way(Way[Call, Sizes]):
-    """A way of GEMM-ReduceScatter; all but ``Fused`` need peers, and add no tiles on arrival."""
-
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        # One rank scatters nothing, and a choice for the sum is one against the other ways.
-        if sizes.asked not in (None, self.name) or sizes.num_ranks == 1 or sizes.adds:
-            return False
-        return self.fits(config, sizes)
-
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        """Tell whether a config is worth trying among several ranks."""
-        return True
-
-
-class Fused(_Way):
+class Fused(SummingWay[Call, Sizes]):
     """The program that computed a tile stores it into its owner's memory, or adds it there."""
 
     name = "fused"
@@ -190,7 +168,7 @@ class Fused(_Way):
     scatter: Scatter = "tile"
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in _kinds():
+        for persistent in kinds_here():
             for tiles in get_config_space(persistent):
                 yield tiles, persistent
 
@@ -199,7 +177,6 @@ class Fused(_Way):
 
     def check(self, call: Call) -> None:
         call.check_tiles()
-        call.check_chunks()
 
     def compile(self, call: Call) -> None:
         self._scattered(call, None).compile()
@@ -225,22 +202,21 @@ class Fused(_Way):
         return ScatteredCall(
             A, call.B, A.new_empty((A.shape[0] // call.ctx.num_ranks, call.ctx.N)), call.bias,
             call.gemm_config, buffer.describe("add" if call.adds else self.scatter),
-            buffer.slots.launcher, bool(call.persistent), call.num_chunks or 1, looks,
+            buffer.slots.launcher, bool(call.persistent), call.num_chunks, looks,
         )  # fmt: skip
 
 
-class OneLaunch(_Way):
+class OneLaunch(InOneLaunch[Call, Sizes]):
     """For few rows: one launch in which all programs add, once all is multiplied."""
 
     name, tunables = "one_launch", ("gemm_config", "persistent")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in _kinds():
+        for persistent in kinds_here():
             for tiles in tiles_to_owners(persistent):
                 yield tiles, persistent
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        # Not by the rows of this context: others have the same key.
         return (
             sizes.nbytes <= EXCHANGED_BYTES
             and suits_rows(config["gemm_config"], sizes.rows * sizes.num_ranks)
@@ -248,21 +224,13 @@ class OneLaunch(_Way):
         )
 
     def check(self, call: Call) -> None:
-        call.check_sum()
-        call.check_rows()
         call.check_tiles()
+        call.check_sum()
+        call.check_rows(call.ctx.exchanged_rows)
         if call.ctx.num_ranks == 1:  # which exchanges nothing
             call.chosen = WAYS[Fused.name]
 
-    def compile(self, call: Call) -> None:
-        self._exchanged(call).launch().compile()
-
-    def run(self, call: Call) -> torch.Tensor:
-        call.ctx.sleep(call.straggler_option)
-        exchanged = self._exchanged(call)
-        return call.ctx.buffer.slots.beside(lambda: exchanged.run(call.looks))
-
-    def _exchanged(self, call: Call) -> ExchangedCall:
+    def exchanged(self, call: Call) -> ExchangedCall:
         return ExchangedCall(
             call.A, call.B, call.bias, call.ctx.exchange, call.gemm_config, bool(call.persistent),
             to_owners=True,
@@ -285,7 +253,7 @@ class CopyEngine(Fused):
                 yield tiles, persistent, num_chunks
 
     def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return _Way.suits(self, config, sizes)
+        return SummingWay.suits(self, config, sizes)
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         num_chunks = config["num_chunks"]
@@ -299,7 +267,7 @@ class CopyEngine(Fused):
         call.check_sum()
 
     def run(self, call: Call) -> torch.Tensor:
-        ctx, buffer, num_chunks = call.ctx, call.ctx.buffer, call.num_chunks or 1
+        ctx, buffer, num_chunks = call.ctx, call.ctx.buffer, call.num_chunks
         pushes, awaited = None, False
         buffer.slots.take(call.A.shape[0], copied=True)
         ctx.sleep(call.straggler_option)
@@ -322,26 +290,7 @@ class CopyEngine(Fused):
         return scattered.C
 
 
-class _Whole(_Way):
-    """``torch.matmul`` of the whole product, then a reduce-scatter; the bias is added to the
-    rounded sum."""
-
-    def run(self, call: Call) -> torch.Tensor:
-        call.ctx.sleep(call.straggler_option)
-        A, B = call.A.detach(), call.B.detach()  # like ours, without a history for autograd
-
-        def whole() -> torch.Tensor:
-            return torch.matmul(A, B) if call.ctx.num_ranks == 1 else self.multiply(call, A, B)
-
-        rows: torch.Tensor = call.ctx.buffer.slots.beside(whole)
-        return rows if call.bias is None else rows.add_(call.bias.detach())
-
-    def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum of ``A @ B``; there are several ranks."""
-        raise NotImplementedError
-
-
-class Serial(_Whole):
+class Serial(WholeProduct[Call, Sizes]):
     """The reduce-scatter is ours, in one launch: where no tiles of ours fit well."""
 
     name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
@@ -360,7 +309,7 @@ class Serial(_Whole):
     def check(self, call: Call) -> None:
         call.check_sum()
         call.check_chunks()
-        call.check_rows()
+        call.check_rows(call.ctx.exchanged_rows)
         shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
@@ -368,8 +317,7 @@ class Serial(_Whole):
         flat, rows = product.view(-1), _own_rows(product, call)
         call.ctx.exchange.launch(self._exchange(call, product), flat, rows.view(-1)).compile()
 
-    def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        product = torch.matmul(A, B)
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         flat, rows = product.view(-1), _own_rows(product, call)
         call.ctx.exchange.run(self._exchange(call, product), flat, rows.view(-1))
         return rows
@@ -381,7 +329,7 @@ class Serial(_Whole):
         return Exchange(kernel_reduce_scatter, shard, elements, shape, product.shape[0])
 
 
-class Collective(_Whole):
+class Collective(WholeProduct[Call, Sizes]):
     """The reduce-scatter is the group's: NCCL, gloo on CPU ranks."""
 
     name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
@@ -389,8 +337,11 @@ class Collective(_Whole):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()] if self.method in vendor.candidates_here() else []
 
-    def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return vendor.reduce_scatter(torch.matmul(A, B), call.ctx.group)
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return True
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        return vendor.reduce_scatter(product, call.ctx.group)
 
 
 class AsyncTP(Collective):
@@ -400,12 +351,6 @@ class AsyncTP(Collective):
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return vendor.fused_matmul_reduce_scatter(A, B, call.ctx.group)
-
-
-def _kinds() -> tuple[bool, bool]:
-    """Say for which kinds of kernel there are tiles: the one that this device prefers first."""
-    descriptors = current_device().prefers_descriptors
-    return descriptors, not descriptors
 
 
 def _own_rows(product: torch.Tensor, call: Call) -> torch.Tensor:
