@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import GEMMAllReduceMethod, create_gemm_ar_context, gemm_ar
+from triton_dist.kernels.nvidia import create_gemm_ar_context, gemm_ar
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.gemm_ar_peers import SERIAL, gemm_ar_peers, summed_product
 from triton_dist.utils import rand_tensor
@@ -36,6 +36,6 @@ def open_gemm_ar(shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[W
             tolerance=_TOLERANCE[dtype],
             expected=lambda: summed_product(A, B),
             peers=lambda: gemm_ar_peers(A, B),
-            is_own=lambda config: config["method"] is not GEMMAllReduceMethod.COLLECTIVE,
+            is_own=lambda config: config["way"] != "collective",
             recover=ctx.reset,
         )  # fmt: skip

@@ -13,24 +13,24 @@ from triton_dist.kernels.nvidia import (
     create_gemm_ar_context,
     gemm_ar,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import config_space
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS as ALL_WAYS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-PACKETS: Way = {"method": GEMMAllReduceMethod.ONE_SHOT, "packets": True}
+PACKETS: Way = {"way": "one_shot_in_packets"}
 # How a product is summed.
 WAYS: tuple[Way, ...] = (
-    {"method": GEMMAllReduceMethod.ONE_SHOT},
-    {"method": GEMMAllReduceMethod.TWO_SHOT},
-    {"method": GEMMAllReduceMethod.TWO_SHOT, "num_chunks": 3},
-    {"method": GEMMAllReduceMethod.TWO_SHOT, "copy_to_local": False},
-    {"method": GEMMAllReduceMethod.TWO_SHOT, "num_chunks": 2, "copy_to_local": False},
-    {"method": GEMMAllReduceMethod.TWO_SHOT, "exchange": True},
+    {"way": "one_shot"},
+    {"way": "two_shot"},
+    {"way": "two_shot", "num_chunks": 3},
+    {"way": "two_shot", "copy_to_local": False},
+    {"way": "two_shot", "num_chunks": 2, "copy_to_local": False},
+    {"way": "two_shot_in_one_launch"},
     PACKETS,
-    {"method": GEMMAllReduceMethod.SERIAL},
+    {"way": "serial"},
 )
 TILED = WAYS[:7]
-COLLECTIVE: Way = {"method": GEMMAllReduceMethod.COLLECTIVE, "gemm_config": None}
+COLLECTIVE: Way = {"way": "collective", "gemm_config": None}
 
 
 class Calls(SummedCalls):
@@ -38,7 +38,7 @@ class Calls(SummedCalls):
     made, as late as it is valid."""
 
     name, op, create = "gemm_ar", gemm_ar, staticmethod(create_gemm_ar_context)
-    config_space = staticmethod(config_space)
+    config_space = staticmethod(ALL_WAYS.config_space)
     poisoned, flags = ("partials", "sums"), ("arrivals", "sum_arrivals", "consumed")
 
     ways, tiled, slabs = WAYS, TILED, WAYS[1]
@@ -86,17 +86,16 @@ class Calls(SummedCalls):
 
     @staticmethod
     def multiplies_by_torch(way: Way) -> bool:
-        return way["method"] is GEMMAllReduceMethod.SERIAL
+        return way["way"] == "serial"
 
     @staticmethod
     def full_rows(way: Way) -> int:
-        if way.get("packets"):
-            return 83
-        return 1021 if way["method"] is GEMMAllReduceMethod.ONE_SHOT else 4091
+        return {"one_shot_in_packets": 83, "one_shot": 1021}.get(way["way"], 4091)
 
     @staticmethod
     def bad_calls(M: int, K: int) -> dict[str, dict[str, Any]]:
         return {
+            "way": {"way": "three_shot"},
             "method": {"method": "two_shot"},
             "gemm_config": {"gemm_config": None, "method": GEMMAllReduceMethod.TWO_SHOT},
             "packets": {"packets": True, "method": GEMMAllReduceMethod.TWO_SHOT},

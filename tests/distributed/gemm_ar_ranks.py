@@ -8,7 +8,7 @@ import torch
 from tests.distributed.ag_gemm_calls import default_tiles
 from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, TILED, WAYS, Calls
 from tests.distributed.summed_gemm_ranks import matrix, refusal
-from triton_dist.kernels.nvidia import GEMMAllReduceMethod, gemm_ar
+from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.runtime.ranks import group_for
 
 
@@ -57,7 +57,7 @@ def whole_in_turn(rounds: int) -> int:
     for number in range(rounds):
         calls(16 + 8 * (number % 3), **COLLECTIVE, has_bias=number % 2 == 0)
         calls(64 - 8 * (number % 2), **WAYS[number % len(WAYS)])
-        calls(33, method=GEMMAllReduceMethod.SERIAL, num_chunks=1 + number % 3, num_ctas=3)
+        calls(33, way="serial", num_chunks=1 + number % 3, num_ctas=3)
     return calls.finish()
 
 
@@ -66,11 +66,9 @@ def too_large_for_one_shot() -> str:
     columns = 1 << 20
     calls = Calls(max_rows=3, columns=columns, K=1)
     A, B = matrix(3, 1), matrix(1, columns)
-    error = refusal(
-        lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), method=GEMMAllReduceMethod.ONE_SHOT)
-    )
+    error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), way="one_shot"))
     kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A, B, calls.ctx), {})[0]
-    assert all(config["method"] is not GEMMAllReduceMethod.ONE_SHOT for config in kept)
+    assert all(config["way"] != "one_shot" for config in kept)
     calls.ctx.finalize()
     return str(error)
 
@@ -85,6 +83,6 @@ def too_large_for_packets() -> str:
     error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), **PACKETS))
     for rows, tried in ((128, True), (129, False)):
         kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A[:rows], B, calls.ctx), {})[0]
-        assert any(config["packets"] for config in kept) is tried
+        assert any(config["way"] == PACKETS["way"] for config in kept) is tried
     calls.finish()
     return str(error)

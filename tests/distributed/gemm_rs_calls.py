@@ -10,28 +10,28 @@ import torch
 
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
-from triton_dist.kernels.nvidia.gemm_reduce_scatter import op as gemm_reduce_scatter
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as ALL_WAYS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 # How the tiles of a call travel.
 WAYS: tuple[Way, ...] = (
-    {"fuse_scatter": True, "reduce_st": False},
-    {"fuse_scatter": False, "reduce_st": False, "num_chunks": 3},
-    {"fuse_scatter": True, "exchange": True, "reduce_st": False},
-    {"fuse_scatter": True, "reduce_st": True},
-    {"serial": True, "reduce_st": False},
+    {"way": "fused", "reduce_st": False},
+    {"way": "copy_engine", "reduce_st": False, "num_chunks": 3},
+    {"way": "one_launch", "reduce_st": False},
+    {"way": "fused", "reduce_st": True},
+    {"way": "serial", "reduce_st": False},
 )
-FUSED: Way = {"fuse_scatter": True}
-SLABS: Way = {"fuse_scatter": False}
-EXCHANGED: Way = {"exchange": True}
+FUSED: Way = {"way": "fused"}
+SLABS: Way = {"way": "copy_engine"}
+EXCHANGED: Way = {"way": "one_launch"}
 
 
 class Calls(SummedCalls):
     """``rows`` are those of a rank."""
 
     name, op, create = "gemm_rs", gemm_rs, staticmethod(create_gemm_rs_context)
-    config_space = staticmethod(gemm_reduce_scatter.config_space)
+    config_space = staticmethod(ALL_WAYS.config_space)
     poisoned, flags = ("partials",), ("arrivals", "consumed")
 
     options = MappingProxyType({"reduce_st": True})
@@ -81,7 +81,7 @@ class Calls(SummedCalls):
 
     @staticmethod
     def multiplies_by_torch(way: Way) -> bool:
-        return way.get("serial", False)
+        return way["way"] == "serial"
 
     @staticmethod
     def full_rows(way: Way) -> int:
@@ -93,6 +93,7 @@ class Calls(SummedCalls):
         return {
             "M": {"A": one_more},
             "reduce_st": {"reduce_st": True},
+            "way": {"way": "ring"},
             "method": {"method": "collective"},
             "exchange": {"exchange": True, "fuse_scatter": False},
             "serial": {"serial": True, "fuse_scatter": False},

@@ -18,7 +18,7 @@ def vendor_in_turn(rounds: int) -> int:
     for number in range(rounds):
         for method in vendor.methods_here():
             calls(16 + 8 * (number % 3), method=method, gemm_config=None, has_bias=number % 2 == 0)
-            calls(32 - 8 * (number % 2), fuse_scatter=number % 2 == 0)
+            calls(32 - 8 * (number % 2), way=("copy_engine", "fused")[number % 2 == 0])
     return calls.finish()
 
 

@@ -419,7 +419,7 @@ def every_bad_call(kind: Kind) -> dict[str, tuple[str, str, int]]:
         arguments = good | changes
         error = refusal(lambda a=arguments: kind.op.fn(**a))
         assert isinstance(error, InvalidArgument), name
-        tuned = {"method", "packets", "exchange", "serial", "num_chunks", "gemm_config"}
+        tuned = {"way", "method", "packets", "exchange", "serial", "num_chunks", "gemm_config"}
         if not tuned & set(changes):
             arguments.pop("gemm_config")
             assert str(refusal(lambda a=arguments: kind.op(**a))) == str(error)

@@ -17,7 +17,6 @@ from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
     AllReduceMethod,
-    GEMMAllReduceMethod,
     ag_gemm,
     create_ag_gemm_context,
     create_gemm_ar_context,
@@ -87,7 +86,7 @@ OPS = {
         [
             *gemm_ar_calls.WAYS,
             *(
-                {"method": GEMMAllReduceMethod.SERIAL, "reduction": reduction, **SMALL}
+                {"way": "serial", "reduction": reduction, **SMALL}
                 for reduction in (AllReduceMethod.TWO_SHOT, AllReduceMethod.DOUBLE_TREE)
             ),
         ],

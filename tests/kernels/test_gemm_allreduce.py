@@ -15,19 +15,15 @@ from triton_dist.kernels.common.gemm.orders import tile_in_scatter_order
 from triton_dist.kernels.common.gemm.spaces import tiles
 from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows
 from triton_dist.kernels.nvidia import (
-    AllReduceMethod,
-    GEMMAllReduceMethod,
     create_gemm_ar_context,
     gemm_ar,
 )
 from triton_dist.kernels.nvidia.gemm import op as gemm_op
-from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_allreduce_space
+from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_allreduce_ways
 from triton_dist.kernels.nvidia.gemm_allreduce.op import key_fn
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import config_space, prune_fn
 from triton_dist.runtime.device import current_device
 
-ONE_SHOT, TWO_SHOT = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
-SERIAL, COLLECTIVE = GEMMAllReduceMethod.SERIAL, GEMMAllReduceMethod.COLLECTIVE
+config_space, prune_fn = gemm_allreduce_ways.WAYS.config_space, gemm_ar.prune_fn
 
 
 def create(max_M=16, N=48, dtype=torch.float16):
@@ -40,7 +36,7 @@ def test_a_world_of_one_is_a_plain_product():
         for way in WAYS:
             calls(37, layout, **way)
     calls(1, has_bias=True)
-    calls(5, method=COLLECTIVE, gemm_config=None)
+    calls(5, way="collective", gemm_config=None)
     calls(11, op=gemm_ar)
     calls(11, op=gemm_ar, autotune=False, copy_to_local=False)
     assert calls.finish() == len(WAYS) * len(LAYOUTS) + 4
@@ -49,20 +45,17 @@ def test_a_world_of_one_is_a_plain_product():
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
     assert first["persistent"] is current_device().prefers_descriptors
-    assert (first["method"], first["num_chunks"]) == (None, 1)
+    assert first["way"] == "by_size"
     assert str(first["gemm_config"]) == str(default_tiles())
 
 
 def test_the_space_has_tiles_and_ways():
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["persistent"] for config in space} == {True, False, None}
-    assert {config["method"] for config in space} == {None, *GEMMAllReduceMethod}
-    assert {config["num_chunks"] for config in space} == {1, 2, 4}
-    assert {config["reduction"] for config in space} == {
-        None, AllReduceMethod.ONE_SHOT, AllReduceMethod.TWO_SHOT,
-    }  # fmt: skip
-    assert gemm_ar.config_space.names == set(space[0])
+    assert {config["way"] for config in space} == set(gemm_allreduce_ways.WAYS)
+    assert {config.get("persistent") for config in space} == {True, False, None}
+    assert {config.get("num_chunks") for config in space} == {1, 2, 4, None}
+    assert {config.get("reduction") for config in space} == {"one_shot", "two_shot", None}
 
 
 @pytest.fixture
@@ -71,7 +64,7 @@ def on_a_gpu(monkeypatch):
         name="cuda", prefers_descriptors=True, shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
-    for module in (gemm_allreduce_space, gemm_op, spaces):
+    for module in (gemm_allreduce_ways, gemm_op, spaces):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 
@@ -83,7 +76,7 @@ def left(rows, N=8192, num_ranks=4):
 
 
 def test_one_rank_has_one_way(on_a_gpu):
-    assert [config["method"] for config in left(4, num_ranks=1)] == [COLLECTIVE]
+    assert left(4, num_ranks=1) == [{"way": "collective"}]
 
 
 @pytest.mark.parametrize("rows", [1, 64, 256, 257, 4091, 16384])
@@ -91,25 +84,22 @@ def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
     """Every way at any M, but that parts of more than 4 MB do not go to all, for the largest M of
     the key."""
     kept = left(rows)
-    assert {config["method"] for config in kept} == set(GEMMAllReduceMethod) - (
-        {ONE_SHOT} if rows > 256 else set()
-    )
+    left_out = {"by_size"}
+    # Of 8192 columns of 16 bits, 256 rows are 4 MB, and 16 rows 256 KB.
+    left_out |= {"one_shot"} if rows > 256 else set()
+    left_out |= {"one_shot_in_packets"} if rows > 16 else set()
+    left_out |= {"two_shot_in_one_launch"} if rows > 2048 else set()
+    assert {config["way"] for config in kept} == gemm_allreduce_ways.WAYS.keys() - left_out
     assert 20 <= len(kept) <= 80
-    # Of 8192 columns of 16 bits, 16 rows are 256 KB.
-    in_packets = [config["gemm_config"] for config in kept if config["packets"]]
-    assert bool(in_packets) is (rows <= 16)
-    assert {tiles.kwargs["BLOCK_SIZE_M"] for tiles in in_packets} <= {16}
     heights = {
-        method: {
-            config["gemm_config"].kwargs["BLOCK_SIZE_M"]
-            for config in kept
-            if config["method"] is method
-        }
-        for method in (ONE_SHOT, TWO_SHOT)
+        way: {c["gemm_config"].kwargs["BLOCK_SIZE_M"] for c in kept if c["way"] == way}
+        for way in ("one_shot", "one_shot_in_packets", "two_shot", "two_shot_in_one_launch")
     }
-    assert (16 in heights[ONE_SHOT]) is (rows <= 64)
-    assert min(heights[TWO_SHOT]) == 64
-    assert (256 in heights[TWO_SHOT]) is (rows > 128)  # in one launch, tiles are of all rows
+    assert heights["one_shot_in_packets"] <= {16}
+    assert (16 in heights["one_shot"]) is (rows <= 64)
+    assert min(heights["two_shot"]) == 64
+    # In one launch, tiles are of all rows.
+    assert (256 in heights["two_shot"] | heights["two_shot_in_one_launch"]) is (rows > 128)
 
 
 def test_all_of_a_bucket_keep_the_same(on_a_gpu):
@@ -120,7 +110,8 @@ def test_all_of_a_bucket_keep_the_same(on_a_gpu):
 
 def test_on_cpu_ranks_kernels_of_ours_are_tried():
     kept = left(64, N=256)
-    assert {config["method"] for config in kept} == {ONE_SHOT, TWO_SHOT, SERIAL}
+    ours = gemm_allreduce_ways.WAYS.keys() - {"by_size", "collective"}
+    assert {config["way"] for config in kept} == ours
 
 
 def test_slabs_have_all_rows():

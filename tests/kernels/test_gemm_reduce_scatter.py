@@ -18,11 +18,13 @@ from triton_dist.kernels.common.scatter.launch import (
     chunks_of_slab,
     tiles_of_slab,
 )
-from triton_dist.kernels.nvidia import VendorMethod, create_gemm_rs_context, gemm_rs
+from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm import get_config_space
-from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_space
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import config_space, key_fn, prune_fn
+from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_ways
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import key_fn
 from triton_dist.runtime.device import current_device
+
+config_space, prune_fn = gemm_reduce_scatter_ways.WAYS.config_space, gemm_rs.prune_fn
 
 
 def create(max_M=16, N=48, dtype=torch.float16, **options):
@@ -36,7 +38,7 @@ def test_a_world_of_one_is_a_plain_product():
             calls(37, layout, **way)
     calls(1, has_bias=True)
     calls(5, persistent=False)
-    calls(5, method=VendorMethod.COLLECTIVE, gemm_config=None)
+    calls(5, way="collective", gemm_config=None)
     calls(11, op=gemm_rs)
     calls(11, op=gemm_rs, autotune=False)
     assert calls.finish() == len(WAYS) * len(LAYOUTS) + 5
@@ -45,47 +47,44 @@ def test_a_world_of_one_is_a_plain_product():
 def test_one_element():
     calls = Calls(max_rows=1, columns=1, K=1, dtype=torch.float32)
     calls(1)
-    calls(1, persistent=False, fuse_scatter=False)
+    calls(1, persistent=False, way="copy_engine")
     assert calls.finish() == 2
 
 
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
     assert first["persistent"] is current_device().prefers_descriptors
-    assert (first["fuse_scatter"], first["method"]) == (True, None)
+    assert first["way"] == "fused"
     assert str(first["gemm_config"]) == str(default_tiles())
 
 
 def test_the_space_has_tiles_and_transfers(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["persistent"] for config in space if config["gemm_config"]} == {True, False}
-    assert {config["fuse_scatter"] for config in space} == {True, False}
+    tiled = [config for config in space if "gemm_config" in config]
+    assert {config["persistent"] for config in tiled} == {True, False}
+    assert {config["way"] for config in space} == {"fused", "one_launch", "copy_engine", "serial"}
     assert gemm_rs.config_space.names == set().union(*space)
     gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
-    for module in (vendor_reduce_scatter, gemm_reduce_scatter_space):
+    for module in (vendor_reduce_scatter, gemm_reduce_scatter_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor_reduce_scatter, "_has_async_tp", lambda: True)
-    methods = [config["method"] for config in config_space()]
-    assert methods[-2:] == [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
+    assert config_space()[-2:] == [{"way": "collective"}, {"way": "async_tp"}]
 
 
 def test_what_is_pruned():
     rows = 8 * max(config.kwargs["BLOCK_SIZE_M"] for config in get_config_space())
     A, B = torch.empty(2 * rows, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
-    vendor = {"gemm_config": None, "method": VendorMethod.COLLECTIVE}
-    space = [*config_space(), vendor]
+    space = [*config_space(), {"way": "collective"}]
 
     def left(num_ranks, reduce_st=False):
         ctx = SimpleNamespace(num_ranks=num_ranks, reduce_st=reduce_st)
         return [config for config in space if prune_fn(config, A, B, ctx)]
 
-    fused = [
-        config for config in space if config.get("exchange") is False and config["fuse_scatter"]
-    ]
+    fused = [config for config in space if config["way"] == "fused"]
     # Eight rows of tiles of a slab, as many as there are chunks, and too few bytes for its own
     # launch of a reduce-scatter.
-    not_serial = [config for config in space if not config.get("serial")]
+    not_serial = [config for config in space if config["way"] != "serial"]
     assert left(2) == not_serial
     assert left(1) == fused
     assert left(2, reduce_st=True) == fused
@@ -96,7 +95,7 @@ def test_what_is_pruned():
 
 
 def test_a_serial_way_is_for_sums_that_one_launch_scatters():
-    (serial,) = [config for config in config_space() if config.get("serial")]
+    (serial,) = [config for config in config_space() if config["way"] == "serial"]
     B = torch.empty(64, 8192, dtype=torch.float16)
     ctx = SimpleNamespace(num_ranks=2, reduce_st=False)
     tried = [M for M in (2, 256, 4096, 8192) if prune_fn(serial, torch.empty(M, 64).half(), B, ctx)]
@@ -121,7 +120,7 @@ def test_chunks_are_whole_groups_of_tiles():
 
 
 def test_tile_shapes_are_pushed_once():
-    pushed = [config for config in config_space() if config["fuse_scatter"] is False]
+    pushed = [config for config in config_space() if config["way"] == "copy_engine"]
     shapes = {
         (str({**config["gemm_config"].all_kwargs(), "GROUP_SIZE_M": 0}), config["num_chunks"])
         for config in pushed
@@ -162,7 +161,7 @@ def test_a_sum_is_not_pushed_by_slabs():
     A, B = torch.ones(4, 8).half(), torch.ones(8, 48).half()
     with (
         create(reduce_st=True) as ctx,
-        pytest.raises(InvalidArgument, match="fuse_scatter is False, expected True with reduce_st"),
+        pytest.raises(InvalidArgument, match="expected 'fused' with reduce_st=True"),
     ):
         gemm_rs.fn(A, B, ctx, default_tiles(), fuse_scatter=False)
 

@@ -1,19 +1,163 @@
-"""What makes an op of a function: a tuning over all ranks, known by the name of the op's folder."""
+"""An op is a function that several algorithms can compute, its *ways*, and that is tuned over them.
+
+    @op(ways=WAYS, call=Call, sizes=Sizes.of, key_fn=key_fn, version="3")
+    def gemm_rs(A, B, ctx, gemm_config=None, ..., way=None):
+        return Call(A, B, ctx, gemm_config, ..., way).run()
+
+A config is the name of a way and the values of that way's tunables, nothing else. From the ways
+come the config space, what is pruned, what is compiled ahead, and the call itself; so another
+algorithm is another ``Way`` in the tuple. A call looks its way up once: what it costs the host is
+benchmarks/bench_host_cost.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
 
 from triton_dist import tune
+from triton_dist.errors import InvalidArgument
+
+C = TypeVar("C", bound="OpCall")
+S = TypeVar("S")
 
 
-def op(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
-    """Decorate the function of a folder's ``op.py``; ``settings``: of ``tune.autotune``.
+class Way(ABC, Generic[C, S]):
+    """An algorithm of an op: ``C`` is the type of the op's calls, ``S`` of the sizes of a key."""
 
-    Records, errors and pickles name the folder, from which users import the op, so that files
+    name: ClassVar[str]
+    """What ``way=`` and records say."""
+    tunables: ClassVar[tuple[str, ...]] = ()
+    """Names of the values in its configs."""
+
+    @abstractmethod
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        """Values of ``tunables`` worth trying on this process's device, the most promising
+        first."""
+
+    @abstractmethod
+    def suits(self, config: Mapping[str, Any], sizes: S) -> bool:
+        """Tell whether a config is worth trying for every call of a key with these sizes."""
+
+    def check(self, call: C) -> None:
+        """Refuse a call that cannot work this way.
+
+        Raises:
+            InvalidArgument: names the argument, its value and what was expected.
+        """
+
+    def compile(self, call: C) -> None:
+        """Compile and load what ``run`` launches, and launch nothing. Libraries have theirs."""
+
+    @abstractmethod
+    def run(self, call: C) -> torch.Tensor:
+        """Launch the call, and return its result."""
+
+
+class Ways(Mapping[str, Way[C, S]]):
+    """The ways of an op by name, in the order in which they are tried."""
+
+    def __init__(self, function: str, ways: Iterable[Way[C, S]]) -> None:
+        self._function = function
+        self._ways = {way.name: way for way in ways}
+
+    def __getitem__(self, name: str) -> Way[C, S]:
+        try:
+            return self._ways[name]
+        except (KeyError, TypeError):
+            expected = f"None or one of {', '.join(map(repr, self._ways))}"
+            raise InvalidArgument(self._function, "way", name, expected) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ways)
+
+    def __len__(self) -> int:
+        return len(self._ways)
+
+    def config_space(self) -> list[dict[str, Any]]:
+        """Configs of all ways; the first is the default."""
+        return [
+            {"way": way.name, **dict(zip(way.tunables, values, strict=True))}
+            for way in self._ways.values()
+            for values in way.candidates()
+        ]
+
+
+class OpCall:
+    """Arguments of one call of an op, checked; a dataclass whose fields are the op's parameters,
+    in their order."""
+
+    chosen: Way[Any, Any]
+
+    def run(self) -> torch.Tensor:
+        """Launch the call, and return its result."""
+        return self.chosen.run(self)
+
+    def compile(self) -> None:
+        """Compile and load what ``run`` launches."""
+        self.chosen.compile(self)
+
+
+def op(
+    *,
+    ways: Ways[Any, Any],
+    call: Callable[..., OpCall],
+    sizes: Callable[..., Any],
+    key_fn: Callable[..., Any],
+    version: str,
+    agree_fn: Callable[..., object],
+) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
+    """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
+
+    Records, errors and pickles name the folder of ``op.py``, from which users import the op: files
     inside it can be named anew without a tuning being lost.
+
+    Args:
+        sizes: ``sizes(*args, **kwargs)`` of a call: what ``Way.suits`` goes by. The same for all
+            calls of a key, since a winner serves all of them.
+        key_fn, agree_fn: as of ``tune.autotune``.
+        version: another one when results that are shipped (records/) must not be used any more.
     """
+
+    def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
+        signature = inspect.signature(fn)
+
+        def prune(config: Mapping[str, Any], *args: Any, **kwargs: Any) -> bool:
+            way = ways[config["way"]]
+            # A caller who fixes a way leaves configs of others, with their tunables.
+            if config.keys() != {"way", *way.tunables}:
+                return False
+            return way.suits(config, sizes(*args, **kwargs))
+
+        def prepare(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            call(*bound.arguments.values()).compile()
+
+        def recover(*args: Any, **kwargs: Any) -> None:
+            """Bring the context of all ranks back to one state after a candidate failed on some
+            rank."""
+            signature.bind_partial(*args, **kwargs).arguments["ctx"].reset()
+
+        return tuned(
+            config_space=ways.config_space,
+            key_fn=key_fn,
+            prune_fn=prune,
+            prepare_fn=prepare,
+            recover_fn=recover,
+            agree_fn=agree_fn,
+            version=version,
+        )(fn)
+
+    return decorate
+
+
+def tuned(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
+    """Decorate a function of an ``op.py`` that has no ways; ``settings``: of ``tune.autotune``."""
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
         fn.__module__ = fn.__module__.rpartition(".")[0]

@@ -40,7 +40,7 @@ from triton_dist.kernels.common.exchange.shapes import (
     tunables_of,
 )
 from triton_dist.kernels.common.flags import folded
-from triton_dist.kernels.common.op import op
+from triton_dist.kernels.common.op import tuned
 from triton_dist.runtime.device import current_device
 
 
@@ -110,7 +110,7 @@ class PushedCollective:
 
     def tuned(self, version: str) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
         """Decorator of the op: what ``tune.autotune`` makes of it. ``version``: see there."""
-        return op(
+        return tuned(
             config_space=self.config_space,
             key_fn=self.key_fn,
             prune_fn=self.prune_fn,

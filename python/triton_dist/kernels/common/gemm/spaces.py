@@ -79,6 +79,12 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
     return list(PERSISTENT_TILES if persistent else POINTER_TILES)
 
 
+def kinds_here() -> tuple[bool, bool]:
+    """Values of ``persistent`` worth trying; the one that this process's device prefers first."""
+    descriptors = current_device().prefers_descriptors
+    return descriptors, not descriptors
+
+
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
     """The first config of each tile shape, whatever its GROUP_SIZE_M."""
     found: dict[Any, triton.Config] = {}

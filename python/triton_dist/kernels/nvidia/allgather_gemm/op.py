@@ -62,7 +62,7 @@ from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.shapes import Shape
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.op import op
+from triton_dist.kernels.common.op import tuned
 from triton_dist.kernels.common.shards import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
@@ -193,7 +193,7 @@ def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: A
     ctx.reset()
 
 
-@op(
+@tuned(
     config_space=config_space,
     key_fn=key_fn,
     prune_fn=prune_fn,

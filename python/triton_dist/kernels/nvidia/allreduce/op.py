@@ -55,7 +55,7 @@ from triton_dist.kernels.common.exchange.shapes import (
 from triton_dist.kernels.common.exchange.tree_kernel import kernel_all_reduce_double_tree
 from triton_dist.kernels.common.exchange.trees import role_of
 from triton_dist.kernels.common.flags import folded
-from triton_dist.kernels.common.op import op
+from triton_dist.kernels.common.op import tuned
 from triton_dist.kernels.nvidia.allreduce.context import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
@@ -186,7 +186,7 @@ def prepare(
     ctx.buffer.launch(exchange, x, out).compile()
 
 
-@op(
+@tuned(
     config_space=config_space,
     key_fn=key_fn,
     prune_fn=prune_fn,

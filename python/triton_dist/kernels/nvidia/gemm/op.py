@@ -17,7 +17,7 @@ from triton_dist.kernels.common.gemm.launch import (
 )
 from triton_dist.kernels.common.gemm.spaces import get_config_space, warp_specialized_tiles
 from triton_dist.kernels.common.launch import Launch, fits_descriptor
-from triton_dist.kernels.common.op import op
+from triton_dist.kernels.common.op import tuned
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
@@ -145,7 +145,7 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     return prepare
 
 
-@op(
+@tuned(
     config_space=_both_spaces,
     key_fn=_key,
     prune_fn=prune_fn,
@@ -167,7 +167,7 @@ def matmul(
     return _run(A, B, gemm_config, persistent)
 
 
-@op(
+@tuned(
     config_space=lambda: _space(True),
     key_fn=_key,
     prune_fn=prune_fn,
@@ -181,7 +181,7 @@ def gemm_persistent(
     return _run(A, B, gemm_config, True)
 
 
-@op(
+@tuned(
     config_space=lambda: _space(False),
     key_fn=_key,
     prune_fn=prune_fn,

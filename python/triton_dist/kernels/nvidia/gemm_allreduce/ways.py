@@ -1,13 +1,16 @@
-"""What GEMM-AllReduce tries: tiles, and how products are summed."""
+"""Ways of GEMM-AllReduce: what each tries, refuses and launches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import triton
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.shapes import (
     SMALL_SHAPES,
     Shape,
@@ -18,21 +21,41 @@ from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import (
     LOW,
     get_config_space,
+    kinds_here,
     suits_rows,
     tile_shapes,
     tiles_to_all,
 )
-from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows
+from triton_dist.kernels.common.op import Ways
+from triton_dist.kernels.common.scatter.calls import ExchangedCall, TwoShotCall
+from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows, tiles_of_slab
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
+from triton_dist.kernels.common.scatter.ways import (
+    OneLaunch,
+    SummingCall,
+    SummingSizes,
+    SummingWay,
+    WholeProduct,
+)
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
     AllReduceMethod,
+    all_reduce,
+    get_allreduce_methods,
 )
+from triton_dist.kernels.nvidia.allreduce import prepare as prepare_all_reduce
 from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
-from triton_dist.kernels.nvidia.gemm_allreduce.context import SUMMED_BYTES, GEMMAllReduceMethod
+from triton_dist.kernels.nvidia.gemm_allreduce.context import (
+    SUMMED_BYTES,
+    GEMMAllReduceMethod,
+    GEMMAllReduceTensorParallelContext,
+    check_operands,
+)
 from triton_dist.runtime.device import current_device
 
+# Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
+_TWO_SHOT_FROM = 1 << 20
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
     AllReduceMethod.ONE_SHOT: (Shape(16, 2048), Shape(64, 2048), Shape(64, 8192)),
@@ -46,125 +69,306 @@ _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
 }
 
 
-def config_space() -> list[dict[str, Any]]:
-    """The default, whose way goes by size; then tiles that go to all, tiles that go to their
-    owners, whole products, and what torch brings. Interpreted, of each a few."""
-    device = current_device()
-    descriptors, interpreted = device.prefers_descriptors, device.name == "cpu"
-    first = get_config_space(descriptors)[0]
-    one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
-    space = [config(gemm_config=first, persistent=descriptors, method=None)]
-    for persistent in (descriptors, not descriptors):
-        tiles = get_config_space(persistent)
-        space += [
-            config(gemm_config=each, persistent=persistent, method=one_shot)
-            for each in tiles_to_all(persistent)
-        ]
-        space += [
-            config(gemm_config=each, persistent=persistent, method=one_shot, packets=True)
-            for each in tiles_to_all(persistent)
-            if each.kwargs["BLOCK_SIZE_M"] == LOW
-        ]
-        space += [
-            config(gemm_config=each, persistent=persistent, method=two_shot) for each in tiles
-        ]
-        space += [
-            config(gemm_config=each, persistent=persistent, method=two_shot, exchange=True)
-            for each in tile_shapes(tiles)
-        ]
-    chunked = tile_shapes(get_config_space(descriptors))
-    space += [
-        config(gemm_config=each, persistent=descriptors, method=two_shot, num_chunks=num_chunks)
-        for each in chunked[: 1 if interpreted else _CHUNKED_TILES]
-        for num_chunks in _CHUNKS
-    ]
-    space += [
-        config(
-            method=GEMMAllReduceMethod.SERIAL,
-            reduction=reduction,
-            num_chunks=shape.num_pieces,
-            num_ctas=shape.num_ctas,
-            block_bytes=shape.block_bytes,
-        )
-        for reduction, shapes in _SERIAL.items()
-        for shape in (shapes[:1] if interpreted else shapes)
-    ]
-    return [*space, config(method=GEMMAllReduceMethod.COLLECTIVE)]
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+class Call(SummingCall):
+    """One call: the parameters of ``gemm_ar``."""
+
+    function = "gemm_ar"
+    A: torch.Tensor
+    B: torch.Tensor
+    ctx: GEMMAllReduceTensorParallelContext
+    gemm_config: triton.Config | None
+    persistent: bool
+    method: GEMMAllReduceMethod | None
+    packets: bool | None
+    exchange: bool | None
+    num_chunks: int
+    reduction: AllReduceMethod | str | None
+    num_ctas: int | None
+    block_bytes: int | None
+    bias: torch.Tensor | None
+    copy_to_local: bool
+    straggler_option: tuple[int, int] | None
+    way: str | None
+
+    def __post_init__(self) -> None:
+        self.looks = check_operands(self.A, self.B, self.bias, self.ctx)
+        name = self.way or way_of(self.method, self.packets, self.exchange) or BySize.name
+        self.chosen = WAYS[name]
+        self.check_chunks()
+        if self.ctx.num_ranks == 1:  # a plain product
+            self.chosen = WAYS[Collective.name]
+        self.chosen.check(self)
 
 
-def config(
-    *,
-    gemm_config: triton.Config | None = None,
-    persistent: bool | None = None,
-    method: GEMMAllReduceMethod | None,
-    packets: bool = False,
-    exchange: bool = False,
-    num_chunks: int = 1,
-    reduction: AllReduceMethod | None = None,
-    num_ctas: int | None = None,
-    block_bytes: int | None = None,
-) -> dict[str, Any]:
-    """All tunables; a way has ``None`` for what it does not know."""
-    return {
-        "gemm_config": gemm_config,
-        "persistent": persistent,
-        "method": method,
-        "packets": packets,
-        "exchange": exchange,
-        "num_chunks": num_chunks,
-        "reduction": reduction,
-        "num_ctas": num_ctas,
-        "block_bytes": block_bytes,
-    }
+def way_of(
+    method: GEMMAllReduceMethod | None, packets: bool | None = None, exchange: bool | None = None
+) -> str | None:
+    """Name the way that the older keywords ask for; ``None``: they ask for none."""
+    if method is not None and not isinstance(method, GEMMAllReduceMethod):
+        raise InvalidArgument("gemm_ar", "method", method, "a GEMMAllReduceMethod, or None")
+    if packets:
+        if method not in (None, GEMMAllReduceMethod.ONE_SHOT):
+            raise InvalidArgument("gemm_ar", "packets", packets, f"False for {method}")
+        return OneShotInPackets.name
+    if exchange and method in (None, GEMMAllReduceMethod.TWO_SHOT):
+        return TwoShotInOneLaunch.name
+    return None if method is None else method.value
 
 
-def prune_fn(
-    config: Mapping[str, Any],
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    """What is dropped goes by the largest M of the key, since a winner serves all of them."""
-    method = config["method"]
-    if ctx.num_ranks == 1:  # a plain product, by torch
-        return method is GEMMAllReduceMethod.COLLECTIVE
-    rows, N = row_bucket(A.shape[0]), B.shape[1]
-    nbytes = rows * N * A.element_size()
-    if method is GEMMAllReduceMethod.COLLECTIVE:
+@dataclass(frozen=True)
+class Sizes(SummingSizes):
+    """What decides which configs are worth trying: that of the largest M of the key."""
+
+    A: torch.Tensor
+    """[M, K_per_rank] of the call, for its other attributes."""
+    B: torch.Tensor
+    rows: int
+    num_ranks: int
+    asked: str | None
+    """The way that the caller's keywords ask for."""
+    adds = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the product."""
+        return self.rows * self.B.shape[1] * self.A.element_size()
+
+    @classmethod
+    def of(
+        cls,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        ctx: GEMMAllReduceTensorParallelContext,
+        *_: Any,
+        method: GEMMAllReduceMethod | None = None,
+        packets: bool | None = None,
+        exchange: bool | None = None,
+        **__: Any,
+    ) -> Sizes:
+        asked = way_of(method, packets, exchange)
+        return cls(A, B, row_bucket(A.shape[0]), ctx.num_ranks, asked)
+
+
+class BySize(SummingWay[Call, Sizes]):
+    """One shot or two, by size: the default, never a candidate."""
+
+    name, tunables = "by_size", ("gemm_config", "persistent")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        descriptors = current_device().prefers_descriptors
+        yield get_config_space(descriptors)[0], descriptors
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return False
+
+    def check(self, call: Call) -> None:
+        M, ctx = call.A.shape[0], call.ctx
+        few = ctx.one_shot_rows >= M and M * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
+        call.chosen = WAYS[OneShot.name if few else TwoShot.name]
+        call.chosen.check(call)
+
+    def run(self, call: Call) -> torch.Tensor:
+        raise NotImplementedError  # ``check`` chooses another one
+
+
+class OneShot(OneLaunch[Call, Sizes]):
+    """Each tile goes to all ranks, who all add it, in one launch. For few rows: a product of up to
+    4 MB."""
+
+    name: ClassVar[str] = "one_shot"
+    tunables = ("gemm_config", "persistent")
+    in_packets = to_owners = False
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for persistent in kinds_here():
+            for tiles in tiles_to_all(persistent):
+                yield tiles, persistent
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.nbytes <= ONE_SHOT_BYTES and _fit(config, sizes.rows, sizes)
+
+    def check(self, call: Call) -> None:
+        call.check_rows(call.ctx.one_shot_rows)
+        call.check_tiles()
+
+    def exchanged(self, call: Call) -> ExchangedCall:
+        return ExchangedCall(
+            call.A, call.B, call.bias, call.ctx.reducer.buffer, call.gemm_config,
+            bool(call.persistent), to_owners=self.to_owners, pass_on=self.to_owners,
+            in_packets=self.in_packets,
+        )  # fmt: skip
+
+
+class OneShotInPackets(OneShot):
+    """The same in words that need no flag after them: for very few rows."""
+
+    name = "one_shot_in_packets"
+    in_packets = True
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == LOW)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        in_lines = sizes.rows * bytes_of_row(sizes.B.shape[1], sizes.A.element_size())
+        return in_lines <= PACKET_BYTES and super().fits(config, sizes)
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        call.check_rows(call.ctx.packet_rows)
+
+
+class TwoShotInOneLaunch(OneShot):
+    """Each tile goes to the rank that owns its rows, who adds it and sends the sum to all, once
+    all is multiplied."""
+
+    name = "two_shot_in_one_launch"
+    to_owners = True
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for persistent in kinds_here():
+            for tiles in tile_shapes(get_config_space(persistent)):
+                yield tiles, persistent
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        whole = -(-sizes.rows // sizes.num_ranks) * sizes.num_ranks
+        nbytes = whole * sizes.B.shape[1] * sizes.A.element_size()
+        return nbytes <= SUMMED_BYTES and _fit(config, sizes.rows, sizes)
+
+    def check(self, call: Call) -> None:
+        call.check_rows(call.ctx.exchanged_rows)
+        call.check_tiles()
+
+
+class TwoShot(SummingWay[Call, Sizes]):
+    """The same while the next tiles are multiplied: for many rows."""
+
+    name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for persistent in kinds_here():
+            for tiles in get_config_space(persistent):
+                yield tiles, persistent, 1
+        descriptors, interpreted = kinds_here()[0], current_device().name == "cpu"
+        chunked = tile_shapes(get_config_space(descriptors))[: 1 if interpreted else _CHUNKED_TILES]
+        for tiles in chunked:
+            for num_chunks in _CHUNKS:
+                yield tiles, descriptors, num_chunks
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        rows, num_chunks = slab_rows(sizes.rows, sizes.num_ranks), config["num_chunks"]
+        chunks = chunks_of_slab(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
+        if len(chunks.rows) < num_chunks:  # the same as with fewer
+            return False
+        return _fit(config, rows, sizes)
+
+    def check(self, call: Call) -> None:
+        call.check_tiles()
+
+    def compile(self, call: Call) -> None:
+        self._two_shot(call, None).compile()
+
+    def run(self, call: Call) -> torch.Tensor:
+        ctx, buffer, awaited = call.ctx, call.ctx.buffer, False
+        rows = slab_rows(call.A.shape[0], ctx.num_ranks)
+        tiles = tiles_of_slab(call.gemm_config, rows, ctx.N)
+        buffer.slots.take(call.A.shape[0])
+        ctx.sleep(call.straggler_option)
+        try:
+            two_shot = self._two_shot(call, call.looks)
+            two_shot.run()
+            awaited = True  # an own tile waits for each peer
+        finally:
+            buffer.slots.finish(awaited, lambda: buffer.expected(tiles))
+        return two_shot.C
+
+    def _two_shot(self, call: Call, looks: object) -> TwoShotCall:
+        """Describe the launches in the present slot."""
+        A, buffer = call.A, call.ctx.buffer
+        sums = buffer.sums(A.shape[0])
+        C = A.new_empty((A.shape[0], call.ctx.N)) if call.copy_to_local else sums
+        return TwoShotCall(
+            A, call.B, C, call.bias, call.gemm_config, buffer.describe(), buffer.slots.launcher,
+            bool(call.persistent), call.num_chunks, looks, sums,
+            buffer.slots["sum_arrivals"].local,
+        )  # fmt: skip
+
+
+class Serial(WholeProduct[Call, Sizes]):
+    """The all-reduce is ours."""
+
+    name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        interpreted = current_device().name == "cpu"
+        for reduction, shapes in _SERIAL.items():
+            for shape in shapes[:1] if interpreted else shapes:
+                yield reduction.value, shape.num_pieces, shape.num_ctas, shape.block_bytes
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        nbytes = sizes.nbytes
+        if config["reduction"] != AllReduceMethod.ONE_SHOT.value:
+            nbytes = -(-nbytes // sizes.num_ranks)
+        elif nbytes > ONE_SHOT_BYTES:
+            return False
+        shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+        return is_worth_trying(shape, nbytes)
+
+    def check(self, call: Call) -> None:
+        if call.reduction not in (None, *AllReduceMethod, *get_allreduce_methods()):
+            expected = f"None or one of {', '.join(get_allreduce_methods())}"
+            raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
+
+    def compile(self, call: Call) -> None:
+        product = call.A.new_empty((call.A.shape[0], call.ctx.N))
+        prepare_all_reduce(product, call.ctx.reducer, **self._reducing(call))
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = all_reduce.fn(product, call.ctx.reducer, **self._reducing(call))
+        return total
+
+    def _reducing(self, call: Call) -> dict[str, Any]:
+        """The tunables as ``all_reduce`` knows them."""
+        return {
+            "method": call.reduction and AllReduceMethod(call.reduction),
+            "num_ctas": call.num_ctas,
+            "block_bytes": call.block_bytes,
+            "num_pieces": call.num_chunks,
+        }
+
+
+class Collective(WholeProduct[Call, Sizes]):
+    """The all-reduce is the group's: NCCL, gloo on CPU ranks. Of one rank, the product alone."""
+
+    name = "collective"
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        yield ()
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks are there to run our kernels.
-        return current_device().name == "cuda"
-    if method is GEMMAllReduceMethod.SERIAL:
-        return _is_worth_reducing(config, nbytes, ctx.num_ranks)
+        is_tried = sizes.num_ranks == 1 or current_device().name == "cuda"
+        return sizes.asked == self.name or (sizes.asked is None and is_tried)
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(product, group=call.ctx.group)
+        return product
+
+
+def _fit(config: Mapping[str, Any], rows: int, sizes: Sizes) -> bool:
     tiles = config["gemm_config"]
-    if method is None or tiles is None:
-        return False
-    if method is GEMMAllReduceMethod.ONE_SHOT:
-        if nbytes > ONE_SHOT_BYTES or config["num_chunks"] > 1:
-            return False
-        if config["packets"] and rows * bytes_of_row(N, A.element_size()) > PACKET_BYTES:
-            return False
-    elif config["exchange"]:
-        # Not by the rows of this context: others have the same key.
-        whole = -(-rows // ctx.num_ranks) * ctx.num_ranks
-        if whole * N * A.element_size() > SUMMED_BYTES:
-            return False
-    else:
-        rows = slab_rows(rows, ctx.num_ranks)
-        chunks = chunks_of_slab(tiles, rows, N, config["num_chunks"])
-        if len(chunks.rows) < config["num_chunks"]:  # the same as with fewer
-            return False
-    return suits_rows(tiles, rows) and suits_gemm({"gemm_config": tiles}, A, B)
+    return suits_rows(tiles, rows) and suits_gemm({"gemm_config": tiles}, sizes.A, sizes.B)
 
 
-def _is_worth_reducing(config: Mapping[str, Any], nbytes: int, num_ranks: int) -> bool:
-    if config["reduction"] is None:
-        return False
-    if config["reduction"] is AllReduceMethod.ONE_SHOT:
-        if nbytes > ONE_SHOT_BYTES:
-            return False
-    else:
-        nbytes = -(-nbytes // num_ranks)
-    shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
-    return is_worth_trying(shape, nbytes)
+WAYS = Ways(
+    "gemm_ar",
+    (
+        BySize(),
+        OneShot(),
+        OneShotInPackets(),
+        TwoShot(),
+        TwoShotInOneLaunch(),
+        Serial(),
+        Collective(),
+    ),
+)

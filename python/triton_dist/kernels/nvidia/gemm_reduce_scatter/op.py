@@ -11,14 +11,15 @@ Timeline of one call (W = 4), on every rank at once
     GEMM         rank+1's rows │ rank+2's │ rank+3's │ own rows, each tile + the peers' ─ finish
     fused         └ each tile → rank+1     └ → rank+2  └ → rank+3
     copy engine              └ chunks → rank+1 └ → rank+2 └ → rank+3
-    ``fuse_scatter=True``: the program that computed a tile stores it into its owner's memory.
-    ``False``: tiles stay here, and a copy engine pushes each slab, in ``num_chunks`` chunks, as
-    their tiles are complete. Either way the program that computes an own tile waits until the peers
-    have sent theirs, and adds them.
-    ``exchange=True``, for few rows: the same launch as ``fuse_scatter=True`` would be short of work
-    for most programs in the end. So all of them add, once all is multiplied; a tile has rows of
-    several ranks, so that B is read once; and nothing comes before the kernel or behind it.
-    ``serial=True``: ``torch.matmul``, then our reduce-scatter, where no tiles of ours fit well.
+    ``way="fused"``: the program that computed a tile stores it into its owner's memory.
+    ``"copy_engine"``: tiles stay here, and a copy engine pushes the rows of each peer, in
+    ``num_chunks`` chunks, as their tiles are complete. Either way the program that computes an own
+    tile waits until the peers have sent theirs, and adds them.
+    ``"one_launch"``, for few rows: the launch of ``"fused"`` would be short of work for most
+    programs in the end. So all of them add, once all is multiplied; a tile has rows of several
+    ranks, so that B is read once; and nothing comes before the kernel or after it.
+    ``"serial"``: ``torch.matmul``, then our reduce-scatter, where no tiles of ours fit well.
+    ``"collective"``, ``"async_tp"``: by torch.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
@@ -48,22 +49,13 @@ from typing import Any
 import torch
 import triton
 
-from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.shapes import shape_of
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.common.scatter.calls import ExchangedCall, ScatteredCall
-from triton_dist.kernels.common.scatter.launch import Scatter, tiles_of_slab
-from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
     check_operands,
 )
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import config_space, prune_fn
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.whole import (
-    multiply_then_scatter,
-    scatter_launch,
-)
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS, Call, Sizes, adds, way_of
 
 
 def key_fn(
@@ -75,82 +67,41 @@ def key_fn(
     reduce_st: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What a tuning is for. Of M the slab's rows count, in buckets: tiles belong to one slab."""
-    return (*check_operands(A, B, bias, ctx), _adds(ctx, reduce_st))
-
-
-def _adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -> bool:
-    if reduce_st and not ctx.reduce_st:
-        raise InvalidArgument(
-            "gemm_rs", "reduce_st", reduce_st, "a context that was created with reduce_st=True"
-        )
-    return ctx.reduce_st if reduce_st is None else bool(reduce_st)
-
-
-def _scatter(fuse_scatter: bool, adds: bool) -> Scatter:
-    if adds and not fuse_scatter:
-        raise InvalidArgument("gemm_rs", "fuse_scatter", fuse_scatter, "True with reduce_st=True")
-    return "add" if adds else "tile" if fuse_scatter else "slab"
-
-
-def _prepare(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: Any,
-    gemm_config: triton.Config | None,
-    persistent: bool | None = True,
-    fuse_scatter: bool | None = True,
-    exchange: bool | None = False,
-    num_chunks: int | None = 1,
-    method: VendorMethod | None = None,
-    bias: torch.Tensor | None = None,
-    reduce_st: bool | None = None,
-    serial: bool | None = False,
-    num_ctas: int | None = None,
-    block_bytes: int | None = None,
-) -> None:
-    """Compile a candidate's kernel without launching anything."""
-    if serial:
-        scatter_launch(A, B, ctx, shape_of(num_ctas, block_bytes, num_chunks)).compile()
-    if method is not None or gemm_config is None:
-        return
-    if exchange:
-        _exchanged(A, B, bias, ctx, gemm_config, persistent).launch().compile()
-        return
-    scatter = _scatter(bool(fuse_scatter), _adds(ctx, reduce_st))
-    _scattered(A, B, bias, ctx, gemm_config, scatter, persistent, num_chunks or 1, None).compile()
-
-
-def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
-    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.reset()
+    """Name what a tuning is for. Of M the rows of a rank count, in buckets: a tile belongs to one
+    rank. A way that older keywords ask for is tuned by itself."""
+    key = (*check_operands(A, B, bias, ctx), adds(ctx, reduce_st))
+    if not kwargs:
+        return key
+    keywords = ("fuse_scatter", "exchange", "method", "serial")
+    asked = way_of(*(kwargs.get(keyword) for keyword in keywords))
+    return key if asked is None else (*key, asked)
 
 
 @op(
-    config_space=config_space,
+    ways=WAYS,
+    call=Call,
+    sizes=Sizes.of,
     key_fn=key_fn,
-    prune_fn=prune_fn,
-    prepare_fn=_prepare,
-    recover_fn=_recover,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="2",  # another one when results that are shipped (records/) should not be used any more
+    version="3",  # another one when results that are shipped (records/) should not be used any more
 )
 def gemm_rs(
     A: torch.Tensor,
     B: torch.Tensor,
     ctx: GEMMReduceScatterTensorParallelContext,
-    gemm_config: triton.Config | None,
-    persistent: bool | None = True,
-    fuse_scatter: bool | None = True,
-    exchange: bool | None = False,
-    num_chunks: int | None = 1,
+    gemm_config: triton.Config | None = None,
+    persistent: bool = True,
+    fuse_scatter: bool | None = None,
+    exchange: bool | None = None,
+    num_chunks: int = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
     straggler_option: tuple[int, int] | None = None,
-    serial: bool | None = False,
+    serial: bool | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
+    way: str | None = None,
 ) -> torch.Tensor:
     """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
     [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
@@ -169,109 +120,26 @@ def gemm_rs(
         B: [K_per_rank, N], any strides; TMA serves unit stride in one dimension and multiples of 16
             bytes in the other, pointers the rest.
         ctx: from ``create_gemm_rs_context``.
-        gemm_config, persistent: tiles and kind of the GEMM kernel (tuned); a vendor's method has
-            none.
-        fuse_scatter: the GEMM stores tiles to their owners; else a copy engine pushes slabs
-            (tuned).
-        exchange: with ``fuse_scatter``: one launch in which all programs add, once all is
-            multiplied; for an M of up to the context's ``exchanged_rows`` (tuned).
-        num_chunks: in which a slab is pushed, at most, with ``fuse_scatter=False``; of ``serial``,
-            the pieces of the reduce-scatter (tuned).
-        method: ``None``: as ``fuse_scatter`` says; else by torch (tuned).
-        bias: [N], contiguous; this rank's is added once to each of its rows.
-        reduce_st: tiles are added to one fp32 sum on their owner; default: the context's.
-        straggler_option: (rank, cycles): that rank sleeps so long before its GEMM, for tests.
-        serial: ``torch.matmul``, then our reduce-scatter, for an M of up to the context's
-            ``exchanged_rows``; has no tiles (tuned).
+        way: the algorithm: ``"fused"``, ``"one_launch"`` and ``"serial"`` (both for an M of up to
+            the context's ``exchanged_rows``), ``"copy_engine"``, ``"collective"`` or
+            ``"async_tp"``, see the module (tuned); default: ``"fused"``.
+        gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
+        num_chunks: in which a copy engine pushes a rank's rows, at most; of ``"serial"``, the
+            pieces of the reduce-scatter (tuned).
         num_ctas, block_bytes: of that reduce-scatter (tuned).
+        bias: [N], contiguous; this rank's is added once to each of its rows.
+        reduce_st: tiles are added to one fp32 sum on their owner, by ``"fused"`` alone; default:
+            the context's.
+        straggler_option: (rank, cycles): that rank sleeps so long before its GEMM, for tests.
+        fuse_scatter, exchange, method, serial: older names of the way: ``fuse_scatter=True`` is
+            ``"fused"``, ``False`` ``"copy_engine"``; ``exchange=True`` is ``"one_launch"``,
+            ``serial=True`` ``"serial"``, a ``VendorMethod`` the way of its value. Tuned with one
+            of them, the tuning is of that way.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    looks = check_operands(A, B, bias, ctx)
-    adds = _adds(ctx, reduce_st)
-    if isinstance(method, VendorMethod):
-        ctx.sleep(straggler_option)
-        return multiply_then_scatter(A, B, ctx, bias, method)
-    if method is not None:
-        raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
-    num_chunks = 1 if num_chunks is None else num_chunks
-    if not 1 <= num_chunks <= MAX_CHUNKS:
-        raise InvalidArgument("gemm_rs", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
-    if serial:
-        _check_exchange("serial", A, ctx, fuse_scatter, adds)
-        shape = shape_of(num_ctas, block_bytes, num_chunks)
-        ctx.sleep(straggler_option)
-        return multiply_then_scatter(A, B, ctx, bias, shape)
-    if gemm_config is None:
-        raise InvalidArgument("gemm_rs", "gemm_config", None, "a triton.Config without a method")
-    if exchange and ctx.num_ranks > 1:
-        _check_exchange("exchange", A, ctx, fuse_scatter, adds)
-        ctx.sleep(straggler_option)
-        exchanged = _exchanged(A, B, bias, ctx, gemm_config, persistent)
-        return ctx.buffer.slots.beside(lambda: exchanged.run(looks))
-    scatter = _scatter(bool(fuse_scatter), adds)
-    buffer, rows = ctx.buffer, A.shape[0] // ctx.num_ranks
-    tiles = tiles_of_slab(gemm_config, rows, ctx.N)
-    pushes, awaited = None, False
-    buffer.slots.take(A.shape[0], copied=scatter == "slab")
-    ctx.sleep(straggler_option)
-    try:
-        call = _scattered(A, B, bias, ctx, gemm_config, scatter, persistent, num_chunks, looks)
-        stream = ctx.device.current_stream()
-        if scatter == "slab" and ctx.num_ranks > 1:
-            pushes = buffer.pushes(rows, gemm_config, num_chunks)
-            pushes.fork(stream)
-        call.multiply()
-        if pushes is not None:
-            pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
-        call.add_left()
-        awaited = True  # an own tile waits for each peer
-    finally:
-        if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
-            pushes.join(stream)
-        buffer.slots.finish(
-            awaited, lambda: buffer.expected(num_chunks if scatter == "slab" else tiles)
-        )
-    return call.C
-
-
-def _check_exchange(
-    argument: str, A: torch.Tensor, ctx: Any, fuse_scatter: bool | None, adds: bool
-) -> None:
-    if adds or not fuse_scatter:
-        expected = "False with reduce_st=True or fuse_scatter=False"
-        raise InvalidArgument("gemm_rs", argument, True, expected)
-    if A.shape[0] > ctx.exchanged_rows and ctx.num_ranks > 1:
-        expected = f"False for an M of more than {ctx.exchanged_rows}"
-        raise InvalidArgument("gemm_rs", argument, True, expected)
-
-
-def _exchanged(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    ctx: Any,
-    gemm_config: triton.Config,
-    persistent: bool | None,
-) -> ExchangedCall:
-    return ExchangedCall(A, B, bias, ctx.exchange, gemm_config, bool(persistent), to_owners=True)
-
-
-def _scattered(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    gemm_config: triton.Config,
-    scatter: Scatter,
-    persistent: bool | None,
-    num_chunks: int,
-    looks: object,
-) -> ScatteredCall:
-    """The call in the present slot that is not one launch."""
-    buffer = ctx.buffer
-    return ScatteredCall(
-        A, B, A.new_empty((A.shape[0] // ctx.num_ranks, ctx.N)), bias, gemm_config,
-        buffer.describe(scatter), buffer.slots.launcher, bool(persistent), num_chunks, looks,
-    )  # fmt: skip
+    return Call(
+        A, B, ctx, gemm_config, persistent, fuse_scatter, exchange, num_chunks, method, bias,
+        reduce_st, straggler_option, serial, num_ctas, block_bytes, way,
+    ).run()  # fmt: skip

@@ -1,32 +1,52 @@
-"""Config space of GEMM-ReduceScatter: tile shapes x transfer methods."""
+"""Ways of GEMM-ReduceScatter: what each tries, refuses and launches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import triton
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor_reduce_scatter as vendor
+from triton_dist.kernels.common.exchange.buffer import Exchange
+from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.shapes import Shape, is_worth_trying, shape_of
 from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,
+    kinds_here,
     suits_rows,
     tile_shapes,
     tiles_to_owners,
 )
-from triton_dist.kernels.common.scatter.launch import chunks_of_slab
+from triton_dist.kernels.common.op import Ways
+from triton_dist.kernels.common.scatter.calls import ExchangedCall, ScatteredCall
+from triton_dist.kernels.common.scatter.launch import Scatter, chunks_of_slab, tiles_of_slab
+from triton_dist.kernels.common.scatter.ways import (
+    OneLaunch as InOneLaunch,
+)
+from triton_dist.kernels.common.scatter.ways import (
+    SummingCall,
+    SummingSizes,
+    SummingWay,
+    WholeProduct,
+)
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import EXCHANGED_BYTES
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
+    EXCHANGED_BYTES,
+    GEMMReduceScatterTensorParallelContext,
+    check_operands,
+)
 from triton_dist.runtime.device import current_device
 
 # How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
-# Of a reduce-scatter behind a product.
+# Of a reduce-scatter after a product.
 _SERIAL_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (32, 64, 128)),
     *(Shape(ctas, 16384) for ctas in (64, 128)),
@@ -34,100 +54,307 @@ _SERIAL_SHAPES = (
 )
 
 
-def config_space() -> list[dict[str, Any]]:
-    """Tiles and transfer together; the first is the default.
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+class Call(SummingCall):
+    """One call: the parameters of ``gemm_rs``."""
 
-    Every tile shape with tiles sent one by one; tiles of one launch that adds, too; then slabs that
-    a copy engine pushes, the largest tiles in any number of chunks, those for few rows in few; then
-    products by torch, scattered by us, and what torch brings. Interpreted, one serial way.
-    """
-    descriptors = current_device().prefers_descriptors
-    kinds = (descriptors, not descriptors)
-    fused = [
-        config(gemm_config=each, persistent=persistent)
-        for persistent in kinds
-        for each in get_config_space(persistent)
-    ]
-    exchanged = [
-        config(gemm_config=each, persistent=persistent, exchange=True)
-        for persistent in kinds
-        for each in tiles_to_owners(persistent)
-    ]
-    pushed = [
-        config(gemm_config=each, persistent=descriptors, fuse_scatter=False, num_chunks=num_chunks)
-        for number, each in enumerate(tile_shapes(get_config_space(descriptors))[:_PUSHED_TILES])
-        for num_chunks in (_CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS)
-    ]
-    shapes = _SERIAL_SHAPES[:1] if current_device().name == "cpu" else _SERIAL_SHAPES
-    serial = [
-        config(exchange=None, num_chunks=shape.num_pieces)
-        | {"serial": True, "num_ctas": shape.num_ctas, "block_bytes": shape.block_bytes}
-        for shape in shapes
-    ]
-    torchs = [
-        config(fuse_scatter=None, exchange=None, num_chunks=None, method=method)
-        for method in vendor.candidates_here()
-    ]
-    return fused + exchanged + pushed + serial + torchs
+    function = "gemm_rs"
+    A: torch.Tensor
+    B: torch.Tensor
+    ctx: GEMMReduceScatterTensorParallelContext
+    gemm_config: triton.Config | None
+    persistent: bool
+    fuse_scatter: bool | None
+    exchange: bool | None
+    num_chunks: int
+    method: VendorMethod | None
+    bias: torch.Tensor | None
+    reduce_st: bool | None
+    straggler_option: tuple[int, int] | None
+    serial: bool | None
+    num_ctas: int | None
+    block_bytes: int | None
+    way: str | None
+
+    def __post_init__(self) -> None:
+        self.looks = check_operands(self.A, self.B, self.bias, self.ctx)
+        self.adds = adds(self.ctx, self.reduce_st)
+        name = self.way or way_of(self.fuse_scatter, self.exchange, self.method, self.serial)
+        self.chosen = WAYS[name or Fused.name]
+        self.chosen.check(self)
+
+    def check_sum(self) -> None:
+        """Refuse a sum of tiles on arrival, which fused tiles alone know."""
+        if self.adds:
+            expected = f"{Fused.name!r} with reduce_st=True"
+            raise InvalidArgument("gemm_rs", "way", self.chosen.name, expected)
 
 
-def config(
-    *,
-    gemm_config: triton.Config | None = None,
-    persistent: bool | None = None,
-    fuse_scatter: bool | None = True,
-    exchange: bool | None = False,
-    num_chunks: int | None = 1,
+def adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -> bool:
+    """Tell whether tiles are added to one sum on their owner."""
+    if reduce_st and not ctx.reduce_st:
+        expected = "a context that was created with reduce_st=True"
+        raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
+    return ctx.reduce_st if reduce_st is None else bool(reduce_st)
+
+
+def way_of(
+    fuse_scatter: bool | None,
+    exchange: bool | None = None,
     method: VendorMethod | None = None,
-) -> dict[str, Any]:
-    """All tunables but those of ``serial`` alone, without which results of the others are found as
-    before; a way has ``None`` for what it does not know."""
-    return {
-        "gemm_config": gemm_config,
-        "persistent": persistent,
-        "fuse_scatter": fuse_scatter,
-        "exchange": exchange,
-        "num_chunks": num_chunks,
-        "method": method,
-    }
+    serial: bool | None = None,
+) -> str | None:
+    """Name the way that the older keywords ask for; ``None``: they ask for none."""
+    if method is not None:
+        if not isinstance(method, VendorMethod):
+            raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
+        return method.value
+    for argument, asked, name in (
+        ("serial", serial, Serial.name), ("exchange", exchange, OneLaunch.name),
+    ):  # fmt: skip
+        if asked:
+            if fuse_scatter is False:
+                raise InvalidArgument("gemm_rs", argument, True, "False with fuse_scatter=False")
+            return name
+    if fuse_scatter is None:
+        return None
+    return Fused.name if fuse_scatter else CopyEngine.name
 
 
-def prune_fn(
-    config: Mapping[str, Any],
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: Any,
-    *args: Any,
-    reduce_st: bool | None = None,
-    **kwargs: Any,
-) -> bool:
-    """What is dropped goes by the most rows of the key, since a winner serves all of them."""
-    is_vendor = config.get("method") is not None
-    adds = ctx.reduce_st if reduce_st is None else reduce_st
-    is_serial, is_exchange = config.get("serial"), config.get("exchange")
-    is_plain = not is_vendor and config.get("fuse_scatter", True)
-    is_plain = is_plain and not is_exchange and not is_serial
-    # One rank scatters nothing, and a choice for the sum is one against the others.
-    if not is_plain and (ctx.num_ranks == 1 or adds):
-        return False
-    if is_vendor:
-        return True
-    rows = row_bucket(A.shape[0] // ctx.num_ranks)
-    if is_exchange or is_serial:
-        M = rows * ctx.num_ranks
-        nbytes = M * B.shape[1] * B.element_size()
-        # Not by the rows of this context: others have the same key.
-        if nbytes > EXCHANGED_BYTES:
-            return False
-        if is_serial:
-            shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
-            return is_worth_trying(shape, nbytes // ctx.num_ranks)
-        if not suits_rows(config["gemm_config"], M):
-            return False
-    num_chunks = config.get("num_chunks") or 1
-    if num_chunks > 1:
-        chunks = chunks_of_slab(config["gemm_config"], rows, B.shape[1], num_chunks)
+@dataclass(frozen=True)
+class Sizes(SummingSizes):
+    """What decides which configs are worth trying: that of the largest M of the key."""
+
+    A: torch.Tensor
+    """[M, K_per_rank] of the call, for its other attributes."""
+    B: torch.Tensor
+    rows: int
+    """Of a rank."""
+    num_ranks: int
+    adds: bool
+    asked: str | None
+    """The way that the caller's keywords ask for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the product."""
+        return self.rows * self.num_ranks * self.B.shape[1] * self.B.element_size()
+
+    @classmethod
+    def of(
+        cls,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        ctx: GEMMReduceScatterTensorParallelContext,
+        *_: Any,
+        reduce_st: bool | None = None,
+        fuse_scatter: bool | None = None,
+        exchange: bool | None = None,
+        method: VendorMethod | None = None,
+        serial: bool | None = None,
+        **__: Any,
+    ) -> Sizes:
+        rows = row_bucket(A.shape[0] // ctx.num_ranks)
+        adds = ctx.reduce_st if reduce_st is None else reduce_st
+        asked = way_of(fuse_scatter, exchange, method, serial)
+        return cls(A, B, rows, ctx.num_ranks, adds, asked)
+
+
+class Fused(SummingWay[Call, Sizes]):
+    """The program that computed a tile stores it into its owner's memory, or adds it there."""
+
+    name = "fused"
+    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "persistent")
+    scatter: Scatter = "tile"
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for persistent in kinds_here():
+            for tiles in get_config_space(persistent):
+                yield tiles, persistent
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.asked in (None, self.name) and suits_gemm(config, sizes.A, sizes.B)
+
+    def check(self, call: Call) -> None:
+        call.check_tiles()
+
+    def compile(self, call: Call) -> None:
+        self._scattered(call, None).compile()
+
+    def run(self, call: Call) -> torch.Tensor:
+        buffer = call.ctx.buffer
+        tiles = tiles_of_slab(call.gemm_config, call.A.shape[0] // call.ctx.num_ranks, call.ctx.N)
+        buffer.slots.take(call.A.shape[0])
+        call.ctx.sleep(call.straggler_option)
+        awaited = False
+        try:
+            scattered = self._scattered(call, call.looks)
+            scattered.multiply()
+            scattered.add_left()
+            awaited = True  # an own tile waits for each peer
+        finally:
+            buffer.slots.finish(awaited, lambda: buffer.expected(tiles))
+        return scattered.C
+
+    def _scattered(self, call: Call, looks: object) -> ScatteredCall:
+        """Describe the launches in the present slot."""
+        A, buffer = call.A, call.ctx.buffer
+        return ScatteredCall(
+            A, call.B, A.new_empty((A.shape[0] // call.ctx.num_ranks, call.ctx.N)), call.bias,
+            call.gemm_config, buffer.describe("add" if call.adds else self.scatter),
+            buffer.slots.launcher, bool(call.persistent), call.num_chunks, looks,
+        )  # fmt: skip
+
+
+class OneLaunch(InOneLaunch[Call, Sizes]):
+    """For few rows: one launch in which all programs add, once all is multiplied."""
+
+    name, tunables = "one_launch", ("gemm_config", "persistent")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for persistent in kinds_here():
+            for tiles in tiles_to_owners(persistent):
+                yield tiles, persistent
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return (
+            sizes.nbytes <= EXCHANGED_BYTES
+            and suits_rows(config["gemm_config"], sizes.rows * sizes.num_ranks)
+            and suits_gemm(config, sizes.A, sizes.B)
+        )
+
+    def check(self, call: Call) -> None:
+        call.check_tiles()
+        call.check_sum()
+        call.check_rows(call.ctx.exchanged_rows)
+        if call.ctx.num_ranks == 1:  # which exchanges nothing
+            call.chosen = WAYS[Fused.name]
+
+    def exchanged(self, call: Call) -> ExchangedCall:
+        return ExchangedCall(
+            call.A, call.B, call.bias, call.ctx.exchange, call.gemm_config, bool(call.persistent),
+            to_owners=True,
+        )  # fmt: skip
+
+
+class CopyEngine(Fused):
+    """Tiles stay here, and a copy engine pushes the rows of each peer, in chunks, as their tiles
+    are complete."""
+
+    name = "copy_engine"
+    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "persistent", "num_chunks")
+    scatter = "slab"
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        persistent = current_device().prefers_descriptors
+        shapes = tile_shapes(get_config_space(persistent))[:_PUSHED_TILES]
+        for number, tiles in enumerate(shapes):
+            for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
+                yield tiles, persistent, num_chunks
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return SummingWay.suits(self, config, sizes)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        num_chunks = config["num_chunks"]
+        chunks = chunks_of_slab(config["gemm_config"], sizes.rows, sizes.B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
-    # A has all rows here: not to be multiplied by the context's ranks.
-    return suits_gemm(config, A, B)
+        return suits_gemm(config, sizes.A, sizes.B)
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        call.check_sum()
+
+    def run(self, call: Call) -> torch.Tensor:
+        ctx, buffer, num_chunks = call.ctx, call.ctx.buffer, call.num_chunks
+        pushes, awaited = None, False
+        buffer.slots.take(call.A.shape[0], copied=True)
+        ctx.sleep(call.straggler_option)
+        try:
+            scattered = self._scattered(call, call.looks)
+            stream = ctx.device.current_stream()
+            if ctx.num_ranks > 1:
+                rows = call.A.shape[0] // ctx.num_ranks
+                pushes = buffer.pushes(rows, call.gemm_config, num_chunks)
+                pushes.fork(stream)
+            scattered.multiply()
+            if pushes is not None:
+                pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
+            scattered.add_left()
+            awaited = True
+        finally:
+            if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
+                pushes.join(stream)
+            buffer.slots.finish(awaited, lambda: buffer.expected(num_chunks))
+        return scattered.C
+
+
+class Serial(WholeProduct[Call, Sizes]):
+    """The reduce-scatter is ours, in one launch: where no tiles of ours fit well."""
+
+    name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        # Interpreted, one.
+        shapes = _SERIAL_SHAPES[:1] if current_device().name == "cpu" else _SERIAL_SHAPES
+        for shape in shapes:
+            yield shape.num_pieces, shape.num_ctas, shape.block_bytes
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+        shard_bytes = sizes.nbytes // sizes.num_ranks
+        return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(shape, shard_bytes)
+
+    def check(self, call: Call) -> None:
+        call.check_sum()
+        call.check_chunks()
+        call.check_rows(call.ctx.exchanged_rows)
+        shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+
+    def compile(self, call: Call) -> None:
+        product = call.A.new_empty((call.A.shape[0], call.B.shape[1]))
+        flat, rows = product.view(-1), _own_rows(product, call)
+        call.ctx.exchange.launch(self._exchange(call, product), flat, rows.view(-1)).compile()
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        flat, rows = product.view(-1), _own_rows(product, call)
+        call.ctx.exchange.run(self._exchange(call, product), flat, rows.view(-1))
+        return rows
+
+    def _exchange(self, call: Call, product: torch.Tensor) -> Exchange:
+        shape = shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+        elements = product.numel()
+        shard = elements // call.ctx.num_ranks
+        return Exchange(kernel_reduce_scatter, shard, elements, shape, product.shape[0])
+
+
+class Collective(WholeProduct[Call, Sizes]):
+    """The reduce-scatter is the group's: NCCL, gloo on CPU ranks."""
+
+    name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()] if self.method in vendor.candidates_here() else []
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return True
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        return vendor.reduce_scatter(product, call.ctx.group)
+
+
+class AsyncTP(Collective):
+    """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
+
+    name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+
+    def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return vendor.fused_matmul_reduce_scatter(A, B, call.ctx.group)
+
+
+def _own_rows(product: torch.Tensor, call: Call) -> torch.Tensor:
+    return product.new_empty((product.shape[0] // call.ctx.num_ranks, product.shape[1]))
+
+
+WAYS = Ways("gemm_rs", (Fused(), OneLaunch(), CopyEngine(), Serial(), Collective(), AsyncTP()))
