@@ -44,21 +44,47 @@ if ((${#interpreted[@]} + ${#compiled[@]} == 0)); then
 fi
 
 status=0
-# Two workers. A file's tests stay together, and files come in the order of tests/conftest.py.
-workers=(-n 2 --dist loadfile --no-loadscope-reorder)
-# run_pytest ARGUMENTS: a selection (-k, -m) may leave nothing in one of the two processes.
-# Long runs are left out, unless an -m of the caller's, which comes later, asks for them.
-run_pytest() {
-    "$PYTHON" -m pytest -m "not chaos and not stress" "${workers[@]}" "$@" "${options[@]}"
-    local code=$?
-    if ((code == 5 && ${#options[@]} > 0)); then code=0; fi
-    if ((code != 0)); then status=$code; fi
+# Two workers. A file's tests stay together, and files come in the order of tests/conftest.py. Long
+# runs are left out, unless an -m of the caller's, which comes later, asks for them.
+run=("$PYTHON" -m pytest -m "not chaos and not stress" -n 2 --dist loadfile --no-loadscope-reorder)
+# note STATUS: a selection (-k, -m) may leave nothing in one of the two processes.
+note() {
+    if (($1 != 0 && !($1 == 5 && ${#options[@]} > 0))); then status=$1; fi
 }
-if ((${#interpreted[@]} > 0)); then
-    TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu OMP_NUM_THREADS=1 run_pytest "${interpreted[@]}"
-fi
-if ((${#compiled[@]} > 0)); then
+report="" beside=""
+finish() {
+    if [[ -n $beside ]]; then kill "$beside" 2>/dev/null; fi
+    rm -f "$report"
+}
+# In a subshell, which pytest replaces: so it can be ended by the number of the subshell.
+compile_only() {
     unset TRITON_INTERPRET
-    run_pytest "${compiled[@]}"
+    exec nice -n 5 "${run[@]}" -o cache_dir=.pytest_cache/compile "${compiled[@]}" "${options[@]}"
+}
+interpret() {
+    TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu OMP_NUM_THREADS=1 \
+        "${run[@]}" "${interpreted[@]}" "${options[@]}"
+}
+if ((${#interpreted[@]} == 0)); then
+    (compile_only)
+    note $?
+elif ((${#compiled[@]} == 0)); then
+    interpret
+    note $?
+else
+    # Ranks that wait for one another leave the cores idle now and then: compiling goes on beside
+    # them, and after them on both cores. What it says comes in one piece, at the end, and what failed
+    # last is remembered apart.
+    report=$(mktemp)
+    trap finish EXIT
+    compile_only >"$report" 2>&1 &
+    beside=$!
+    interpret
+    note $?
+    say "tests/compile, in a process of its own:"
+    wait "$beside"
+    note $?
+    beside=""
+    cat "$report"
 fi
 exit $status

@@ -47,8 +47,8 @@ KINDS = {
     ("two shot, one launch", False): tuple(tile_shapes(POINTER_TILES))[:1],
     ("reduce-scatter", True): tuple(tile_shapes(PERSISTENT_TILES))[:1],
     # The kernels of GEMM-ReduceScatter, of which its tests have every tile.
-    ("two shot", True): tuple(tile_shapes(PERSISTENT_TILES))[::2],
-    ("two shot", False): tuple(tile_shapes(POINTER_TILES))[:2],
+    ("two shot", True): tuple(tile_shapes(PERSISTENT_TILES))[:1],
+    ("two shot", False): tuple(tile_shapes(POINTER_TILES))[:1],
 }
 
 
