@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -19,8 +20,6 @@ from triton_dist.kernels.common.context import (
     is_differentiated,
 )
 from triton_dist.kernels.common.launch import fits_descriptor
-
-_MOST_FORMS = 4096
 
 K = TypeVar("K")
 
@@ -34,7 +33,7 @@ class GEMMContext(OpContext[B]):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(self.title, group)
         # What was found to be good: checking takes several us, looking here less than one.
-        self.accepted: dict[Any, Any] = {}
+        self.accepted: Bounded[Any, Any] = Bounded()
 
 
 def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
@@ -69,8 +68,6 @@ def accept(
         refusal = first_refusal(function, checks())
         if refusal is not None:
             raise refusal
-        if len(accepted) >= _MOST_FORMS:
-            accepted.clear()
         known = accepted[looks] = make()
     return known
 

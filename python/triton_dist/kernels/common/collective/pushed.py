@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
 from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed
@@ -22,7 +23,6 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
 _STREAMS = 2  # the gap between two copies of one is filled by the other
-_MOST_PLANS = 4096
 
 
 class PushedShards:
@@ -47,7 +47,7 @@ class PushedShards:
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
         self._device = current_device()
         self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
-        self._transfers: dict[Any, Any] = {}
+        self._transfers: Bounded[Any, Any] = Bounded()
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of what adds or copies the shards that come."""
@@ -114,8 +114,6 @@ class PushedShards:
         key = (self.slots.index, exchange, x.dtype)
         known = self._transfers.get(key)
         if known is None:
-            if len(self._transfers) >= _MOST_PLANS:
-                self._transfers.clear()
             steps = list(self._push(exchange, x.dtype))
             known = self._transfers[key] = self._device.transfer(steps, self._streams)
         return known

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import CaptureInProgress
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.scatter.launch import (
     Chunks,
@@ -29,11 +30,16 @@ from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 
 # The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
 _SMALLEST_TILE = 16
-# Elements of which parts are whole multiples, so that each starts aligned, whatever N is.
+# Elements of which partial sums are whole multiples, so that each starts aligned, whatever N is.
 _PART_ALIGNMENT = 128
-_MOST_PLANS = 4096
 MAX_CHUNKS = 16
 """In which a slab can be pushed."""
+
+
+def room_for(rows: int, N: int) -> tuple[int, int]:
+    """(elements from one partial sum of [rows, N] to the next, most tiles of one)."""
+    stride = -(-rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
 class PartialsBuffer:
@@ -57,8 +63,7 @@ class PartialsBuffer:
     ) -> None:
         self._device = current_device()
         size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride = -(-max_rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
-        tiles = -(-max_rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
+        self.slot_stride, tiles = room_for(max_rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int64),
@@ -81,7 +86,7 @@ class PartialsBuffer:
         # no good outside of its graph.
         ways: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
         self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in ways}
-        self._transfers: dict[Any, Any] = {}
+        self._transfers: Bounded[Any, Any] = Bounded()
 
     def describe(self, scatter: Scatter) -> Scattering:
         """Where a GEMM of the current slot puts its tiles.
@@ -106,8 +111,6 @@ class PartialsBuffer:
         key = (self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
-            if len(self._transfers) >= _MOST_PLANS:
-                self._transfers.clear()
             chunks = chunks_of_slab(config, rows, self._N, num_chunks)
             transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
             known = self._transfers[key] = transfer, config  # the config's id stays its own

@@ -12,14 +12,10 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.scatter.launch import Scattering, slab_rows
+from triton_dist.kernels.common.scatter.partials import room_for
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-
-# The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
-_SMALLEST_TILE = 16
-# Elements of which parts are whole multiples, so that each starts aligned, whatever N is.
-_PART_ALIGNMENT = 128
 
 
 class ReducedPartials:
@@ -30,8 +26,7 @@ class ReducedPartials:
     ) -> None:
         size = group_for(group).size
         rows = slab_rows(max_M, size)
-        self.slot_stride = -(-rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
-        tiles = -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
+        self.slot_stride, tiles = room_for(rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),

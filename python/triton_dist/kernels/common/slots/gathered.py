@@ -22,6 +22,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.shards import GatheredShards, ShardPush
@@ -47,8 +48,6 @@ T = TypeVar("T")
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
 # Words of a slot's "epoch" line.
 _GAVE_UP, _STAGED = epochs.GAVE_UP, epochs.OWN_WORD
-# Plans of calls that are kept; a plan takes a few KB.
-_MOST_PLANS = 4096
 
 
 @jit(do_not_specialize=["rank", "num_ranks"])
@@ -127,8 +126,8 @@ class AllGatherBuffer:
         self._device = self.slots.device
         self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams: list[Any] = [self._device.copy_stream()]
-        self._gathered: dict[Any, GatheredShards] = {}
-        self._plans: dict[Any, _Plan] = {}
+        self._gathered: Bounded[Any, GatheredShards] = Bounded()
+        self._plans: Bounded[Any, _Plan] = Bounded()
         self._started: _Plan | None = None
         self._device.synchronize()  # calls may come on any stream
 
@@ -179,9 +178,6 @@ class AllGatherBuffer:
         key = (self.slots.index, rows, num_chunks, num_comm_sms)
         known = self._gathered.get(key)
         if known is None:
-            if len(self._gathered) >= _MOST_PLANS:
-                self._gathered.clear()
-                self._plans.clear()
             known = self._gathered[key] = GatheredShards(
                 self._shards(self.rank, rows),
                 self.slots["pushed" if num_comm_sms else "arrivals"].local,
