@@ -46,9 +46,9 @@ class Launch:
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
     def followed_by(self, *others: Launch) -> Launch:
-        """This launch, with those loaded that come behind it.
+        """This launch, with those loaded that come after it.
 
-        Loading a kernel waits for those that run (``cuModuleLoadData``, driver 580): behind one
+        Loading a kernel waits for those that run (``cuModuleLoadData``, driver 580): after one
         that waits for peers, the host would queue nothing more until they have come.
         """
         for other in others:
@@ -132,7 +132,7 @@ def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def fits_descriptor(*matrices: torch.Tensor) -> bool:
-    """Whether TMA can read and write these 2-D tensors as they lie: one unit stride, the other
+    """Say whether TMA can read and write these 2-D tensors as they lie: one unit stride, the other
     stride and the start multiples of 16 bytes."""
     return all(
         min(matrix.stride()) == 1

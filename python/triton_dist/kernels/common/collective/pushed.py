@@ -1,7 +1,8 @@
 """Shards that copy engines push to peers, for the plain collectives: many bytes without an SM.
 
 The slots, their epochs and the consent of peers are those of ``slots/epochs.py``. A slot has, on
-each rank, ``shards`` [source rank, shard] and ``arrivals`` [piece, source rank].
+each rank, ``shards`` uint8 [source rank, bytes of a shard] and ``arrivals`` int64 [MAX_PIECES,
+source rank], the flags of their pieces: both written by the source's copy engines.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ chunk, in slots that take turns by the protocol of ``slots/epochs.py``.
 
 No producer here uses an SM for data: copies go to a copy engine, and a flag is an 8-byte copy that
 follows its data on the same stream. In a fused method the consumer is the producer, too, in the
-same slots and by the same protocol; it looks at its peers itself (``common/gemm/fused_push.py``).
+same slots and by the same protocol; it checks its peers itself (``common/gemm/fused_push.py``).
 
 Flags are copied from device memory: in a push from this rank's epoch, in a pull from the owner's
 ``staged`` epoch, which stands until its next pull in this slot. So flag writes need no SM, either.
@@ -46,7 +46,7 @@ from triton_dist.kernels.common.slots.schedules import (
 T = TypeVar("T")
 
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
-# Words of a slot's "epoch" line.
+# Control words of a slot's "epoch" line.
 _GAVE_UP, _STAGED = epochs.GAVE_UP, epochs.OWN_WORD
 
 
@@ -94,9 +94,17 @@ class _Plan:
 
 class AllGatherBuffer:
     """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
+    Creation is collective.
 
-    ``workspace`` [max_M, K] is allocated along with it and used by no transfer. Creation is
-    collective.
+    A slot has, on each rank:
+        shards [max_M * K] of ``dtype``, the gathered rows: written by peers in a push, by this
+            rank's copy engines in a pull.
+        arrivals int64 [source rank, MAX_CHUNKS], flags of its chunks: by whoever writes the rows.
+        pushed int64 [source rank, flags of its senders' chunks]: by peers' consumers.
+        staged int64 [source rank], of pulls: by each peer once its shard is staged.
+        forward int32 [source rank, MAX_CHUNKS], chunks to hand on in a ring: set by the neighbour,
+            set back by this rank's copy engines.
+    ``workspace`` [max_M, K], once, is the caller's: no transfer uses it.
     """
 
     def __init__(
@@ -158,7 +166,7 @@ class AllGatherBuffer:
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
         """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
         caller queues next: a launch of ``sharded_gemm``."""
-        self.slots.take(rows, look=False)
+        self.slots.take(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
         if plan is None:
@@ -173,8 +181,8 @@ class AllGatherBuffer:
         return self.slots.beside(call)
 
     def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
-        """What a consumer of shards of ``rows`` rows reads in the current slot; with
-        ``num_comm_sms``, where so many of its programs send the own shard."""
+        """Rows and flags that a consumer of shards of ``rows`` rows reads in the current slot; with
+        ``num_comm_sms``, also the targets to which so many of its programs send the own shard."""
         key = (self.slots.index, rows, num_chunks, num_comm_sms)
         known = self._gathered.get(key)
         if known is None:
@@ -193,7 +201,7 @@ class AllGatherBuffer:
         on.
 
         ``awaited``: the consumer is queued and waits for every chunk of every peer; then the next
-        call can begin without a look at the peers.
+        call can begin without a peer check.
         """
         plan, self._started = self._started, None
         if plan is None:  # of one rank
@@ -275,7 +283,7 @@ class AllGatherBuffer:
         return expected
 
     def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
-        """How a consumer sends into the current slot."""
+        """Targets and flags of a consumer that sends into the current slot."""
         shards, flags = self.slots["shards"].pointers, self.slots["pushed"].pointers
         return ShardPush(shards, flags, self.slots["consumed"].local, num_comm_sms, num_chunks)
 
