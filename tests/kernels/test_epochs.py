@@ -86,8 +86,8 @@ def test_the_host_waits_in_the_call_only_if_nobody_settles(spawn_ranks):
 def looks_beside():
     """How often peers were looked at: for calls of our own, and for calls beside them."""
     used, looked = slots(), []
-    look = used._look_at_peers
-    used._look_at_peers = lambda slot, size: (looked.append((slot, used.index)), look(slot, size))
+    look = used._check_peers
+    used._check_peers = lambda slot, size: (looked.append((slot, used.index)), look(slot, size))
     counts = []
 
     def own():

@@ -1,4 +1,4 @@
-"""What the contexts of all ops have in common: how ranks agree to create one, and how it ends."""
+"""Base of the contexts of all ops: a creation on which ranks agree, memories, and their end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class OpContext(Generic[B]):
 
     def check(self) -> None:
         """Wait for the device, and raise if ranks have come to a call with different rows. An op's
-        next call does so without waiting; this is for CUDA graphs, behind which comes no call.
+        next call does so without waiting; this is for CUDA graphs, after which comes no call.
 
         Raises:
             RankDisagreement: names the ranks and what each came with.
@@ -190,7 +190,7 @@ def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | N
 
 
 def group_checks(size_name: str, num_ranks: int, rank: int, group: Group) -> Iterator[Check]:
-    """That the caller's idea of its group is right; ``size_name``: the argument ``num_ranks``."""
+    """Checks of the caller's idea of its group; ``size_name``: the argument ``num_ranks``."""
     ranks = group_for(group)
     expected = f"{ranks.size}, the size of the group"
     yield size_name, num_ranks, num_ranks == ranks.size, expected
@@ -212,11 +212,11 @@ def buffer_of(ctx: OpContext[B], function: str, creator: str) -> B:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd would want a history of what is computed from ``tensor``."""
+    """Say whether autograd would want a history of what is computed from ``tensor``."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def gradient_check(name: str, tensor: torch.Tensor) -> Check:
-    """That nobody expects a gradient, which no op here has."""
+    """Check that nobody expects a gradient, which no op here has."""
     expected = "False, since the op has no backward; or call it under torch.no_grad()"
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected

@@ -1,10 +1,10 @@
-"""How the host learns that ranks came to a call with different sizes, say rows of A.
+"""Report to the host that ranks came to a call with different sizes, say rows of A.
 
 Kernels compare (``kernels/common/flags.py``). The first that finds a difference writes it to the
-guard of its memory, and sets a word in the memory of the host. All waits with that guard end then,
-at this and any later call, so nothing hangs, and what such calls compute is of no use. The host
-looks at its word, which takes no time, before it launches anything and behind it, and raises. The
-device is waited for only once the word is set.
+guard of its memory, and sets a control word in the memory of the host. All waits with that guard
+end then, at this and any later call, so nothing hangs, and what such calls compute is of no use.
+The host reads its word, which takes no time, before it launches anything and after it, and raises.
+The device is waited for only once the word is set.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.flags import size_in
 from triton_dist.runtime.device import current_device
 
-# Words of a guard, int64 (``language.wait``).
+# Control words of a guard, int64 (``language.wait``).
 MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, GUARD_WORDS = range(7)
 DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
-"""Words that peers set, and who sets the word of some index."""
+"""Flags that peers set, and the rank that sets the flag of some index."""
 
 
 class Disagreements:
-    """What the memories of one context found.
+    """Disagreements that kernels noted in the memories of one context.
 
     Args:
         what: of which ranks come with the same number, for errors.
@@ -41,11 +41,12 @@ class Disagreements:
         memory = self._device.host_word()
         self.address = memory.data_ptr()
         self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
-        self._looks: list[Callable[[], RankDisagreement | None]] = []
+        self._noted: list[Callable[[], RankDisagreement | None]] = []
 
-    def add(self, look: Callable[[], RankDisagreement | None]) -> None:
-        """``look``: called once the device is done; the disagreement that a memory has noted."""
-        self._looks.append(look)
+    def add(self, noted: Callable[[], RankDisagreement | None]) -> None:
+        """Add a memory. ``noted``: called once the device is done; the disagreement that is noted
+        in its guard."""
+        self._noted.append(noted)
 
     def check(self) -> None:
         """Raise if a kernel has found that ranks disagree; some tens of ns otherwise.
@@ -62,7 +63,7 @@ class Disagreements:
         self.check()
 
     def clear(self) -> None:
-        """The memories are reset."""
+        """Forget what was reported: the memories are reset."""
         self.word[0] = 0
 
     def of(self, rank: int, guard: Sequence[int], flags: Iterable[Flags]) -> RankDisagreement:
@@ -84,10 +85,10 @@ class Disagreements:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def _raise(self) -> None:
-        if self._device.is_capturing():  # what is found then is an earlier call's; told behind it
+        if self._device.is_capturing():  # what is found then is an earlier call's; told after it
             return
         self._device.synchronize(knobs.wait_timeout.get())
-        for look in self._looks:
-            found = look()
+        for noted in self._noted:
+            found = noted()
             if found is not None:
                 raise found

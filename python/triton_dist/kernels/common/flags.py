@@ -24,7 +24,7 @@ def epoch_at(epoch_ptr):
 
 @jit
 def flag_of(epoch_ptr, size):
-    """What flags of the slot's present use are set to and awaited at, in a call of ``size``."""
+    """Flag of the slot's present use, set and awaited in a call of ``size``."""
     return sized(epoch_at(epoch_ptr), size)
 
 
@@ -35,7 +35,7 @@ def size_in(flag: int) -> int:
 
 
 def count_in(flag: int) -> int:
-    """What a flag counts, on the host."""
+    """The count in a flag, on the host."""
     places: int = SIZE_BITS.value
     return flag >> places
 

@@ -1,4 +1,4 @@
-"""What contexts of GEMMs across ranks have in common: what they refuse, and how they launch."""
+"""Base of the contexts of GEMMs across ranks: the operands that they accept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.context import (
     DTYPE_NAMES,
     DTYPES,
@@ -20,8 +21,6 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.launch import fits_descriptor
 
-_MOST_FORMS = 4096
-
 K = TypeVar("K")
 
 
@@ -29,21 +28,21 @@ class GEMMContext(OpContext[B]):
     """Memories of a GEMM op. A context manager."""
 
     title: ClassVar[str]
-    """Of the op, for errors."""
+    """Name of the op, for errors."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(self.title, group)
         # What was found to be good: checking takes several us, looking here less than one.
-        self.accepted: dict[Any, Any] = {}
+        self.accepted: Bounded[Any, Any] = Bounded()
 
 
 def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
-    """That kernels here can multiply ``dtype``."""
+    """Check that kernels here can multiply ``dtype``."""
     yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
 
 
-def look_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What decides whether tensors can be operands, apart from their addresses."""
+def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """All of tensors that decides whether they can be operands, apart from their addresses."""
     return tuple(
         tensor is not None
         and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_differentiated(tensor))
@@ -53,32 +52,30 @@ def look_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 
 def accept(
     accepted: dict[Any, Any],
-    looks: Hashable,
+    signature: Hashable,
     function: str,
     checks: Callable[[], Iterable[Check]],
     make: Callable[[], K],
 ) -> K:
-    """What ``make`` made of operands that look so, once they passed all ``checks``; one object for
-    the same looks.
+    """The result of ``make`` for operands of this signature, once they passed all ``checks``; one
+    object for each signature.
 
     Raises:
         InvalidArgument: the call cannot work.
     """
-    known: K | None = accepted.get(looks)
+    known: K | None = accepted.get(signature)
     if known is None:
         refusal = first_refusal(function, checks())
         if refusal is not None:
             raise refusal
-        if len(accepted) >= _MOST_FORMS:
-            accepted.clear()
-        known = accepted[looks] = make()
+        known = accepted[signature] = make()
     return known
 
 
 def kind_checks(
     dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
 ) -> Iterator[Check]:
-    """That operands have the context's dtype and device, and are not differentiated."""
+    """Checks that operands have the context's dtype and device, and are not differentiated."""
     for name, tensor in tensors.items():
         if tensor is not None:
             yield gradient_check(name, tensor)
@@ -97,8 +94,8 @@ def addend_checks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[Check]:
-    """That ``A @ B`` can be an addend of [M, N], to whose sum ``bias`` is added; ``row_checks`` say
-    which M are good."""
+    """Checks that ``A @ B`` can be an addend of [M, N], to whose sum ``bias`` is added;
+    ``row_checks`` say which M are good."""
     is_matrix = A.ndim == 2 and A.shape[1] >= 1
     yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
     expected = "[M, K_per_rank] with at least one row"
@@ -114,7 +111,7 @@ def addend_checks(
 
 
 def layout_of(B: torch.Tensor) -> str:
-    """What decides which kernel can serve B, and how."""
+    """Kind of strides of B, by which it is served by TMA, in either order, or by pointers."""
     if not fits_descriptor(B):
         return "strided"
     return "column-major" if B.stride(0) == 1 else "row-major"

@@ -39,8 +39,8 @@ class Guard:
     """The guards of a memory's slots, as the host sees them.
 
     name, kernels: of the memory, and of what waits in it, for errors.
-    lines: int64 [slots, words], with a guard from word ``first`` on. The host writes its limit and
-    the address for reports, kernels the words in between.
+    lines: int64 [slots, control words], with a guard from word ``first`` on. The host writes its
+    limit and the address for reports, kernels the words in between.
     waits_in_a_row: how many waits of a call may each last until the limit.
     flags: of a slot, the flags that carry sizes. found: the disagreements of the context.
     """
@@ -72,7 +72,7 @@ class Guard:
         most_polls = waits.limit_polls()
         if most_polls != self.most_polls:
             if not self.most_polls:
-                self._clear()  # what trials before these left, after which nobody looked
+                self._clear()  # what trials before these left, after which nobody asked
             self._set(MOST_POLLS, most_polls)
             self.most_polls = most_polls
         return most_polls
@@ -91,7 +91,7 @@ class Guard:
             self.found.check()
 
     def see_to_waits(self) -> None:
-        """While candidates are tried: leave it to the tuner to look whether a wait gave up, or look
+        """While candidates are tried: leave it to the tuner to ask whether a wait gave up, or ask
         now, and raise ``WaitTimeout``, if nobody will."""
         if waits.leave(self.gave_up) or self._device.is_capturing():
             return

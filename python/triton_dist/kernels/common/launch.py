@@ -10,6 +10,7 @@ import torch
 import triton
 
 from triton_dist.errors import CandidateFailed
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.triton_compat import has_allocator, is_interpreting
 
@@ -45,9 +46,9 @@ class Launch:
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 
     def followed_by(self, *others: Launch) -> Launch:
-        """This launch, with those loaded that come behind it.
+        """This launch, with those loaded that come after it.
 
-        Loading a kernel waits for those that run (``cuModuleLoadData``, driver 580): behind one
+        Loading a kernel waits for those that run (``cuModuleLoadData``, driver 580): after one
         that waits for peers, the host would queue nothing more until they have come.
         """
         for other in others:
@@ -62,12 +63,9 @@ class Launcher:
     do: they share the scratch memory of their descriptors.
     """
 
-    # A launch takes some KB here; a service with very many shapes lays its launches out again.
-    _MOST = 4096
-
     def __init__(self) -> None:
         self._device = current_device()
-        self._laid_out: dict[Any, tuple[Any, Any]] = {}
+        self._laid_out: Bounded[Any, tuple[Any, Any]] = Bounded()
         self._scratch: torch.Tensor | None = None
 
     def run(
@@ -108,8 +106,6 @@ class Launcher:
             compiled, made.grid, arguments, tuple(tensors), self._at_least
         )
         if repeated is not None:
-            if len(self._laid_out) >= self._MOST:
-                self._laid_out.clear()
             self._laid_out[key] = repeated, alive
 
     def _at_least(self, nbytes: int) -> torch.Tensor:
@@ -136,7 +132,7 @@ def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def fits_descriptor(*matrices: torch.Tensor) -> bool:
-    """Whether TMA can read and write these 2-D tensors as they lie: one unit stride, the other
+    """Say whether TMA can read and write these 2-D tensors as they lie: one unit stride, the other
     stride and the start multiples of 16 bytes."""
     return all(
         min(matrix.stride()) == 1

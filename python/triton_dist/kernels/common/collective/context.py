@@ -1,4 +1,4 @@
-"""What a plain collective keeps between calls, and what it refuses."""
+"""Context of a plain collective, and the tensors that it accepts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     """
 
     name: str
-    """Of the collective, for errors."""
+    """Name of the collective, for errors."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
     @classmethod
     @abstractmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """What a slot has to hold."""
+        """Bytes that a slot has to hold."""
 
     @classmethod
     def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:

@@ -1,7 +1,8 @@
 """Shards that copy engines push to peers, for the plain collectives: many bytes without an SM.
 
 The slots, their epochs and the consent of peers are those of ``slots/epochs.py``. A slot has, on
-each rank, ``shards`` [source rank, shard] and ``arrivals`` [piece, source rank].
+each rank, ``shards`` uint8 [source rank, bytes of a shard] and ``arrivals`` int64 [MAX_PIECES,
+source rank], the flags of their pieces: both written by the source's copy engines.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
 from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed
@@ -22,7 +24,6 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
 _STREAMS = 2  # the gap between two copies of one is filled by the other
-_MOST_PLANS = 4096
 
 
 class PushedShards:
@@ -47,7 +48,7 @@ class PushedShards:
         self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
         self._device = current_device()
         self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
-        self._transfers: dict[Any, Any] = {}
+        self._transfers: Bounded[Any, Any] = Bounded()
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of what adds or copies the shards that come."""
@@ -114,8 +115,6 @@ class PushedShards:
         key = (self.slots.index, exchange, x.dtype)
         known = self._transfers.get(key)
         if known is None:
-            if len(self._transfers) >= _MOST_PLANS:
-                self._transfers.clear()
             steps = list(self._push(exchange, x.dtype))
             known = self._transfers[key] = self._device.transfer(steps, self._streams)
         return known

@@ -42,7 +42,7 @@ PUSHED_FROM = 1 << 20
 
 
 def fits_vectors(x: torch.Tensor, elements: int) -> bool:
-    """Whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
+    """Say whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
     ``elements`` elements in it."""
     return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % VECTOR_BYTES == 0
 
@@ -57,9 +57,9 @@ class Exchange:
     in all.
 
     size: what all ranks have to come with alike; a number that says in errors what is wrong.
-    phases: how often a program waits for flags that peers set behind a piece. sources: of whom in
-    each phase; ``None``: of every peer. arguments: what the kernel takes besides. in_packets: the
-    kernel is one of ``exchange/packet_kernels.py``, which waits for no flag.
+    phases: how often a program waits for flags that peers set after a piece. sources: ranks, by
+    phase, whose flags these are; ``None``: every peer. arguments: what the kernel takes besides.
+    in_packets: the kernel is one of ``exchange/packet_kernels.py``, which waits for no flag.
     """
 
     kernel: Any
@@ -74,7 +74,7 @@ class Exchange:
 
 
 def shard_elements(elements: int) -> int:
-    """What a shard of ``elements`` elements takes in a slot."""
+    """Elements that a shard of ``elements`` elements takes in a slot."""
     return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
 
 
@@ -82,11 +82,19 @@ class ExchangeBuffer:
     """Two slots of ``slot_bytes`` bytes that peers write to, and the flags of the exchanges that
     use them (``kernels/common/exchange/protocol.py``). Creation is collective.
 
+    On each rank:
+        slots uint8 [2 * slot_bytes], shards and sums of the last two calls: written by peers.
+        arrivals int64 [turn, phase, program, source rank], flags: by the source's kernels.
+        packets int64 [2, source rank, part_words], lines of packets: by the source's kernels.
+        calls int64 [control words], of which the first counts programs of calls: by this rank's
+            kernels.
+        guard int64 [control words]: by this rank's kernels and host.
+
     Args:
         name: says in errors whose memory it is.
         packet_bytes: the largest tensor that goes in packets
             (``kernels/common/exchange/packets.py``). These have slots of their own, since ordinary
-            data might look like a word.
+            data might look like one of theirs.
         disagreements: of the context; default: of this memory alone.
     """
 
@@ -129,8 +137,8 @@ class ExchangeBuffer:
         self._last: tuple[int, int, int, Sources | None] | None = None
 
     def regions(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """What every kernel takes: slots, flags, count of calls and guard, and how many elements of
-        ``dtype`` a slot holds."""
+        """Arguments of every kernel: slots, flags, count of calls and guard, and how many elements
+        of ``dtype`` a slot holds."""
         slots, arrivals = self.memory["slots"], self.memory["arrivals"]
         slots_table, arrivals_table = self._tables
         return (
@@ -140,8 +148,8 @@ class ExchangeBuffer:
         )  # fmt: skip
 
     def packet_regions(self) -> tuple[Any, ...]:
-        """What every kernel takes that sends packets: those, count of calls and guard, and how many
-        words a part holds."""
+        """Arguments of every kernel that sends packets: those, count of calls and guard, and how
+        many int64 a rank's packets take."""
         slots = self.memory["packets"]
         return (
             slots.local, slots.pointers, self.memory["calls"].local, self.memory["guard"].local,
@@ -233,14 +241,13 @@ class ExchangeBuffer:
         ]
 
     def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
-        """Of the last call, a word of a packet, or else the first flag, that it waited for in
-        vain."""
+        """The word of a packet, or else the first flag, that the last call waited for in vain."""
         assert self._last is not None
         return self._late_word(gave_up[0]) or self._overdue(*self._last)
 
     def _late_word(self, guard: Sequence[int]) -> tuple[str, int, int] | None:
-        """Of a word of a packet that the last call waited for in vain: its name, by slot, source
-        rank and place, and the tags that it had to have, and has. ``None``: of none."""
+        """Name, by slot, source rank and place, of a word of a packet that the last call waited for
+        in vain, and the tags that it had to have, and has. ``None``: it waited for none."""
         address = guard[FLAG]
         if not address:
             return None

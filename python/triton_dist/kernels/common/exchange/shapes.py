@@ -1,4 +1,4 @@
-"""How launches of the plain collectives are laid out, and which layouts are tried."""
+"""Layouts of launches of the plain collectives, and those that are tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE_BYTES: int = packets.LINE_BYTES.value
 
 @dataclass(frozen=True)
 class Shape:
-    """How a launch is laid out.
+    """Layout of a launch.
 
     num_ctas: programs, at most ``MAX_CTAS``. block_bytes: what a program moves at a time, a power
     of two from 512 on. num_pieces: in how many pieces its share travels, at most ``MAX_PIECES``.
@@ -95,7 +95,7 @@ def shape_of(
 
 
 def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
-    """Whether a shard of so many bytes has a block for each program and piece. The smallest shape
-    always is: something has to be left."""
+    """Say whether a shard of so many bytes has a block for each program and piece. The smallest
+    shape is always worth it: something has to be left."""
     blocks = -(-shard_bytes // shape.block_bytes)
     return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces

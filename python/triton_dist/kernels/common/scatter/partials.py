@@ -1,9 +1,17 @@
-"""What ranks of a GEMM-ReduceScatter share: slots that hold a part of each rank's rows from every
-rank, and the flags that say which tiles, or chunks, of them are there.
+"""Symmetric memory of a GEMM-ReduceScatter: slots that hold a partial sum of a rank's rows from
+every rank, and the flags that say which tiles, or chunks, of them are there.
 
-A slot has, on each rank, ``partials`` [source rank, max_rows, N] and ``arrivals`` [unit, source
-rank]; of several ways of scattering, each call uses one. Pushes of slabs start from a ``staging``
-buffer of this rank alone, a chunk at a time, each after a counter of the tiles that are in it.
+A slot has, on each rank:
+    partials [source rank, slot_stride] of the output's dtype, partial sums of this rank's row block
+        [rows, N]: written by the source's GEMM or copy engines.
+    arrivals int64 [tile or chunk, source rank], their flags: by the same.
+    sums fp32 [slot_stride], with ``with_sums``: peers' GEMMs add to it.
+    counters int32 [destination rank, MAX_CHUNKS], tiles that are staged: by this rank's GEMM, set
+        back by its copy engines.
+    left int32 [SMs], deferred tiles: by this rank's kernels.
+Of several ways of scattering, each call uses one. Pushes of row blocks start from a ``staging``
+buffer [destination rank, slot_stride] of this rank alone, written by its GEMM, a chunk at a time,
+each after a counter of the tiles that are in it.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import CaptureInProgress
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.scatter.launch import (
     Chunks,
@@ -29,20 +38,25 @@ from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 
 # The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
 _SMALLEST_TILE = 16
-# Elements of which parts are whole multiples, so that each starts aligned, whatever N is.
+# Elements of which partial sums are whole multiples, so that each starts aligned, whatever N is.
 _PART_ALIGNMENT = 128
-_MOST_PLANS = 4096
 MAX_CHUNKS = 16
-"""In which a slab can be pushed."""
+"""Most chunks in which a row block can be pushed."""
+
+
+def room_for(rows: int, N: int) -> tuple[int, int]:
+    """(elements from one partial sum of [rows, N] to the next, most tiles of one)."""
+    stride = -(-rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
 class PartialsBuffer:
-    """Slots for slabs of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
+    """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     Args:
         dtype: of partials.
         with_sums: also allocate fp32 sums, for ``"add"``.
-        stream: where slabs are pushed from; default: a stream of its own.
+        stream: where row blocks are pushed from; default: a stream of its own.
     """
 
     def __init__(
@@ -57,8 +71,7 @@ class PartialsBuffer:
     ) -> None:
         self._device = current_device()
         size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride = -(-max_rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
-        tiles = -(-max_rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
+        self.slot_stride, tiles = room_for(max_rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int64),
@@ -81,10 +94,10 @@ class PartialsBuffer:
         # no good outside of its graph.
         ways: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
         self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in ways}
-        self._transfers: dict[Any, Any] = {}
+        self._transfers: Bounded[Any, Any] = Bounded()
 
     def describe(self, scatter: Scatter) -> Scattering:
-        """Where a GEMM of the current slot puts its tiles.
+        """Targets of the tiles of a GEMM in the current slot.
 
         Raises:
             CaptureInProgress: the first ``"slab"`` comes in a capture.
@@ -101,20 +114,18 @@ class PartialsBuffer:
         return known[self.slots.index]
 
     def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
-        """The transfer that pushes each peer's slab of ``rows`` rows, each chunk once its tiles are
-        staged, and then sets the chunk's flag there."""
+        """The transfer that pushes each peer's row block of ``rows`` rows, each chunk once its
+        tiles are staged, and then sets the chunk's flag there."""
         key = (self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
-            if len(self._transfers) >= _MOST_PLANS:
-                self._transfers.clear()
             chunks = chunks_of_slab(config, rows, self._N, num_chunks)
             transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
             known = self._transfers[key] = transfer, config  # the config's id stays its own
         return known[0]
 
     def expected(self, units: int) -> dict[str, list[int]]:
-        """The flags that a call with so many tiles, or chunks, of a slab waits for."""
+        """The flags that a call with so many tiles, or chunks, of a row block waits for."""
         indices = range(units * self.num_ranks)
         return {"arrivals": [i for i in indices if i % self.num_ranks != self.rank]}
 
@@ -155,7 +166,7 @@ class PartialsBuffer:
             partials = self.slots.of_slot(slot, "sums")
             targets = partials.pointers
         else:
-            addresses = [part.data_ptr() for part in self._staged()]
+            addresses = [staged.data_ptr() for staged in self._staged()]
             addresses[self.rank] = partials.local.data_ptr() + own_part
             counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)

@@ -1,8 +1,12 @@
-"""What ranks of a GEMM-AllReduce share: slots that hold parts of a product from every rank, sums
-that their owners send, and the flags that say which tiles of them are there.
+"""Symmetric memory of a GEMM-AllReduce: slots that hold partial sums of a product from every rank,
+sums that their owners send, and the flags that say which tiles of them are there.
 
-A slot has, on each rank, ``partials`` [source rank, rows of a slab, N] with ``arrivals`` [tile,
-source rank], and ``sums``, a matrix like the output, with ``sum_arrivals`` [tile, owner].
+A slot has, on each rank, of the output's dtype where nothing else is said:
+    partials [source rank, slot_stride], partial sums of this rank's row block [rows, N], and
+        arrivals int64 [tile, source rank], their flags: written by the source's GEMM.
+    sums [max_M * N], like the output, and sum_arrivals int64 [tile, owner], their flags: by each
+        row block's owner.
+    left int32 [SMs], deferred tiles: by this rank's kernels.
 """
 
 from __future__ import annotations
@@ -12,14 +16,10 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.scatter.launch import Scattering, slab_rows
+from triton_dist.kernels.common.scatter.partials import room_for
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-
-# The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
-_SMALLEST_TILE = 16
-# Elements of which parts are whole multiples, so that each starts aligned, whatever N is.
-_PART_ALIGNMENT = 128
 
 
 class ReducedPartials:
@@ -30,8 +30,7 @@ class ReducedPartials:
     ) -> None:
         size = group_for(group).size
         rows = slab_rows(max_M, size)
-        self.slot_stride = -(-rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
-        tiles = -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
+        self.slot_stride, tiles = room_for(rows, N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
@@ -52,7 +51,7 @@ class ReducedPartials:
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
 
     def describe(self) -> Scattering:
-        """Where a GEMM of the current slot puts its tiles."""
+        """Targets of the tiles of a GEMM in the current slot."""
         return self._scatterings[self.slots.index]
 
     def sums(self, M: int) -> torch.Tensor:
@@ -60,7 +59,7 @@ class ReducedPartials:
         return self.slots["sums"].local[: M * self._N].view(M, self._N)
 
     def expected(self, tiles: int) -> dict[str, list[int]]:
-        """The flags that a call with so many tiles of a slab waits for."""
+        """The flags that a call with so many tiles of a row block waits for."""
         indices = range(tiles * self.num_ranks)
         of_peers = [index for index in indices if index % self.num_ranks != self.rank]
         return {"arrivals": of_peers, "sum_arrivals": of_peers}

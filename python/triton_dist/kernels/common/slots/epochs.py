@@ -9,9 +9,9 @@ Protocol, per slot (calls alternate between two slots):
 * ``finish`` tells every peer that this rank has *consumed* what they sent, then advances the epoch.
   One block on the main stream, after the call's kernels and the own copies.
 * A peer's slot may be written to once the peer has consumed what the slot last held. In calls that
-  take turns nobody has to look: this rank's last call waited for something of each peer, a peer
+  take turns no check is needed: this rank's last call waited for something of each peer, a peer
   sent that after its call before, and that was the last to read this slot. Only a call of which the
-  host cannot know that it follows such a call on the other slot looks at the peers first, by a
+  host cannot know that it follows such a call on the other slot begins with a *peer check*, by a
   block before its kernels: in and after CUDA graphs, which repeat one slot at each replay, while
   candidates are tried, and after a call that waited for less. (That block is no side stream's: it
   might never get an SM beside a full grid that waits for it.)
@@ -47,20 +47,20 @@ T = TypeVar("T")
 
 SLOTS = 2
 _LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
-# Words of a slot's "epoch" line. The first is the flag of the slot's present use: its epoch, and
-# the size of the last call that looked at the peers. Then comes the guard of its waits.
+# Control words of a slot's "epoch" line. The first is the flag of the slot's present use: its
+# epoch, and the size of the last call with a peer check. Then comes the guard of its waits.
 EPOCH, _GUARD = 0, 1
 GAVE_UP = tl.constexpr(_GUARD + disagreement.GAVE_UP)
 SOUND = tl.constexpr(_GUARD + disagreement.GUARD_WORDS)  # the last epoch before any wait gave up
 OWN_WORD = tl.constexpr(SOUND.value + 1)  # for the op's own use; 0 after a reset
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
-# The look at the peers and two kernels of the op may each wait for the limit.
+# The peer check and two kernels of the op may each wait for the limit.
 _WAITS_IN_A_ROW = 3
 
 Regions: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each region, by name."""
 Expected: TypeAlias = Callable[[], Mapping[str, Iterable[int]]]
-"""Which flags of which regions the kernels of a slot's last use wait for."""
+"""Flags, by region, that the kernels of a slot's last use wait for."""
 
 
 @jit(do_not_specialize=["size", "rank", "num_ranks"])
@@ -94,12 +94,16 @@ def kernel_finish_epoch(epoch_ptr, consumed_ptr, consumed_table, rank, num_ranks
 class EpochSlots:
     """Two slots of named symmetric regions. Creation is collective.
 
+    Besides ``regions`` each slot has ``consumed`` int32 [num_ranks], in which each peer writes the
+    last epoch whose data it has consumed. ``epoch`` int64 [slots, control words], each slot's flag
+    and guard, is written by this rank's kernels and host; peers copy from it in a pull.
+
     Args:
         name: says in errors whose memory it is.
-        regions: what each slot has.
+        regions: of each slot.
         zeroed: those of them that ``reset`` fills with zero, as they are at first: flags, sums.
         kernels: what waits for flags in them, for errors.
-        single: what there is once, beside the slots.
+        single: regions that there are once, besides the slots.
         found: the disagreements of the context; default: of this memory alone.
         flags_of_rank: by region, how many flags in a row are one peer's; by default they are
             [anything, source rank].
@@ -143,7 +147,9 @@ class EpochSlots:
             self._flags, self.disagreements, ranks,
         )  # fmt: skip
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
-            self._look(0).followed_by(self._telling(kernel_finish_epoch, "consumed")).compile()
+            self._peer_check(0).followed_by(
+                self._telling(kernel_finish_epoch, "consumed")
+            ).compile()
         self.device.synchronize()
 
     def __getitem__(self, region: str) -> Region:
@@ -161,14 +167,14 @@ class EpochSlots:
     def epoch_of(self, slot: int) -> torch.Tensor:
         return self.memory["epoch"].local[slot]
 
-    def take(self, size: int = 0, look: bool = True, copied: bool = False) -> None:
-        """Go on to the other slot; queue a look at the peers where the host does not know that they
-        are done with it.
+    def take(self, size: int = 0, peer_check: bool = True, copied: bool = False) -> None:
+        """Go on to the other slot; queue a peer check where the host does not know that peers are
+        done with it.
 
         Args:
             size: with which the ranks come to this call.
-            look: ``False``: the call's kernel does so itself.
-            copied: copy engines copy the slot's flag, which a look lets be of this size.
+            peer_check: ``False``: the call's kernel checks itself.
+            copied: copy engines copy the slot's flag, which a peer check sets to this size.
 
         Raises:
             RankDisagreement: ranks have come to an earlier call with different sizes.
@@ -181,8 +187,8 @@ class EpochSlots:
         if self._capturing and not most_polls:  # graphs of trials are not replayed after the trials
             self._in_graphs = True
         unknown = self._in_graphs or most_polls or not self._in_turn
-        if look and (unknown or (copied and self._sizes[self.index] != size)):
-            self._look_at_peers(self.index, size)
+        if peer_check and (unknown or (copied and self._sizes[self.index] != size)):
+            self._check_peers(self.index, size)
         self._in_turn = False
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
@@ -191,7 +197,7 @@ class EpochSlots:
 
         Args:
             awaited: what was queued waits for something of every peer, which the peer sends in the
-                same call; then the next call can begin without a look at the peers.
+                same call; then the next call can begin without a peer check.
             expected: which flags the call's kernels wait for, for errors; asked once a wait gave
                 up.
 
@@ -224,7 +230,7 @@ class EpochSlots:
             return call()
         self.guard.begin()
         slot = (self.index + 1) % SLOTS  # it stays the next call's
-        self._look_at_peers(slot, self._sizes[slot])
+        self._check_peers(slot, self._sizes[slot])
         result = call()
         self.guard.see_to_waits()
         return result
@@ -251,12 +257,14 @@ class EpochSlots:
         lines.zero_()
         lines[:, EPOCH] = flag_value(1, 0)
 
-    def _look_at_peers(self, slot: int, size: int) -> None:
+    def _check_peers(self, slot: int, size: int) -> None:
         """Queue a wait until every peer is done with ``slot``, whose next call is of ``size``."""
         self._sizes[slot] = size
-        self.launcher.run((kernel_await_consumption, slot, size), lambda: self._look(slot, size))
+        self.launcher.run(
+            (kernel_await_consumption, slot, size), lambda: self._peer_check(slot, size)
+        )
 
-    def _look(self, slot: int, size: int = 0) -> Launch:
+    def _peer_check(self, slot: int, size: int = 0) -> Launch:
         consumed = self.of_slot(slot, "consumed").local
         arguments = (self.epoch_of(slot), consumed, size, self.rank, self.num_ranks)
         return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
@@ -277,8 +285,8 @@ class EpochSlots:
         return words, lambda index: index // number
 
     def _late(self, gave_up: Mapping[int, Sequence[int]]) -> tuple[str, int, int]:
-        """Of the oldest call that gave up, the first flag that has not reached its epoch, the
-        epoch, and the flag's."""
+        """The first flag that has not reached its epoch in the oldest call that gave up, the epoch,
+        and the flag's."""
         oldest_first = ((self.index + 1 + number) % SLOTS for number in range(SLOTS))
         slot = next(each for each in oldest_first if each in gave_up)
         epoch = gave_up[slot][SOUND.value - _GUARD] + 1

@@ -3,7 +3,7 @@ chunk, in slots that take turns by the protocol of ``slots/epochs.py``.
 
 No producer here uses an SM for data: copies go to a copy engine, and a flag is an 8-byte copy that
 follows its data on the same stream. In a fused method the consumer is the producer, too, in the
-same slots and by the same protocol; it looks at its peers itself (``common/gemm/fused_push.py``).
+same slots and by the same protocol; it checks its peers itself (``common/gemm/fused_push.py``).
 
 Flags are copied from device memory: in a push from this rank's epoch, in a pull from the owner's
 ``staged`` epoch, which stands until its next pull in this slot. So flag writes need no SM, either.
@@ -22,6 +22,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.shards import GatheredShards, ShardPush
@@ -45,10 +46,8 @@ from triton_dist.kernels.common.slots.schedules import (
 T = TypeVar("T")
 
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
-# Words of a slot's "epoch" line.
+# Control words of a slot's "epoch" line.
 _GAVE_UP, _STAGED = epochs.GAVE_UP, epochs.OWN_WORD
-# Plans of calls that are kept; a plan takes a few KB.
-_MOST_PLANS = 4096
 
 
 @jit(do_not_specialize=["rank", "num_ranks"])
@@ -95,9 +94,17 @@ class _Plan:
 
 class AllGatherBuffer:
     """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
+    Creation is collective.
 
-    ``workspace`` [max_M, K] is allocated along with it and used by no transfer. Creation is
-    collective.
+    A slot has, on each rank:
+        shards [max_M * K] of ``dtype``, the gathered rows: written by peers in a push, by this
+            rank's copy engines in a pull.
+        arrivals int64 [source rank, MAX_CHUNKS], flags of its chunks: by whoever writes the rows.
+        pushed int64 [source rank, flags of its senders' chunks]: by peers' consumers.
+        staged int64 [source rank], of pulls: by each peer once its shard is staged.
+        forward int32 [source rank, MAX_CHUNKS], chunks to hand on in a ring: set by the neighbour,
+            set back by this rank's copy engines.
+    ``workspace`` [max_M, K], once, is the caller's: no transfer uses it.
     """
 
     def __init__(
@@ -127,8 +134,8 @@ class AllGatherBuffer:
         self._device = self.slots.device
         self._one = torch.ones(1, dtype=torch.int32, device=self._device.torch_device)
         self._streams: list[Any] = [self._device.copy_stream()]
-        self._gathered: dict[Any, GatheredShards] = {}
-        self._plans: dict[Any, _Plan] = {}
+        self._gathered: Bounded[Any, GatheredShards] = Bounded()
+        self._plans: Bounded[Any, _Plan] = Bounded()
         self._started: _Plan | None = None
         self._device.synchronize()  # calls may come on any stream
 
@@ -159,7 +166,7 @@ class AllGatherBuffer:
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
         """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
         caller queues next: a launch of ``sharded_gemm``."""
-        self.slots.take(rows, look=False)
+        self.slots.take(rows, peer_check=False)
         key = (self.slots.index, rows, num_comm_sms, num_chunks)
         plan = self._plans.get(key)
         if plan is None:
@@ -174,14 +181,11 @@ class AllGatherBuffer:
         return self.slots.beside(call)
 
     def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
-        """What a consumer of shards of ``rows`` rows reads in the current slot; with
-        ``num_comm_sms``, where so many of its programs send the own shard."""
+        """Rows and flags that a consumer of shards of ``rows`` rows reads in the current slot; with
+        ``num_comm_sms``, also the targets to which so many of its programs send the own shard."""
         key = (self.slots.index, rows, num_chunks, num_comm_sms)
         known = self._gathered.get(key)
         if known is None:
-            if len(self._gathered) >= _MOST_PLANS:
-                self._gathered.clear()
-                self._plans.clear()
             known = self._gathered[key] = GatheredShards(
                 self._shards(self.rank, rows),
                 self.slots["pushed" if num_comm_sms else "arrivals"].local,
@@ -197,7 +201,7 @@ class AllGatherBuffer:
         on.
 
         ``awaited``: the consumer is queued and waits for every chunk of every peer; then the next
-        call can begin without a look at the peers.
+        call can begin without a peer check.
         """
         plan, self._started = self._started, None
         if plan is None:  # of one rank
@@ -279,7 +283,7 @@ class AllGatherBuffer:
         return expected
 
     def _push(self, num_comm_sms: int, num_chunks: int) -> ShardPush:
-        """How a consumer sends into the current slot."""
+        """Targets and flags of a consumer that sends into the current slot."""
         shards, flags = self.slots["shards"].pointers, self.slots["pushed"].pointers
         return ShardPush(shards, flags, self.slots["consumed"].local, num_comm_sms, num_chunks)
 

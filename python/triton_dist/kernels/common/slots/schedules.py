@@ -1,4 +1,4 @@
-"""How shards travel: the steps of an all-gather, method by method.
+"""Steps of an all-gather by copy engines, method by method.
 
 Each copy of rows is followed on its stream by the copy of an 8-byte flag. What a flag is copied
 from must lie on another GPU than what it is copied to: the driver may give a copy within one GPU to
@@ -16,14 +16,14 @@ import torch
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
 
 MAX_CHUNKS = 8
-"""Of a shard: along its rows, in a fused method along K."""
+"""Most chunks of a shard: along its rows, in a fused method along K."""
 MAX_COMM_SMS = 32
 """Programs of a consumer that send."""
 
 
 class AllGatherMethod(enum.Enum):
-    """How shards travel. By copy engine this rank receives rank + 1's shard first, then rank + 2's,
-    and so on."""
+    """Method of an all-gather. By copy engine this rank receives rank + 1's shard first, then rank
+    + 2's, and so on."""
 
     FULL_MESH_PUSH = "full_mesh_push"
     """Every rank copies its shard straight to each peer."""
@@ -43,12 +43,12 @@ class AllGatherMethod(enum.Enum):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the consumer does the transfer, and not copy engines."""
+        """The consumer does the transfer, and not copy engines."""
         return self is AllGatherMethod.FUSED_PUSH
 
     @property
     def by_copy_engine(self) -> bool:
-        """Whether copy engines do the transfer while the consumer runs."""
+        """Copy engines do the transfer while the consumer runs."""
         return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
 
 
@@ -89,7 +89,7 @@ def rows_of_chunk(rows: int, num_chunks: int) -> int:
 def schedule(
     slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
 ) -> tuple[Step, ...]:
-    """What rank ``slot.rank`` queues on its ``num_streams`` streams, by copy engine."""
+    """Steps that rank ``slot.rank`` queues on its ``num_streams`` streams, by copy engine."""
     steps = {
         AllGatherMethod.FULL_MESH_PUSH: _push,
         AllGatherMethod.FULL_MESH_PULL: _pull,

@@ -1,4 +1,4 @@
-"""What AllGather-GEMM keeps between calls, and what it refuses."""
+"""Context of AllGather-GEMM, and the operands that it accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from triton_dist.kernels.common.gemm_context import (
     kernel_checks,
     kind_checks,
     layout_of,
-    look_of,
+    signature_of,
 )
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
@@ -37,11 +37,10 @@ from triton_dist.runtime.ranks import Group, process_group_of
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What a call's A and B look like to a context that accepts them; one object for the same
-    looks."""
+    """A and B of a call as a context sees them that accepts them; one object for each signature."""
 
     key: tuple[Any, ...]
-    """What a tuning depends on."""
+    """All that a tuning depends on."""
     dtype: torch.dtype
 
 
@@ -89,16 +88,16 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
 
     @property
     def collective_rows(self) -> torch.Tensor:
-        """[max_M, K], where a collective gathers; allocated at the first use, once."""
+        """[max_M, K], into which a collective gathers; allocated at the first use, once."""
         return self._local.rows
 
     @property
     def split_workspace(self) -> SplitWorkspace:
-        """Where tiles that are cut along K are added up; allocated at the first use, once."""
+        """Memory in which tiles cut along K are added up; allocated at the first use, once."""
         return self._local.split
 
     def own_rows(self, rows: int) -> torch.Tensor:
-        """The part of ``symm_workspace`` that holds this rank's shard of ``rows`` rows."""
+        """The rows of ``symm_workspace`` that hold this rank's shard of ``rows`` rows."""
         return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
 
 
@@ -217,5 +216,5 @@ def check_operands(
         key = (row_bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, layout_of(B))
         return Operands(key, A.dtype)
 
-    looks = (look_of(A, B), B.data_ptr() % 16)
-    return accept(ctx.accepted, looks, "ag_gemm", checks, operands)
+    signature = (signature_of(A, B), B.data_ptr() % 16)
+    return accept(ctx.accepted, signature, "ag_gemm", checks, operands)

@@ -1,4 +1,4 @@
-"""What all-reduce keeps between calls, and its ways by name."""
+"""Context of all-reduce, and its ways by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO_SHOT_FROM = 256 << 10
 
 
 class AllReduceMethod(enum.Enum):
-    """How the sum is come by."""
+    """Algorithm of an all-reduce."""
 
     ONE_SHOT = "one_shot"
     """Everything to everybody, who all add everything. In one launch up to 4 MB."""
@@ -84,7 +84,7 @@ class AllReduceContext(collective_context.CollectiveContext):
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """All ways share it: parts of up to a few MB from each rank; or parts of a shard, then
+        """All ways share it: addends of up to a few MB from each rank; or addends of a shard, then
         sums of all shards; or a half from each of two children, then the sums of both halves."""
         one_shot = collective_context.shard_bytes(min(workspace_nbytes, ONE_SHOT_BYTES), 1)
         two_shot = 2 * collective_context.shard_bytes(workspace_nbytes, num_ranks)

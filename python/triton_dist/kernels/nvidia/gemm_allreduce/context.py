@@ -1,4 +1,4 @@
-"""What GEMM-AllReduce keeps between calls, what it refuses, and its ways by name."""
+"""Context of GEMM-AllReduce, the operands that it accepts, and its ways by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from triton_dist.kernels.common.gemm_context import (
     addend_checks,
     kernel_checks,
     layout_of,
-    look_of,
+    signature_of,
 )
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
 from triton_dist.kernels.common.scatter.reduced_partials import ReducedPartials
@@ -34,12 +34,12 @@ from triton_dist.kernels.nvidia.allreduce import (
 from triton_dist.runtime.ranks import Group, process_group_of
 
 SUMMED_BYTES = 32 << 20
-"""Of the largest product that one launch sums in two shots; a serial call sums larger ones in
+"""Size of the largest product that one launch sums in two shots; a serial call sums larger ones in
 several launches."""
 
 
 class GEMMAllReduceMethod(enum.Enum):
-    """How products are summed."""
+    """Algorithm that sums the products."""
 
     ONE_SHOT = "one_shot"
     """Each tile goes to all ranks, who all add it. For few rows: a product of up to 4 MB."""
@@ -52,7 +52,7 @@ class GEMMAllReduceMethod(enum.Enum):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a library multiplies, and the product is summed as a whole."""
+        """A library multiplies, and the product is summed as a whole."""
         return self in (GEMMAllReduceMethod.SERIAL, GEMMAllReduceMethod.COLLECTIVE)
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
     manager.
 
     Attributes:
-        output_dtype: of A, B, the parts that travel, and the output.
+        output_dtype: of A, B, the partial sums that travel, and the output.
         one_shot_rows: of the largest product that can go to all ranks.
         packet_rows: of the largest one that can do so in packets.
         exchanged_rows: of the largest product that is summed in two shots in one launch.
@@ -150,7 +150,7 @@ def check_operands(
     bias: torch.Tensor | None,
     ctx: GEMMAllReduceTensorParallelContext,
 ) -> tuple[Any, ...]:
-    """What a tuning depends on; one object for operands of the same looks.
+    """All that a tuning depends on; one object for operands of the same signature.
 
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
@@ -164,7 +164,7 @@ def check_operands(
 
     return accept(
         ctx.accepted,
-        (look_of(A, B, bias), B.data_ptr() % 16),
+        (signature_of(A, B, bias), B.data_ptr() % 16),
         "gemm_ar",
         lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
         lambda: (

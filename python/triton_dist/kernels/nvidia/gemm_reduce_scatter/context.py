@@ -1,4 +1,4 @@
-"""What GEMM-ReduceScatter keeps between calls, and what it refuses."""
+"""Context of GEMM-ReduceScatter, and the operands that it accepts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from triton_dist.kernels.common.gemm_context import (
     addend_checks,
     kernel_checks,
     layout_of,
-    look_of,
+    signature_of,
 )
 from triton_dist.kernels.common.scatter.partials import PartialsBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
 EXCHANGED_BYTES = 64 << 20
-"""Of the largest product that one launch multiplies and adds; beyond it other ways are faster."""
+"""Size of the largest product that one launch multiplies and adds; above it other ways are
+faster."""
 
 
 class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
@@ -36,7 +37,7 @@ class GEMMReduceScatterTensorParallelContext(GEMMContext[PartialsBuffer]):
     manager.
 
     Attributes:
-        output_dtype: of A, B, the parts that travel, and the output.
+        output_dtype: of A, B, the partial sums that travel, and the output.
         reduce_st: whether a call that does not say adds its tiles to the owner's sum.
         exchange: memory in which one launch multiplies and adds; exchanged_rows: of the largest
             product that it holds.
@@ -92,7 +93,8 @@ def create_gemm_rs_context(
     process).
 
     Takes about twice ``max_M * N`` elements on each rank, as many again for products that one
-    launch multiplies and adds, of these 128 MB at most, and as many again once slabs are pushed.
+    launch multiplies and adds, of these 128 MB at most, and as many again once row blocks are
+    pushed.
 
     Args:
         max_M: largest number of rows of A, a multiple of ``world_size``.
@@ -100,11 +102,11 @@ def create_gemm_rs_context(
         rank, world_size: this rank in the group, and the group's size.
         local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
         output_dtype: of A, B and the output: fp16, bf16 or fp32.
-        rs_stream: where slabs are pushed from with ``fuse_scatter=False``; default: a stream of the
-            context's own, of high priority.
-        reduce_st: calls add tiles to an fp32 sum on the owner instead of keeping one part for each
-            rank: less memory traffic in the end, twice as much between GPUs for 16-bit dtypes, and
-            not deterministic. Allocates the sums; needed for ``gemm_rs(…, reduce_st=True)``.
+        rs_stream: where row blocks are pushed from with ``fuse_scatter=False``; default: a stream
+            of the context's own, of high priority.
+        reduce_st: calls add tiles to an fp32 sum on the owner instead of keeping one partial sum of
+            each rank: less memory traffic in the end, twice as much between GPUs for 16-bit dtypes,
+            and not deterministic. Allocates the sums; needed for ``gemm_rs(…, reduce_st=True)``.
 
     Raises:
         InvalidArgument: on every rank, for a value that cannot work.
@@ -137,7 +139,7 @@ def check_operands(
     bias: torch.Tensor | None,
     ctx: GEMMReduceScatterTensorParallelContext,
 ) -> tuple[Any, ...]:
-    """What a tuning depends on; one object for operands of the same looks.
+    """All that a tuning depends on; one object for operands of the same signature.
 
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
@@ -152,7 +154,7 @@ def check_operands(
 
     return accept(
         ctx.accepted,
-        (look_of(A, B, bias), B.data_ptr() % 16),
+        (signature_of(A, B, bias), B.data_ptr() % 16),
         "gemm_rs",
         lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
         lambda: (
