@@ -18,7 +18,7 @@ import triton_dist.tune
 from tests.tuning import ops
 from tests.tuning.fakes import in_threads
 from triton_dist import errors
-from triton_dist._tuning.compose import software_versions
+from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.tune import AutoTuner, autotune, to_hashable
 
 A, B = torch.ones(2, 3), torch.ones(3, 4)

@@ -19,7 +19,7 @@ import torch
 
 from tests.tuning import earlier
 from triton_dist import knobs
-from triton_dist._tuning import compose, compose_contextual
+from triton_dist._tuning import compose, shared
 from triton_dist._tuning.store import FileStore
 from triton_dist._tuning.values import TuningRecord
 from triton_dist.errors import TuningFrozen, TuningWarning
@@ -125,10 +125,7 @@ def there(monkeypatch) -> Callable[[TuningRecord], None]:
     def put(record: TuningRecord) -> None:
         device = ThatHost(record.fingerprint.hardware)
         monkeypatch.setattr(detect, "_cpu", lambda: device)
-        for module in (compose, compose_contextual):
-            monkeypatch.setattr(
-                module, "software_versions", lambda: dict(record.fingerprint.software)
-            )
+        monkeypatch.setattr(shared, "software_versions", lambda: dict(record.fingerprint.software))
         if record.fingerprint.topology["world_size"] != "1":
             ranks = ThoseRanks(record.fingerprint.topology)
             monkeypatch.setattr(compose, "group_for", lambda *_: ranks)

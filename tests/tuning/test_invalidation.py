@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from triton_dist._tuning import compose
+from triton_dist._tuning import shared
 from triton_dist.cli.main import main
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks.solo import SoloRank
@@ -343,7 +343,7 @@ def test_another_policy_tunes_again(package, old, new, field):
 
 
 def versions(**changes: str) -> Callable[[], dict[str, str]]:
-    known = compose.software_versions() | {"torch": "2.9.1+cu128", "triton": "3.6.0"}
+    known = shared.software_versions() | {"torch": "2.9.1+cu128", "triton": "3.6.0"}
     return lambda: known | {"cuda": "12.8"} | changes
 
 
@@ -369,11 +369,11 @@ def facts(**changes: str) -> Callable[[CpuDevice], dict[str, str]]:
 )
 def test_other_software_or_hardware_tunes_again(package, monkeypatch, change, field):
     software = {"torch", "triton", "cuda"} & change.keys()
-    monkeypatch.setattr(compose, "software_versions", versions())
+    monkeypatch.setattr(shared, "software_versions", versions())
     monkeypatch.setattr(CpuDevice, "facts", facts())
     package.call()
     if software:
-        monkeypatch.setattr(compose, "software_versions", versions(**change))
+        monkeypatch.setattr(shared, "software_versions", versions(**change))
     else:
         monkeypatch.setattr(CpuDevice, "facts", facts(**change))
     assert f"  not used: {field}\n" in package.explain()[1]
@@ -402,13 +402,13 @@ def test_another_group_tunes_again(package, monkeypatch, name):
 def test_a_patch_level_is_accepted_and_said_unless_versions_are_strict(
     package, monkeypatch, change, field
 ):
-    monkeypatch.setattr(compose, "software_versions", versions())
+    monkeypatch.setattr(shared, "software_versions", versions())
     monkeypatch.setattr(CpuDevice, "facts", facts())
     package.call()
     if "driver" in change:
         monkeypatch.setattr(CpuDevice, "facts", facts(**change))
     else:
-        monkeypatch.setattr(compose, "software_versions", versions(**change))
+        monkeypatch.setattr(shared, "software_versions", versions(**change))
     assert f"  used\n  accepted: {field}\n" in package.explain()[1]
     assert package.call() == 0
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_VERSION_CHECK", "1")
