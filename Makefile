@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test versions fresh stress chaos dist docs bench gpu
+.PHONY: check format lint types test versions fresh stress chaos mutants dist docs bench gpu
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -38,6 +38,10 @@ stress:
 # Every way in which a distributed tuning can go wrong, on 2 and 4 ranks; some minutes.
 chaos:
 	bash scripts/test.sh tests/distributed tests/tuning -m chaos -rP
+
+# Breaks one invariant after another and runs the tests that must notice; prints those that did not.
+mutants:
+	$(python) tests/mutants/run.py $(MUTANTS)
 
 # The documentation's code blocks, links and completeness, and the examples; part of `test` too.
 docs:

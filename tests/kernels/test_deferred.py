@@ -1,0 +1,58 @@
+"""Deferred tiles: when a program defers its own tiles, and what the next kernel does with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+
+from triton_dist import jit
+from triton_dist.kernels.common.scatter.deferred import (
+    BEGUN,
+    LEAVES,
+    STAYS,
+    begin_program,
+    kernel_add_left,
+    stay_or_leave,
+)
+
+PROGRAMS, LINE = 3, 16
+
+
+@jit
+def kernel_decide(epoch_ptr, left_ptr, decisions_ptr, begins: tl.constexpr):
+    """Of the programs, those below ``begins`` begin; all decide."""
+    if tl.program_id(0) < begins:
+        begin_program(epoch_ptr)
+    decision = stay_or_leave(epoch_ptr, left_ptr)
+    tl.store(decisions_ptr + tl.program_id(0), decision)
+
+
+@pytest.mark.parametrize("begins", [PROGRAMS, PROGRAMS - 1])
+def test_a_program_stays_where_all_have_begun(begins):
+    epoch = torch.zeros(LINE, dtype=torch.int64)
+    left, decisions = (torch.zeros(PROGRAMS, dtype=torch.int32) for _ in range(2))
+    kernel_decide[(PROGRAMS,)](epoch, left, decisions, begins)
+    assert int(epoch[BEGUN.value]) == begins
+    stays = begins == PROGRAMS
+    assert decisions.tolist() == [STAYS.value if stays else LEAVES.value] * PROGRAMS
+    assert left.tolist() == [0 if stays else 1] * PROGRAMS
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_what_was_left_is_added_once_and_the_next_call_counts_anew(has_left):
+    rows, N = 21, 19
+    partials = torch.randn(rows, N, dtype=torch.float16)
+    C = torch.full((rows, N), float("nan"), dtype=torch.float16)
+    epoch = torch.zeros(LINE, dtype=torch.int64)
+    epoch[BEGUN.value] = PROGRAMS
+    flags = torch.zeros(8, dtype=torch.int64)
+    left = torch.full((1,), int(has_left), dtype=torch.int32)
+    kernel_add_left[(1,)](
+        C, C, partials, flags, epoch, left, flags, flags, rows, rows, N, rows * N, 1, 0,
+        NUM_RANKS=1, SCATTER="tile", HAS_BIAS=False, NUM_SMS=1, BLOCK_SIZE_M=16, BLOCK_SIZE_N=16,
+        GROUP_SIZE_M=1, REDUCE_ROWS=16,
+    )  # fmt: skip
+    assert torch.equal(C, partials) if has_left else bool(C.isnan().all())
+    assert int(epoch[BEGUN.value]) == 0
+    assert left.tolist() == [0]

@@ -1,0 +1,246 @@
+"""Invariants, each broken by one edit of the source, and the tests that must notice.
+
+An edit replaces ``old``, which stands once in the file, by ``new``. What is broken is named by the
+invariant, so that a survivor says what no test asks for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_SIGNALS = "language/signals.py"
+_EPOCHS = "kernels/common/slots/epochs.py"
+_PROTOCOL = "kernels/common/exchange/protocol.py"
+_TILES = "kernels/common/scatter/tiles.py"
+_DEFERRED = "kernels/common/scatter/deferred.py"
+_CONTEXT = "kernels/common/context.py"
+_SUMMING = "kernels/common/scatter/ways.py"
+_GATHERED = "kernels/common/slots/gathered.py"
+_SHARDED = "kernels/common/gemm/sharded.py"
+_AGREEMENT = "_tuning/engine/agreement.py"
+_STORE = "_tuning/store/file.py"
+
+SIGNALS = ("tests/language/test_signals.py",)
+COLLECTIVES = ("tests/distributed/test_collectives.py",)
+GEMM_RS = ("tests/distributed/test_gemm_rs.py", "tests/distributed/test_summed_gemm.py")
+GEMM_AR = ("tests/distributed/test_gemm_ar.py", "tests/distributed/test_summed_gemm.py")
+AG_GEMM = ("tests/distributed/test_ag_gemm.py",)
+STORE = ("tests/tuning/test_store.py",)
+MEETINGS = ("tests/tuning",)
+
+
+class Mutant(NamedTuple):
+    """One broken invariant; ``path``: of the file, from ``python/triton_dist`` on."""
+
+    invariant: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "wait: until the flag has reached the value, not nearly",
+        _SIGNALS,
+        "standing = tl.where(seen - value < 0, _LATE, _REACHED)",
+        "standing = tl.where(seen - value < -1, _LATE, _REACHED)",
+        SIGNALS,
+    ),
+    Mutant(
+        "wait: for every flag, not the first",
+        _SIGNALS,
+        "        index += 1\n    return agree",
+        "        index += count\n    return agree",
+        SIGNALS,
+    ),
+    Mutant(
+        "wait: for each chunk of a tile's rows",
+        _SHARDED,
+        "count = last_row // chunk_rows - first + 1",
+        "count = last_row // chunk_rows - first",
+        ("tests/distributed/test_failures.py", *AG_GEMM),
+    ),
+    Mutant(
+        "wait: an own tile waits for every peer",
+        _TILES,
+        "    token = 0\n    for step in range(1, NUM_RANKS):\n        source = (rank + step)",
+        "    token = 0\n    for step in range(1, NUM_RANKS - 1):\n        source = (rank + step)",
+        GEMM_RS,
+    ),
+    Mutant(
+        "release: a flag is set with release",
+        _SIGNALS,
+        'tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")',
+        'tl.atomic_xchg(ptr, value, mask=mask, sem="relaxed", scope="sys")',
+        ("tests/compile/test_language.py",),
+    ),
+    Mutant(
+        "release: all threads' stores come before it",
+        _SIGNALS,
+        "tl.debug_barrier()  # the release is one thread's",
+        "pass  # the release is one thread's",
+        ("tests/compile/test_language.py",),
+    ),
+    Mutant(
+        "release: every rank is told",
+        _PROTOCOL,
+        "there = tl.arange(0, LANES) < NUM_RANKS\n    values",
+        "there = tl.arange(0, LANES) < NUM_RANKS - 1\n    values",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "release: an exchange tells with release",
+        _PROTOCOL,
+        'mask=there,\n        sem="release", scope="sys",',
+        'mask=there,\n        sem="relaxed", scope="sys",',
+        ("tests/compile/test_exchange_kernels.py",),
+    ),
+    Mutant(
+        "epoch: it advances at the end of a call",
+        _EPOCHS,
+        "tl.store(epoch_ptr, flag + _ONE_EPOCH)",
+        "tl.store(epoch_ptr, flag)",
+        GEMM_RS,
+    ),
+    Mutant(
+        "epoch: calls take turns between two slots",
+        _EPOCHS,
+        "self.index = (self.index + 1) % SLOTS\n        if self.num_ranks == 1:",
+        "self.index = 0\n        if self.num_ranks == 1:",
+        ("tests/kernels/test_epochs.py", "tests/kernels/test_allgather.py", *GEMM_RS),
+    ),
+    Mutant(
+        "epoch: a slot is not written to before peers have consumed it",
+        _EPOCHS,
+        "last = (epoch_at(epoch_ptr) - 1).to(tl.int32)",
+        "last = (epoch_at(epoch_ptr) - 2).to(tl.int32)",
+        ("tests/kernels/test_epochs.py", "tests/kernels/test_allgather.py", *AG_GEMM),
+    ),
+    Mutant(
+        "epoch: an exchange counts its calls",
+        _PROTOCOL,
+        'sem="relaxed", scope="gpu") // MAX_CTAS + 1',
+        'sem="relaxed", scope="gpu") // MAX_CTAS',
+        COLLECTIVES,
+    ),
+    Mutant(
+        "reset: flags are what they were at first",
+        _EPOCHS,
+        "self.of_slot(slot, region).local.zero_()",
+        "self.of_slot(slot, region)",
+        ("tests/kernels/test_epochs.py", "tests/kernels/test_contexts.py", *GEMM_RS),
+    ),
+    Mutant(
+        "reset: of every memory of a context",
+        _CONTEXT,
+        "        for memory in self._memories:\n            memory.reset()",
+        "        for memory in self._memories[:1]:\n            memory.reset()",
+        ("tests/kernels/test_contexts.py", "tests/benchmarks/test_bench_overlap.py", *GEMM_RS),
+    ),
+    Mutant(
+        "reset: a failed allocation frees what is there",
+        _CONTEXT,
+        "        except BaseException:\n            self.free()\n            raise",
+        "        except BaseException:\n            raise",
+        ("tests/kernels/test_contexts.py",),
+    ),
+    Mutant(
+        "bound: no more rows than the memory holds",
+        _SUMMING,
+        "if self.A.shape[0] > most and",
+        "if self.A.shape[0] > most + 1 and",
+        GEMM_AR,
+    ),
+    Mutant(
+        "bound: no more chunks than there are flags for",
+        _SUMMING,
+        "if not 1 <= self.num_chunks <= MAX_CHUNKS:",
+        "if not 0 <= self.num_chunks <= MAX_CHUNKS + 1:",
+        ("tests/distributed/test_bad_input.py", *GEMM_RS),
+    ),
+    Mutant(
+        "row mask: the last row is stored",
+        _TILES,
+        "mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows)",
+        "mask = (first_row + tl.arange(0, REDUCE_ROWS) < rows - 1)",
+        GEMM_RS,
+    ),
+    Mutant(
+        "row mask: nothing above a tile's row block is stored",
+        _TILES,
+        "inside = (local_row >= -row) & (local_row < rows - row)",
+        "inside = local_row < rows - row",
+        GEMM_RS,
+    ),
+    Mutant(
+        "row mask: the last element of a shard is copied",
+        _PROTOCOL,
+        "inside = index < elements\n        from_ptr",
+        "inside = index < elements - 1\n        from_ptr",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "deferred tiles: what is deferred is noted",
+        _DEFERRED,
+        "            tl.store(left_ptr + tl.program_id(0), 1)\n            decision = LEAVES",
+        "            decision = LEAVES",
+        ("tests/kernels/test_deferred.py",),
+    ),
+    Mutant(
+        "deferred tiles: the note is read before it is cleared",
+        _DEFERRED,
+        "tl.debug_barrier()  # else the first warp's store",
+        "pass  # else the first warp's store",
+        ("tests/compile/test_left_tiles.py",),
+    ),
+    Mutant(
+        "deferred tiles: programs that have begun are counted anew in each call",
+        _DEFERRED,
+        "        tl.store(epoch_ptr + BEGUN, 0)\n",
+        "        tl.store(epoch_ptr + BEGUN, tl.load(epoch_ptr + BEGUN))\n",
+        ("tests/kernels/test_deferred.py",),
+    ),
+    Mutant(
+        "agreement: two ranks that differ are told",
+        _AGREEMENT,
+        "if len(set(values)) > 1:\n        by_rank",
+        "if len(set(values)) > 2:\n        by_rank",
+        MEETINGS,
+    ),
+    Mutant(
+        "agreement: an own record goes before a shipped one",
+        _AGREEMENT,
+        "[rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)",
+        "list(valid)",
+        MEETINGS,
+    ),
+    Mutant(
+        "agreement: a record counts what all ranks hold alike",
+        _AGREEMENT,
+        "if verdict.winner and verdict.bound in (None, counted)",
+        "if verdict.winner",
+        MEETINGS,
+    ),
+    Mutant(
+        "store lock: under it a file is looked at again",
+        _STORE,
+        "if locked and _is_damaged(path):",
+        "if locked:",
+        STORE,
+    ),
+    Mutant(
+        "store lock: it is waited for",
+        _STORE,
+        "        lock.acquire(poll_interval=0.01)\n",
+        "        pass\n",
+        STORE,
+    ),
+    Mutant(
+        "store: a temporary file of a writer at work stays",
+        _STORE,
+        "st_mtime > _STALE_SECONDS",
+        "st_mtime > -_STALE_SECONDS",
+        STORE,
+    ),
+)
