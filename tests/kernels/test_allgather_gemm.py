@@ -15,7 +15,7 @@ from triton_dist.errors import (
     NoValidConfig,
 )
 from triton_dist.kernels import nvidia
-from triton_dist.kernels.common import context, vendor
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.shapes import Shape
 from triton_dist.kernels.common.gemm.gathered_spaces import split_k_tiles
 from triton_dist.kernels.common.gemm.rows import row_bucket
@@ -30,7 +30,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
 from triton_dist.kernels.nvidia.allgather_gemm import serial as allgather_gemm_serial
 from triton_dist.kernels.nvidia.allgather_gemm import ways as allgather_gemm_space
 from triton_dist.kernels.nvidia.allgather_gemm.op import config_space, key_fn, prune_fn
-from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device import cpu, current_device
 
 
 def test_a_world_of_one_is_a_plain_product():
@@ -55,7 +55,9 @@ def test_the_first_config_is_the_default_of_all_arguments():
 
 def on_gpus(monkeypatch):
     """Whose torch has no async tensor parallelism."""
-    gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
+    gpu = SimpleNamespace(
+        name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True
+    )
     for module in (vendor, allgather_gemm_space):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor, "_has_async_tp", lambda: False)
@@ -288,7 +290,7 @@ def test_a_rank_of_another_world_is_refused():
 
 
 def test_cpu_ranks_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(context, "is_interpreting", lambda: False)
+    monkeypatch.setattr(cpu, "is_interpreting", lambda: False)
     with pytest.raises(DeviceUnavailable, match=r"Set TRITON_INTERPRET=1 before .*launch\.sh"):
         create_ag_gemm_context(8, 8, 8, torch.float16, 0, 1)
 

@@ -24,7 +24,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
 
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch):
-    gpu = SimpleNamespace(name="cuda", num_sms=132)
+    gpu = SimpleNamespace(name="cuda", interprets=False, has_libraries=True, num_sms=132)
     monkeypatch.setattr(allgather_gemm_tiles, "current_device", lambda: gpu)
 
 

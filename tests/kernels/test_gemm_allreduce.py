@@ -61,7 +61,8 @@ def test_the_space_has_tiles_and_ways():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     gpu = SimpleNamespace(
-        name="cuda", prefers_descriptors=True, shared_memory_bytes=lambda: 232448,
+        name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True,
+        shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
     for module in (gemm_allreduce_ways, gemm_op, spaces):

@@ -65,7 +65,9 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     assert {config["persistent"] for config in tiled} == {True, False}
     assert {config["way"] for config in space} == {"fused", "one_launch", "copy_engine", "serial"}
     assert gemm_rs.config_space.names == set().union(*space)
-    gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
+    gpu = SimpleNamespace(
+        name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True
+    )
     for module in (vendor_reduce_scatter, gemm_reduce_scatter_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor_reduce_scatter, "_has_async_tp", lambda: True)

@@ -53,6 +53,8 @@ class FakeGpu(CpuDevice):
     """A GPU of Hopper's size: what a config space and ``prune_fn`` ask for."""
 
     name = "cuda"
+    interprets = False
+    has_libraries = True
     num_sms = 132
     torch_device = torch.device("meta")
 

@@ -18,7 +18,7 @@ from triton_dist.errors import (
 from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
-from triton_dist.runtime.triton_compat import is_interpreting, no_device_for_kernels
+from triton_dist.runtime.triton_compat import no_device_for_kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
@@ -176,9 +176,7 @@ def agree_to_create(
 
 def _device_refusal() -> DeviceUnavailable | None:
     """The error of a process that has no GPU and whose kernels are not interpreted."""
-    if current_device().name != "cpu" or is_interpreting():
-        return None
-    return no_device_for_kernels()
+    return None if current_device().runs_kernels else no_device_for_kernels()
 
 
 def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | None:

@@ -34,6 +34,15 @@ class CpuDevice:
     num_sms = 3
     # The interpreter does a descriptor access 3 to 5 times faster than pointer arithmetic.
     prefers_descriptors = True
+    # Kernels are interpreted, to see that they work, not how fast they are: a few configs show it.
+    interprets = True
+    # Libraries are no candidates here: CPU ranks are there to run our kernels, which would not win.
+    has_libraries = False
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Kernels of this process can run: they were decorated for the interpreter."""
+        return is_interpreting()
 
     def synchronize(self, seconds: float | None = None) -> None:
         """Nothing to wait for: kernels return when done, and a call joins its copy streams."""

@@ -41,6 +41,10 @@ class CudaDevice:
     """The GPU with CUDA ordinal ``index``."""
 
     name = "cuda"
+    # What kernels ask for, instead of which device it is (see ``CpuDevice``).
+    interprets = False
+    has_libraries = True
+    runs_kernels = True
 
     def __init__(self, index: int) -> None:
         self.index = index
