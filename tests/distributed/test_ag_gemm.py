@@ -1,4 +1,7 @@
-"""AllGather-GEMM over real processes: the kernels in the interpreter, memory in /dev/shm."""
+"""AllGather-GEMM over real processes: the kernels in the interpreter, memory in /dev/shm.
+
+Three ranks where their number could matter: a ring, two peers, and no power of two.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,11 @@ from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
 from triton_dist.kernels.nvidia.allgather_gemm.op import config_space
 
-WORLD_SIZES = [2, 4]
 
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_schedule_and_both_kernels(spawn_ranks, world_size):
+def test_every_schedule_and_both_kernels(spawn_ranks):
     # Room for the programs that send is enough, since others may be busy with other streams.
-    room = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"} if world_size == 2 else None
-    counts = spawn_ranks(world_size, ag_gemm_ranks.every_schedule, env=room)
-    assert counts == [40] * world_size
+    room = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"}
+    assert spawn_ranks(3, ag_gemm_ranks.every_schedule, env=room) == [40] * 3
 
 
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
@@ -24,33 +23,28 @@ def test_every_size_and_layout(spawn_ranks, dtype):
     assert spawn_ranks(2, ag_gemm_ranks.every_operand, (dtype,)) == [48] * 2
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_calls_need_nothing_between_them(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.back_to_back, 24) == [32] * world_size
+def test_calls_need_nothing_between_them(spawn_ranks):
+    assert spawn_ranks(3, ag_gemm_ranks.back_to_back, 24) == [32] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_any_rank_may_be_late(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.stragglers) == [7 * world_size] * world_size
+def test_any_rank_may_be_late(spawn_ranks):
+    assert spawn_ranks(3, ag_gemm_ranks.stragglers) == [7 * 3] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_candidate_gives_the_same(spawn_ranks, world_size):
+def test_every_candidate_gives_the_same(spawn_ranks):
     checked = len(config_space()) + 2
-    assert spawn_ranks(world_size, ag_gemm_ranks.every_config) == [checked] * world_size
+    assert spawn_ranks(3, ag_gemm_ranks.every_config) == [checked] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tiles_that_are_cut_along_k(spawn_ranks, world_size):
-    calls = world_size * (3 * len(split_k_tiles()) + 1)
-    assert spawn_ranks(world_size, ag_gemm_ranks.split_tiles) == [calls] * world_size
+def test_tiles_that_are_cut_along_k(spawn_ranks):
+    calls = 3 * (3 * len(split_k_tiles()) + 1)
+    assert spawn_ranks(3, ag_gemm_ranks.split_tiles) == [calls] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_shards_that_the_consumer_sends_itself(spawn_ranks, world_size):
-    rounds = 10 // world_size  # on two ranks each other method has its turn
+def test_shards_that_the_consumer_sends_itself(spawn_ranks):
+    rounds = 4  # each other method has its turn
     calls = rounds * (4 * len(fused_tiles()) + 4)
-    assert spawn_ranks(world_size, ag_gemm_ranks.fused_push, rounds) == [calls] * world_size
+    assert spawn_ranks(3, ag_gemm_ranks.fused_push, rounds) == [calls] * 3
 
 
 def test_counts_of_parts_are_reset(spawn_ranks):
@@ -73,9 +67,8 @@ def test_a_group_of_one_beside_one_of_two(spawn_ranks):
     assert spawn_ranks(3, ag_gemm_ranks.in_groups, [[2], [0, 1]], False) == [6, 6, 5]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_epochs_may_wrap_around(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.epochs_wrap_around) == [20] * world_size
+def test_epochs_may_wrap_around(spawn_ranks):
+    assert spawn_ranks(3, ag_gemm_ranks.epochs_wrap_around) == [20] * 3
 
 
 def test_a_context_ends_once(spawn_ranks):
@@ -98,28 +91,21 @@ def test_a_reset_lets_copies_go_on(spawn_ranks):
     assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [6] * 4
 
 
-def test_calls_of_two_contexts_alternate(spawn_ranks):
-    assert spawn_ranks(2, ag_gemm_ranks.replayed, 3) == [30] * 2
+def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks):
+    looks = spawn_ranks(3, ag_gemm_ranks.looks_at_peers)
+    assert looks == [ag_gemm_ranks.LOOKS] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks, world_size):
-    looks = spawn_ranks(world_size, ag_gemm_ranks.looks_at_peers)
-    assert looks == [ag_gemm_ranks.LOOKS] * world_size
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_vendor_methods_take_turns_with_ours(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, ag_gemm_ranks.vendor_in_turn, 4) == [8] * world_size
+def test_vendor_methods_take_turns_with_ours(spawn_ranks):
+    assert spawn_ranks(3, ag_gemm_ranks.vendor_in_turn, 4) == [8] * 3
 
 
 def test_calls_from_another_thread(spawn_ranks):
     assert spawn_ranks(2, ag_gemm_ranks.from_another_thread) == [7] * 2
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_transfer_and_consumer_apart(spawn_ranks, world_size):
-    spawn_ranks(world_size, ag_gemm_ranks.consumer_alone)
+def test_transfer_and_consumer_apart(spawn_ranks):
+    spawn_ranks(3, ag_gemm_ranks.consumer_alone)
 
 
 def test_one_row_with_any_stride(spawn_ranks):

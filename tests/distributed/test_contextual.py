@@ -15,7 +15,7 @@ def logs(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_step_together_and_choose_the_same(spawn_ranks, world_size):
     results = spawn_ranks(world_size, ops.tune_two_kernels)
     for calls, first, second, chosen_first, chosen_second in results:
@@ -182,7 +182,7 @@ def test_race_over_ranks(spawn_ranks):
     assert {result[4][0] for result in results} == {32}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_kernel_that_waits_for_other_ranks(spawn_ranks, world_size):
     """It cannot be timed alone: each call, tuning or not, is a whole AllGather-GEMM."""
     for calls in (3 * (3 + 5), 0):

@@ -33,14 +33,14 @@ def test_the_unbroken_pieces_pass(spawn_ranks, method):
     [
         ("flag before data", PUSH, 2, True, WRONG),
         ("flag before data", PULL, 2, False, WRONG),
-        ("flag before data", RING, 4, True, WRONG),
+        ("flag before data", RING, 3, True, WRONG),
         ("consumer does not wait", PUSH, 2, True, WRONG),
         ("consumer does not wait", PUSH, 2, False, WRONG),
-        ("consumer does not wait", RING, 4, True, WRONG),
+        ("consumer does not wait", RING, 3, True, WRONG),
         ("consumer does not wait", FUSED, 2, True, WRONG),
         ("epoch stands still", PUSH, 2, True, WRONG),
         ("epoch stands still", FUSED, 2, True, WRONG),
-        ("waits for the first shard only", PUSH, 4, True, WRONG),
+        ("waits for the first shard only", PUSH, 3, True, WRONG),
         ("data without flag", PUSH, 2, True, OVERDUE),
         ("data without flag", PULL, 2, False, OVERDUE),
         ("consumption is not told", PUSH, 2, True, OVERDUE),
@@ -69,7 +69,7 @@ def test_an_overdue_flag_is_named(spawn_ranks):
 
 @pytest.mark.parametrize(
     ("how", "world_size", "ending_rank"),
-    [("kill", 2, 1), ("kill", 4, 0), ("exit", 2, 1), ("raise", 4, 0)],
+    [("kill", 2, 1), ("kill", 3, 0), ("exit", 2, 1), ("raise", 3, 0)],
 )
 def test_a_lost_rank_ends_the_others(spawn_ranks, how, world_size, ending_rank):
     before = set(os.listdir("/dev/shm"))

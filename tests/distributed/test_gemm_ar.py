@@ -3,32 +3,25 @@ memory in /dev/shm."""
 
 from __future__ import annotations
 
-import pytest
-
 from tests.distributed import gemm_ar_ranks
 from tests.distributed.gemm_ar_calls import TILED, WAYS
 
-WORLD_SIZES = [2, 4]
 
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_any_number_of_rows(spawn_ranks, world_size):
-    counts = spawn_ranks(world_size, gemm_ar_ranks.every_size, world_size)
-    assert counts == [8 * len(TILED)] * world_size
+def test_any_number_of_rows(spawn_ranks):
+    counts = spawn_ranks(3, gemm_ar_ranks.every_size, 3)
+    assert counts == [8 * len(TILED)] * 3
 
 
 def test_every_rank_has_the_same_bits(spawn_ranks):
-    assert spawn_ranks(4, gemm_ar_ranks.same_bits_on_all_ranks) == [2 * len(WAYS)] * 4
+    assert spawn_ranks(3, gemm_ar_ranks.same_bits_on_all_ranks) == [2 * len(WAYS)] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_result_without_a_copy_outlives_the_next_call(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, gemm_ar_ranks.borrowed_results) == [7] * world_size
+def test_a_result_without_a_copy_outlives_the_next_call(spawn_ranks):
+    assert spawn_ranks(3, gemm_ar_ranks.borrowed_results) == [7] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_whole_products_take_turns_with_tiles(spawn_ranks, world_size):
-    assert spawn_ranks(world_size, gemm_ar_ranks.whole_in_turn, 6) == [18] * world_size
+def test_whole_products_take_turns_with_tiles(spawn_ranks):
+    assert spawn_ranks(3, gemm_ar_ranks.whole_in_turn, 6) == [18] * 3
 
 
 def test_what_is_too_large_for_one_shot_is_said(spawn_ranks):

@@ -51,11 +51,12 @@ def passed(run, ranks):
     return run.stdout
 
 
-def test_check_tunes_then_uses_the_cache(launch):
-    check = ("test_ag_gemm.py", "--case", "check")
+def test_check_tunes_then_uses_the_cache(launch, run_script):
+    check = ("test_ag_gemm.py", "--case", "check", "--persistent")
     first = passed(launch(*check), 2)
     assert "tuned now" in first
-    second = passed(launch(*check), 2)
+    second = run_script(*check)
+    assert "✅ check passed: 2 ranks, cpu" in second
     assert "from the cache, no tuning" in second
     assert "tuned now" not in second
 

@@ -30,7 +30,7 @@ def check(C, A, B):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [matmul, gemm_persistent, gemm_non_persistent])
+@pytest.mark.parametrize("op", [gemm_persistent, gemm_non_persistent])
 def test_every_size_and_layout(op, dtype):
     for M, N, K in SIZES:
         for b_layout in LAYOUTS.values():
@@ -56,9 +56,11 @@ def test_any_strides_of_a(a_layout):
 def test_every_config(persistent):
     A, B = uniform(1, (70, 96), torch.float16), uniform(2, (96, 136), torch.float16)
     op = gemm_persistent if persistent else gemm_non_persistent
-    for config in get_config_space(persistent):
-        check(op.fn(A, B, gemm_config=config), A, B)
-        check(matmul.fn(A, B, config, persistent=persistent), A, B)
+    for number, config in enumerate(get_config_space(persistent)):
+        if number % 3:
+            check(op.fn(A, B, gemm_config=config), A, B)
+        else:  # the same launch
+            check(matmul.fn(A, B, config, persistent=persistent), A, B)
 
 
 @pytest.mark.parametrize("op", [matmul, gemm_persistent, gemm_non_persistent])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -32,14 +33,14 @@ def create(max_M=16, N=48, dtype=torch.float16):
 
 def test_a_world_of_one_is_a_plain_product():
     calls = Calls(max_rows=37, columns=40, K=72)
-    for layout in LAYOUTS:
-        for way in WAYS:
-            calls(37, layout, **way)
+    for way, layout in zip(WAYS, itertools.cycle(LAYOUTS)):
+        calls(37, layout, **way)
     calls(1, has_bias=True)
     calls(5, way="collective", gemm_config=None)
     calls(11, op=gemm_ar)
     calls(11, op=gemm_ar, autotune=False, copy_to_local=False)
-    assert calls.finish() == len(WAYS) * len(LAYOUTS) + 4
+    assert calls.finish() == len(WAYS) + 4
+    assert len(WAYS) >= len(LAYOUTS), "a layout was left out"
 
 
 def test_the_first_config_is_the_default_of_all_arguments():

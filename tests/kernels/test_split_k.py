@@ -62,13 +62,16 @@ def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
         count = triton.cdiv(M, m) * triton.cdiv(N, n)
         split = workspace(*split_tiles(config, count, num_sms))
         cut += split.counters.numel()
-        for layout in ("row-major", "column-major"):
-            A, B = uniform(1, (M, K), dtype), LAYOUTS[layout](uniform(2, (K, N), dtype))
-            for _ in range(2):  # the second finds the counters as the first left them
-                C = torch.full((M, N), NAN, dtype=dtype, device=A.device)
-                sharded_gemm(A, B, C, config, num_sms=num_sms, persistent=True, split=split).run()
-                expected = (A.double() @ B.double()).to(dtype)
-                assert_allclose(C, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        A = uniform(1, (M, K), dtype)
+        for layout in (
+            "row-major",
+            "column-major",
+        ):  # the second finds counters in use
+            B = LAYOUTS[layout](uniform(2, (K, N), dtype))
+            C = torch.full((M, N), NAN, dtype=dtype, device=A.device)
+            sharded_gemm(A, B, C, config, num_sms=num_sms, persistent=True, split=split).run()
+            expected = (A.double() @ B.double()).to(dtype)
+            assert_allclose(C, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         assert not split.counters.any()
     assert cut > 0
 
