@@ -160,7 +160,7 @@ def tuned(**settings: Any) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate a function of an ``op.py`` that has no ways; ``settings``: of ``tune.autotune``."""
 
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
-        fn.__module__ = fn.__module__.rpartition(".")[0]
+        fn.__module__ = fn.__module__.rpartition(".")[0] or fn.__module__
         return tune.autotune(**settings)(fn)
 
     return decorate
