@@ -52,7 +52,7 @@ def passed(run, ranks):
 
 
 def test_check_tunes_then_uses_the_cache(launch, run_script):
-    check = ("test_ag_gemm.py", "--case", "check", "--persistent")
+    check = ("test_ag_gemm.py", "--case", "check")
     first = passed(launch(*check), 2)
     assert "tuned now" in first
     second = run_script(*check)

@@ -35,6 +35,8 @@ NOT_RUN = {
     r".*bench_tuning\.py": "tests/benchmarks replays a part of it",
     r"bash scripts/launch\.sh examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
+    r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$":
+        "tests/distributed/test_launch_check.py runs it",
 }  # fmt: skip
 # Lines that others are printed among, by a part of the command.
 SHOWN = {
