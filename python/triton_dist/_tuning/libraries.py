@@ -63,7 +63,7 @@ class Libraries:
         return file.startswith(_stdlib()) or self._is_in_target(file)
 
     def _is_in_target(self, file: str) -> bool:
-        """Whether ``pip install --target`` put it there, into a folder of ``PYTHONPATH``. What lies
+        """True if ``pip install --target`` put it there, into a folder of ``PYTHONPATH``. What lies
         beside such packages, as a program that is shipped with them, is written here."""
         for folder in filter(None, map(str, sys.path)):
             inside = file.removeprefix(folder.rstrip("/") + "/")

@@ -73,8 +73,8 @@ def _versions() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """What the module says, where it can be imported: of torch that names the build (``+cu130``),
-    which pip does not know of those from its default index."""
+    """The module's own version, where it can be imported: that of torch names the build
+    (``+cu130``), which pip does not know of those from its default index."""
     with contextlib.suppress(Exception):
         return str(importlib.import_module(package).__version__)
     with contextlib.suppress(metadata.PackageNotFoundError):

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class _DefaultGroup:
-    """What ``distributed_c10d.GroupMember`` says, also in compiled code: there torch 2.11 does not
+    """Stands for ``distributed_c10d.GroupMember``, also in compiled code: there torch 2.11 does not
     know the value of a property of a metaclass, and takes no world for one."""
 
     @property
