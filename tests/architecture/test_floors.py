@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_only_rooms_that_know_hardware_touch_it() -> None:
         for line in offences(path, HARDWARE)
     ]
     assert not found, "belongs in triton_dist.runtime:\n" + "\n".join(found)
+
+
+def test_kernels_ask_a_device_what_it_can_not_what_it_is() -> None:
+    found = [
+        f"{name(path)}:{line}: {code.strip()}"
+        for path in modules()
+        if name(path).startswith("kernels/")
+        for line, code in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"device(\(\))?\.name\b", code)
+    ]
+    assert not found, "ask for interprets, has_libraries, …:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class VendorMethod(enum.Enum):
 
 def methods_here() -> list[VendorMethod]:
     """Those that work on this process's device with this torch."""
-    if current_device().name == "cuda" and _has_async_tp():
+    if current_device().has_libraries and _has_async_tp():
         return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
     return [VendorMethod.COLLECTIVE]
 
@@ -33,7 +33,7 @@ def methods_here() -> list[VendorMethod]:
 def candidates_here() -> list[VendorMethod]:
     """What a tuning tries: on GPUs all that works there. None on CPU ranks, which are there to run
     our kernels, and where an interpreted kernel would never win."""
-    return methods_here() if current_device().name == "cuda" else []
+    return methods_here() if current_device().has_libraries else []
 
 
 def _has_async_tp() -> bool:

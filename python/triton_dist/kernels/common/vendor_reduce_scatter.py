@@ -12,14 +12,14 @@ from triton_dist.runtime.device import current_device
 
 def methods_here() -> list[VendorMethod]:
     """Those that work on this process's device with this torch."""
-    if current_device().name == "cuda" and _has_async_tp():
+    if current_device().has_libraries and _has_async_tp():
         return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
     return [VendorMethod.COLLECTIVE]
 
 
 def candidates_here() -> list[VendorMethod]:
     """What a tuning tries: on GPUs all that works there, on CPU ranks none (see ``vendor``)."""
-    return methods_here() if current_device().name == "cuda" else []
+    return methods_here() if current_device().has_libraries else []
 
 
 def _has_async_tp() -> bool:

@@ -35,9 +35,9 @@ class CpuDevice:
     # The interpreter does a descriptor access 3 to 5 times faster than pointer arithmetic.
     prefers_descriptors = True
     # Kernels are interpreted, to see that they work, not how fast they are: a few configs show it.
-    interprets = True
+    interprets: bool = True
     # Libraries are no candidates here: CPU ranks are there to run our kernels, which would not win.
-    has_libraries = False
+    has_libraries: bool = False
 
     @property
     def runs_kernels(self) -> bool:

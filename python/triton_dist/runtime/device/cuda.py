@@ -42,9 +42,9 @@ class CudaDevice:
 
     name = "cuda"
     # What kernels ask for, instead of which device it is (see ``CpuDevice``).
-    interprets = False
-    has_libraries = True
-    runs_kernels = True
+    interprets: bool = False
+    has_libraries: bool = True
+    runs_kernels: bool = True
 
     def __init__(self, index: int) -> None:
         self.index = index

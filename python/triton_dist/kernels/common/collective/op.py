@@ -152,7 +152,7 @@ class PushedCollective:
         pushed = [Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4)]
         space = [self._config("PUSH", shape) for shape in shapes]
         space += [self._config("COPY_ENGINE", shape) for shape in pushed]
-        if current_device().name == "cuda":
+        if current_device().has_libraries:
             space.append(self._config("COLLECTIVE", None))
         return space
 

@@ -100,7 +100,7 @@ INTERPRETED_FUSED_TILES = _fused(
 def split_k_tiles() -> list[triton.Config]:
     """Tiles that are cut along K in the last wave, worth trying on this process's device; for the
     persistent kernel."""
-    if current_device().name == "cpu":
+    if current_device().interprets:
         return list(INTERPRETED_SPLIT_K_TILES)
     specialized = WARP_SPECIALIZED_SPLIT_K_TILES if can_specialize_warps(torch.bfloat16) else ()
     return [*SPLIT_K_TILES, *specialized]
@@ -115,7 +115,7 @@ def room_for_parts(num_sms: int) -> tuple[int, int]:
 def fused_tiles() -> list[tuple[triton.Config, int, int]]:
     """(tiles, ``num_comm_sms``, ``num_chunks``) worth trying where the consumer sends the shard
     itself."""
-    return list(INTERPRETED_FUSED_TILES if current_device().name == "cpu" else FUSED_TILES)
+    return list(INTERPRETED_FUSED_TILES if current_device().interprets else FUSED_TILES)
 
 
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:

@@ -74,7 +74,7 @@ def get_config_space(persistent: bool = True) -> list[triton.Config]:
 
     ``persistent``: for the persistent kernel on descriptors; else for the one on pointers.
     """
-    if current_device().name == "cpu":
+    if current_device().interprets:
         return list(INTERPRETED_TILES)
     return list(PERSISTENT_TILES if persistent else POINTER_TILES)
 
@@ -147,14 +147,14 @@ POINTER_TILES_TO_OWNERS = (*_FEW_ROWS_POINTER_TILES, *tile_shapes(POINTER_TILES)
 
 def tiles_to_all(persistent: bool) -> Sequence[triton.Config]:
     """Tiles that go to all ranks, on this process's device."""
-    if current_device().name == "cpu":
+    if current_device().interprets:
         return tile_shapes(INTERPRETED_TILES)
     return TILES_TO_ALL if persistent else POINTER_TILES_TO_ALL
 
 
 def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
     """Tiles whose rows go to their owners, on this process's device."""
-    if current_device().name == "cpu":
+    if current_device().interprets:
         return tile_shapes(INTERPRETED_TILES)
     return TILES_TO_OWNERS if persistent else POINTER_TILES_TO_OWNERS
 
@@ -162,6 +162,6 @@ def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
 def suits_rows(tiles: triton.Config, rows: int) -> bool:
     """Whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
-    if current_device().name == "cpu":
+    if current_device().interprets:
         return True
     return bool(rows <= _FEW_ROWS if block_m == LOW else block_m <= 64 or block_m < 2 * rows)

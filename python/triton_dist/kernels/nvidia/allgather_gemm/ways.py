@@ -72,7 +72,7 @@ def config_space() -> list[dict[str, Any]]:
         (AllGatherMethod.RING_PUSH_1D, 1, 4),
     ]
     default, persistent = tiles[0]
-    interpreted = current_device().name == "cpu"
+    interpreted = current_device().interprets
     by_descriptor = descriptors or interpreted
     specialized = warp_specialized_tiles()
     more = [*specialized, *(split_k_tiles() if by_descriptor else ())]

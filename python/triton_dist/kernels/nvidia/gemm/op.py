@@ -82,7 +82,7 @@ def _check(A: torch.Tensor, B: torch.Tensor) -> None:
         raise InvalidArgument(
             "matmul", "B.dtype", B.dtype, f"that of A ({A.dtype}), one of fp16, bf16, fp32"
         )
-    if A.device != B.device or A.device.type != current_device().name:
+    if A.device != B.device or A.device.type != current_device().torch_device.type:
         raise InvalidArgument(
             "matmul", "B.device", B.device, f"{current_device().torch_device}, as A's {A.device}"
         )

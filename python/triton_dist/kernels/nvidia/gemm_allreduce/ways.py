@@ -249,7 +249,7 @@ class TwoShot(SummingWay[Call, Sizes]):
         for persistent in kinds_here():
             for tiles in get_config_space(persistent):
                 yield tiles, persistent, 1
-        descriptors, interpreted = kinds_here()[0], current_device().name == "cpu"
+        descriptors, interpreted = kinds_here()[0], current_device().interprets
         chunked = tile_shapes(get_config_space(descriptors))[: 1 if interpreted else _CHUNKED_TILES]
         for tiles in chunked:
             for num_chunks in _CHUNKS:
@@ -300,7 +300,7 @@ class Serial(WholeProduct[Call, Sizes]):
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        interpreted = current_device().name == "cpu"
+        interpreted = current_device().interprets
         for reduction, shapes in _SERIAL.items():
             for shape in shapes[:1] if interpreted else shapes:
                 yield reduction.value, shape.num_pieces, shape.num_ctas, shape.block_bytes
@@ -347,7 +347,7 @@ class Collective(WholeProduct[Call, Sizes]):
 
     def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks are there to run our kernels.
-        is_tried = sizes.num_ranks == 1 or current_device().name == "cuda"
+        is_tried = sizes.num_ranks == 1 or current_device().has_libraries
         return sizes.asked == self.name or (sizes.asked is None and is_tried)
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:

@@ -297,7 +297,7 @@ class Serial(WholeProduct[Call, Sizes]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         # Interpreted, one.
-        shapes = _SERIAL_SHAPES[:1] if current_device().name == "cpu" else _SERIAL_SHAPES
+        shapes = _SERIAL_SHAPES[:1] if current_device().interprets else _SERIAL_SHAPES
         for shape in shapes:
             yield shape.num_pieces, shape.num_ctas, shape.block_bytes
 
