@@ -36,6 +36,6 @@ def open_gemm_rs(shape: Shape, dtype: torch.dtype, choice: Choice) -> Iterator[W
             tolerance=_TOLERANCE[dtype],
             expected=lambda: summed_rows(A, B),
             peers=lambda: gemm_rs_peers(A, B),
-            is_own=lambda config: config["method"] is None,
+            is_own=lambda config: config["way"] not in ("collective", "async_tp"),
             recover=ctx.buffer.slots.reset,
         )  # fmt: skip

@@ -24,9 +24,6 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
     gemm_rs,
 )
-from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
-from triton_dist.kernels.nvidia.gemm_allreduce import op as gemm_allreduce
-from triton_dist.kernels.nvidia.gemm_reduce_scatter import op as gemm_reduce_scatter
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.ag_gemm_peers import is_own_algorithm
@@ -44,7 +41,6 @@ class StressedOp:
     """What differs between ops."""
 
     tuned: Any
-    module: Any
     context: Callable[[Load], Any]
     rows_of_a: Callable[[int], int]
     """Rows of A from those that a rank has of what is sharded by rows."""
@@ -100,27 +96,24 @@ def _gemm_ar_context(load: Load) -> Any:
 OPS = {
     "ag_gemm": StressedOp(
         ag_gemm,
-        allgather_gemm,
         _ag_gemm_context,
         lambda rows: rows,
         all_gather_matmul,
         is_own_algorithm,
-        lambda config: config.get("method"),
+        lambda config: config["way"],
         {torch.float16: 4e-3, torch.bfloat16: 2e-2},
     ),
     "gemm_rs": StressedOp(
         gemm_rs,
-        gemm_reduce_scatter,
         _gemm_rs_context,
         lambda rows: rows * dist.get_world_size(),
         summed_rows,
-        lambda config: config["method"] is None,
-        lambda config: tuple(config[each] for each in ("fuse_scatter", "exchange", "num_chunks")),
+        is_own_algorithm,
+        lambda config: (config["way"], config.get("num_chunks")),
         {torch.float16: 1e-2, torch.bfloat16: 6e-2},
     ),
     "gemm_ar": StressedOp(
         gemm_ar,
-        gemm_allreduce,
         _gemm_ar_context,
         lambda rows: rows,
         summed_product,
@@ -262,7 +255,7 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     own = [
         config
         for config in op.tuned.config_space
-        if op.is_own(config) and op.module.prune_fn(config, A, B, ctx)
+        if op.is_own(config) and op.tuned.prune_fn(config, A, B, ctx)
     ]
     stress.shared.shuffle(own)
     ways = {op.way(config): config for config in own}
@@ -281,7 +274,7 @@ def _compiles(
     op: StressedOp, A: torch.Tensor, B: torch.Tensor, ctx: Any, arguments: dict[str, Any]
 ) -> bool:
     try:
-        op.module._prepare(A, B, ctx, **arguments)
+        op.tuned._hooks.prepare(A, B, ctx, **arguments)
     except Exception:  # too much shared memory, say: the tuner would leave it out, too
         return False
     return True

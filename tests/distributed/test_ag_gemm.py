@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
-from triton_dist.kernels.nvidia.allgather_gemm.op import config_space
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 
 WORLD_SIZES = [2, 4]
 
@@ -36,7 +36,7 @@ def test_any_rank_may_be_late(spawn_ranks, world_size):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_candidate_gives_the_same(spawn_ranks, world_size):
-    checked = len(config_space()) + 2
+    checked = len(WAYS.config_space()) + 2
     assert spawn_ranks(world_size, ag_gemm_ranks.every_config) == [checked] * world_size
 
 

@@ -29,7 +29,7 @@ S = TypeVar("S")
 class Way(ABC, Generic[C, S]):
     """An algorithm of an op: ``C`` is the type of the op's calls, ``S`` of the sizes of a key."""
 
-    name: ClassVar[str]
+    name: str
     """What ``way=`` and records say."""
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
