@@ -12,9 +12,12 @@ import torch
 
 from triton_dist._tuning.source import source_of
 from triton_dist.cli.main import main
-from triton_dist.kernels.nvidia import ag_gemm, gemm_rs
+from triton_dist.kernels.nvidia import ag_gemm, all_gather, all_reduce, gemm_rs, reduce_scatter
+from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS as AG_GEMM_WAYS
+from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as GEMM_RS_WAYS
+from triton_dist.kernels.nvidia.reduce_scatter.op import Call as ReduceScatterCall
 
 OP = """
 from triton_dist.kernels.common.op import op
@@ -146,8 +149,14 @@ def test_a_comment_in_a_way_changes_nothing(package):
 
 @pytest.mark.parametrize(
     ("op", "ways"),
-    [(ag_gemm, AG_GEMM_WAYS), (gemm_rs, GEMM_RS_WAYS)],
-    ids=["ag_gemm", "gemm_rs"],
+    [
+        (ag_gemm, AG_GEMM_WAYS),
+        (gemm_rs, GEMM_RS_WAYS),
+        (all_reduce, ALL_REDUCE_WAYS),
+        (all_gather, AllGatherCall.ways),
+        (reduce_scatter, ReduceScatterCall.ways),
+    ],
+    ids=lambda value: getattr(value, "function", ""),
 )
 def test_the_source_of_an_op_has_all_of_its_ways(op, ways):
     digests = source_of([op.fn]).digests
