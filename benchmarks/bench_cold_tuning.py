@@ -30,7 +30,6 @@ from triton_dist import knobs, tune
 from triton_dist._tuning.values import Config
 from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm import op
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import LAYER_CONFIGS
 from triton_dist.testing.timing import interleaved
@@ -84,7 +83,7 @@ def space() -> list[dict[str, Any]]:
         {
             "gemm_config": tile,
             "persistent": True,
-            "method": method,
+            "way": method.value,
             "num_streams": streams,
             "num_chunks": chunks,
         }
@@ -139,8 +138,9 @@ def tuned_cold(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> tuple[float, Confi
     """Seconds of one tuning with empty caches, and its winner."""
     with empty_caches():
         tuner = tune.autotune(
-            space, op.key_fn, op.prune_fn, prepare_fn=op._prepare, recover_fn=op._recover
-        )(ag_gemm.fn)
+            space, ag_gemm.key_fn, ag_gemm.prune_fn,
+            prepare_fn=ag_gemm._hooks.prepare, recover_fn=ag_gemm._hooks.recover,
+        )(ag_gemm.fn)  # fmt: skip
         dist.barrier()
         begin = time.perf_counter()
         tuner.tune(A, B, ctx)

@@ -11,6 +11,7 @@ The outputs are checked before anything is timed, in memory that held NaN.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import statistics
@@ -24,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import tune
-from triton_dist.kernels.nvidia import AllGatherMethod, ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm import op
+from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+from triton_dist.kernels.nvidia.allgather_gemm import ways
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
@@ -69,18 +70,19 @@ def parts(
     A: torch.Tensor, B: torch.Tensor, ctx: Any, config: dict[str, Any], samples: int
 ) -> dict[str, float]:
     """The steps of a call in a row, timed apart."""
-    schedule = [config[name] for name in ("method", "num_streams", "num_chunks")]
-    tiles = config["gemm_config"], config["persistent"]
+    arguments = inspect.signature(ag_gemm.fn).bind(A, B, ctx, **config)
+    arguments.apply_defaults()
+    values = tuple(arguments.arguments.values())
 
     def timed() -> list[float]:
         marks = [time.perf_counter()]
-        operands = op.check_operands(A, B, ctx)
+        call = ways.Call(*values)
         marks.append(time.perf_counter())
-        gathered = ctx.buffer.start(A, *schedule)
+        gathered = call.chosen.start(call)
         marks.append(time.perf_counter())
-        C = op._empty_product(A, B, ctx)
+        C = ways._empty_product(call)
         marks.append(time.perf_counter())
-        op._run_consumer(A, B, C, ctx, gathered, *tiles, operands)
+        call.chosen._consume(call, C, gathered)
         marks.append(time.perf_counter())
         ctx.buffer.finish(awaited=True)
         marks.append(time.perf_counter())
@@ -103,8 +105,8 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
         return values.to(dtype).to(device.torch_device)
 
     A, B = random(M // num_ranks, K), random(K, N // num_ranks)
-    config = op.config_space()[0]
-    tuned = tune.autotune([config], op.key_fn, recover_fn=op._recover)(ag_gemm.fn)
+    config = ways.WAYS.config_space()[0]
+    tuned = tune.autotune([config], ag_gemm.key_fn, recover_fn=ag_gemm._hooks.recover)(ag_gemm.fn)
     times: dict[str, float] = {}
 
     def add(name: str, call: Callable[[], Any]) -> None:
@@ -120,11 +122,11 @@ def measure(M: int, N: int, K: int, samples: int) -> dict[str, float]:
         tuned(A, B, ctx)
         add("tuned call", lambda: tuned(A, B, ctx))
         add("call", lambda: ag_gemm.fn(A, B, ctx, **config))
-        pushed = {**config, "method": AllGatherMethod.FULL_MESH_PUSH, "num_chunks": 2}
+        pushed = {**config, "num_chunks": 2}
         for _ in range(4):
             ag_gemm.fn(A, B, ctx, **pushed)
         add("call, 2 chunks", lambda: ag_gemm.fn(A, B, ctx, **pushed))
-        add("key_fn", lambda: op.key_fn(A, B, ctx))
+        add("key_fn", lambda: ag_gemm.key_fn(A, B, ctx))
         measured = parts(A, B, ctx, config, samples)
         times |= {f"  {name}": value for name, value in measured.items()}
         add("NCCL + matmul" if device.name == "cuda" else "gloo + matmul",

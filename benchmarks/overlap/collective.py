@@ -33,8 +33,7 @@ OPS = {
 
 def method_of(config: Mapping[str, Any]) -> str:
     """``"one_shot"``, ``"collective"``, …"""
-    method = config["algorithm"] if "algorithm" in config else config["method"]
-    return str(method.value)
+    return str(config["way"])
 
 
 class TunedCollective:

@@ -26,7 +26,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     ag_gemm_persistent,
     local_copy_and_barrier_all,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.ways import config_space
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
 from triton_dist.testing import assert_allclose
@@ -105,7 +105,7 @@ def stragglers() -> int:
 def every_config() -> int:
     """Every candidate of the tuner, and the defaults of those that are not given."""
     calls = Calls(max_rows=37, columns=136, K=96)
-    for config in config_space():
+    for config in WAYS.config_space():
         calls(37, **config)
     calls(37)
     calls(37, op=ag_gemm, autotune=False)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import Calls, default_tiles
 from triton_dist.errors import InvalidArgument, TritonDistError
 from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm import serial as allgather_gemm_serial
+from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
 
@@ -52,9 +52,10 @@ BAD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "num_chunks (many)": lambda: {"num_chunks": 9},
     "num_streams": lambda: {"num_streams": 0},
     "method": lambda: {"method": "full_mesh_push"},
-    "method (many rows)": lambda: {"method": AllGatherMethod.SERIAL},
-    "num_comm_sms": lambda: {"method": AllGatherMethod.SERIAL, "num_comm_sms": 0},
-    "num_comm_sms (many)": lambda: {"method": AllGatherMethod.SERIAL, "num_comm_sms": 257},
+    "way": lambda: {"way": "ring"},
+    "way (many rows)": lambda: {"way": "serial"},
+    "num_comm_sms": lambda: {"way": "serial", "num_comm_sms": 0},
+    "num_comm_sms (many)": lambda: {"way": "serial", "num_comm_sms": 257},
 }
 
 
@@ -116,7 +117,7 @@ def every_bad_call() -> dict[str, tuple[str, str, int]]:
     """Per bad call, on all ranks: argument and message of its error, and what was launched."""
     seen = {}
     room = (ROWS - 1) * dist.get_world_size() * K * torch.float16.itemsize
-    with mock.patch.object(allgather_gemm_serial, "GATHERED_BYTES", room):
+    with mock.patch.object(allgather_gemm_context, "GATHERED_BYTES", room):
         calls = Calls(ROWS, COLUMNS, K)
     calls(ROWS)
     launches = Launches()
@@ -134,7 +135,7 @@ def every_bad_call() -> dict[str, tuple[str, str, int]]:
     calls(ROWS - 1)
     # Of each: a look at the peers, since its slot had other rows, transfer, consumer, end.
     assert launches.count == 8
-    calls(ROWS - 1, method=AllGatherMethod.SERIAL)
+    calls(ROWS - 1, way="serial")
     assert launches.count == 9
     calls.finish()
     return seen

@@ -173,10 +173,8 @@ def every_config(op: str, elements: int = 3000) -> int:
     calls = Calls(op, ROOM)
     for config in calls.op.config_space:
         arguments = dict(config)
-        if current_device().name == "cpu" and (arguments["num_ctas"] or 0) > 4:
+        if current_device().name == "cpu" and arguments.get("num_ctas", 0) > 4:
             arguments["num_ctas"] = 4  # the interpreter's programs that have nothing to do
-        if arguments.get("algorithm") is AllReduceMethod.COLLECTIVE:
-            arguments["method"] = AllReduceMethod.COLLECTIVE  # for the comparison
         calls(elements, **arguments)
     calls(elements)
     calls(elements, tuned=True, autotune=False)
@@ -199,7 +197,7 @@ def tuned_for_a_method() -> list[str]:
     for method in (AllReduceMethod.OneShot, AllReduceMethod.TwoShot, AllReduceMethod.DoubleTree):
         calls(512, tuned=True, method=method)
         x = torch.zeros(512, dtype=torch.float16, device=current_device().torch_device)
-        found.append(calls.op.best_config(x, calls.ctx, method=method)["algorithm"].name)
+        found.append(calls.op.best_config(x, calls.ctx, method=method)["way"])
     calls.finish()
     return found
 
@@ -405,9 +403,10 @@ def bad_calls(op: str, size: int) -> dict[str, dict[str, Any]]:
         "output.shape": {"output": good[:3]},
         "output.stride()": {"output": torch.ones(4 * size, 2, device=device)[:, 0]},
         "method": {"method": "one_shot"},
+        "way": {"way": "ring"},
     }
     if op == "all_reduce":
-        bad["packets"] = {"packets": True, "method": AllReduceMethod.TWO_SHOT}
+        bad["packets"] = {"packets": True, "way": "two_shot"}
     else:
         bad["x.nbytes"] = {"x": torch.ones(ROOM // 4 + size, device=device)}
         bad["x.shape (no rows)"] = {"x": torch.ones((), device=device)}
@@ -440,7 +439,7 @@ def every_bad_call(op: str) -> dict[str, tuple[str, str, int]]:
         arguments = good | changes
         error = refusal(lambda a=arguments: calls.op.fn(**a))
         assert isinstance(error, InvalidArgument), name
-        if "method" not in changes:
+        if not {"method", "way", "packets"} & set(changes):
             assert str(refusal(lambda a=arguments: calls.op(**a))) == str(error)
         seen[name] = (error.argument, str(error), launched[0])
     for name, value in (("num_ctas", 0), ("block_bytes", 1000), ("num_pieces", 17)):

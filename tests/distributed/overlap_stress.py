@@ -99,7 +99,7 @@ OPS = {
         lambda rows: rows,
         all_gather_matmul,
         is_own_algorithm,
-        lambda config: config.get("method"),
+        lambda config: config["way"],
         {torch.float16: 4e-3, torch.bfloat16: 2e-2},
     ),
     "gemm_rs": StressedOp(
@@ -107,7 +107,7 @@ OPS = {
         _gemm_rs_context,
         lambda rows: rows * dist.get_world_size(),
         summed_rows,
-        lambda config: config["way"] not in ("collective", "async_tp"),
+        is_own_algorithm,
         lambda config: (config["way"], config.get("num_chunks")),
         {torch.float16: 1e-2, torch.bfloat16: 6e-2},
     ),

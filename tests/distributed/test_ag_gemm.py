@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import ag_gemm_ranks
 from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
-from triton_dist.kernels.nvidia.allgather_gemm.op import config_space
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 
 
 def test_every_schedule_and_both_kernels(spawn_ranks):
@@ -32,7 +32,7 @@ def test_any_rank_may_be_late(spawn_ranks):
 
 
 def test_every_candidate_gives_the_same(spawn_ranks):
-    checked = len(config_space()) + 2
+    checked = len(WAYS.config_space()) + 2
     assert spawn_ranks(3, ag_gemm_ranks.every_config) == [checked] * 3
 
 

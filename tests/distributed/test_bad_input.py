@@ -20,7 +20,8 @@ MESSAGES = {
     "num_chunks": "0, expected 1 to 8",
     "num_streams": "0, expected at least 1",
     "method": "'full_mesh_push', expected",
-    "method (many rows)": f"expected another one for an M of more than {2 * (ROWS - 1)}",
+    "way": "'ring', expected None or one of 'full_mesh_push', ",
+    "way (many rows)": f"expected another one for an M of more than {2 * (ROWS - 1)}",
     "num_comm_sms": "0, expected 1 to 256",
 }
 

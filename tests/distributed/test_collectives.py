@@ -73,7 +73,7 @@ def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, op):
 
 def test_a_method_that_is_named_is_tuned_for_itself(spawn_ranks):
     found = spawn_ranks(2, collective_ranks.tuned_for_a_method)
-    assert found == [["ONE_SHOT", "TWO_SHOT", "DOUBLE_TREE"]] * 2
+    assert found == [["one_shot", "two_shot", "double_tree"]] * 2
 
 
 def test_disjoint_groups_work_at_once(spawn_ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -27,17 +26,20 @@ from triton_dist.kernels.nvidia import (
     ag_gemm,
     create_ag_gemm_context,
 )
-from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
-from triton_dist.kernels.nvidia.allgather_gemm import serial as allgather_gemm_serial
-from triton_dist.kernels.nvidia.allgather_gemm import ways as allgather_gemm_space
-from triton_dist.kernels.nvidia.allgather_gemm.op import config_space, key_fn, prune_fn
+from triton_dist.kernels.nvidia.allgather_gemm import ways as allgather_gemm_ways
+from triton_dist.kernels.nvidia.allgather_gemm.context import exchanged_rows
+from triton_dist.kernels.nvidia.allgather_gemm.op import key_fn
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, fits_serial, shape_for
 from triton_dist.runtime.device import cpu, current_device
+
+config_space, prune_fn = WAYS.config_space, ag_gemm.prune_fn
 
 
 def test_a_world_of_one_is_a_plain_product():
     calls = Calls(max_rows=37, columns=40, K=72)
-    for layout, method in zip(LAYOUTS, itertools.cycle(AllGatherMethod)):
-        calls(37, layout, method=method, num_chunks=3)
+    for layout in LAYOUTS:
+        for method in AllGatherMethod:
+            calls(37, layout, way=method.value, num_chunks=3)
     calls(5, local_copy=False)
     calls(5, persistent=False, local_copy=False)
     calls(11, op=ag_gemm)
@@ -48,7 +50,7 @@ def test_a_world_of_one_is_a_plain_product():
 
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
-    assert first["method"] is AllGatherMethod.FULL_MESH_PUSH
+    assert first["way"] == "full_mesh_push"
     assert (first["num_streams"], first["num_chunks"]) == (1, 1)
     assert first["persistent"] is current_device().prefers_descriptors
     assert str(first["gemm_config"]) == str(default_tiles())
@@ -56,10 +58,8 @@ def test_the_first_config_is_the_default_of_all_arguments():
 
 def on_gpus(monkeypatch):
     """Whose torch has no async tensor parallelism."""
-    gpu = SimpleNamespace(
-        name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True
-    )
-    for module in (vendor, allgather_gemm_space):
+    gpu = SimpleNamespace(name="cuda", prefers_descriptors=True)
+    for module in (vendor, allgather_gemm_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor, "_has_async_tp", lambda: False)
 
@@ -67,20 +67,20 @@ def on_gpus(monkeypatch):
 def test_the_space_has_tiles_and_communication(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {config["method"] for config in space} == set(AllGatherMethod)
-    assert {config["persistent"] for config in space} == {True, False, None}
+    assert {config["way"] for config in space} == {method.value for method in AllGatherMethod}
+    assert set(WAYS) == {each.value for each in (*AllGatherMethod, *VendorMethod)}
+    tiled = [config for config in space if "gemm_config" in config]
+    assert {config["persistent"] for config in tiled} == {True, False}
     on_gpus(monkeypatch)
-    whole = {"gemm_config": None, "persistent": None, "num_streams": 1, "num_chunks": 1}
     serial = [
-        whole | {"method": AllGatherMethod.SERIAL, "num_comm_sms": number}
+        {"way": "serial", "num_chunks": 1, "num_comm_sms": number}
         for number in (8, 16, 32, 64, 128)
     ]
-    assert space[-1] == serial[0]
-    assert config_space()[len(space) - 1 :] == [
-        *serial,
-        whole | {"method": VendorMethod.COLLECTIVE},
-    ]
-    assert max(config["num_streams"] for config in space) > 1
+    assert space[len(tiled) :] == serial[:1]
+    assert config_space()[len(tiled) :] == [*serial, {"way": "collective"}]
+    monkeypatch.setattr(vendor, "_has_async_tp", lambda: True)
+    assert config_space()[-1] == {"way": "async_tp"}
+    assert max(config.get("num_streams", 0) for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1
     assert ag_gemm.config_space.names == {*space[0], "num_comm_sms"}
 
@@ -88,16 +88,24 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
 def test_a_ring_of_two_is_pruned(monkeypatch):
     on_gpus(monkeypatch)
     A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
-    methods = {
+    ways = {
         size: {
-            config["method"]
+            config["way"]
             for config in config_space()
             if prune_fn(config, A, B, SimpleNamespace(num_ranks=size))
         }
         for size in (2, 4)
     }
-    assert methods[4] - methods[2] == {AllGatherMethod.RING_PUSH_1D}
-    assert VendorMethod.COLLECTIVE in methods[2]
+    assert ways[4] - ways[2] == {"ring_push_1d"}
+    assert "collective" in ways[2]
+
+
+def test_an_older_keyword_names_the_only_way():
+    rows = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
+    ctx = SimpleNamespace(num_ranks=4)
+    for method in AllGatherMethod:
+        kept = [config for config in config_space() if prune_fn(config, *rows, ctx, method=method)]
+        assert {config["way"] for config in kept} == {method.value}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,7 @@ def test_small_shards_alone_are_sent_by_sms(rows, K, columns, dtype, num_ranks, 
     A = torch.empty(rows, K, dtype=dtype, device="meta")
     B = torch.empty(K, columns, dtype=dtype)
     space, context = config_space(), SimpleNamespace(num_ranks=num_ranks)
-    fused = [each for each in space if each["method"] is AllGatherMethod.FUSED_PUSH]
+    fused = [each for each in space if each["way"] == "fused_push"]
     assert any(prune_fn(config, A, B, context) for config in fused) is kept
 
 
@@ -142,7 +150,7 @@ def test_few_rows_alone_are_gathered_before_the_product(monkeypatch, rows, K, nu
     on_gpus(monkeypatch)
     A = torch.empty(rows, K, dtype=torch.bfloat16, device="meta")
     B, ctx = torch.empty(K, 64, dtype=torch.bfloat16), SimpleNamespace(num_ranks=num_ranks)
-    serial = [each for each in config_space() if each["method"] is AllGatherMethod.SERIAL]
+    serial = [each for each in config_space() if each["way"] == "serial"]
     kept = [each["num_comm_sms"] for each in serial if prune_fn(each, A, B, ctx)]
     assert kept == programs
 
@@ -150,11 +158,11 @@ def test_few_rows_alone_are_gathered_before_the_product(monkeypatch, rows, K, nu
 def test_what_the_key_keeps_the_context_has_room_for():
     """Of a bucket that is kept, every M."""
     for num_ranks, K, max_M in ((4, 8192, 1 << 20), (4, 8200, 1 << 20), (2, 515, 96), (3, 7, 9)):
-        most = allgather_gemm_serial.exchanged_rows(max_M, K, torch.float16, num_ranks)
+        most = exchanged_rows(max_M, K, torch.float16, num_ranks)
         assert most % num_ranks == 0
         for bucket in sorted({row_bucket(rows) for rows in range(1, max_M // num_ranks + 1)}):
             A = torch.empty(bucket, K, dtype=torch.float16, device="meta")
-            if allgather_gemm_serial.fits_serial(A, 8, num_ranks):
+            if fits_serial(A, 8, num_ranks):
                 assert min(bucket * num_ranks, max_M) <= most
             else:
                 assert bucket * num_ranks * K * 2 > 16 << 20
@@ -176,7 +184,7 @@ def test_what_the_key_keeps_the_context_has_room_for():
 )
 def test_a_program_moves_little_at_a_time_where_it_moves_little(shard_bytes, asked, chunks, shape):
     expected = Shape(*shape, chunks)
-    assert allgather_gemm_serial.shape_for(shard_bytes, asked, chunks) == expected
+    assert shape_for(shard_bytes, asked, chunks) == expected
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 33])
@@ -185,16 +193,14 @@ def test_some_sms_send_and_some_multiply(number):
     A, B = torch.ones(4, 8), torch.ones(8, 8)
     with create_ag_gemm_context(8, 8, 8, torch.float32, 0, 1) as ctx:
         with pytest.raises(InvalidArgument, match="1 to 2"):
-            ag_gemm.fn(
-                A, B, ctx, default_tiles(), method=AllGatherMethod.FUSED_PUSH, num_comm_sms=number
-            )
+            ag_gemm.fn(A, B, ctx, default_tiles(), way="fused_push", num_comm_sms=number)
         # Others send nothing.
         ag_gemm.fn(A, B, ctx, default_tiles(), num_comm_sms=number)
 
 
 def test_one_rank_tries_no_vendor():
     A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
-    config = {"gemm_config": None, "method": VendorMethod.COLLECTIVE}
+    config = {"way": "collective"}
     assert not prune_fn(config, A, B, SimpleNamespace(num_ranks=1))
     assert prune_fn(config, A, B, SimpleNamespace(num_ranks=2))
 
@@ -208,8 +214,10 @@ def test_keys_differ_in_what_a_tuning_depends_on():
             key_fn(A, torch.empty(48, 64, dtype=torch.float16).T, ctx),
             key_fn(A, torch.empty(64, 96, dtype=torch.float16)[:, ::2], ctx),
             key_fn(A, B, ctx, local_copy=False),
+            key_fn(A, B, ctx, method=AllGatherMethod.SERIAL),
+            key_fn(A, B, ctx, method=VendorMethod.COLLECTIVE),
         ]
-        assert len(set(keys)) == 5
+        assert len(set(keys)) == 7
         assert keys[0] == key_fn(A.clone(), B.clone(), ctx, local_copy=True)
         assert keys[0] == (8, 48, 64, torch.float16, "row-major", 1, True)
         assert [key[4] for key in keys[2:4]] == ["column-major", "strided"]
@@ -249,7 +257,7 @@ def test_attributes_of_a_context():
         ctx.symm_workspace  # noqa: B018
 
 
-def test_the_context_says_how_a_call_that_names_no_method_gathers(monkeypatch):
+def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
     started = []
     ctx = create_ag_gemm_context(
         8, 8, 8, torch.float32, 0, 1, all_gather_method=AllGatherMethod.RING_PUSH_1D
@@ -263,11 +271,10 @@ def test_the_context_says_how_a_call_that_names_no_method_gathers(monkeypatch):
     monkeypatch.setattr(ctx.buffer, "start", record)
     A, B = torch.ones(4, 8), torch.ones(8, 8)
     ag_gemm.fn(A, B, ctx, default_tiles())
-    ag_gemm.fn(A, B, ctx, default_tiles(), method=AllGatherMethod.FULL_MESH_PULL, num_chunks=2)
-    assert started == [
-        (AllGatherMethod.RING_PUSH_1D, 1, 1),
-        (AllGatherMethod.FULL_MESH_PULL, 1, 2),
-    ]
+    pull = AllGatherMethod.FULL_MESH_PULL
+    ag_gemm.fn(A, B, ctx, default_tiles(), method=pull, num_chunks=2)
+    ag_gemm.fn(A, B, ctx, default_tiles(), way="full_mesh_pull", num_streams=2)
+    assert started == [(AllGatherMethod.RING_PUSH_1D, 1, 1), (pull, 1, 2), (pull, 2, 1)]
     ctx.finalize()
 
 
@@ -324,7 +331,7 @@ def test_a_call_of_no_rows_is_refused():
 def test_a_failing_consumer_leaves_the_context_usable(monkeypatch):
     calls = Calls(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
-        patch.setattr(allgather_gemm, "sharded_gemm", lambda *_, **__: 1 / 0)
+        patch.setattr(allgather_gemm_ways, "sharded_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 ag_gemm.fn(

@@ -18,8 +18,7 @@ from triton_dist.kernels.common.gemm.gathered_spaces import (
 from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
 from triton_dist.kernels.common.gemm.split_k import split_tiles
-from triton_dist.kernels.nvidia import AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
+from triton_dist.kernels.nvidia import ag_gemm
 
 
 @pytest.fixture(autouse=True)
@@ -82,11 +81,13 @@ def test_a_b_that_tma_cannot_read_is_not_tried_with_cuts():
     config = {
         "gemm_config": SPLIT_K_TILES[0],
         "persistent": True,
-        "method": AllGatherMethod.FULL_MESH_PUSH,
+        "way": "full_mesh_push",
+        "num_streams": 1,
+        "num_chunks": 1,
     }
     A = torch.empty(512, 8192, dtype=torch.float16, device="meta")
     B = torch.empty(8192, 7168, dtype=torch.float16, device="meta")
     strided = torch.empty(8192, 2 * 7168, dtype=torch.float16, device="meta")[:, ::2]
     ctx = SimpleNamespace(num_ranks=4)
-    assert allgather_gemm.prune_fn(config, A, B, ctx)
-    assert not allgather_gemm.prune_fn(config, A, strided, ctx)
+    assert ag_gemm.prune_fn(config, A, B, ctx)
+    assert not ag_gemm.prune_fn(config, A, strided, ctx)

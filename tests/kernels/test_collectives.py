@@ -24,20 +24,20 @@ from triton_dist.kernels.nvidia import (
     AllReduceMethod,
     GatherMethod,
     ReduceScatterMethod,
+    all_reduce,
     create_allreduce_ctx,
     get_allreduce_methods,
     to_allreduce_method,
 )
-from triton_dist.kernels.nvidia.allgather import op as all_gather_op
-from triton_dist.kernels.nvidia.allreduce import op as allreduce
-from triton_dist.kernels.nvidia.reduce_scatter import op as reduce_scatter_op
+from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
+from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
+from triton_dist.kernels.nvidia.reduce_scatter.op import Call as ReduceScatterCall
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
-# What has the op's ``config_space`` and ``prune_fn``.
-TUNINGS = {
-    "all_reduce": allreduce,
-    "reduce_scatter": reduce_scatter_op.COLLECTIVE,
-    "all_gather": all_gather_op.COLLECTIVE,
+OP_WAYS = {
+    "all_reduce": ALL_REDUCE_WAYS,
+    "reduce_scatter": ReduceScatterCall.ways,
+    "all_gather": AllGatherCall.ways,
 }
 METHODS = {
     "all_reduce": AllReduceMethod,
@@ -46,8 +46,10 @@ METHODS = {
 }
 
 
-def chosen(config):
-    return config["algorithm"] if "algorithm" in config else config["method"]
+def kept_of(op, x, num_ranks, **options):
+    """Configs that a tuning tries."""
+    ctx, prune_fn = SimpleNamespace(num_ranks=num_ranks), OPS[op][0].prune_fn
+    return [each for each in OP_WAYS[op].config_space() if prune_fn(each, x, ctx, **options)]
 
 
 @EACH_OP
@@ -71,76 +73,73 @@ def test_names_of_methods():
 
 
 def methods_of(op):
-    """Those that are here: some of scripts are not."""
-    return {method for method in METHODS[op] if getattr(method, "instead", None) is None}
+    """Values of those that are here: some of scripts are not."""
+    return {each.value for each in METHODS[op] if getattr(each, "instead", None) is None}
 
 
 @EACH_OP
-def test_the_space_has_every_method_once_a_shape(op):
-    space = TUNINGS[op].config_space()
+def test_the_space_has_every_way_once_a_shape(op):
+    space = OP_WAYS[op].config_space()
     assert len({str(config) for config in space}) == len(space)
-    assert {chosen(config) for config in space} - {None} >= methods_of(op) - {
-        METHODS[op].COLLECTIVE
-    }
-    assert OPS[op][0].config_space.names == set(space[0])
+    assert {config["way"] for config in space} >= methods_of(op) - {"collective"}
+    assert set(OP_WAYS[op]) - {"by_size"} == methods_of(op)
+    assert OPS[op][0].config_space.names == set().union(*space)
+    first = {"way": "push", "num_ctas": 32, "block_bytes": 8192, "num_pieces": 1}
+    assert space[0] == ({"way": "by_size"} if op == "all_reduce" else first)
 
 
 def test_torch_is_a_candidate_on_gpus(monkeypatch):
     x = torch.empty(64, dtype=torch.float16)
-    ctx = SimpleNamespace(num_ranks=2)
     for device, count in (("cpu", 0), ("cuda", 1)):
-        for op, tuning in TUNINGS.items():
-            module = sys.modules[tuning.config_space.__module__]
+        for op, ways in OP_WAYS.items():
+            module = sys.modules[type(ways["collective"]).__module__]
             monkeypatch.setattr(module, "current_device", lambda d=device: SimpleNamespace(name=d))
-            kept = [each for each in tuning.config_space() if tuning.prune_fn(each, x, ctx)]
-            methods = [chosen(config) for config in kept]
-            assert methods.count(METHODS[op].COLLECTIVE) == count, (op, device)
+            kept = [config["way"] for config in kept_of(op, x, 2)]
+            assert kept.count("collective") == count, (op, device)
 
 
 @EACH_OP
 @pytest.mark.parametrize("nbytes", [2, 1 << 14, 1 << 18, 1 << 28])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
-    tuning, ctx = TUNINGS[op], SimpleNamespace(num_ranks=num_ranks)
     x = torch.empty(nbytes // 2, dtype=torch.float16, device="meta")
-    kept = [config for config in tuning.config_space() if tuning.prune_fn(config, x, ctx)]
-    assert kept
-    methods = {chosen(config) for config in kept}
+    ways = {config["way"] for config in kept_of(op, x, num_ranks)}
+    assert ways
     if num_ranks > 1 and op == "all_reduce":
-        assert (AllReduceMethod.ONE_SHOT in methods) is (nbytes < 1 << 28)
-        tree = AllReduceMethod.DOUBLE_TREE in methods
+        assert ("one_shot" in ways) is (nbytes < 1 << 28)
+        tree = "double_tree" in ways
         assert tree is (num_ranks > 2 and nbytes >= 1 << 18)
     if op != "all_reduce":
         whole = nbytes * num_ranks if op == "all_gather" else nbytes
-        pushed = METHODS[op].COPY_ENGINE in methods
+        pushed = "copy_engine" in ways
         assert pushed is (num_ranks > 1 and whole >= 1 << 20)
 
 
-def test_a_method_that_is_named_is_the_only_one():
-    x, ctx = torch.empty(64, dtype=torch.float16), SimpleNamespace(num_ranks=2)
-    for method in methods_of("all_reduce"):  # a double tree of two ranks too
-        kept = [
-            config
-            for config in allreduce.config_space()
-            if allreduce.prune_fn(config, x, ctx, method=method)
-        ]
-        assert {config["algorithm"] for config in kept} == {method}
+@EACH_OP
+def test_a_method_that_is_named_is_the_only_one(op):
+    x = torch.empty(1 << 20, dtype=torch.float16, device="meta")
+    for name in methods_of(op) - ({"collective"} if op != "all_reduce" else set()):
+        kept = kept_of(op, x, 2, method=METHODS[op](name))  # a double tree of two ranks too
+        assert {config["way"] for config in kept} == {name}
+    kept = kept_of("all_reduce", x, 2, algorithm=AllReduceMethod.DOUBLE_TREE)
+    assert {config["way"] for config in kept} == {"double_tree"}
 
 
 def test_keys_differ_in_what_a_tuning_depends_on():
     x = torch.empty(4096, dtype=torch.float16)
     with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
         keys = [
-            allreduce.key_fn(x, ctx),
-            allreduce.key_fn(x[:1000], ctx),
-            allreduce.key_fn(x[:-1], ctx),
-            allreduce.key_fn(x[1:4081], ctx),
-            allreduce.key_fn(x.float(), ctx),
-            allreduce.key_fn(x, ctx, method=AllReduceMethod.ONE_SHOT),
+            all_reduce.key_fn(x, ctx),
+            all_reduce.key_fn(x[:1000], ctx),
+            all_reduce.key_fn(x[:-1], ctx),
+            all_reduce.key_fn(x[1:4081], ctx),
+            all_reduce.key_fn(x.float(), ctx),
+            all_reduce.key_fn(x, ctx, method=AllReduceMethod.ONE_SHOT),
+            all_reduce.key_fn(x, ctx, algorithm=AllReduceMethod.TWO_SHOT),
         ]
         assert len(set(keys)) == len(keys) - 1  # both whose vectors do not fit are alike
-        assert keys[0] == allreduce.key_fn(x.view(64, 64), ctx, output=x.clone())
-        assert keys[0] != allreduce.key_fn(x, ctx, output=x)
+        assert keys[0] == all_reduce.key_fn(x.view(64, 64), ctx, output=x.clone())
+        assert keys[0] != all_reduce.key_fn(x, ctx, output=x)
 
 
 def test_shapes_stay_within_what_a_launch_can_have():
@@ -175,12 +174,24 @@ def test_attributes_of_a_context():
         ctx.buffer  # noqa: B018
 
 
+@EACH_OP
+def test_a_key_has_the_way_that_is_named(op):
+    x = torch.empty(4096, dtype=torch.float16)
+    with OPS[op][1](1 << 14, 0, 1, 1) as ctx:
+        key_fn = OPS[op][0].key_fn
+        keys = [
+            key_fn(x, ctx),
+            *(key_fn(x, ctx, method=each) for each in METHODS[op] if each.value in methods_of(op)),
+        ]
+    assert len(set(keys)) == 1 + len(methods_of(op))
+
+
 def test_a_method_and_another_algorithm_are_refused():
     with (
         create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx,
         pytest.raises(InvalidArgument, match=r"algorithm is .*TWO_SHOT, expected the method"),
     ):
-        allreduce.all_reduce.fn(
+        all_reduce.fn(
             torch.ones(4),
             ctx,
             method=AllReduceMethod.ONE_SHOT,
@@ -197,7 +208,7 @@ def test_methods_of_scripts_that_are_not_here_say_what_to_use():
     with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
         for method in absent:
             instead = AllReduceMethod[method.name[:3].upper() + "_SHOT"]
-            for refused in (allreduce.all_reduce, allreduce.all_reduce.fn):
+            for refused in (all_reduce, all_reduce.fn):
                 with pytest.raises(InvalidArgument, match=f"expected {instead}: multicast"):
                     refused(torch.ones(4), ctx, method=method)
             with pytest.raises(InvalidArgument, match=f"expected '{instead.value}': multicast"):

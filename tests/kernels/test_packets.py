@@ -12,9 +12,9 @@ import triton_dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.packets import payload_of, tag_number, tag_of, values_of
 from triton_dist.kernels.common.exchange.shapes import PACKET_SHAPES, Shape
-from triton_dist.kernels.nvidia import AllReduceMethod, create_allreduce_ctx
-from triton_dist.kernels.nvidia.allreduce import op as allreduce
+from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.kernels.nvidia.allreduce.context import PACKET_BYTES
+from triton_dist.kernels.nvidia.allreduce.ways import WAYS
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -63,8 +63,9 @@ def test_packets_are_tried_where_they_fit():
         for method in (None, AllReduceMethod.ONE_SHOT):
             kept = [
                 config["packets"]
-                for config in allreduce.config_space()
-                if allreduce.prune_fn(config, x, SimpleNamespace(num_ranks=2), method=method)
+                for config in WAYS.config_space()
+                if all_reduce.prune_fn(config, x, SimpleNamespace(num_ranks=2), method=method)
+                and config["way"] == "one_shot"
             ]
             assert (True in kept) is tried
             assert False in kept
@@ -78,7 +79,7 @@ def test_a_thread_has_a_line_in_each_shape_for_packets():
 
 def test_only_one_shot_goes_in_packets():
     with create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx:
-        for method in (AllReduceMethod.TWO_SHOT, AllReduceMethod.COLLECTIVE):
+        for way in ("two_shot", "double_tree", "collective"):
             with pytest.raises(InvalidArgument, match="packets is True, expected None or False"):
-                allreduce.all_reduce.fn(torch.ones(4), ctx, method=method, packets=True)
-            allreduce.all_reduce.fn(torch.ones(4), ctx, method=method, packets=False)
+                all_reduce.fn(torch.ones(4), ctx, way=way, packets=True)
+            all_reduce.fn(torch.ones(4), ctx, way=way, packets=False)

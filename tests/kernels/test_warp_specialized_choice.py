@@ -18,8 +18,8 @@ from triton_dist.kernels.common.gemm.gathered_spaces import (
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
-from triton_dist.kernels.nvidia import AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm import op as allgather_gemm
+from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.device import current_device
@@ -46,8 +46,8 @@ def hopper(monkeypatch):
 def candidates():
     return [
         config["gemm_config"]
-        for config in allgather_gemm.config_space()
-        if config["gemm_config"] is not None and "WARP_SPECIALIZED" in config["gemm_config"].kwargs
+        for config in WAYS.config_space()
+        if "gemm_config" in config and "WARP_SPECIALIZED" in config["gemm_config"].kwargs
     ]
 
 
@@ -68,14 +68,12 @@ def test_interpreted_the_ordinary_kernel_takes_its_place():
 
 
 def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
-    gpu = SimpleNamespace(
-        name="cuda", interprets=False, has_libraries=True, num_sms=132, prefers_descriptors=True
-    )
-    for function in (allgather_gemm.config_space, get_config_space, fits_shape):
+    gpu = SimpleNamespace(name="cuda", num_sms=132, prefers_descriptors=True)
+    for function in (WAYS["full_mesh_push"].candidates, get_config_space, fits_shape):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
     tiles = [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]
     assert list(dict.fromkeys(candidates())) == tiles
-    space = [each for each in allgather_gemm.config_space() if each["gemm_config"] is not None]
+    space = [each for each in WAYS.config_space() if "gemm_config" in each]
     whole = [each["gemm_config"] for each in space if each["num_chunks"] == 1]
     assert [each for each in whole if each in tiles] == tiles
     # Those that a user gets for kernels of his own are for the ordinary kernel.
@@ -135,16 +133,24 @@ def test_what_tma_and_wgmma_cannot_take_is_pruned(hopper, A, B, kept):
     config = {
         "gemm_config": WARP_SPECIALIZED_TILES[0],
         "persistent": True,
-        "method": AllGatherMethod.FULL_MESH_PUSH,
+        "way": "full_mesh_push",
+        "num_streams": 1,
+        "num_chunks": 1,
     }
-    assert allgather_gemm.prune_fn(config, A, B, SimpleNamespace(num_ranks=4)) is kept
+    assert ag_gemm.prune_fn(config, A, B, SimpleNamespace(num_ranks=4)) is kept
 
 
 def test_elsewhere_it_is_pruned():
     assert current_device().name == "cpu"
-    config = {"gemm_config": WARP_SPECIALIZED_TILES[0], "persistent": True}
+    config = {
+        "gemm_config": WARP_SPECIALIZED_TILES[0],
+        "persistent": True,
+        "way": "full_mesh_push",
+        "num_streams": 1,
+        "num_chunks": 1,
+    }
     A, B = matrix(512, 1024), matrix(1024, 7168)
-    assert not allgather_gemm.prune_fn(config, A, B, SimpleNamespace(num_ranks=4))
+    assert not ag_gemm.prune_fn(config, A, B, SimpleNamespace(num_ranks=4))
 
 
 def test_cuts_are_tried_where_they_save_waves(hopper, monkeypatch):

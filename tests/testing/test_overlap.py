@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import AllGatherMethod, create_ag_gemm_context
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.ag_gemm_peers import ag_gemm_peers, gather_alone, is_own_algorithm
 from triton_dist.testing.assertions import count_mismatches
@@ -61,17 +60,10 @@ def test_the_limit_is_the_slower_part_at_its_fastest(gemm, transfers, limit):
     assert overlap_limit(candidates, samples) == limit
 
 
-class Vendor(enum.Enum):
-    ASYNC_TP = "torch"
-
-
 def test_own_algorithms_are_told_from_vendors():
-    names = {method.name for method in AllGatherMethod}
-    own = {m.name for m in AllGatherMethod if is_own_algorithm({"method": m})}
-    assert own == {name for name in names if not name.startswith("VENDOR")}
+    own = {way for way in WAYS if is_own_algorithm({"way": way})}
+    assert own == {method.value for method in AllGatherMethod}
     assert is_own_algorithm({"persistent": True})
-    for method in (Vendor.ASYNC_TP, "VENDOR_NCCL"):
-        assert not is_own_algorithm({"method": method})
 
 
 def test_mismatches_are_counted():

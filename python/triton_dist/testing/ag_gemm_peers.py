@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, AllGatherMethod
+from triton_dist.kernels.nvidia import (
+    AllGatherGEMMTensorParallelContext,
+    AllGatherMethod,
+    VendorMethod,
+)
 from triton_dist.testing.overlap import Candidate
 from triton_dist.testing.reference import (
     all_gather_matmul,
@@ -61,10 +65,7 @@ def gather_alone(A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext) -> to
 def is_own_algorithm(config: Mapping[str, Any]) -> bool:
     """Whether a config of ``ag_gemm`` runs an algorithm of this package, and does not merely call
     the vendor's libraries."""
-    method = config.get("method")
-    return method is None or (
-        isinstance(method, AllGatherMethod) and not method.name.startswith("VENDOR")
-    )
+    return config.get("way") not in {method.value for method in VendorMethod}
 
 
 def _whole(A: torch.Tensor, B: torch.Tensor, group: Any, op: Any) -> Candidate:

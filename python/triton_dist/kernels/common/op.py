@@ -29,7 +29,7 @@ S = TypeVar("S")
 class Way(ABC, Generic[C, S]):
     """An algorithm of an op: ``C`` is the type of the op's calls, ``S`` of the sizes of a key."""
 
-    name: ClassVar[str]
+    name: str
     """What ``way=`` and records say."""
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
@@ -62,7 +62,7 @@ class Ways(Mapping[str, Way[C, S]]):
     """The ways of an op by name, in the order in which they are tried."""
 
     def __init__(self, function: str, ways: Iterable[Way[C, S]]) -> None:
-        self._function = function
+        self.function = function
         self._ways = {way.name: way for way in ways}
 
     def __getitem__(self, name: str) -> Way[C, S]:
@@ -70,7 +70,7 @@ class Ways(Mapping[str, Way[C, S]]):
             return self._ways[name]
         except (KeyError, TypeError):
             expected = f"None or one of {', '.join(map(repr, self._ways))}"
-            raise InvalidArgument(self._function, "way", name, expected) from None
+            raise InvalidArgument(self.function, "way", name, expected) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._ways)

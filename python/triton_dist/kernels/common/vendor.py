@@ -25,7 +25,8 @@ class VendorMethod(enum.Enum):
 
 def methods_here() -> list[VendorMethod]:
     """Those that work on this process's device with this torch."""
-    if current_device().has_libraries and _has_async_tp():
+    device = current_device()
+    if device.has_libraries and _has_async_tp():
         return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
     return [VendorMethod.COLLECTIVE]
 

@@ -1,4 +1,4 @@
-"""What all-gather and reduce-scatter have in common: contexts, config space, tuning, the call.
+"""Ways of all-gather and reduce-scatter, which differ in kernels alone.
 
 Both move shards. A *shard* is what one rank owns, ``elements`` long: x of an all-gather, the result
 of a reduce-scatter. The *whole* is the other tensor, the shards of all ranks one after the other.
@@ -7,21 +7,17 @@ of a reduce-scatter. The *whole* is the other tensor, the shards of all ranks on
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument
-from triton_dist.kernels.common.collective.context import (
-    CollectiveContext,
-    exact_size,
-    recover,
-    shard_bytes,
-)
+from triton_dist.kernels.common.collective.context import CollectiveContext, shard_bytes
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.exchange.buffer import (
     PUSHED_FROM,
@@ -33,31 +29,26 @@ from triton_dist.kernels.common.exchange.shapes import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     SMALL_SHAPES,
+    TUNABLES,
     Shape,
     is_worth_trying,
     shape_in,
     shape_of,
-    tunables_of,
 )
 from triton_dist.kernels.common.flags import folded
-from triton_dist.kernels.common.op import tuned
+from triton_dist.kernels.common.op import OpCall, Way, Ways
 from triton_dist.runtime.device import current_device
+
+_PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4))
 
 
 class PushMethod(enum.Enum):
     """How shards travel: what the enumerations of both ops have in common. Each has the members
-    ``PUSH``, ``COPY_ENGINE`` and ``COLLECTIVE``, and says what they do."""
+    ``PUSH``, ``COPY_ENGINE`` and ``COLLECTIVE``, whose values are names of ways, and says what they
+    do."""
 
     def __repr__(self) -> str:
         return str(self)
-
-    @property
-    def by_copy_engine(self) -> bool:
-        return self.name == "COPY_ENGINE"
-
-    @property
-    def by_collective(self) -> bool:
-        return self.name == "COLLECTIVE"
 
 
 class PushingContext(CollectiveContext):
@@ -83,144 +74,201 @@ class PushingContext(CollectiveContext):
             raise ContextFinalized(type(self).__name__)
         return self._pushed
 
-    def memory(self, method: PushMethod) -> ExchangeBuffer | PushedShards:
-        """Where shards arrive that travel by ``method``."""
-        return self.pushed if method.by_copy_engine else self.buffer
+
+class Sizes(NamedTuple):
+    """What decides which configs are worth trying."""
+
+    shard_nbytes: int
+    num_ranks: int
+    asked: str | None
+    """The way that the caller's keywords ask for."""
 
 
-@dataclass(frozen=True)
-class PushedCollective:
-    """One of the two ops; its methods are what ``tune.autotune`` asks for, and the op itself.
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+class ShardsCall(OpCall):
+    """One call: the parameters of both ops. Each op has a subclass that says what it is made of."""
 
-    Attributes:
-        methods: its ``PushMethod``.
-        gathers: the result is the whole, and x a shard; or the other way round.
-        push: the kernel that pushes shards, and copies or adds those that it gets.
-        take_pushed: the kernel that copies or adds those that copy engines push.
-        collective: ``collective(out, x, group)``, the group's own.
-        check: ``check(x, ctx, output)`` raises for a call that cannot work.
-    """
+    x: torch.Tensor
+    ctx: Any
+    output: torch.Tensor | None
+    method: PushMethod | None
+    num_ctas: int | None
+    block_bytes: int | None
+    num_pieces: int | None
+    straggler_option: tuple[int, int] | None
+    way: str | None
 
-    methods: type[PushMethod]
-    gathers: bool
-    push: Any
-    take_pushed: Any
-    collective: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup | None], None]
-    check: Callable[[torch.Tensor, Any, torch.Tensor | None], None]
+    ways: ClassVar[Ways[Any, Any]]
+    methods: ClassVar[type[PushMethod]]
+    gathers: ClassVar[bool]
+    """The result is the whole, and x a shard; or the other way round."""
+    push: ClassVar[Any]
+    """The kernel that pushes shards, and copies or adds those that it gets."""
+    take_pushed: ClassVar[Any]
+    """The kernel that copies or adds those that copy engines push."""
 
-    def tuned(self, version: str) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
-        """Decorator of the op: what ``tune.autotune`` makes of it. ``version``: see there."""
-        return tuned(
-            config_space=self.config_space,
-            key_fn=self.key_fn,
-            prune_fn=self.prune_fn,
-            prepare_fn=self.prepare,
-            recover_fn=recover,
-            agree_fn=exact_size,
-            version=version,
-        )
+    def __post_init__(self) -> None:
+        self.check(self.x, self.ctx, self.output)
+        self.chosen = self.ways[self.way or self.way_of(self.method) or Push.name]
+        self.shape = shape_of(self.num_ctas, self.block_bytes, self.num_pieces)
 
+    @staticmethod
+    @abstractmethod
+    def check(x: torch.Tensor, ctx: Any, output: torch.Tensor | None) -> None:
+        """Raise for a call that cannot work."""
+
+    @staticmethod
+    @abstractmethod
+    def collective(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None, /) -> None:
+        """Do it by the group's own."""
+
+    @classmethod
+    def way_of(cls, method: object) -> str | None:
+        """Name the way that the older keyword asks for; ``None``: it asks for none."""
+        if method is None:
+            return None
+        if not isinstance(method, cls.methods):
+            expected = f"a {cls.methods.__name__}, or None"
+            raise InvalidArgument(cls.ways.function, "method", method, expected)
+        name: str = method.value
+        return name
+
+    @classmethod
     def key_fn(
-        self,
+        cls,
         x: torch.Tensor,
         ctx: PushingContext,
         output: torch.Tensor | None = None,
+        method: PushMethod | None = None,
         *_: Any,
         **__: Any,
     ) -> Any:
-        """What a tuning is for. Elements of a shard count in buckets, and whether vectors fit."""
-        self.check(x, ctx, output)
-        elements = self._elements(x, ctx)
-        return tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
+        """Name what a tuning is for. Elements of a shard count in buckets, and whether vectors fit.
+        A way that the older keyword asks for is tuned by itself."""
+        cls.check(x, ctx, output)
+        elements = cls.elements(x, ctx)
+        key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
+        return key if method is None else (*key, cls.way_of(method))
 
-    def prune_fn(
-        self, config: Mapping[str, Any], x: torch.Tensor, ctx: PushingContext, *_: Any, **__: Any
-    ) -> bool:
-        """Whether a config is worth trying for x."""
-        method, shard_nbytes = config["method"], self._elements(x, ctx) * x.element_size()
-        if method.by_collective:
-            return ctx.num_ranks > 1
-        whole_nbytes = shard_nbytes * ctx.num_ranks
-        if method.by_copy_engine and (ctx.num_ranks == 1 or whole_nbytes < PUSHED_FROM):
-            return False
-        return is_worth_trying(shape_in(config), shard_nbytes)
-
-    def config_space(self) -> list[dict[str, Any]]:
-        """The default; every other shape; on GPUs also what torch brings (CPU ranks are there to
-        run our kernels)."""
-        shapes = dict.fromkeys((DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES))
-        pushed = [Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4)]
-        space = [self._config("PUSH", shape) for shape in shapes]
-        space += [self._config("COPY_ENGINE", shape) for shape in pushed]
-        if current_device().has_libraries:
-            space.append(self._config("COLLECTIVE", None))
-        return space
-
-    def _config(self, method: str, shape: Shape | None) -> dict[str, Any]:
-        return {"method": self.methods[method], **tunables_of(shape)}
-
-    def prepare(
-        self,
+    @classmethod
+    def sizes(
+        cls,
         x: torch.Tensor,
         ctx: PushingContext,
         output: torch.Tensor | None = None,
-        *,
-        method: PushMethod,
-        num_ctas: int | None = None,
-        block_bytes: int | None = None,
-        num_pieces: int | None = None,
-        **_: Any,
-    ) -> None:
-        """Compile a candidate's kernel without launching anything."""
-        if method.by_collective or ctx.num_ranks == 1:
-            return
-        shape = shape_of(num_ctas, block_bytes, num_pieces)
-        out = x.new_empty(self._rows(x.numel(), ctx)) if output is None else output
-        ctx.memory(method).launch(self._exchange(method, x, ctx, shape), x, out).compile()
+        method: PushMethod | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Sizes:
+        """Say what decides which configs are worth trying for x."""
+        shard_nbytes = cls.elements(x, ctx) * x.element_size()
+        return Sizes(shard_nbytes, ctx.num_ranks, cls.way_of(method))
 
-    def call(
-        self,
-        x: torch.Tensor,
-        ctx: PushingContext,
-        output: torch.Tensor | None,
-        method: PushMethod,
-        shape: tuple[int | None, int | None, int | None],
-        straggler_option: tuple[int, int] | None,
-    ) -> torch.Tensor:
-        """The op; ``shape``: num_ctas, block_bytes and num_pieces, as ``shape_of`` takes them.
+    @classmethod
+    def elements(cls, x: torch.Tensor, ctx: PushingContext) -> int:
+        """Count those of a shard."""
+        return x.numel() if cls.gathers else x.numel() // ctx.num_ranks
 
-        Raises:
-            InvalidArgument, ContextFinalized: before anything is launched.
-        """
-        self.check(x, ctx, output)
-        if not isinstance(method, self.methods):
-            raise InvalidArgument(ctx.name, "method", method, f"a {self.methods.__name__}")
-        launch_shape = shape_of(*shape)
-        x = x.detach()
+    def rows(self, rows: int) -> int:
+        """Count those of the result, where x has ``rows``."""
+        size: int = self.ctx.num_ranks
+        return rows * size if self.gathers else rows // size
+
+
+class _Way(Way[ShardsCall, Sizes]):
+    """A way of both ops."""
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.asked in (None, self.name) and self.fits(config, sizes)
+
+    @abstractmethod
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        """Tell whether a config is worth trying where this way is allowed."""
+
+    def run(self, call: ShardsCall) -> torch.Tensor:
+        x, ctx, output = call.x.detach(), call.ctx, call.output
         if output is None:
-            output = x.new_empty((self._rows(x.shape[0], ctx), *x.shape[1:]))
-        ctx.sleep(straggler_option)
+            output = x.new_empty((call.rows(x.shape[0]), *x.shape[1:]))
+        ctx.sleep(call.straggler_option)
         flat, flat_output = x.view(-1), output.detach().view(-1)
         if ctx.num_ranks == 1:
             flat_output.copy_(flat)
-        elif method.by_collective:
-            self.collective(flat_output, flat, ctx.group)
         else:
-            exchange = self._exchange(method, flat, ctx, launch_shape)
-            ctx.memory(method).run(exchange, flat, flat_output)
+            self.move(call, flat, flat_output)
         return output
 
-    def _elements(self, x: torch.Tensor, ctx: PushingContext) -> int:
-        """Of a shard."""
-        return x.numel() if self.gathers else x.numel() // ctx.num_ranks
+    @abstractmethod
+    def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch it among several ranks, from x to out, which are flat."""
 
-    def _rows(self, rows: int, ctx: PushingContext) -> int:
-        """Of the result, where x has ``rows``."""
-        return rows * ctx.num_ranks if self.gathers else rows // ctx.num_ranks
 
-    def _exchange(
-        self, method: PushMethod, x: torch.Tensor, ctx: PushingContext, shape: Shape
-    ) -> Exchange:
-        kernel = self.take_pushed if method.by_copy_engine else self.push
-        elements = self._elements(x, ctx)
-        return Exchange(kernel, elements, elements * ctx.num_ranks, shape, folded(x.numel()))
+class Push(_Way):
+    """Programs store shards into every peer's memory, who copy or add what they get: one launch."""
+
+    name = "push"
+    tunables = TUNABLES
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        shapes = dict.fromkeys((DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES))
+        return (shape.values for shape in shapes)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return is_worth_trying(shape_in(config), sizes.shard_nbytes)
+
+    def compile(self, call: ShardsCall) -> None:
+        if call.ctx.num_ranks > 1:
+            x = call.x
+            out = x.new_empty(call.rows(x.numel())) if call.output is None else call.output
+            self.memory(call.ctx).launch(self._exchange(call), x, out).compile()
+
+    def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.memory(call.ctx).run(self._exchange(call), x, out)
+
+    def memory(self, ctx: PushingContext) -> ExchangeBuffer | PushedShards:
+        """Return where shards arrive."""
+        return ctx.buffer
+
+    def kernel(self, call: ShardsCall) -> Any:
+        """Return what is launched."""
+        return call.push
+
+    def _exchange(self, call: ShardsCall) -> Exchange:
+        elements, size = call.elements(call.x, call.ctx), folded(call.x.numel())
+        total = elements * call.ctx.num_ranks
+        return Exchange(self.kernel(call), elements, total, call.shape, size)
+
+
+class CopyEngine(Push):
+    """Copy engines push shards, and a kernel copies or adds them as they come: for many bytes."""
+
+    name = "copy_engine"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (shape.values for shape in _PUSHED_SHAPES)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < PUSHED_FROM:
+            return False
+        return super().fits(config, sizes)
+
+    def memory(self, ctx: PushingContext) -> ExchangeBuffer | PushedShards:
+        return ctx.pushed
+
+    def kernel(self, call: ShardsCall) -> Any:
+        return call.take_pushed
+
+
+class Collective(_Way):
+    """The group's own: NCCL, gloo on CPU ranks."""
+
+    name = "collective"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        # CPU ranks are there to run our kernels.
+        return [()] if current_device().has_libraries else []
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.num_ranks > 1
+
+    def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
+        call.collective(out, x, call.ctx.group)

@@ -15,6 +15,8 @@ MAX_CTAS: int = exchange.MAX_CTAS.value
 MAX_PIECES: int = exchange.MAX_PIECES.value
 VECTOR_BYTES = 16
 LINE_BYTES: int = packets.LINE_BYTES.value
+TUNABLES = ("num_ctas", "block_bytes", "num_pieces")
+"""Names of what lays a launch out, in configs."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Shape:
     num_ctas: int
     block_bytes: int
     num_pieces: int = 1
+
+    @property
+    def values(self) -> tuple[int, int, int]:
+        """Values of ``TUNABLES``."""
+        return self.num_ctas, self.block_bytes, self.num_pieces
 
     @property
     def num_warps(self) -> int:
@@ -57,17 +64,9 @@ LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pi
 """For many: what counts is how many bytes are under way."""
 
 
-def tunables_of(shape: Shape | None) -> dict[str, int | None]:
-    """A shape as tunables of an op; ``None``: of what has no shape."""
-    return {
-        name: None if shape is None else getattr(shape, name)
-        for name in ("num_ctas", "block_bytes", "num_pieces")
-    }
-
-
 def shape_in(config: Mapping[str, Any]) -> Shape:
     """The shape in a config that has one."""
-    return Shape(config["num_ctas"], config["block_bytes"], config["num_pieces"])
+    return Shape(config["num_ctas"], config["block_bytes"], config.get("num_pieces", 1))
 
 
 @functools.cache

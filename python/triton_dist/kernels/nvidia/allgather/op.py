@@ -1,12 +1,11 @@
 """All-gather: the tensors of all ranks, one after the other, on every rank.
 
 Ways
-    push         every rank stores its tensor into every peer's memory, where it is copied out: one
-                 launch, without a barrier (``kernels/common/exchange/protocol.py`` says why it is
-                 right).
-    copy engine  copy engines push, without an SM; a kernel copies out what has come. For many
-                 bytes.
-    collective   the group's own: NCCL, gloo on CPU ranks.
+    ``"push"``: every rank stores its tensor into every peer's memory, where it is copied out: one
+    launch, without a barrier (``kernels/common/exchange/protocol.py`` says why it is right).
+    ``"copy_engine"``: copy engines push, without an SM; a kernel copies out what has come. For many
+    bytes.
+    ``"collective"``: the group's own: NCCL, gloo on CPU ranks.
 
 Elements are copied as they are: the result is exact.
 """
@@ -19,12 +18,16 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.collective.op import (
-    PushedCollective,
+    Collective,
+    CopyEngine,
+    Push,
     PushingContext,
     PushMethod,
+    ShardsCall,
 )
 from triton_dist.kernels.common.context import buffer_of
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather, kernel_copy_pushed
+from triton_dist.kernels.common.op import Ways, op
 from triton_dist.runtime.ranks import Group
 
 
@@ -88,27 +91,34 @@ def _check(x: torch.Tensor, ctx: AllGatherContext, output: torch.Tensor | None) 
         collective_context.check_output("all_gather", output, x, numel, device)
 
 
-COLLECTIVE = PushedCollective(
-    GatherMethod,
-    gathers=True,
-    push=kernel_all_gather,
-    take_pushed=kernel_copy_pushed,
-    collective=vendor.all_gather_into,
-    check=_check,
+class Call(ShardsCall):
+    """One call of ``all_gather``."""
+
+    ways = Ways("all_gather", (Push(), CopyEngine(), Collective()))
+    methods, gathers = GatherMethod, True
+    push, take_pushed = kernel_all_gather, kernel_copy_pushed
+    check = staticmethod(_check)
+    collective = staticmethod(vendor.all_gather_into)
+
+
+@op(
+    ways=Call.ways,
+    call=Call,
+    sizes=Call.sizes,
+    key_fn=Call.key_fn,
+    agree_fn=collective_context.exact_size,
+    version="2",  # another one when results that are shipped (records/) should not be used any more
 )
-
-
-# Another version when results that are shipped (records/) should not be used any more.
-@COLLECTIVE.tuned(version="1")
 def all_gather(
     x: torch.Tensor,
     ctx: AllGatherContext,
     output: torch.Tensor | None = None,
-    method: GatherMethod = GatherMethod.PUSH,
+    method: GatherMethod | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     num_pieces: int | None = None,
     straggler_option: tuple[int, int] | None = None,
+    way: str | None = None,
 ) -> torch.Tensor:
     """x of all ranks, in their order; tuned over all ranks. Returns ``output``, or a new tensor
     [world size * M, …].
@@ -122,13 +132,17 @@ def all_gather(
             a time where it begins on 16 bytes and has a multiple of 16 elements.
         ctx: from ``create_all_gather_ctx``.
         output: where all goes, contiguous; x is not a part of it, or the one where it goes.
-        method: how (tuned).
+        way: the algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"``, see the module
+            (tuned); default: ``"push"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
         num_pieces: in how many pieces a program's share travels (tuned).
         straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
+        method: older name of the way, which is that of its value. Tuned with it, the tuning is of
+            that way.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    shape = num_ctas, block_bytes, num_pieces
-    return COLLECTIVE.call(x, ctx, output, method, shape, straggler_option)
+    return Call(
+        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way
+    ).run()  # fmt: skip

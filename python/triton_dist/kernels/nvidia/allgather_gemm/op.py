@@ -9,7 +9,12 @@ Abstraction
     in which shards arrive.
     Small shards are pushed by the first programs of the consumer itself
     (``common/gemm/fused_push.py``). Of few rows, what hides the transfer may take longer than the
-    transfer: then one launch gathers, and a library multiplies (``allgather_gemm/serial.py``).
+    transfer: then one launch gathers, and a library multiplies.
+
+Ways
+    ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``: by copy engine, as
+    ``AllGatherMethod`` says. ``"fused_push"``: by programs of the consumer. ``"serial"``: our
+    all-gather in one launch, then ``torch.matmul``. ``"collective"``, ``"async_tp"``: by torch.
 
 Stream timeline of one call (W = 4, push)
     main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
@@ -25,7 +30,7 @@ Host
 
 Fused
     Copies have a fixed cost, and a tile waits for the last of its rows: with small shards that is
-    most of the call. ``FUSED_PUSH`` needs neither copy engines nor whole rows: the first programs
+    most of the call. ``"fused_push"`` needs neither copy engines nor whole rows: the first programs
     of the GEMM send the shard in chunks along K, which tiles wait for inside their K loop
     (common/gemm/fused_push.py).
 
@@ -57,25 +62,17 @@ from typing import Any
 import torch
 import triton
 
-from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.shapes import Shape
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.op import tuned
+from triton_dist.kernels.common.op import op
 from triton_dist.kernels.common.shards import GatheredShards
-from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
-from triton_dist.kernels.nvidia.allgather_gemm import serial
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
-    Operands,
     check_operands,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.ways import config_space, prune_fn
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, Call, Sizes, way_of
 from triton_dist.runtime.device import current_device
-
-_DEFAULT_COMM_SMS = 16
 
 
 def key_fn(
@@ -83,130 +80,30 @@ def key_fn(
     B: torch.Tensor,
     ctx: AllGatherGEMMTensorParallelContext,
     *_: Any,
-    **kwargs: Any,
+    local_copy: bool = True,
+    method: AllGatherMethod | VendorMethod | None = None,
+    **__: Any,
 ) -> Any:
-    """What a tuning is for. Of M the shard's rows count, in buckets: tiles belong to one shard. The
-    tuner adds the ranks that tune together, which may be more than those of the context."""
-    return (
-        *check_operands(A, B, ctx).key,
-        ctx.num_ranks,
-        kwargs.get("local_copy", True),
-    )
+    """Name what a tuning is for. Of M the shard's rows count, in buckets: tiles belong to one
+    shard. The tuner adds the ranks that tune together, which may be more than those of the context.
+    A way that the older keyword asks for is tuned by itself."""
+    key = (*check_operands(A, B, ctx).key, ctx.num_ranks, local_copy)
+    return key if method is None else (*key, way_of(method))
 
 
-def _comm_sms(
-    method: AllGatherMethod, asked: int | None, ctx: AllGatherGEMMTensorParallelContext
-) -> int:
-    """Programs of the consumer that send; 0 where copy engines do.
-
-    Raises:
-        InvalidArgument: none would be left to multiply, or there are no flags for so many.
-    """
-    if not method.is_fused:
-        return 0
-    most = min(MAX_COMM_SMS, ctx.device.num_sms - 1)
-    number = min(_DEFAULT_COMM_SMS, most) if asked is None else asked
-    if not 1 <= number <= most:
-        raise InvalidArgument("ag_gemm", "num_comm_sms", number, f"1 to {most}")
-    return number
-
-
-def _serial_shape(
-    own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext, asked: int | None, num_chunks: int
-) -> Shape:
-    """How the all-gather of a serial call is launched.
-
-    Raises:
-        InvalidArgument: there are no flags for so many programs, or no room for so many rows.
-    """
-    shape = serial.shape_for(own.nbytes, asked, num_chunks)
-    if own.shape[0] * ctx.num_ranks > ctx.exchanged_rows:
-        expected = f"another one for an M of more than {ctx.exchanged_rows}"
-        raise InvalidArgument("ag_gemm", "method", AllGatherMethod.SERIAL, expected)
-    return shape
-
-
-def _consumer(
-    own: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    ctx: AllGatherGEMMTensorParallelContext,
-    gathered: GatheredShards,
-    gemm_config: triton.Config,
-    persistent: bool,
-) -> Launch:
-    return sharded_gemm(
-        own, B, C, gemm_config,
-        num_sms=ctx.device.num_sms, persistent=persistent,
-        rank=ctx.rank, num_ranks=ctx.num_ranks, gathered=gathered if ctx.num_ranks > 1 else None,
-        split=ctx.split_workspace if gemm_config.kwargs.get("SPLIT_K", 1) > 1 else None,
-    )  # fmt: skip
-
-
-def _run_consumer(
-    own: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    ctx: AllGatherGEMMTensorParallelContext,
-    gathered: GatheredShards,
-    gemm_config: triton.Config,
-    persistent: bool,
-    operands: Operands,
-) -> None:
-    """Launch the consumer; a call like one before only with other addresses."""
-    precision = dot_precision(operands.dtype)
-    ctx.launcher.run(
-        (operands, own.stride(), precision, id(gathered), id(gemm_config), persistent),
-        lambda: _consumer(own, B, C, ctx, gathered, gemm_config, persistent),
-        {"own_ptr": own, "b_ptr": B, "c_ptr": C},
-        alive=(gathered, gemm_config),
-    )
-
-
-def _empty_product(A: torch.Tensor, B: torch.Tensor, ctx: Any) -> torch.Tensor:
-    return A.new_empty((A.shape[0] * ctx.num_ranks, B.shape[1]))
-
-
-def _prepare(
-    A: torch.Tensor, B: torch.Tensor, ctx: Any, gemm_config: triton.Config | None, **kwargs: Any
-) -> None:
-    """Compile a candidate's kernels without launching anything; libraries have theirs."""
-    method = kwargs.get("method") or ctx.all_gather_method
-    own = A if kwargs.get("local_copy", True) else ctx.own_rows(A.shape[0])
-    num_comm_sms, num_chunks = kwargs.get("num_comm_sms"), kwargs.get("num_chunks", 1)
-    if method is AllGatherMethod.SERIAL:
-        shape = _serial_shape(own, ctx, num_comm_sms, num_chunks)
-        if ctx.num_ranks > 1:
-            rows = serial.gathered_like(own, ctx.exchange)
-            serial.gather_launch(own, rows, ctx.exchange, shape).compile()
-        return
-    if isinstance(method, VendorMethod) or gemm_config is None:
-        return
-    senders = _comm_sms(method, num_comm_sms, ctx)
-    gathered = ctx.buffer.describe(A.shape[0], num_chunks, senders)
-    C = _empty_product(A, B, ctx)
-    _consumer(own, B, C, ctx, gathered, gemm_config, kwargs.get("persistent", True)).compile()
-
-
-def _recover(A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any) -> None:
-    """Bring the context of all ranks back to one state after a candidate failed on some rank."""
-    ctx.reset()
-
-
-@tuned(
-    config_space=config_space,
+@op(
+    ways=WAYS,
+    call=Call,
+    sizes=Sizes.of,
     key_fn=key_fn,
-    prune_fn=prune_fn,
-    prepare_fn=_prepare,
-    recover_fn=_recover,
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
-    version="1",  # another one when results that are shipped (records/) should not be used any more
+    version="2",  # another one when results that are shipped (records/) should not be used any more
 )
 def ag_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
     ctx: AllGatherGEMMTensorParallelContext,
-    gemm_config: triton.Config | None,
+    gemm_config: triton.Config | None = None,
     persistent: bool | None = True,
     method: AllGatherMethod | VendorMethod | None = None,
     num_streams: int = 1,
@@ -214,6 +111,7 @@ def ag_gemm(
     local_copy: bool = True,
     straggler_option: tuple[int, int] | None = None,
     num_comm_sms: int | None = None,
+    way: str | None = None,
 ) -> torch.Tensor:
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
@@ -228,80 +126,29 @@ def ag_gemm(
         B: [K, N_per_rank], any strides; TMA serves unit stride in one dimension and multiples of 16
             bytes in the other, pointers the rest.
         ctx: from ``create_ag_gemm_context``; M_per_rank * num_ranks may be less than its max_M.
-        gemm_config, persistent: tiles and kind of the consumer kernel (tuned); ``SERIAL`` and a
-            vendor's method have none.
-        method, num_streams, num_chunks: how shards travel (tuned); default method: the context's.
-            ``SERIAL`` is for an M of up to the context's ``exchanged_rows``.
+        way: the algorithm: ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``,
+            ``"fused_push"``, ``"serial"`` (for an M of up to the context's ``exchanged_rows``),
+            ``"collective"`` or ``"async_tp"``, see the module (tuned); default: the context's
+            ``all_gather_method``.
+        gemm_config, persistent: tiles and kind of the consumer kernel (tuned), where the GEMM is
+            ours.
+        num_streams, num_chunks: how copy engines bring shards (tuned); chunks of ``"fused_push"``
+            are along K, those of ``"serial"`` pieces of a program's share.
         local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.
         straggler_option: (rank, cycles): that rank sleeps so long after its copies are queued, for
             tests; before the call of a library's product.
-        num_comm_sms: SMs that send in ``FUSED_PUSH`` (tuned), whose chunks are along K and which
-            has no streams; default 16. Programs of the all-gather in ``SERIAL``, whose chunks are
-            pieces of a program's share; default: by size. No other method takes SMs.
+        num_comm_sms: SMs that send in ``"fused_push"`` (tuned); default 16. Programs of the
+            all-gather in ``"serial"`` (tuned); default: by size. No other way takes SMs.
+        method: older name of the way, which is that of its value. Tuned with it, the tuning is of
+            that way.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    operands = check_operands(A, B, ctx)
-    if not 1 <= num_chunks <= MAX_CHUNKS:
-        raise InvalidArgument("ag_gemm", "num_chunks", num_chunks, f"1 to {MAX_CHUNKS}")
-    if num_streams < 1:
-        raise InvalidArgument("ag_gemm", "num_streams", num_streams, "at least 1")
-    if method is None:
-        method = ctx.all_gather_method
-    own = A if local_copy else ctx.own_rows(A.shape[0])
-    if method is AllGatherMethod.SERIAL:
-        shape = _serial_shape(own, ctx, num_comm_sms, num_chunks)
-        return _whole(own, B, ctx, shape, straggler_option)
-    if isinstance(method, VendorMethod):
-        return _whole(own, B, ctx, method, straggler_option)
-    if not isinstance(method, AllGatherMethod):
-        raise InvalidArgument(
-            "ag_gemm", "method", method, "an AllGatherMethod, a VendorMethod, or None"
-        )
-    if gemm_config is None:
-        raise InvalidArgument("ag_gemm", "gemm_config", None, f"a triton.Config for {method}")
-    buffer, awaited, senders = ctx.buffer, False, _comm_sms(method, num_comm_sms, ctx)
-    if senders:
-        gathered = buffer.start_fused(A.shape[0], senders, num_chunks)
-    else:
-        gathered = buffer.start(own, method, num_streams, num_chunks)
-    ctx.sleep(straggler_option)
-    try:
-        C = _empty_product(A, B, ctx)
-        _run_consumer(own, B, C, ctx, gathered, gemm_config, bool(persistent), operands)
-        awaited = True  # every peer has a tile that waits for what it sends
-    finally:  # also when the consumer failed: peers have this rank's shard and wait for its consent
-        buffer.finish(awaited)
-    return C
-
-
-def _whole(
-    own: torch.Tensor,
-    B: torch.Tensor,
-    ctx: AllGatherGEMMTensorParallelContext,
-    how: Shape | VendorMethod,
-    straggler_option: tuple[int, int] | None,
-) -> torch.Tensor:
-    """The same with the product by a library; ``how``: that of our all-gather, or the vendor's.
-    What is gathered into is no slot of the context's buffer: looking at the peers and telling them
-    took 9 of 74 us at 64 rows (4 H200)."""
-    ctx.sleep(straggler_option)
-    own, B = own.detach(), B.detach()  # like ours, without a history for autograd
-    if ctx.num_ranks == 1:
-        return torch.matmul(own, B)
-
-    def call() -> torch.Tensor:
-        if how is VendorMethod.ASYNC_TP:
-            return vendor.fused_all_gather_matmul(own, B, ctx.group)
-        if how is VendorMethod.COLLECTIVE:
-            rows = ctx.collective_rows[: own.shape[0] * ctx.num_ranks]
-            vendor.all_gather_into(rows, own, ctx.group)
-        else:
-            rows = serial.gather(own, ctx.exchange, how)
-        return torch.matmul(rows, B)
-
-    return ctx.buffer.beside(call)
+    return Call(
+        A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
+        straggler_option, num_comm_sms, way,
+    ).run()  # fmt: skip
 
 
 def ag_gemm_persistent(

@@ -1,115 +1,405 @@
-"""What a tuning of AllGather-GEMM tries: tiles and communication together."""
+"""Ways of AllGather-GEMM: what each tries, refuses and launches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.exchange.buffer import Exchange
+from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, SMALL_SHAPES, Shape
 from triton_dist.kernels.common.gemm.gathered_spaces import (
     fits_fused,
     fits_shape,
     fused_tiles,
     split_k_tiles,
 )
-from triton_dist.kernels.common.gemm.spaces import (
-    get_config_space,
-    warp_specialized_tiles,
-)
-from triton_dist.kernels.common.launch import fits_descriptor
-from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.spaces import get_config_space, warp_specialized_tiles
+from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
+from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.shards import GatheredShards
+from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
-from triton_dist.kernels.nvidia.allgather_gemm.serial import COMM_SMS, fits_serial
+from triton_dist.kernels.nvidia.allgather_gemm.context import (
+    GATHERED_BYTES,
+    AllGatherGEMMTensorParallelContext,
+    check_operands,
+)
 from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.runtime.device import current_device
 
-
-def prune_fn(
-    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, ctx: Any, *args: Any, **kwargs: Any
-) -> bool:
-    """Whether a config is worth trying for A [M_per_rank, K] and B [K, N_per_rank]."""
-    if isinstance(config.get("method"), VendorMethod):
-        return bool(ctx.num_ranks > 1)  # one rank gathers nothing
-    if config.get("method") is AllGatherMethod.SERIAL:
-        return fits_serial(A, config.get("num_comm_sms"), ctx.num_ranks)
-    if ctx.num_ranks <= 2 and config.get("method") is AllGatherMethod.RING_PUSH_1D:
-        return False  # with two ranks a ring is a full mesh
-    if not suits_gemm(config, A, B, ctx):
-        return False
-    if config.get("method") is AllGatherMethod.FUSED_PUSH and not fits_fused(A, B, ctx.num_ranks):
-        return False
-    tiles = config["gemm_config"]
-    if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
-        return False  # on pointers it would be the same as another one
-    return fits_shape(tiles, A.shape[0], B.shape[1], ctx.num_ranks)
+_DEFAULT_COMM_SMS = 16
+_CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
+# Programs of an all-gather before the product, and bytes that one moves at a time.
+_SERIAL_COMM_SMS = (8, 16, 32, 64, 128)
+_SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
 
 
-def config_space() -> list[dict[str, Any]]:
-    """Tiles and communication together; the first is the default.
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+class Call(OpCall):
+    """One call: the parameters of ``ag_gemm``."""
 
-    Every tile shape with the schedule that was best nearly everywhere on 4 H200 (push, one stream,
-    one chunk), then every other schedule with the default tiles, then tiles for specialised warps
-    and those that are cut along K, then those with the transfer in the same grid, then our
-    all-gather before torch's product (interpreted, with one number of programs), then what torch
-    brings.
+    A: torch.Tensor
+    B: torch.Tensor
+    ctx: AllGatherGEMMTensorParallelContext
+    gemm_config: triton.Config | None
+    persistent: bool | None
+    method: AllGatherMethod | VendorMethod | None
+    num_streams: int
+    num_chunks: int
+    local_copy: bool
+    straggler_option: tuple[int, int] | None
+    num_comm_sms: int | None
+    way: str | None
+
+    def __post_init__(self) -> None:
+        self.operands = check_operands(self.A, self.B, self.ctx)
+        if not 1 <= self.num_chunks <= MAX_CHUNKS:
+            raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
+        if self.num_streams < 1:
+            raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
+        self.chosen = WAYS[self.way or way_of(self.method or self.ctx.all_gather_method)]
+        self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
+        """[M_per_rank, K], this rank's shard."""
+        self.chosen.check(self)
+
+
+def way_of(method: object) -> str:
+    """Name the way that the older keyword asks for."""
+    if not isinstance(method, (AllGatherMethod, VendorMethod)):
+        expected = "an AllGatherMethod, a VendorMethod, or None"
+        raise InvalidArgument("ag_gemm", "method", method, expected)
+    name: str = method.value
+    return name
+
+
+class Sizes(NamedTuple):
+    """What decides which configs are worth trying: that of the largest M of the key."""
+
+    A: torch.Tensor
+    """[M_per_rank, K] of the call; its rows count in buckets."""
+    B: torch.Tensor
+    num_ranks: int
+    asked: str | None
+    """The way that the caller's keywords ask for."""
+
+    @classmethod
+    def of(
+        cls,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        ctx: AllGatherGEMMTensorParallelContext,
+        *_: Any,
+        method: AllGatherMethod | VendorMethod | None = None,
+        **__: Any,
+    ) -> Sizes:
+        return cls(A, B, ctx.num_ranks, None if method is None else way_of(method))
+
+
+class _Way(Way[Call, Sizes]):
+    """A way of AllGather-GEMM."""
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.asked in (None, self.name) and self.fits(config, sizes)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        """Tell whether a config is worth trying where this way is allowed."""
+        raise NotImplementedError
+
+
+class _Tiled(_Way):
+    """Our GEMM over all tiles, which waits for a tile's rows: the consumer."""
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
+        if not suits_gemm(config, A, B, sizes):
+            return False
+        if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
+            return False  # on pointers it would be the same as another one
+        return fits_shape(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
+
+    def check(self, call: Call) -> None:
+        if call.gemm_config is None:
+            expected = f"a triton.Config for way={self.name!r}"
+            raise InvalidArgument("ag_gemm", "gemm_config", None, expected)
+
+    def compile(self, call: Call) -> None:
+        self._consumer(call, _empty_product(call), self.describe(call)).compile()
+
+    def run(self, call: Call) -> torch.Tensor:
+        buffer, awaited = call.ctx.buffer, False
+        gathered = self.start(call)
+        call.ctx.sleep(call.straggler_option)
+        try:
+            C = _empty_product(call)
+            self._consume(call, C, gathered)
+            awaited = True  # every peer has a tile that waits for what it sends
+        finally:  # also when the consumer failed: peers have this shard and wait for its consent
+            buffer.finish(awaited)
+        return C
+
+    def describe(self, call: Call) -> GatheredShards:
+        """Return what the consumer reads in the present slot."""
+        raise NotImplementedError
+
+    def start(self, call: Call) -> GatheredShards:
+        """Begin the all-gather, and return the same."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _consumer(call: Call, C: torch.Tensor, gathered: GatheredShards) -> Launch:
+        ctx, tiles = call.ctx, call.gemm_config
+        assert tiles is not None  # see ``check``
+        return sharded_gemm(
+            call.own, call.B, C, tiles,
+            num_sms=ctx.device.num_sms, persistent=bool(call.persistent),
+            rank=ctx.rank, num_ranks=ctx.num_ranks,
+            gathered=gathered if ctx.num_ranks > 1 else None,
+            split=ctx.split_workspace if tiles.kwargs.get("SPLIT_K", 1) > 1 else None,
+        )  # fmt: skip
+
+    def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
+        """Launch the consumer; a call like one before only with other addresses."""
+        own, operands, tiles = call.own, call.operands, call.gemm_config
+        precision = dot_precision(operands.dtype)
+        call.ctx.launcher.run(
+            (operands, own.stride(), precision, id(gathered), id(tiles), bool(call.persistent)),
+            lambda: self._consumer(call, C, gathered),
+            {"own_ptr": own, "b_ptr": call.B, "c_ptr": C},
+            alive=(gathered, tiles),
+        )
+
+
+class CopyEngine(_Tiled):
+    """Copy engines bring the shards, as an ``AllGatherMethod`` says, while the consumer runs."""
+
+    tunables = ("gemm_config", "persistent", "num_streams", "num_chunks")
+
+    def __init__(self, method: AllGatherMethod, *schedules: tuple[int, int]) -> None:
+        """Try the default tiles with ``schedules`` of (``num_streams``, ``num_chunks``)."""
+        self.name, self._method, self._schedules = method.value, method, schedules
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        tiles, persistent = _all_tiles()[0]
+        for schedule in self._schedules:
+            yield tiles, persistent, *schedule
+
+    def describe(self, call: Call) -> GatheredShards:
+        return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks)
+
+    def start(self, call: Call) -> GatheredShards:
+        return call.ctx.buffer.start(call.own, self._method, call.num_streams, call.num_chunks)
+
+
+class Push(CopyEngine):
+    """The one that was best nearly everywhere on 4 H200: all tiles are tried with it."""
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for tiles, persistent in _all_tiles():
+            yield tiles, persistent, 1, 1
+        yield from super().candidates()
+        specialized = warp_specialized_tiles()
+        for tiles in (*specialized, *(split_k_tiles() if _has_descriptors() else ())):
+            yield tiles, True, 1, 1
+        for tiles in specialized[:_CHUNKED_SPECIALIZED]:
+            for num_chunks in _CHUNKS_OF_SPECIALIZED:
+                yield tiles, True, 1, num_chunks
+
+
+class Ring(CopyEngine):
+    """Every rank hands on what it has."""
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        # With two ranks a ring is a full mesh.
+        return sizes.num_ranks > 2 and super().fits(config, sizes)
+
+
+class FusedPush(_Tiled):
+    """The first programs of the consumer send the shard, in chunks along K, before they multiply.
+    For small shards."""
+
+    name = AllGatherMethod.FUSED_PUSH.value
+    tunables = ("gemm_config", "persistent", "num_chunks", "num_comm_sms")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for tiles, num_comm_sms, num_chunks in fused_tiles() if _has_descriptors() else ():
+            yield tiles, True, num_chunks, num_comm_sms
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return fits_fused(sizes.A, sizes.B, sizes.num_ranks) and super().fits(config, sizes)
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        most = min(MAX_COMM_SMS, call.ctx.device.num_sms - 1)
+        if call.num_comm_sms is None:
+            call.num_comm_sms = min(_DEFAULT_COMM_SMS, most)
+        if not 1 <= call.num_comm_sms <= most:
+            raise InvalidArgument("ag_gemm", "num_comm_sms", call.num_comm_sms, f"1 to {most}")
+
+    def describe(self, call: Call) -> GatheredShards:
+        return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks, call.num_comm_sms or 0)
+
+    def start(self, call: Call) -> GatheredShards:
+        rows, num_comm_sms = call.A.shape[0], call.num_comm_sms or 0
+        return call.ctx.buffer.start_fused(rows, num_comm_sms, call.num_chunks)
+
+
+class _Whole(_Way):
+    """All shards, then ``torch.matmul``. What is gathered into is no slot of the context's buffer:
+    looking at the peers and telling them took 9 of 74 us at 64 rows (4 H200)."""
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return sizes.num_ranks > 1  # one rank gathers nothing
+
+    def run(self, call: Call) -> torch.Tensor:
+        ctx = call.ctx
+        ctx.sleep(call.straggler_option)
+        own, B = call.own.detach(), call.B.detach()  # like ours, without a history for autograd
+        if ctx.num_ranks == 1:
+            return torch.matmul(own, B)
+        return ctx.buffer.beside(lambda: self.multiply(call, own, B))
+
+    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Return the product of all rows and B; there are several ranks."""
+        raise NotImplementedError
+
+
+class Serial(_Whole):
+    """The all-gather is ours, in one launch: an exchange (``common/exchange/protocol.py``), in
+    which programs store the own shard into every peer's memory, tell it so, and copy out what they
+    get. No barrier, and nothing to be told after the product, since what is multiplied lies in
+    memory of the call's own. For few rows, whose transfer takes less than hiding it."""
+
+    name = AllGatherMethod.SERIAL.value
+    tunables: ClassVar[tuple[str, ...]] = ("num_chunks", "num_comm_sms")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        # Interpreted, one.
+        for number in _SERIAL_COMM_SMS[: 1 if current_device().interprets else None]:
+            yield 1, number
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return fits_serial(sizes.A, config.get("num_comm_sms"), sizes.num_ranks)
+
+    def check(self, call: Call) -> None:
+        shape_for(call.own.nbytes, call.num_comm_sms, call.num_chunks)
+        if call.own.shape[0] * call.ctx.num_ranks > call.ctx.exchanged_rows:
+            expected = f"another one for an M of more than {call.ctx.exchanged_rows}"
+            raise InvalidArgument("ag_gemm", "way", self.name, expected)
+
+    def compile(self, call: Call) -> None:
+        if call.ctx.num_ranks > 1:
+            own, rows = call.own, self._rows(call)
+            exchange = self._exchange(call)
+            call.ctx.exchange.launch(exchange, own.view(-1), rows.view(-1)).compile()
+
+    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        rows = self._rows(call)
+        call.ctx.exchange.run(self._exchange(call), own.view(-1), rows.view(-1))
+        return torch.matmul(rows, B)
+
+    @staticmethod
+    def _rows(call: Call) -> torch.Tensor:
+        """Return a new tensor for the rows of all ranks."""
+        return call.own.new_empty((call.own.shape[0] * call.ctx.num_ranks, call.own.shape[1]))
+
+    @staticmethod
+    def _exchange(call: Call) -> Exchange:
+        own = call.own
+        shape = shape_for(own.nbytes, call.num_comm_sms, call.num_chunks)
+        total = own.numel() * call.ctx.num_ranks
+        return Exchange(kernel_all_gather, own.numel(), total, shape, own.shape[0])
+
+
+class Collective(_Whole):
+    """The all-gather is the group's: NCCL, gloo on CPU ranks."""
+
+    name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()] if self.method in vendor.candidates_here() else []
+
+    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        rows = call.ctx.collective_rows[: own.shape[0] * call.ctx.num_ranks]
+        vendor.all_gather_into(rows, own, call.ctx.group)
+        return torch.matmul(rows, B)
+
+
+class AsyncTP(Collective):
+    """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
+
+    name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+
+    def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return vendor.fused_all_gather_matmul(own, B, call.ctx.group)
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Shape:
+    """Lay out the launch of an all-gather before a product, for shards of so many bytes: a program
+    moves at a time what it has to move of a chunk, between 2 KB and 8 KB. ``None``: as many
+    programs as the all-gather alone was fastest with on 4 H200, for shards of 4 KB to 4 MB.
+
+    Raises:
+        InvalidArgument: so many programs cannot be.
     """
+    if num_comm_sms is None:
+        at_once = (each for each in SMALL_SHAPES if each.num_ctas * each.block_bytes >= shard_bytes)
+        num_comm_sms = next(at_once, SMALL_SHAPES[-1]).num_ctas
+    elif not 1 <= num_comm_sms <= MAX_CTAS:
+        raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
+    share = -(-shard_bytes // (num_comm_sms * num_chunks))
+    block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (share - 1).bit_length()))
+    return Shape(num_comm_sms, block_bytes, num_chunks)
+
+
+def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
+    """Tell whether so many of the programs that are tried are worth it for all rows of the bucket
+    of A [M_per_rank, K]: half as many would not move them at once. It does not go by the rows of a
+    context: others have the same key."""
+    shard_bytes = row_bucket(A.shape[0]) * A.shape[1] * A.element_size()
+    if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
+        return False
+    if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[0]:  # something has to be left
+        return True
+    return shard_bytes > num_comm_sms // 2 * _SMALL_BLOCK
+
+
+def _all_tiles() -> list[tuple[triton.Config, bool]]:
+    """List tiles, and whether they are those of the persistent kernel: of the kind that this device
+    prefers first."""
     descriptors = current_device().prefers_descriptors
-    tiles = [
-        (config, persistent)
-        for persistent in (descriptors, not descriptors)
-        for config in get_config_space(persistent)
-    ]
-    schedules = [
-        (AllGatherMethod.FULL_MESH_PUSH, 1, 2),
-        (AllGatherMethod.FULL_MESH_PUSH, 2, 2),
-        (AllGatherMethod.FULL_MESH_PUSH, 1, 4),
-        (AllGatherMethod.FULL_MESH_PULL, 1, 1),
-        (AllGatherMethod.FULL_MESH_PULL, 2, 2),
-        (AllGatherMethod.RING_PUSH_1D, 1, 1),
-        (AllGatherMethod.RING_PUSH_1D, 1, 4),
-    ]
-    default, persistent = tiles[0]
-    interpreted = current_device().interprets
-    by_descriptor = descriptors or interpreted
-    specialized = warp_specialized_tiles()
-    more = [*specialized, *(split_k_tiles() if by_descriptor else ())]
-    fused = fused_tiles() if by_descriptor else []
-    serial = COMM_SMS[: 1 if interpreted else None]
-    return (
-        [_config(config, p, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config, p in tiles]
-        + [_config(default, persistent, *schedule) for schedule in schedules]
-        + [_config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, 1) for config in more]
-        + [
-            _config(config, True, AllGatherMethod.FULL_MESH_PUSH, 1, num_chunks)
-            for config in specialized[:2]
-            for num_chunks in (2, 4)
-        ]
-        + [
-            _config(config, True, AllGatherMethod.FUSED_PUSH, 1, chunks, num_comm_sms)
-            for config, num_comm_sms, chunks in fused
-        ]
-        + [_config(None, None, AllGatherMethod.SERIAL, 1, 1, number) for number in serial]
-        + [_config(None, None, method, 1, 1) for method in vendor.candidates_here()]
-    )
+    kinds = (descriptors, not descriptors)
+    return [(tiles, kind) for kind in kinds for tiles in get_config_space(kind)]
 
 
-def _config(
-    gemm_config: triton.Config | None,
-    persistent: bool | None,
-    method: AllGatherMethod | VendorMethod,
-    num_streams: int,
-    num_chunks: int,
-    num_comm_sms: int | None = None,
-) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "gemm_config": gemm_config,
-        "persistent": persistent,
-        "method": method,
-        "num_streams": num_streams,
-        "num_chunks": num_chunks,
-    }
-    # Set only for methods that send from SMs: digests of all other configs stay valid.
-    return config if num_comm_sms is None else config | {"num_comm_sms": num_comm_sms}
+def _has_descriptors() -> bool:
+    """Tell whether kernels on descriptors run here, as interpreted ones do."""
+    return current_device().prefers_descriptors or current_device().interprets
+
+
+def _empty_product(call: Call) -> torch.Tensor:
+    return call.A.new_empty((call.A.shape[0] * call.ctx.num_ranks, call.B.shape[1]))
+
+
+WAYS = Ways(
+    "ag_gemm",
+    (
+        Push(AllGatherMethod.FULL_MESH_PUSH, (1, 2), (2, 2), (1, 4)),
+        CopyEngine(AllGatherMethod.FULL_MESH_PULL, (1, 1), (2, 2)),
+        Ring(AllGatherMethod.RING_PUSH_1D, (1, 1), (1, 4)),
+        FusedPush(),
+        Serial(),
+        Collective(),
+        AsyncTP(),
+    ),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,7 +176,7 @@ class OneShot(OneLaunch[Call, Sizes]):
     """Each tile goes to all ranks, who all add it, in one launch. For few rows: a product of up to
     4 MB."""
 
-    name: ClassVar[str] = "one_shot"
+    name = "one_shot"
     tunables = ("gemm_config", "persistent")
     in_packets = to_owners = False
 

@@ -1,12 +1,11 @@
 """Reduce-scatter: each rank's shard of the sum of a tensor over all ranks.
 
 Ways
-    push         every rank stores the parts of each shard into its owner's memory, who adds them:
-                 one launch, without a barrier (``kernels/common/exchange/protocol.py`` says why it
-                 is right).
-    copy engine  copy engines push the parts, without an SM; a kernel adds what has come. For many
-                 bytes.
-    collective   the group's own: NCCL, gloo on CPU ranks.
+    ``"push"``: every rank stores the parts of each shard into its owner's memory, who adds them:
+    one launch, without a barrier (``kernels/common/exchange/protocol.py`` says why it is right).
+    ``"copy_engine"``: copy engines push the parts, without an SM; a kernel adds what has come. For
+    many bytes.
+    ``"collective"``: the group's own: NCCL, gloo on CPU ranks.
 
 Numerics
     Parts travel as they are and are added in fp32 in the order of ranks; the sum is rounded once.
@@ -21,12 +20,16 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor_reduce_scatter
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.collective.op import (
-    PushedCollective,
+    Collective,
+    CopyEngine,
+    Push,
     PushingContext,
     PushMethod,
+    ShardsCall,
 )
 from triton_dist.kernels.common.context import buffer_of
 from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed, kernel_reduce_scatter
+from triton_dist.kernels.common.op import Ways, op
 from triton_dist.runtime.ranks import Group
 
 
@@ -88,27 +91,34 @@ def _check(x: torch.Tensor, ctx: ReduceScatterContext, output: torch.Tensor | No
         collective_context.check_output("reduce_scatter", output, x, numel, device)
 
 
-COLLECTIVE = PushedCollective(
-    ReduceScatterMethod,
-    gathers=False,
-    push=kernel_reduce_scatter,
-    take_pushed=kernel_add_pushed,
-    collective=vendor_reduce_scatter.reduce_scatter_into,
-    check=_check,
+class Call(ShardsCall):
+    """One call of ``reduce_scatter``."""
+
+    ways = Ways("reduce_scatter", (Push(), CopyEngine(), Collective()))
+    methods, gathers = ReduceScatterMethod, False
+    push, take_pushed = kernel_reduce_scatter, kernel_add_pushed
+    check = staticmethod(_check)
+    collective = staticmethod(vendor_reduce_scatter.reduce_scatter_into)
+
+
+@op(
+    ways=Call.ways,
+    call=Call,
+    sizes=Call.sizes,
+    key_fn=Call.key_fn,
+    agree_fn=collective_context.exact_size,
+    version="2",  # another one when results that are shipped (records/) should not be used any more
 )
-
-
-# Another version when results that are shipped (records/) should not be used any more.
-@COLLECTIVE.tuned(version="1")
 def reduce_scatter(
     x: torch.Tensor,
     ctx: ReduceScatterContext,
     output: torch.Tensor | None = None,
-    method: ReduceScatterMethod = ReduceScatterMethod.PUSH,
+    method: ReduceScatterMethod | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     num_pieces: int | None = None,
     straggler_option: tuple[int, int] | None = None,
+    way: str | None = None,
 ) -> torch.Tensor:
     """This rank's shard of the sum of x over all ranks; tuned over all ranks. Returns ``output``,
     or a new tensor [M / world size, …].
@@ -126,13 +136,17 @@ def reduce_scatter(
             shard has a multiple of 16 elements.
         ctx: from ``create_reduce_scatter_ctx``.
         output: where the shard goes, contiguous; not a part of x.
-        method: how (tuned).
+        way: the algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"``, see the module
+            (tuned); default: ``"push"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
         num_pieces: in how many pieces a program's share travels (tuned).
         straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
+        method: older name of the way, which is that of its value. Tuned with it, the tuning is of
+            that way.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    shape = num_ctas, block_bytes, num_pieces
-    return COLLECTIVE.call(x, ctx, output, method, shape, straggler_option)
+    return Call(
+        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way
+    ).run()  # fmt: skip

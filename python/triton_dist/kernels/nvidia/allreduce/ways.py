@@ -1,0 +1,331 @@
+"""Ways of all-reduce: what each tries, refuses and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.collective import context as collective_context
+from triton_dist.kernels.common.context import buffer_of
+from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
+from triton_dist.kernels.common.exchange.kernels import (
+    kernel_all_reduce_one_shot,
+    kernel_all_reduce_two_shot,
+)
+from triton_dist.kernels.common.exchange.packet_kernels import kernel_all_reduce_packets
+from triton_dist.kernels.common.exchange.shapes import (
+    DEFAULT_SHAPE,
+    LARGE_SHAPES,
+    PACKET_SHAPES,
+    SMALL_SHAPES,
+    TUNABLES,
+    Shape,
+    is_worth_trying,
+    shape_in,
+    shape_of,
+)
+from triton_dist.kernels.common.exchange.tree_kernel import kernel_all_reduce_double_tree
+from triton_dist.kernels.common.exchange.trees import role_of
+from triton_dist.kernels.common.flags import folded
+from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.nvidia.allreduce.context import (
+    ONE_SHOT_BYTES,
+    PACKET_BYTES,
+    TWO_SHOT_FROM,
+    AllReduceContext,
+    AllReduceMethod,
+)
+from triton_dist.runtime import waits
+from triton_dist.runtime.device import current_device
+
+_TREE_SHAPES = (
+    SMALL_SHAPES[0],
+    *(Shape(ctas, 8192) for ctas in (16, 64)),
+    *(Shape(ctas, 16384, pieces) for ctas in (64, 128) for pieces in (4, 8)),
+)
+# Up to what size packets are the default of one shot, and how they are then laid out.
+_PACKETS_UP_TO = 64 << 10
+_PACKET_SHAPE = Shape(32, 2048)
+
+
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+class Call(OpCall):
+    """One call: the parameters of ``all_reduce``, with their defaults."""
+
+    x: torch.Tensor
+    ctx: AllReduceContext
+    output: torch.Tensor | None = None
+    method: AllReduceMethod | None = None
+    straggler_option: tuple[int, int] | None = None
+    algorithm: AllReduceMethod | None = None
+    num_ctas: int | None = None
+    block_bytes: int | None = None
+    num_pieces: int | None = None
+    packets: bool | None = None
+    way: str | None = None
+
+    def __post_init__(self) -> None:
+        check_tensors(self.x, self.ctx, self.output)
+        self.chosen = WAYS[self.way or way_of(self.method, self.algorithm) or BySize.name]
+        self.shape = DEFAULT_SHAPE
+        self.chosen.check(self)
+
+
+def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None) -> None:
+    """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
+    device = buffer_of(ctx, "all_reduce", "create_allreduce_ctx").device.torch_device
+    collective_context.check_tensor("all_reduce", "x", x, device)
+    if output is not None:
+        collective_context.check_output("all_reduce", output, x, x.numel(), device)
+
+
+def way_of(method: object, algorithm: AllReduceMethod | None = None) -> str | None:
+    """Name the way that the older keywords ask for; ``None``: they ask for none."""
+    if method is None:
+        return None if algorithm is None else way_of(algorithm)
+    if not isinstance(method, AllReduceMethod):
+        raise InvalidArgument("all_reduce", "method", method, "an AllReduceMethod, or None")
+    if method.instead is not None:
+        expected = f"{method.instead}: multicast and TMA reductions are not used"
+        raise InvalidArgument("all_reduce", "method", method, expected)
+    if algorithm not in (None, method):
+        raise InvalidArgument("all_reduce", "algorithm", algorithm, f"the method, {method}")
+    name: str = method.value
+    return name
+
+
+class Sizes(NamedTuple):
+    """What decides which configs are worth trying."""
+
+    nbytes: int
+    num_ranks: int
+    asked: str | None
+    """The way that the caller's keywords ask for."""
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        ctx: AllReduceContext,
+        output: torch.Tensor | None = None,
+        method: AllReduceMethod | None = None,
+        straggler_option: tuple[int, int] | None = None,
+        algorithm: AllReduceMethod | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Sizes:
+        return cls(x.nbytes, ctx.num_ranks, way_of(method, algorithm))
+
+
+class _Way(Way[Call, Sizes]):
+    """A way of all-reduce."""
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if sizes.num_ranks == 1 or sizes.asked not in (None, self.name):
+            return False
+        return self.fits(config, sizes)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        """Tell whether a config is worth trying among several ranks."""
+        raise NotImplementedError
+
+    def check(self, call: Call) -> None:
+        if call.packets:
+            expected = f"None or False for way={self.name!r}"
+            raise InvalidArgument("all_reduce", "packets", call.packets, expected)
+
+    def run(self, call: Call) -> torch.Tensor:
+        x, ctx, output = call.x.detach(), call.ctx, call.output
+        in_place = output is not None and output.data_ptr() == x.data_ptr()
+        # A candidate that is tried must leave x as it is, for the next one and the call itself.
+        spares_x = in_place and waits.limit_seconds() is not None
+        sums = torch.empty_like(x) if output is None or spares_x else output
+        ctx.sleep(call.straggler_option)
+        if ctx.num_ranks > 1:
+            self.sum(call, x, sums.detach(), in_place)
+        elif not in_place:
+            sums.detach().view(-1).copy_(x.view(-1))
+        return sums
+
+    def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
+        """Launch it among several ranks; ``in_place``: the caller's x is replaced."""
+        raise NotImplementedError
+
+
+class BySize(_Way):
+    """One shot or two, by size: the default, never a candidate."""
+
+    name = "by_size"
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()]
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        return False
+
+    def check(self, call: Call) -> None:
+        few = call.x.nbytes < TWO_SHOT_FROM
+        call.chosen = WAYS[OneShot.name if few else TwoShot.name]
+        call.chosen.check(call)
+
+    def run(self, call: Call) -> torch.Tensor:
+        raise NotImplementedError  # ``check`` chooses another one
+
+
+class _Exchanged(_Way):
+    """Ours: a launch for each piece that the context has room for."""
+
+    method: ClassVar[AllReduceMethod]
+    tunables: ClassVar[tuple[str, ...]] = TUNABLES
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if sizes.asked is None and not self.may_win(sizes):
+            return False
+        shard_bytes = -(-sizes.nbytes // self.num_shards(sizes.num_ranks))
+        return is_worth_trying(shape_in(config), shard_bytes)
+
+    def may_win(self, sizes: Sizes) -> bool:
+        """Tell whether it may be faster than the others."""
+        return True
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        call.shape = shape_of(call.num_ctas, call.block_bytes, call.num_pieces)
+
+    def compile(self, call: Call) -> None:
+        """Of several launches, the first."""
+        x = call.x
+        if call.ctx.num_ranks > 1:
+            exchange = self._exchange(call, min(x.numel(), self._step(call)))
+            out = torch.empty_like(x) if call.output is None else call.output
+            call.ctx.buffer.launch(exchange, x, out).compile()
+
+    def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
+        flat, flat_sums, step = x.view(-1), sums.view(-1), self._step(call)
+        for first in range(0, x.numel(), step):
+            piece, piece_sums = flat[first : first + step], flat_sums[first : first + step]
+            call.ctx.buffer.run(self._exchange(call, piece.numel()), piece, piece_sums)
+
+    def num_shards(self, num_ranks: int) -> int:
+        """Count the shards, or halves, into which x is divided."""
+        raise NotImplementedError
+
+    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
+        """Describe a launch for ``total`` elements, ``elements`` of a shard; ``size``: what peers
+        compare."""
+        raise NotImplementedError
+
+    def _step(self, call: Call) -> int:
+        """Count the elements of a launch."""
+        return call.ctx.piece_elements(self.method, call.x.element_size(), bool(call.packets))
+
+    def _exchange(self, call: Call, total: int) -> Exchange:
+        elements = -(-total // self.num_shards(call.ctx.num_ranks))
+        return self.exchange(call, elements, total, folded(call.x.numel() // call.ctx.row_elements))
+
+
+class OneShot(_Exchanged):
+    """Every rank sends all of x to all, and adds: for few bytes, for very few in packets."""
+
+    name, method = AllReduceMethod.ONE_SHOT.value, AllReduceMethod.ONE_SHOT
+    tunables = ("num_ctas", "block_bytes", "packets")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for packets, shapes in ((True, PACKET_SHAPES), (False, SMALL_SHAPES)):
+            for shape in shapes:
+                yield shape.num_ctas, shape.block_bytes, packets
+
+    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if sizes.num_ranks == 1:  # something has to be left
+            return not config["packets"]
+        return super().suits(config, sizes)
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if config["packets"] and sizes.nbytes > PACKET_BYTES:
+            return False
+        return super().fits(config, sizes)
+
+    def may_win(self, sizes: Sizes) -> bool:
+        return sizes.nbytes <= ONE_SHOT_BYTES
+
+    def check(self, call: Call) -> None:
+        if call.packets is None:
+            call.packets = call.x.nbytes <= _PACKETS_UP_TO
+        default = _PACKET_SHAPE if call.packets else DEFAULT_SHAPE
+        call.shape = shape_of(call.num_ctas, call.block_bytes, 1, default)
+
+    def num_shards(self, num_ranks: int) -> int:
+        return 1
+
+    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
+        if call.packets:
+            return Exchange(
+                kernel_all_reduce_packets, total, total, call.shape, size, 0, in_packets=True
+            )
+        return Exchange(kernel_all_reduce_one_shot, total, total, call.shape, size)
+
+
+class TwoShot(_Exchanged):
+    """Every rank gets the parts of its shard, adds, and sends the sum to all: for many bytes."""
+
+    name, method = AllReduceMethod.TWO_SHOT.value, AllReduceMethod.TWO_SHOT
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (shape.values for shape in SMALL_SHAPES + LARGE_SHAPES)
+
+    def num_shards(self, num_ranks: int) -> int:
+        return num_ranks
+
+    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
+        shard = shard_elements(elements)
+        return Exchange(kernel_all_reduce_two_shot, shard, total, call.shape, size, phases=2)
+
+
+class DoubleTree(_Exchanged):
+    """Each half of x is added up a binary tree and sent down it."""
+
+    name, method = AllReduceMethod.DOUBLE_TREE.value, AllReduceMethod.DOUBLE_TREE
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return (shape.values for shape in _TREE_SHAPES)
+
+    def may_win(self, sizes: Sizes) -> bool:
+        # Of two ranks it sends what two shots send; of more, few bytes take one crossing in one
+        # shot, and at least two in it.
+        return sizes.num_ranks > 2 and sizes.nbytes >= TWO_SHOT_FROM
+
+    def num_shards(self, num_ranks: int) -> int:
+        return 2
+
+    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
+        role = role_of(call.ctx.rank, call.ctx.num_ranks)
+        return Exchange(
+            kernel_all_reduce_double_tree, shard_elements(elements), total, call.shape, size,
+            phases=2, sources=role.sources, arguments=role.arguments,
+        )  # fmt: skip
+
+
+class Collective(_Way):
+    """The group's own: NCCL, gloo on CPU ranks."""
+
+    name = AllReduceMethod.COLLECTIVE.value
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [()]
+
+    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        # CPU ranks are there to run our kernels.
+        return sizes.asked == self.name or current_device().has_libraries
+
+    def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
+        if not in_place:
+            sums.view(-1).copy_(x.view(-1))
+        dist.all_reduce(sums, group=call.ctx.group)
+
+
+WAYS = Ways("all_reduce", (BySize(), OneShot(), TwoShot(), DoubleTree(), Collective()))

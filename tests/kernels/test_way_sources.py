@@ -1,0 +1,166 @@
+"""A record of an op holds as long as the code of its ways."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from triton_dist._tuning.source import source_of
+from triton_dist.cli.main import main
+from triton_dist.kernels.nvidia import ag_gemm, all_gather, all_reduce, gemm_rs, reduce_scatter
+from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS as AG_GEMM_WAYS
+from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as GEMM_RS_WAYS
+from triton_dist.kernels.nvidia.reduce_scatter.op import Call as ReduceScatterCall
+
+OP = """
+from triton_dist.kernels.common.op import op
+
+from edited_op.ways import WAYS, Call
+
+
+@op(
+    ways=WAYS,
+    call=Call,
+    sizes=lambda x, *_, **__: x.numel(),
+    key_fn=lambda x, *_, **__: x.numel(),
+    agree_fn=lambda x, *_, **__: x.numel(),
+    version="1",
+)
+def add(x, ctx, amount=1, way=None):
+    return Call(x, ctx, amount, way).run()
+"""
+WAYS = """
+from triton_dist.kernels.common.op import OpCall, Way, Ways
+
+from edited_op import helpers
+
+
+class Call(OpCall):
+    def __init__(self, x, ctx, amount, way):
+        self.x, self.amount, self.chosen = x, amount, WAYS[way or "whole"]
+
+
+class Whole(Way):
+    name, tunables = "whole", ("amount",)
+
+    def candidates(self):
+        yield (1,)
+
+    def suits(self, config, sizes):
+        return sizes > 0
+
+    def run(self, call):
+        return call.x + call.amount
+
+
+class Halves(Whole):
+    def __init__(self, name, parts):
+        self.name, self._parts = name, parts
+
+    def run(self, call):
+        return helpers.joined(call.x, call.amount, self._parts)
+
+
+WAYS = Ways("add", (Whole(), Halves("halves", 2)))
+"""
+HELPERS = """
+import torch
+
+
+def joined(x, amount, parts):
+    return torch.cat([part + amount for part in x.chunk(parts)])
+"""
+
+
+class Package:
+    """An op on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "edited_op"
+        self.folder.mkdir()
+        files = {"__init__": "", "op": OP, "ways": WAYS, "helpers": HELPERS}
+        for name, text in files.items():
+            (self.folder / f"{name}.py").write_text(text)
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        path = self.folder / f"{file}.py"
+        assert path.read_text().count(old) == 1
+        path.write_text(path.read_text().replace(old, new))
+
+    def fresh(self) -> ModuleType:
+        """The module of the op as a new process would have it."""
+        for name in [name for name in sys.modules if name.partition(".")[0] == "edited_op"]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        return importlib.import_module("edited_op.op")
+
+    def tunings(self) -> int:
+        """How often a call in a new process tunes."""
+        add = self.fresh().add
+        assert torch.equal(add(torch.zeros(4), None), torch.ones(4))
+        return int(add.tuning_count)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Package(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "edited_op"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("ways", "return call.x + call.amount", "return call.amount + call.x"),
+        ("ways", "yield (1,)", "yield 1,\n        yield (True,)"),
+        ("ways", "return sizes > 0", "return sizes >= 1"),
+        ("ways", 'Halves("halves", 2)', 'Halves("halves", 4)'),
+        ("helpers", "part + amount", "amount + part"),
+    ],
+    ids=["run", "candidates", "suits", "an argument of a way", "a helper"],
+)
+def test_a_changed_way_is_tuned_again(package, capsys, file, old, new):
+    assert [package.tunings(), package.tunings()] == [1, 0]
+    package.edit(file, old, new)
+    package.fresh()
+    capsys.readouterr()
+    main(["explain", "edited_op.op:add"])
+    said = capsys.readouterr().out
+    assert "changed, its digest was" in said or "config space" in said
+    assert "1 record of add, 0 used" in said
+    assert [package.tunings(), package.tunings()] == [1, 0]
+
+
+def test_a_comment_in_a_way_changes_nothing(package):
+    assert package.tunings() == 1
+    package.edit(
+        "ways", "        return sizes > 0", "        # Of anything.\n        return sizes > 0"
+    )
+    assert package.tunings() == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "ways"),
+    [
+        (ag_gemm, AG_GEMM_WAYS),
+        (gemm_rs, GEMM_RS_WAYS),
+        (all_reduce, ALL_REDUCE_WAYS),
+        (all_gather, AllGatherCall.ways),
+        (reduce_scatter, ReduceScatterCall.ways),
+    ],
+    ids=lambda value: getattr(value, "function", ""),
+)
+def test_the_source_of_an_op_has_all_of_its_ways(op, ways):
+    digests = source_of([op.fn]).digests
+    own = [
+        kind for way in ways.values() for kind in type(way).__mro__ if "nvidia" in kind.__module__
+    ]
+    assert {kind.__name__ for kind in own} <= {name.partition("#")[0] for name in digests}
