@@ -68,7 +68,9 @@ def test_interpreted_the_ordinary_kernel_takes_its_place():
 
 
 def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
-    gpu = SimpleNamespace(name="cuda", num_sms=132, prefers_descriptors=True)
+    gpu = SimpleNamespace(
+        interprets=False, has_libraries=True, num_sms=132, prefers_descriptors=True
+    )
     for function in (WAYS["full_mesh_push"].candidates, get_config_space, fits_shape):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
     tiles = [*WARP_SPECIALIZED_TILES, *WARP_SPECIALIZED_SPLIT_K_TILES]

@@ -96,12 +96,6 @@ def create(
     return kind(workspace_nbytes, local_world_size, group)
 
 
-def recover(x: torch.Tensor, ctx: CollectiveContext, *_: Any, **__: Any) -> None:
-    """``recover_fn`` of a collective: bring the context of all ranks back to one state after a
-    candidate failed on some rank."""
-    ctx.reset()
-
-
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
     """``agree_fn`` of a collective: what ranks have to agree about besides the key."""
     return f"x of {x.numel()} elements"
