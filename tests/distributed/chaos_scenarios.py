@@ -613,7 +613,7 @@ def all_ranks_are_killed(me: Me) -> int:
 
 
 # Errors count the ranks of the group: the last of the world is the last of its half.
-@scenario("TuningTimeout or 1", "killed", says=(r"rank \d ended",), then=1)
+@scenario("TuningTimeout or 1", "killed", says=(r"rank \d( \(.*\))? ended",), then=1)
 def killed_in_one_of_two_groups(me: Me) -> int:
     half = me.size // 2
     groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, me.size)))]

@@ -8,7 +8,12 @@ import torch.distributed as dist
 
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.flags import flag_value
-from triton_dist.kernels.common.slots.epochs import EPOCH, GAVE_UP, EpochSlots
+from triton_dist.kernels.common.slots.epochs import (
+    EPOCH,
+    GAVE_UP,
+    EpochSlots,
+    kernel_await_consumption,
+)
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
@@ -157,3 +162,18 @@ def test_one_rank_launches_nothing(monkeypatch):
             assert used.index == index
         assert used.beside(lambda: 3) == 3
     used.free()
+
+
+@pytest.mark.parametrize("peer_is_done", [True, False])
+def test_a_slot_is_free_once_peers_have_consumed_its_last_use(monkeypatch, peer_is_done):
+    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.05")
+    line = torch.zeros(16, dtype=torch.int64)
+    line[EPOCH] = flag_value(5, 0)
+    # Of rank 0, who waits, no flag is looked at; rank 1 has consumed the fourth use, or the third.
+    consumed = torch.tensor([0, 4 if peer_is_done else 3], dtype=torch.int32)
+    if peer_is_done:
+        kernel_await_consumption[(1,)](line, consumed, 7, 0, 2)
+        assert int(line[EPOCH]) == flag_value(5, 7)
+    else:
+        with pytest.raises(WaitTimeout):
+            kernel_await_consumption[(1,)](line, consumed, 7, 0, 2)
