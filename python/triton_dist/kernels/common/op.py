@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -58,31 +58,23 @@ class Way(ABC, Generic[C, S]):
         """Launch the call, and return its result."""
 
 
-class Ways(Mapping[str, Way[C, S]]):
-    """The ways of an op by name, in the order in which they are tried."""
+class Ways(dict[str, Way[C, S]]):
+    """The ways of an op by name, in the order in which they are tried. A dict, for each call looks
+    its way up."""
 
     def __init__(self, function: str, ways: Iterable[Way[C, S]]) -> None:
+        super().__init__((way.name, way) for way in ways)
         self.function = function
-        self._ways = {way.name: way for way in ways}
 
-    def __getitem__(self, name: str) -> Way[C, S]:
-        try:
-            return self._ways[name]
-        except (KeyError, TypeError):
-            expected = f"None or one of {', '.join(map(repr, self._ways))}"
-            raise InvalidArgument(self.function, "way", name, expected) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ways)
-
-    def __len__(self) -> int:
-        return len(self._ways)
+    def __missing__(self, name: object) -> Way[C, S]:
+        expected = f"None or one of {', '.join(map(repr, self))}"
+        raise InvalidArgument(self.function, "way", name, expected)
 
     def config_space(self) -> list[dict[str, Any]]:
         """Configs of all ways; the first is the default."""
         return [
             {"way": way.name, **dict(zip(way.tunables, values, strict=True))}
-            for way in self._ways.values()
+            for way in self.values()
             for values in way.candidates()
         ]
 
