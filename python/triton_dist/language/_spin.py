@@ -1,4 +1,4 @@
-"""What a wait does between two looks at a flag: on a GPU it counts, in the interpreter it lets
+"""Work of a wait between two looks at a flag: on a GPU it counts, in the interpreter it lets
 others run. Either gives up when a limit is set and reached."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _spin_interpreted(
 
 
 def _gave_up(guard: Any) -> bool:
-    """Whether the second word of a guard is set."""
+    """True once the second word of a guard is set."""
     word = ctypes.c_int64 if guard.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
     address = int(guard.handle.data.flat[0]) + ctypes.sizeof(word)
     return bool(word.from_address(address).value)

@@ -110,7 +110,7 @@ def _wait_together(ptr, count, value, guard, SIZED: tl.constexpr):
 
 @jit
 def _wait_in_turn(ptr, count, value, guard, SIZED: tl.constexpr):
-    """Whether all have come with the same size."""
+    """True if all have come with the same size."""
     index = 0
     agree = True
     while index < count:

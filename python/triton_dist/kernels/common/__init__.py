@@ -1,1 +1,1 @@
-"""What several ops share: contexts, launches, and the kits that ops are made of."""
+"""Parts that several ops share: contexts, launches, and the kits that ops are made of."""

@@ -13,6 +13,6 @@ TARGET_ALIGNMENT = tl.constexpr(16)
 
 @jit
 def target_at(targets_ptr, slab, like_ptr):
-    """Where the tiles of ``slab`` go. The hint stands here, since one on the result of a call is
-    lost when the call is inlined (Triton 3.6)."""
+    """Address to which the tiles of ``slab`` go. The hint stands here, since one on the result of
+    a call is lost when the call is inlined (Triton 3.6)."""
     return tl.multiple_of(tl.load(targets_ptr + slab).to(like_ptr.dtype), TARGET_ALIGNMENT)

@@ -30,7 +30,7 @@ class Way(ABC, Generic[C, S]):
     """An algorithm of an op: ``C`` is the type of the op's calls, ``S`` of the sizes of a key."""
 
     name: str
-    """What ``way=`` and records say."""
+    """Text that ``way=`` and records say."""
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
 

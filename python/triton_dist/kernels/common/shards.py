@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class ShardPush:
-    """What a consumer needs to send this rank's shard itself (``gemm/fused_push.py``).
+    """Memory that a consumer needs to send this rank's shard itself (``gemm/fused_push.py``).
 
     shards, arrivals: int64 [num_ranks], addresses of each rank's gathered rows and flags.
     consumed: int32 [num_ranks], the last epoch whose shards each peer has consumed.

@@ -1,4 +1,4 @@
-"""How long a collective takes at least, by its bytes and the bandwidths of the links."""
+"""Least time that a collective takes, by its bytes and the bandwidths of the links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU can do at most, by dtype."""
+"""Peak rates of a GPU, by dtype."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for piece
 
 
 class PushMethod(enum.Enum):
-    """How shards travel: what the enumerations of both ops have in common. Each has the members
+    """Ways for shards to travel: the base of both ops' enumerations. Each has the members
     ``PUSH``, ``COPY_ENGINE`` and ``COLLECTIVE``, whose values are names of ways, and says what they
     do."""
 
@@ -76,7 +76,7 @@ class PushingContext(CollectiveContext):
 
 
 class Sizes(NamedTuple):
-    """What decides which configs are worth trying."""
+    """Sizes that decide which configs are worth trying."""
 
     shard_nbytes: int
     num_ranks: int

@@ -72,7 +72,7 @@ def tag_number(epoch: int, size: int) -> int:
 
 @jit
 def part_offset(epoch, source, part_words, NUM_RANKS: tl.constexpr):
-    """Where the part of rank ``source`` begins, in the slot of call ``epoch``; in words."""
+    """Begin of the part of rank ``source`` in the slot of call ``epoch``; in words."""
     part = (epoch % 2) * NUM_RANKS + source
     return tl.multiple_of(part * part_words.to(tl.int64), PART_ALIGNMENT)
 
@@ -91,7 +91,7 @@ def payload_of(values):
 
 @jit
 def values_of(payload, DTYPE: tl.constexpr):
-    """What ``payload_of`` was given, flat: of 4 elements a line, or of 2."""
+    """Values that ``payload_of`` was given, flat: of 4 elements a line, or of 2."""
     if DTYPE.primitive_bitwidth == 32:
         values = tl.reshape(payload.to(DTYPE, bitcast=True), [payload.numel])
     else:

@@ -1,4 +1,4 @@
-"""What programs of an exchange between ranks do: count their call, store shards straight into the
+"""Steps of a program of an exchange between ranks: count their call, store shards straight into the
 memory of peers, say so, wait, and add or copy what has come.
 
 An exchange is one launch of up to ``MAX_CTAS`` programs. Program p of a rank takes part with
@@ -61,19 +61,19 @@ def begin_call(calls_ptr):
 
 @jit
 def slot_offset(epoch, slot_elements):
-    """Where the slot of call ``epoch`` begins, in elements."""
+    """Begin of the slot of call ``epoch``, in elements."""
     return tl.multiple_of((epoch % 2) * slot_elements.to(tl.int64), SHARD_ALIGNMENT)
 
 
 @jit
 def flag_of_piece(epoch, pieces, size):
-    """What the flag of a program is set to that has got through ``pieces`` of call ``epoch``."""
+    """Value of the flag of a program that has got through ``pieces`` of call ``epoch``."""
     return sized(epoch * MAX_PIECES + pieces - 1, size)
 
 
 @jit
 def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
-    """Where, behind the flags of this program of a first phase in calls of even numbers, those are
+    """Distance, from the flags of this program of a first phase in calls of even numbers, to those
     of one of its phases that are set to ``value``."""
     turn = (value >> _EPOCH_FROM).to(tl.int32) & 1
     return (turn * PHASES + phase) * MAX_CTAS * NUM_RANKS
@@ -83,8 +83,9 @@ def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
 def flags_at_ranks(
     arrivals_ptr, arrivals_table, rank, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Where this program tells each rank of its first phase, [LANES]: the ranks, rounded up to a
-    power of two. Looked up before there is anything to tell: a look-up takes as long as a load."""
+    """Flags by which this program tells each rank of its first phase, [LANES]: the ranks, rounded
+    up to a power of two. Looked up before there is anything to tell: a look-up takes as long as a
+    load."""
     peer = tl.arange(0, LANES)
     table = tl.load(arrivals_table + peer, mask=peer < NUM_RANKS, other=0)
     return table.to(arrivals_ptr.dtype) + tl.program_id(0) * NUM_RANKS + rank
@@ -148,7 +149,7 @@ def pieces_of(elements, BLOCK: tl.constexpr, NUM_PIECES: tl.constexpr):
 
 @jit
 def first_of(block, BLOCK: tl.constexpr):
-    """Where block number ``block`` of this program begins in a shard, in elements."""
+    """Begin of block number ``block`` of this program in a shard, in elements."""
     return (tl.num_programs(0).to(tl.int64) * block + tl.program_id(0)) * BLOCK
 
 

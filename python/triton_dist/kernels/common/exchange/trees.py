@@ -27,7 +27,7 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank in one tree: the ranks around it."""
+    """Neighbours of a rank in one tree."""
 
     parent: int
     """``NOBODY``: it is the root."""
@@ -35,12 +35,12 @@ class Place:
     right: int
     """Children, ``NOBODY`` where there is none; no right one without a left one."""
     is_right: bool
-    """Whether it is its parent's right child."""
+    """True for its parent's right child."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank is in both trees; they are numbered as the halves that they carry.
+    """Role of a rank in both trees; they are numbered as the halves that they carry.
 
     leaf_tree: one of which it is a leaf, the first such. as_leaf: its place there. as_inner: its
     place in the other, where it has children, unless it is a leaf of both.
@@ -69,7 +69,7 @@ class Role:
 
 
 def place_in(tree: int, rank: int, num_ranks: int) -> Place:
-    """Of ``rank`` in tree 0 or 1."""
+    """Neighbours of ``rank`` in tree 0 or 1."""
 
     def rank_at(position: int) -> int:
         return (position - 1 + tree) % num_ranks if position else NOBODY
@@ -88,7 +88,7 @@ def place_in(tree: int, rank: int, num_ranks: int) -> Place:
 
 @functools.cache
 def role_of(rank: int, num_ranks: int) -> Role:
-    """What ``rank`` of ``num_ranks`` >= 2 is in both trees."""
+    """Role of ``rank`` of ``num_ranks`` >= 2 in both trees."""
     places = place_in(0, rank, num_ranks), place_in(1, rank, num_ranks)
     leaf_tree = 0 if places[0].left == NOBODY else 1
     return Role(leaf_tree, places[leaf_tree], places[1 - leaf_tree])

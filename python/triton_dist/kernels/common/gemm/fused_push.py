@@ -35,7 +35,7 @@ _PEERS = tl.constexpr(16)
 
 @jit
 def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
-    """Of ``steps`` steps along K the first that belongs to ``chunk``; of chunk NUM_CHUNKS, all."""
+    """First of ``steps`` steps along K that belongs to ``chunk``; all, for chunk NUM_CHUNKS."""
     return steps * (chunk * (chunk + 1) // 2) // (NUM_CHUNKS * (NUM_CHUNKS + 1) // 2)
 
 

@@ -119,7 +119,7 @@ def fused_tiles() -> list[tuple[triton.Config, int, int]]:
 
 
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
-    """Whether it is worth trying that the consumer sends A [M_per_rank, K] itself: there are peers,
+    """Tell whether the consumer may be worth sending A [M_per_rank, K] itself: there are peers,
     the shard is small, and the kernel on descriptors can serve the operands."""
     rows, K = row_bucket(A.shape[0]), A.shape[1]
     return (
@@ -133,8 +133,8 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Whether ``config`` is worth trying for shards of up to ``row_bucket(rows)`` rows and a B of
-    ``columns`` columns.
+    """Tell whether ``config`` is worth trying for shards of up to ``row_bucket(rows)`` rows and a
+    B of ``columns`` columns.
 
     * A cut along K saves ``_LEAST_SAVING`` of the waves.
     * Shards are visited together only where one has fewer tiles than the GPU has SMs.

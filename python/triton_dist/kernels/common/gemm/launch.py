@@ -35,8 +35,8 @@ def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
 
 
 def can_specialize_warps(dtype: torch.dtype) -> bool:
-    """Whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this process's device:
-    16-bit operands on compute capability 9.x, not interpreted."""
+    """Tell whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this process's
+    device: 16-bit operands on compute capability 9.x, not interpreted."""
     return dtype.itemsize == 2 and compiles_for_hopper() and has_gluon_for_hopper()
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of rows share a tuning of a GEMM."""
+"""Buckets of rows that share a tuning of a GEMM."""
 
 from __future__ import annotations
 

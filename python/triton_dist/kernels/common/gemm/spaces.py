@@ -160,7 +160,7 @@ def tiles_to_owners(persistent: bool) -> Sequence[triton.Config]:
 
 
 def suits_rows(tiles: triton.Config, rows: int) -> bool:
-    """Whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
+    """Tell whether tiles are neither much higher than ``rows``, nor so low that B is read often."""
     block_m = tiles.kwargs["BLOCK_SIZE_M"]
     if current_device().interprets:
         return True

@@ -25,7 +25,8 @@ from triton_dist._jit import jit
 
 @dataclass(frozen=True)
 class SplitWorkspace:
-    """Where parts of tiles are added up; launches that use one follow one another on the device.
+    """Memory in which parts of tiles are added up; launches that use one follow one another on the
+    device.
 
     ``partials`` fp32, any content; ``counters`` int32, one a split tile, all 0 between launches.
     """

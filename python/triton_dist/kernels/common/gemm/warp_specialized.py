@@ -42,7 +42,7 @@ from triton_dist.kernels.common.gemm.split_k import part_of_unit, units_of_tiles
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 
 WARPS_OF_A_GROUP = 4
-"""What Triton is told at the launch; the other group and the producer come on top."""
+"""Warps that Triton is told of at the launch; the other group and the producer come on top."""
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 

@@ -55,7 +55,7 @@ class ScatteredCall:
         self._gemm().compile()
 
     def key(self) -> tuple[object, ...]:
-        """What launches depend on, beside the addresses of tensors."""
+        """Everything that launches depend on, beside the addresses of tensors."""
         return (
             id(self.looks), id(self.to), id(self.gemm_config), dot_precision(self.A.dtype),
             self.persistent, self.num_chunks,
@@ -71,7 +71,7 @@ class ScatteredCall:
         return self.persistent and self.to.num_ranks > 1
 
     def _behind(self) -> Iterator[Launch]:
-        """What is launched behind the GEMM."""
+        """Launches after the GEMM."""
         if self._may_leave():
             yield self._left()
 
@@ -169,7 +169,7 @@ class ExchangedCall:
         return C
 
     def launch(self) -> Launch:
-        """What ``run`` launches."""
+        """The launch of ``run``."""
         return self._gemm(self._output())
 
     def _output(self) -> torch.Tensor:

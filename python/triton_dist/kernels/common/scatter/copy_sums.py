@@ -1,4 +1,4 @@
-"""What an all-reduce in a GEMM ends with (``scatter/kernel.py``, ``"all"``): each rank takes the
+"""The end of an all-reduce in a GEMM (``scatter/kernel.py``, ``"all"``): each rank takes the
 sums of the peers' slabs from where they arrive to C.
 
 A launch of its own. In the GEMM's kernel it would begin no sooner, since every program multiplies

@@ -30,7 +30,7 @@ _MANY_WAVES = 2
 
 @dataclass(frozen=True)
 class Scattering:
-    """Where tiles go, and what is summed in the end (see ``scattered_gemm``).
+    """Addresses where tiles go, and what is summed in the end (see ``scattered_gemm``).
 
     partials: what is read for the own rows: [num_ranks, slot_stride] of the output's dtype, or
         fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.

@@ -233,7 +233,7 @@ def options_of(
     num_ranks: int,
     persistent: bool,
 ) -> dict[str, Any]:
-    """What every kernel takes that multiplies tiles and sums them in one launch."""
+    """Arguments of every kernel that multiplies tiles and sums them in one launch."""
     precision = dot_precision(A.dtype)
     options = {
         **config_for(config, A.dtype).all_kwargs(),

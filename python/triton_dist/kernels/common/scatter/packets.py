@@ -128,7 +128,7 @@ def _in_lines(payload, there):
 
 
 def bytes_of_row(N: int, item_bytes: int) -> int:
-    """What a row of C takes in packets, tags not counted: whole lines."""
+    """Bytes that a row of C takes in packets, tags not counted: whole lines."""
     line: int = LINE_BYTES.value
     return -(-N * item_bytes // line) * line
 

@@ -1,4 +1,4 @@
-"""Which program adds which rows of a sum of products (``scatter/one_launch.py``).
+"""Strips of rows, and the programs that add them in a sum of products (``scatter/one_launch.py``).
 
 The tiles of a product are numbered down its columns of tiles, and program p multiplies one of each
 *wave*: those with the numbers p, p + NUM_SMS, …. What a rank adds is in part of the rows of tiles,
@@ -102,6 +102,7 @@ def place_of_strip(
 
 
 def programs_for(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
-    """How many programs have something to do in a wave of all tiles, where the rank with the last
-    rows begins with row ``last_begin``: its last strips go to programs that multiply nothing."""
+    """Number of programs that have something to do in a wave of all tiles, where the rank with the
+    last rows begins with row ``last_begin``: its last strips go to programs that multiply nothing.
+    """
     return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)

@@ -1,4 +1,4 @@
-"""What becomes of a tile of the scattered GEMM (``scatter/kernel.py``): it is stored, announced to
+"""Life of a tile of the scattered GEMM (``scatter/kernel.py``): it is stored, announced to
 the rank that owns its rows, and there awaited and added; of an all-reduce, the sum goes to all.
 
 A *unit* is what has a flag: a tile, or a chunk of a slab.

@@ -1,4 +1,4 @@
-"""What ways of ops that sum products over ranks have in common."""
+"""Base of the ways of ops that sum products over ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ S = TypeVar("S", bound="SummingSizes")
 
 
 class SummingSizes:
-    """What ways look at in the sizes of a key."""
+    """Fields of a key's sizes that all such ways look at."""
 
     num_ranks: int
     asked: str | None

@@ -32,7 +32,7 @@ from triton_dist.runtime.ranks import Group
 
 
 class GatherMethod(PushMethod):
-    """How tensors travel."""
+    """Ways for tensors to travel."""
 
     PUSH = "push"
     """Programs store into every peer's memory and copy out what they get: one launch."""

@@ -34,8 +34,8 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 GATHERED_BYTES = 16 << 20
-"""Of the most rows that are gathered before a product: on 4 H200 16 MB take 46 us. The transfer of
-more is worth hiding behind the product."""
+"""Bytes of the most rows that are gathered before a product: on 4 H200 16 MB take 46 us. The
+transfer of more is worth hiding behind the product."""
 
 
 @dataclass(frozen=True, eq=False)

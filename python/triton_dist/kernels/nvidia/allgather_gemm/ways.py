@@ -83,7 +83,7 @@ def way_of(method: object) -> str:
 
 
 class Sizes(NamedTuple):
-    """What decides which configs are worth trying: that of the largest M of the key."""
+    """Sizes that decide which configs are worth trying: those of the key's largest M."""
 
     A: torch.Tensor
     """[M_per_rank, K] of the call; its rows count in buckets."""

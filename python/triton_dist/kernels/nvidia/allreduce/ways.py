@@ -100,7 +100,7 @@ def way_of(method: object, algorithm: AllReduceMethod | None = None) -> str | No
 
 
 class Sizes(NamedTuple):
-    """What decides which configs are worth trying."""
+    """Sizes that decide which configs are worth trying."""
 
     nbytes: int
     num_ranks: int
@@ -198,7 +198,7 @@ class _Exchanged(_Way):
         call.shape = shape_of(call.num_ctas, call.block_bytes, call.num_pieces)
 
     def compile(self, call: Call) -> None:
-        """Of several launches, the first."""
+        """Compile the first of several launches."""
         x = call.x
         if call.ctx.num_ranks > 1:
             exchange = self._exchange(call, min(x.numel(), self._step(call)))

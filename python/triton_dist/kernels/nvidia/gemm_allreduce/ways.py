@@ -118,7 +118,7 @@ def way_of(
 
 @dataclass(frozen=True)
 class Sizes(SummingSizes):
-    """What decides which configs are worth trying: that of the largest M of the key."""
+    """Sizes that decide which configs are worth trying: those of the key's largest M."""
 
     A: torch.Tensor
     """[M, K_per_rank] of the call, for its other attributes."""
@@ -131,7 +131,7 @@ class Sizes(SummingSizes):
 
     @property
     def nbytes(self) -> int:
-        """Of the product."""
+        """Bytes of the product."""
         return self.rows * self.B.shape[1] * self.A.element_size()
 
     @classmethod

@@ -123,13 +123,13 @@ def way_of(
 
 @dataclass(frozen=True)
 class Sizes(SummingSizes):
-    """What decides which configs are worth trying: that of the largest M of the key."""
+    """Sizes that decide which configs are worth trying: those of the key's largest M."""
 
     A: torch.Tensor
     """[M, K_per_rank] of the call, for its other attributes."""
     B: torch.Tensor
     rows: int
-    """Of a rank."""
+    """Rows of a rank."""
     num_ranks: int
     adds: bool
     asked: str | None
@@ -137,7 +137,7 @@ class Sizes(SummingSizes):
 
     @property
     def nbytes(self) -> int:
-        """Of the product."""
+        """Bytes of the product."""
         return self.rows * self.num_ranks * self.B.shape[1] * self.B.element_size()
 
     @classmethod

@@ -34,7 +34,7 @@ from triton_dist.runtime.ranks import Group
 
 
 class ReduceScatterMethod(PushMethod):
-    """How the shards of the sum are come by."""
+    """Ways to come by the shards of the sum."""
 
     PUSH = "push"
     """Programs store parts into their owners' memory, who add them: one launch."""
