@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from overlap.measuring import MODES, Row, measure
 from overlap.results import environment, software
@@ -43,7 +44,17 @@ from triton_dist.testing.cases import all_cases
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 1024
-CASES = {name: case for name, case in all_cases().items() if isinstance(case, CollectiveCase)}
+
+
+def _collectives() -> dict[str, CollectiveCase]:
+    """Cases of the plain collectives, the dearest first."""
+    found = [case for case in all_cases().values() if isinstance(case, CollectiveCase)]
+    costs = {case.name: case.cost(Size(1 << 20), torch.bfloat16, 2) for case in found}
+    found.sort(key=lambda case: -costs[case.name].read_bytes - costs[case.name].link_bytes)
+    return {case.name: case for case in found}
+
+
+CASES = _collectives()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _LEGEND = (
     "A/A: the winner against itself, measured twice; smaller differences mean nothing. x library, "
