@@ -26,23 +26,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from overlap.collective import OPS, open_collective
 from overlap.measuring import MODES, Row, measure
 from overlap.results import environment, software
 from overlap.table import console
-from overlap.workload import TUNED, TUNED_AGAIN
+from overlap.tuned_op import open_op
+from overlap.workload import TUNED, TUNED_AGAIN, Choice
 from rich.table import Table
 
+from triton_dist.kernels.common.collective.case import LIBRARY, CollectiveCase, Size
+from triton_dist.kernels.nvidia.allreduce.case import IN_PLACE
 from triton_dist.runtime.device import current_device
 from triton_dist.test.report import NO_TIMES
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.collective_peers import IN_PLACE, LIBRARY
+from triton_dist.testing.cases import all_cases
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 1024
+
+
+def _collectives() -> dict[str, CollectiveCase]:
+    """Cases of the plain collectives, the dearest first."""
+    found = [case for case in all_cases().values() if isinstance(case, CollectiveCase)]
+    costs = {case.name: case.cost(Size(1 << 20), torch.bfloat16, 2) for case in found}
+    found.sort(key=lambda case: -costs[case.name].read_bytes - costs[case.name].link_bytes)
+    return {case.name: case for case in found}
+
+
+CASES = _collectives()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
-_SIZES = "16K,32K,64K,128K,256K,512K,1M,2M,4M,8M,16M,32M,64M,128M,256M"
 _LEGEND = (
     "A/A: the winner against itself, measured twice; smaller differences mean nothing. x library, "
     "x best peer: how many times as fast."
@@ -62,8 +75,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", default=",".join(OPS), help="some of: %(default)s")
-    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes(_SIZES), help="16K,1M,…")
+    parser.add_argument("--ops", default=",".join(CASES), help="some of: %(default)s")
+    parser.add_argument(
+        "--sizes", type=parse_sizes, help="16K,1M,…; default: powers of two from 16K to 256M"
+    )
     parser.add_argument(
         "--scale", type=int, help="divide every size; default: 1, on CPU ranks 1024"
     )
@@ -76,7 +91,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each size")
     parser.add_argument("--from-json", type=Path, help="measure nothing: show this file")
     options = parser.parse_args(arguments)
-    for name, known in (("ops", OPS), ("mode", MODES)):
+    for name, known in (("ops", CASES), ("mode", MODES)):
         unknown = set((getattr(options, name) or "eager").split(",")) - {*known, "eager"}
         if unknown:
             parser.error(f"--{name} {unknown.pop()!r}, expected some of {', '.join(known)}")
@@ -100,25 +115,28 @@ def run(options: argparse.Namespace) -> Tree:
         "environment": environment(),
         "sizes": [],
     }
+    choice, num_ranks = Choice(options.best, of_each_way=True), dist.get_world_size()
     for op in options.ops.split(","):
-        for nbytes in dict.fromkeys(max(1, size // scale) for size in options.sizes):
+        case = CASES[op]
+        asked = case.shapes if options.sizes is None else map(Size, options.sizes)
+        for size in dict.fromkeys(case.scaled(each, scale, num_ranks) for each in asked):
             # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
             faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             begin = time.perf_counter()
-            with open_collective(op, nbytes, dtype_named(options.dtype), options.best) as work:
+            with open_op(case, size, dtype_named(options.dtype), choice) as work:
                 rows, failures = measure(
                     work, modes, rounds, 2 if is_cuda() else 1, num_calls=options.calls
                 )
                 took = time.perf_counter() - begin
                 tree = {
-                    "op": op, "bytes": nbytes, "tuning": work.note, "seconds": round(took, 2),
+                    "op": op, "bytes": size.nbytes, "tuning": work.note, "seconds": round(took, 2),
                     "rows": [_row_tree(row) for row in rows], "failures": failures,
                 }  # fmt: skip
                 del rows
             faulthandler.cancel_dump_traceback_later()
             result["sizes"].append(tree)
             if dist.get_rank() == 0:
-                print(f"{op} {nbytes}: {took:.1f} s, {work.note} {failures or ''}", flush=True)
+                print(f"{op} {size.nbytes}: {took:.1f} s, {work.note} {failures or ''}", flush=True)
                 if options.json is not None:
                     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result

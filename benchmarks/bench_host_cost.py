@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import tune
+from triton_dist.kernels.common.vendor import all_gather_matmul
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.kernels.nvidia.allgather_gemm import ways
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
-from triton_dist.testing.reference import all_gather_matmul
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
 
 _BUSY_MILLISECONDS = 3.0

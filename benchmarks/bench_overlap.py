@@ -27,25 +27,28 @@ from typing import Any
 
 import torch.distributed as dist
 from overlap.measuring import MODES, measure
-from overlap.ops import OPS
 from overlap.plot import check_matplotlib, draw
 from overlap.results import report, shape_tree
-from overlap.shapes import GOAL, Shape, parse_layers, parse_numbers, parse_shapes
+from overlap.shapes import parse_layers, parse_numbers, parse_shapes
 from overlap.table import console, shape_table, summary_table
+from overlap.tuned_op import open_op
 from overlap.workload import Choice
 
+from triton_dist.kernels.common.case import Case
 from triton_dist.test.utils import dtype_named
+from triton_dist.testing.cases import overlapped_cases
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 256
+CASES = overlapped_cases()
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", choices=list(OPS), default="ag_gemm")
-    parser.add_argument("--shapes", type=parse_shapes, help="M:N:K,... global; default: a mix")
+    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--shapes", help="M:N:K,... global; default: a mix")
     parser.add_argument("--layers", type=parse_layers, help="N and K by name, or all; with --M")
     parser.add_argument("--M", type=parse_numbers, default=[8192], help="rows for --layers")
     parser.add_argument("--scale", type=int, help="divide every size; default: 1, on CPU ranks 256")
@@ -59,6 +62,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="file for a plot; needs matplotlib")
     parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")
     options = parser.parse_args(arguments)
+    if options.shapes is not None:
+        try:
+            options.shapes = parse_shapes(options.shapes, CASES[options.op].shape)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --shapes: {error}")
     unknown = [mode for mode in (options.mode or "eager").split(",") if mode not in MODES]
     if unknown:
         parser.error(f"--mode {unknown[0]!r}, expected {' or '.join(MODES)}")
@@ -73,12 +81,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or (25 if is_cuda() else 3)
     dtype = dtype_named(options.dtype)
     choice = Choice(options.best, options.all_candidates)
-    trees, any_rows = [], OPS[options.op].any_rows
-    asked = (each.scaled(scale, num_ranks, any_rows) for each in wanted(options))
+    trees, case = [], CASES[options.op]
+    asked = (case.scaled(each, scale, num_ranks) for each in wanted(options, case))
     for shape in dict.fromkeys(asked):
         # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
-        with OPS[options.op].open(shape, dtype, choice) as workload:
+        with open_op(case, shape, dtype, choice) as workload:
             begin = time.perf_counter()
             rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
             took = time.perf_counter() - begin
@@ -93,10 +101,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def wanted(options: argparse.Namespace) -> list[Shape]:
-    asked: list[Shape] = list(options.shapes or [])
-    asked += [Shape(M, N, K) for N, K in options.layers or [] for M in options.M]
-    return asked or list(GOAL)
+def wanted(options: argparse.Namespace, case: Case[Any]) -> list[Any]:
+    """Shapes that the command line asks for; default: what the op has to be good at."""
+    asked = list(options.shapes or [])
+    asked += [case.shape(M, N, K) for N, K in options.layers or [] for M in options.M]
+    return asked or list(case.shapes)
 
 
 def show(result: dict[str, Any], png: Path | None) -> None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.peaks import device_peak
 from triton_dist.testing.overlap import overlap_limit
 
 from .measuring import Row
-from .shapes import Shape
 from .workload import TUNED, TUNED_AGAIN, Workload
 
 Tree = dict[str, Any]
@@ -58,12 +58,15 @@ def environment() -> dict[str, str]:
 
 
 def shape_tree(
-    shape: Shape, workload: Workload, rows: Sequence[Row], failures: Mapping[str, str], took: float
+    shape: Any, workload: Workload, rows: Sequence[Row], failures: Mapping[str, str], took: float
 ) -> Tree:
     """One shape: every row with its samples, and by mode what they amount to."""
     modes = dict.fromkeys(row.mode for row in rows)
+    measured = current_device().name == "cuda"
     return {
         **vars(shape),
+        "shape": str(shape),
+        "limit_at_peaks": workload.cost.limit_ms(device_peak()) if measured else None,
         "tuning": workload.note,
         "seconds": round(took, 2),
         "serial": workload.serial,

@@ -109,7 +109,8 @@ def _shown(value: float | None, unit: float | None, digits: int = 3) -> str:
 
 
 def title(tree: Tree) -> str:
-    return f"{tree['M']}x{tree['N']}x{tree['K']}"
+    """The shape as it prints; files of before it was written down are of products."""
+    return str(tree.get("shape") or f"{tree['M']}x{tree['N']}x{tree['K']}")
 
 
 def median(tree: Tree, name: str, mode: str) -> float | None:

@@ -1,91 +1,103 @@
-"""A tuned op in the harness: its winner, its other configs, its peers."""
+"""A tuned op in the harness: its winner, its other configs, its peers. Any op that has a case."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from triton_dist.testing.overlap import Candidate
-from triton_dist.tune import AutoTuner
-from triton_dist.utils import rand_tensor
+from triton_dist.kernels.common.case import Case, Peer
 
 from .workload import TUNED, TUNED_AGAIN, Choice
 
 
 class TunedOp:
-    """``op(A, B, ctx)`` at one shape, tuned when it is made, or its cached config used.
-
-    Args:
-        A: filled with values such that those of the product have a standard deviation of 1.
-        B: as it comes, U(-1, 1).
-        terms: how many products a value of the output is the sum of, over all ranks.
-        expected: what the op is to give for A and B as they are now.
-        peers: what it is measured beside.
-        is_own: whether a config runs an algorithm of this package.
-        recover: brings the context of all ranks back to one state.
-    """
+    """The op of ``case`` at ``shape``, tuned when it is made, or its cached config used."""
 
     def __init__(
-        self,
-        op: AutoTuner,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        ctx: Any,
-        choice: Choice,
-        *,
-        terms: int,
-        serial: str,
-        tolerance: float,
-        expected: Callable[[], torch.Tensor],
-        peers: Callable[[], Mapping[str, Candidate]],
-        is_own: Callable[[Mapping[str, Any]], bool],
-        recover: Callable[[], object],
+        self, case: Case[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
     ) -> None:
-        self.serial, self.tolerance, self.recover = serial, tolerance, recover
-        self._op, self._A, self._B, self._ctx, self._choice = op, A, B, ctx, choice
-        # A product of U(-scale, scale) and U(-1, 1) has a standard deviation of scale / 3.
-        self._scale = 3 / terms**0.5
-        self._expected, self._peers, self._is_own = expected, peers, is_own
-        self.refresh()
-        before = op.tuning_count
-        self._record = op.tune(A, B, ctx)
-        self._winner = op.best_config(A, B, ctx)
-        tuned_now = op.tuning_count > before
+        size = dist.get_world_size()
+        self.case, self.serial = case, case.serial
+        self.tolerance = case.tolerance(dtype, size)
+        self.cost = case.cost(shape, dtype, size)
+        self._ctx, self._choice = ctx, choice
+        self._operands = case.operands(shape, dtype, size)
+        self._args, self._kwargs = case.arguments(self._operands, ctx)
+        before = case.op.tuning_count
+        self._record = case.op.tune(*self._args, **self._kwargs)
+        self._winner = case.op.best_config(*self._args, **self._kwargs)
+        tuned_now = case.op.tuning_count > before
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
-    def candidates(self) -> Mapping[str, Candidate]:
+    def candidates(self) -> Mapping[str, Peer]:
         winner = self._candidate(self._winner)
-        others = {
-            f"{'own' if self._is_own(config) else 'vendor'} {number}": self._candidate(config)
-            for number, config in enumerate(self._others(), start=1)
-        }
-        return {**self._peers(), TUNED: winner, **others, TUNED_AGAIN: winner}
+        others = {name: self._candidate(config) for name, config in self._others().items()}
+        peers = self.case.peers(self._operands, self._ctx)
+        return {**peers, TUNED: winner, **others, TUNED_AGAIN: winner}
 
     def refresh(self) -> None:
-        self._A.copy_(rand_tensor(self._A.shape, self._A.dtype, self._A.device) * self._scale)
+        self.case.refill(self._operands, dist.get_world_size())
 
-    def _candidate(self, config: Mapping[str, Any]) -> Candidate:
-        op, A, B, ctx, arguments = self._op, self._A, self._B, self._ctx, dict(config)
-        return Candidate(
-            "own" if self._is_own(config) else "vendor",
-            lambda: op.fn(A, B, ctx, **arguments),
-            self._expected,
+    def recover(self) -> None:
+        self.case.recover(self._ctx)
+
+    def _candidate(self, config: Mapping[str, Any]) -> Peer:
+        return Peer(
+            self._kind(config),
+            functools.partial(self.case.op.fn, *self._args, **self._kwargs, **config),
+            lambda: self.case.expected(self._operands),
             str(config),
         )
 
-    def _others(self) -> list[Any]:
-        """Configs beside the winner, best first by the record: all, or the best few and in any case
-        the best of an own algorithm."""
-        space, record = self._op.config_space, self._record
+    def _kind(self, config: Mapping[str, Any]) -> Any:
+        return "own" if self.case.is_own(config) else "vendor"
+
+    def _others(self) -> dict[str, Any]:
+        """Configs to measure beside the winner, best first by the record, by what they are called
+        here."""
+        space, record = self.case.op.config_space, self._record
         measured = [trial for trial in record.trials if hasattr(trial.outcome, "median")]
         measured.sort(key=lambda trial: trial.outcome.median)
         found = (space.find(trial.digest) for trial in measured)
-        ranked = [each for each in found if each is not None and each != self._winner]
+        ranked = [each for each in found if each is not None]
+        if self._choice.of_each_way:
+            return self._best_of_each_way(ranked)
+        chosen = self._best_of_all([each for each in ranked if each != self._winner])
+        return {
+            f"{self._kind(config)} {number}": config
+            for number, config in enumerate(chosen, start=1)
+        }
+
+    def _best_of_all(self, ranked: list[Any]) -> list[Any]:
+        """All, or the best few and in any case the best of an own algorithm."""
         if self._choice.every:
             return ranked
         few = ranked[: self._choice.best]
-        if not any(map(self._is_own, [self._winner, *few])):
-            few += [each for each in ranked if self._is_own(each)][:1]
+        if not any(map(self.case.is_own, [self._winner, *few])):
+            few += [each for each in ranked if self.case.is_own(each)][:1]
         return few
+
+    def _best_of_each_way(self, ranked: list[Any]) -> dict[str, Any]:
+        """So many of each way, the winner among them."""
+        seen: dict[Hashable, int] = {}
+        best = {}
+        for config in ranked:
+            way = self.case.way(config)
+            seen[way] = seen.get(way, 0) + 1
+            if seen[way] <= self._choice.best:
+                best[f"{way} {seen[way]}"] = config
+        return best
+
+
+@contextmanager
+def open_op(
+    case: Case[Any], shape: Hashable, dtype: torch.dtype, choice: Choice
+) -> Iterator[TunedOp]:
+    """One op at one shape, with a context of its own. Collective."""
+    with case.context(shape, dtype) as ctx:
+        yield TunedOp(case, shape, dtype, ctx, choice)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from triton_dist.testing.overlap import Candidate
-
-from .shapes import Shape
+from triton_dist.kernels.common.case import Cost, Peer
 
 TUNED, TUNED_AGAIN = "tuned", "tuned, again"
 """The tuner's winner; and the same once more, which says how much a difference means."""
@@ -25,6 +20,8 @@ class Choice:
     """So many of the others, the best by the record."""
     every: bool = False
     """All that are left after pruning, instead."""
+    of_each_way: bool = False
+    """So many of each way, the winner among them."""
 
 
 class Workload(Protocol):
@@ -36,8 +33,10 @@ class Workload(Protocol):
     """rtol = atol between an output and what it must be."""
     note: str
     """How the winner was come by."""
+    cost: Cost
+    """Work of a call for each rank."""
 
-    def candidates(self) -> Mapping[str, Candidate]:
+    def candidates(self) -> Mapping[str, Peer]:
         """By name, in the order in which they are to be run: peers, ``TUNED``, other configs,
         ``TUNED_AGAIN``."""
 
@@ -46,6 +45,3 @@ class Workload(Protocol):
 
     def recover(self) -> None:
         """Bring all ranks back to one state after a candidate failed on some rank."""
-
-
-OpenWorkload = Callable[[Shape, torch.dtype, Choice], AbstractContextManager[Workload]]

@@ -193,6 +193,14 @@ def test_what_fails_on_some_rank_is_left_out_on_all(spawn_ranks):
         assert summary["best_peer"] == "serial"
 
 
+@pytest.mark.parametrize("op", overlap_ranks.IN_ONE_LAUNCH)
+def test_an_op_of_which_a_candidate_failed_is_right_again(spawn_ranks, op):
+    """In a way that counts apart from the op's slots: the whole context is recovered."""
+    for names, failures in spawn_ranks(2, overlap_ranks.recovered, op):
+        assert list(failures) == ["rank 1 fails, eager"]
+        assert names == ["tuned"]
+
+
 def test_tables_and_ratios_do_without_what_failed():
     row = {"name": "tuned", "kind": "own", "mode": "eager", "config": "", "median": 1.0}
     row |= {"p10": 1.0, "p90": 1.0, "milliseconds": [1.0]}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.kernels.nvidia.gemm import get_config_space, prune_fn_by_shared_memory
@@ -21,8 +22,6 @@ from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
 
 NAN = float("nan")
-# A product rounded to the dtype once, against one rounded from double precision.
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 
 
 def default_tiles(dtype: torch.dtype = torch.float16) -> triton.Config:
@@ -131,10 +130,10 @@ class Calls:
     def check(self) -> int:
         """Compare all results; returns how many there were."""
         current_device().synchronize()
-        tolerance = TOLERANCE[self.dtype]
+        limit = tolerance(self.dtype)
         for what, C, expected in self._results:
             try:
-                assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+                assert_allclose(C, expected, rtol=limit, atol=limit)
             except AssertionError as error:
                 raise AssertionError(f"{what}: {error}") from None
         return len(self._results)

@@ -447,7 +447,7 @@ def vendor_in_turn(rounds: int) -> int:
     calls = Calls(max_rows=32, columns=64, K=64)
     methods = list(AllGatherMethod)
     for number in range(rounds):
-        for method in vendor.methods_here():
+        for method in vendor.methods_here(vendor.ALL_GATHER_MATMUL):
             calls(16 + 8 * (number % 3), method=method, gemm_config=None)
             calls(32 - 8 * (number % 2), method=methods[number % len(methods)])
     return calls.finish()

@@ -16,6 +16,7 @@ from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
+from triton_dist.kernels.nvidia.allgather_gemm.case import CASE
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
 
@@ -30,33 +31,10 @@ def like_b(k: int = K, columns: int = COLUMNS, dtype: torch.dtype = torch.float1
     return like_a(k, columns, dtype)
 
 
-# Per refused argument: operands of a call with it. A and B are good where they are not named.
-BAD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    "A.dtype": lambda: {"A": like_a(dtype=torch.bfloat16)},
-    "A.dtype (integers)": lambda: {"A": like_a(dtype=torch.int32)},
-    "B.dtype": lambda: {"B": like_b(dtype=torch.float32)},
-    "A.device": lambda: {"A": like_a().to("meta")},
-    "B.device": lambda: {"B": like_b().to("meta")},
-    "A.shape": lambda: {"A": like_a(k=K + 1)},
-    "A.shape (vector)": lambda: {"A": like_a()[0]},
-    "A.shape (3-D)": lambda: {"A": like_a()[None]},
-    "A.shape (no rows)": lambda: {"A": like_a(rows=0)},
-    "M": lambda: {"A": like_a(rows=ROWS + 1)},
-    "B.shape": lambda: {"B": like_b(columns=COLUMNS + 1)},
-    "B.shape (K)": lambda: {"B": like_b(k=K - 1)},
-    "B.shape (transposed)": lambda: {"B": like_b().T},
-    "B.shape (vector)": lambda: {"B": like_b()[0]},
-    "A.stride()": lambda: {"A": like_a(rows=2 * ROWS)[::2]},
-    "A.stride() (transposed)": lambda: {"A": like_a(rows=K, k=ROWS).T},
-    "num_chunks": lambda: {"num_chunks": 0},
-    "num_chunks (many)": lambda: {"num_chunks": 9},
-    "num_streams": lambda: {"num_streams": 0},
-    "method": lambda: {"method": "full_mesh_push"},
-    "way": lambda: {"way": "ring"},
-    "way (many rows)": lambda: {"way": "serial"},
-    "num_comm_sms": lambda: {"way": "serial", "num_comm_sms": 0},
-    "num_comm_sms (many)": lambda: {"way": "serial", "num_comm_sms": 257},
-}
+def bad_calls(num_ranks: int) -> dict[str, dict[str, Any]]:
+    """The case's; and rows that this test's context has no room for in one launch."""
+    many = {"way (many rows)": {"way": "serial"}}
+    return CASE.bad_calls({"A": like_a(), "B": like_b()}, num_ranks) | many
 
 
 def bad_contexts(num_ranks: int, rank: int) -> dict[str, dict[str, Any]]:
@@ -121,8 +99,8 @@ def every_bad_call() -> dict[str, tuple[str, str, int]]:
         calls = Calls(ROWS, COLUMNS, K)
     calls(ROWS)
     launches = Launches()
-    for name, changes in BAD_CALLS.items():
-        arguments = {"A": like_a(), "B": like_b(), "ctx": calls.ctx} | changes()
+    for name, changes in bad_calls(dist.get_world_size()).items():
+        arguments = {"A": like_a(), "B": like_b(), "ctx": calls.ctx} | changes
         schedule = set(arguments) - {"A", "B", "ctx"}
         untuned = refusal(lambda a=arguments: ag_gemm.fn(gemm_config=default_tiles(), **a))
         options = {"autotune_allow_arg_overwrite": True, "autotune": False} if schedule else {}

@@ -22,6 +22,7 @@ from tests.distributed.collective_calls import (
     way,
 )
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
+from triton_dist.kernels.common.collective.case import Size
 from triton_dist.kernels.common.exchange import kernels as exchange_kernels
 from triton_dist.kernels.common.exchange import packet_kernels
 from triton_dist.kernels.common.exchange import tree_kernel as tree_all_reduce
@@ -32,6 +33,7 @@ from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allre
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal
+from triton_dist.testing.cases import all_cases
 from triton_dist.testing.timing import captured
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -390,29 +392,8 @@ def trainable_and_inference(op: str) -> int:
 
 
 def bad_calls(op: str, size: int) -> dict[str, dict[str, Any]]:
-    """By argument: what is refused. ``x`` is good where it is not named."""
-    device = current_device().torch_device
-    good = torch.ones(4 * size, device=device)
-    bad: dict[str, dict[str, Any]] = {
-        "x.dtype": {"x": torch.ones(4 * size, dtype=torch.int32, device=device)},
-        "x.device": {"x": good.to("meta")},
-        "x.stride()": {"x": torch.ones(4 * size, 2, device=device)[:, 0]},
-        "x.shape": {"x": good[:0]},
-        "output.dtype": {"output": good.half()},
-        "output.device": {"output": good.to("meta")},
-        "output.shape": {"output": good[:3]},
-        "output.stride()": {"output": torch.ones(4 * size, 2, device=device)[:, 0]},
-        "method": {"method": "one_shot"},
-        "way": {"way": "ring"},
-    }
-    if op == "all_reduce":
-        bad["packets"] = {"packets": True, "way": "two_shot"}
-    else:
-        bad["x.nbytes"] = {"x": torch.ones(ROOM // 4 + size, device=device)}
-        bad["x.shape (no rows)"] = {"x": torch.ones((), device=device)}
-    if op == "reduce_scatter":
-        bad["x.shape (not a multiple)"] = {"x": good[:-1]}
-    return bad
+    case = all_cases()[op]
+    return case.bad_calls(case.operands(Size(ROOM), torch.float32, size), size)
 
 
 def refusal(call: Callable[[], object]) -> TritonDistError | None:

@@ -15,7 +15,7 @@ from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kerne
 from tests.contextual.own_runs import TableTuner, tuned_by
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
-from triton_dist.testing.reference import all_gather_matmul
+from triton_dist.kernels.common.vendor import all_gather_matmul
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 
 X = torch.arange(64.0)

@@ -9,7 +9,6 @@ import torch
 
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.kernels.nvidia import (
-    GEMMAllReduceMethod,
     create_gemm_ar_context,
     gemm_ar,
 )
@@ -91,15 +90,6 @@ class Calls(SummedCalls):
     @staticmethod
     def full_rows(way: Way) -> int:
         return {"one_shot_in_packets": 83, "one_shot": 1021}.get(way["way"], 4091)
-
-    @staticmethod
-    def bad_calls(M: int, K: int) -> dict[str, dict[str, Any]]:
-        return {
-            "way": {"way": "three_shot"},
-            "method": {"method": "two_shot"},
-            "gemm_config": {"gemm_config": None, "method": GEMMAllReduceMethod.TWO_SHOT},
-            "packets": {"packets": True, "method": GEMMAllReduceMethod.TWO_SHOT},
-        }
 
     @staticmethod
     def bad_max_M(max_M: int) -> int:

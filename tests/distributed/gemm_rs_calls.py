@@ -6,8 +6,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as ALL_WAYS
@@ -86,18 +84,6 @@ class Calls(SummedCalls):
     @staticmethod
     def full_rows(way: Way) -> int:
         return 1021
-
-    @staticmethod
-    def bad_calls(M: int, K: int) -> dict[str, dict[str, Any]]:
-        one_more = torch.ones(M + 1, K, device=current_device().torch_device).half()
-        return {
-            "M": {"A": one_more},
-            "reduce_st": {"reduce_st": True},
-            "way": {"way": "ring"},
-            "method": {"method": "collective"},
-            "exchange": {"exchange": True, "fuse_scatter": False},
-            "serial": {"serial": True, "fuse_scatter": False},
-        }
 
     @staticmethod
     def bad_max_M(max_M: int) -> int:

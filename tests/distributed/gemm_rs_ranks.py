@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from tests.distributed.gemm_rs_calls import SLABS, Calls
-from triton_dist.kernels.common import vendor_reduce_scatter as vendor
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.device.cpu import CpuTransfer
 
@@ -16,7 +16,7 @@ def vendor_in_turn(rounds: int) -> int:
     """What torch brings, between calls of our own, the number of rows changing."""
     calls = Calls(max_rows=32, columns=64, K=64)
     for number in range(rounds):
-        for method in vendor.methods_here():
+        for method in vendor.methods_here(vendor.MATMUL_REDUCE_SCATTER):
             calls(16 + 8 * (number % 3), method=method, gemm_config=None, has_bias=number % 2 == 0)
             calls(32 - 8 * (number % 2), way=("copy_engine", "fused")[number % 2 == 0])
     return calls.finish()

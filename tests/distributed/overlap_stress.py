@@ -15,39 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import (
-    ag_gemm,
-    create_ag_gemm_context,
-    create_gemm_ar_context,
-    create_gemm_rs_context,
-    gemm_ar,
-    gemm_rs,
-)
+from triton_dist.kernels.common.case import Operands
+from triton_dist.kernels.common.gemm_case import GEMMCase, Shape
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.ag_gemm_peers import is_own_algorithm
 from triton_dist.testing.assertions import count_mismatches
-from triton_dist.testing.gemm_ar_peers import summed_product
-from triton_dist.testing.gemm_rs_peers import summed_rows
-from triton_dist.testing.reference import all_gather_matmul
+from triton_dist.testing.cases import gemm_cases
 from triton_dist.utils import init_seed
 
 _CAPTURE_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class StressedOp:
-    """What differs between ops."""
-
-    tuned: Any
-    context: Callable[[Load], Any]
-    rows_of_a: Callable[[int], int]
-    """Rows of A from those that a rank has of what is sharded by rows."""
-    expected: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    is_own: Callable[[Any], bool]
-    way: Callable[[Any], Any]
-    """How a config transfers: each way is among those that are drawn."""
-    tolerance: dict[torch.dtype, float]
 
 
 @dataclass(frozen=True)
@@ -56,9 +32,8 @@ class Load:
 
     calls: int
     max_rows: int
-    """Of a rank."""
+    """Of a rank, or all where ranks do not share them; so for columns and K."""
     columns: int
-    """Of a rank."""
     K: int
     dtype: torch.dtype
     configs: int
@@ -73,54 +48,7 @@ class Load:
     op: str = "ag_gemm"
 
 
-def _ag_gemm_context(load: Load) -> Any:
-    """``columns`` are those of a rank, as K is everybody's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows, N = load.max_rows * size, load.columns * size
-    return create_ag_gemm_context(rows, N, load.K, load.dtype, rank, size)
-
-
-def _gemm_rs_context(load: Load) -> Any:
-    """``columns`` are all, and K is that of a rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return create_gemm_rs_context(load.max_rows * size, load.columns, rank, size, size, load.dtype)
-
-
-def _gemm_ar_context(load: Load) -> Any:
-    """The same; ``max_rows`` are all."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return create_gemm_ar_context(load.max_rows, load.columns, rank, size, size, load.dtype)
-
-
-OPS = {
-    "ag_gemm": StressedOp(
-        ag_gemm,
-        _ag_gemm_context,
-        lambda rows: rows,
-        all_gather_matmul,
-        is_own_algorithm,
-        lambda config: config["way"],
-        {torch.float16: 4e-3, torch.bfloat16: 2e-2},
-    ),
-    "gemm_rs": StressedOp(
-        gemm_rs,
-        _gemm_rs_context,
-        lambda rows: rows * dist.get_world_size(),
-        summed_rows,
-        is_own_algorithm,
-        lambda config: (config["way"], config.get("num_chunks")),
-        {torch.float16: 1e-2, torch.bfloat16: 6e-2},
-    ),
-    "gemm_ar": StressedOp(
-        gemm_ar,
-        _gemm_ar_context,
-        lambda rows: rows,
-        summed_product,
-        lambda config: config["way"] != "collective",
-        lambda config: (config["way"], config.get("num_chunks")),
-        {torch.float16: 1e-2, torch.bfloat16: 6e-2},
-    ),
-}
+OPS = gemm_cases()
 
 
 class _Stress:
@@ -128,25 +56,28 @@ class _Stress:
 
     def __init__(self, load: Load) -> None:
         rank = dist.get_rank()
-        self.load, self.op, self.device = load, OPS[load.op], current_device()
+        self.load, self.case, self.device = load, OPS[load.op], current_device()
         init_seed(load.seed)  # for its other half: references that accumulate in fp32
         self.shared = random.Random(load.seed)
         self.own = random.Random(1 + 1000 * load.seed + rank)
         self.values = torch.Generator(self.device.torch_device).manual_seed(1 + load.seed + rank)
-        self.ctx = self.op.context(load)
+        self.ctx = self.case.context(self.shape(load.max_rows), load.dtype)
         self.wrong: list[str] = []
-        self._pending: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._pending: list[tuple[str, Operands, torch.Tensor]] = []
 
-    def uniform(self, rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.rand(rows, columns, generator=self.values, device=self.device.torch_device)
-        return ((values * 2 - 1) * scale).to(self.load.dtype)
+    def shape(self, rows: int) -> Shape:
+        load = self.load
+        return self.case.of_rank(rows, load.columns, load.K, dist.get_world_size())
 
-    def operands(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of a call that has ``rows`` rows a rank."""
-        return self.a_of(rows), self.uniform(self.load.columns, self.load.K).T
+    def operands(self, rows: int) -> Operands:
+        """Those of a call that has ``rows`` rows a rank."""
+        size = dist.get_world_size()
+        return self.case.operands(self.shape(rows), self.load.dtype, size, self.values)
 
-    def a_of(self, rows: int) -> torch.Tensor:
-        return self.uniform(self.op.rows_of_a(rows), self.load.K, 0.1)
+    def call(self, operands: Operands, **options: Any) -> torch.Tensor:
+        args, kwargs = self.case.arguments(operands, self.ctx)
+        C: torch.Tensor = self.case.op.fn(*args, **kwargs, **options)
+        return C
 
     def be_late(self) -> None:
         """Now and then, on the stream or on the host; each rank when it likes."""
@@ -162,8 +93,8 @@ class _Stress:
         rank = self.shared.randrange(dist.get_world_size())
         return rank, self.shared.randrange(self.load.most_cycles)
 
-    def check_later(self, what: str, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> None:
-        self._pending.append((what, A, B, C))
+    def check_later(self, what: str, operands: Operands, C: torch.Tensor) -> None:
+        self._pending.append((what, operands, C))
         if len(self._pending) == self.load.batch:
             self.check()
 
@@ -171,16 +102,16 @@ class _Stress:
         """Compare what is pending, with one look at the device for all of it."""
         if not self._pending:
             return
-        tolerance = self.op.tolerance[self.load.dtype]
+        tolerance = self.case.tolerance(self.load.dtype, dist.get_world_size())
         counts = torch.stack(
             [
-                count_mismatches(C, self.op.expected(A, B), rtol=tolerance, atol=tolerance)
-                for _, A, B, C in self._pending
+                count_mismatches(C, self.case.expected(given), rtol=tolerance, atol=tolerance)
+                for _, given, C in self._pending
             ]
         ).tolist()
         self.wrong += [
             f"{what}: {count} of {C.numel()} values"
-            for (what, _, _, C), count in zip(self._pending, counts, strict=True)
+            for (what, _, C), count in zip(self._pending, counts, strict=True)
             if count
         ]
         self._pending.clear()
@@ -200,12 +131,12 @@ def random_calls(load: Load) -> tuple[int, list[str]]:
         rows = stress.shared.randint(1, load.max_rows)
         config = stress.shared.choice(configs)
         straggler = stress.straggler()
-        A, B = stress.operands(rows)
-        given = A.clone()
+        operands = stress.operands(rows)
+        given = operands | {"A": operands["A"].clone()}
         stress.be_late()
-        C = stress.op.tuned.fn(given, B, stress.ctx, **config, straggler_option=straggler)
-        given.fill_(float("nan"))  # the caller may do so as soon as the call returned
-        stress.check_later(f"call {number}, {rows} rows a rank, {config}", A, B, C)
+        C = stress.call(given, **config, straggler_option=straggler)
+        given["A"].fill_(float("nan"))  # the caller may do so as soon as the call returned
+        stress.check_later(f"call {number}, {rows} rows a rank, {config}", operands, C)
     return stress.finish()
 
 
@@ -222,13 +153,13 @@ def random_replays(load: Load, graphs: int) -> tuple[int, list[str]]:
     ]
     for number in range(load.calls):
         each = stress.shared.choice(captures)
-        A = stress.a_of(each.rows)
-        each.A.copy_(A)
+        stress.case.refill(each.operands, dist.get_world_size(), stress.values)
+        kept = each.operands | {"A": each.operands["A"].clone()}
         stress.be_late()
         each.replay()
-        each.A.fill_(float("nan"))
+        each.operands["A"].fill_(float("nan"))
         C = each.latest["C"].clone()
-        stress.check_later(f"replay {number}, {each.what}", A, each.B, C)
+        stress.check_later(f"replay {number}, {each.what}", kept, C)
     return stress.finish()
 
 
@@ -236,42 +167,41 @@ class _Capture:
     """A captured call, with the operands that it reads and the output that it writes."""
 
     def __init__(self, stress: _Stress, rows: int, config: dict[str, Any]) -> None:
-        self.what, self.rows = f"{rows} rows a rank, {config}", rows
-        self.A, self.B = stress.operands(rows)
+        self.what, self.operands = f"{rows} rows a rank, {config}", stress.operands(rows)
         self.latest: dict[str, torch.Tensor] = {}
         self.replay: Callable[[], object] = stress.device.capture(
-            lambda: self.latest.update(C=stress.op.tuned.fn(self.A, self.B, stress.ctx, **config)),
+            lambda: self.latest.update(C=stress.call(self.operands, **config)),
             _CAPTURE_SECONDS,
         )
 
 
 def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     """Configs of own algorithms that compile on every rank; every way, then at random."""
-    load, ctx, op = stress.load, stress.ctx, stress.op
-    A, B = stress.operands(load.max_rows)
-    own = [
-        config
-        for config in op.tuned.config_space
-        if op.is_own(config) and op.tuned.prune_fn(config, A, B, ctx)
-    ]
+    load, case = stress.load, stress.case
+    args, kwargs = case.arguments(stress.operands(load.max_rows), stress.ctx)
+    left, _ = case.op.config_space.prune(case.op.prune_fn, args, kwargs)
+    own = [config for config in left if case.is_own(config)]
     stress.shared.shuffle(own)
-    ways = {op.way(config): config for config in own}
+    ways = {case.way(config): config for config in own}
     ordered = list(dict.fromkeys([*ways.values(), *own]))
     drawn: list[dict[str, Any]] = []
     for config in ordered:
         if len(drawn) == max(load.configs, len(ways)):
             break
-        if all(group_for().gather("config compiles", _compiles(op, A, B, ctx, config.arguments()))):
+        compiles = _compiles(case, args, kwargs, config.arguments())
+        if all(group_for().gather("config compiles", compiles)):
             drawn.append(config.arguments())
     assert drawn, "no config of an own algorithm can be compiled here"
     return drawn
 
 
 def _compiles(
-    op: StressedOp, A: torch.Tensor, B: torch.Tensor, ctx: Any, arguments: dict[str, Any]
+    case: GEMMCase, args: tuple[Any, ...], kwargs: dict[str, Any], config: dict[str, Any]
 ) -> bool:
+    prepare = case.op._hooks.prepare
+    assert prepare is not None
     try:
-        op.tuned._hooks.prepare(A, B, ctx, **arguments)
+        prepare(*args, **kwargs, **config)
     except Exception:  # too much shared memory, say: the tuner would leave it out, too
         return False
     return True

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
+from triton_dist.kernels.common.case import tolerance
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
-
-# Parts that are rounded to the dtype once each, and their sum once more.
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4}
 
 Way: TypeAlias = dict[str, Any]
 """Keyword arguments that say how the product of a call is summed."""
@@ -109,11 +107,6 @@ class SummedCalls(ABC):
 
     @staticmethod
     @abstractmethod
-    def bad_calls(M: int, K: int) -> dict[str, dict[str, Any]]:
-        """Of this op alone, beside [M, K] that is good; by the argument that is refused."""
-
-    @staticmethod
-    @abstractmethod
     def bad_max_M(max_M: int) -> int:
         """Beside ``max_M`` that is good."""
 
@@ -194,13 +187,12 @@ class SummedCalls(ABC):
     def check(self) -> int:
         """Compare all results; returns how many there were."""
         current_device().synchronize()
-        tolerance = TOLERANCE[self.dtype]
-        # Of parts that cancel, their rounding is left: they grow with the root of K, and the sum of
-        # their errors with the root of their number.
-        absolute = tolerance * max(1.0, (self.K / 72 * len(self.members) / 2) ** 0.5)
+        relative = tolerance(self.dtype, len(self.members))
+        # Standard deviation of a sum of products of U(-1, 1), each of which has one of 1 / 3.
+        absolute = relative * max(1.0, (self.K * len(self.members)) ** 0.5 / 3)
         for what, C, expected in self.results:
             try:
-                assert_allclose(C, expected, rtol=tolerance, atol=absolute)
+                assert_allclose(C, expected, rtol=relative, atol=absolute)
             except AssertionError as error:
                 raise AssertionError(f"{what}: {error}") from None
         return len(self.results)

@@ -41,13 +41,13 @@ PUBLIC_MODULES = [
 # Public names of modules that have no __all__.
 OTHER_NAMES = {
     "triton_dist.testing.timing": ["interleaved", "captured", "Samples"],
-    "triton_dist.testing.reference": [
+    "triton_dist.kernels.common.vendor": [
         "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
     ],
-    "triton_dist.testing.overlap": ["Candidate", "overlap_limit"],
-    "triton_dist.testing.ag_gemm_peers": ["ag_gemm_peers", "gather_alone", "is_own_algorithm"],
-    "triton_dist.testing.gemm_ar_peers": ["gemm_ar_peers", "summed_product"],
-    "triton_dist.testing.gemm_rs_peers": ["gemm_rs_peers", "summed_rows"],
+    "triton_dist.kernels.common.case": ["Case", "Cost", "Peer", "tolerance"],
+    "triton_dist.kernels.nvidia.allgather_gemm.case": ["gather_alone"],
+    "triton_dist.testing.cases": ["all_cases"],
+    "triton_dist.testing.overlap": ["overlap_limit"],
     "triton_dist.testing.compile_only": ["compile_only", "install", "compile_kernel", "Compiled"],
     "triton_dist.testing.assertions": [
         "bitwise_equal", "assert_bitwise_equal", "count_mismatches",

@@ -61,7 +61,7 @@ def on_gpus(monkeypatch):
     gpu = SimpleNamespace(interprets=False, has_libraries=True, prefers_descriptors=True)
     for module in (vendor, allgather_gemm_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor, "_has_async_tp", lambda: False)
+    monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: False)
 
 
 def test_the_space_has_tiles_and_communication(monkeypatch):
@@ -78,7 +78,7 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
     ]
     assert space[len(tiled) :] == serial[:1]
     assert config_space()[len(tiled) :] == [*serial, {"way": "collective"}]
-    monkeypatch.setattr(vendor, "_has_async_tp", lambda: True)
+    monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: True)
     assert config_space()[-1] == {"way": "async_tp"}
     assert max(config.get("num_streams", 0) for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1

@@ -8,8 +8,9 @@ import pytest
 import torch
 import triton
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, TOLERANCE, uniform
+from tests.distributed.ag_gemm_calls import LAYOUTS, uniform
 from triton_dist.errors import InvalidArgument, NoValidConfig
+from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.nvidia import gemm_non_persistent, gemm_persistent, matmul
 from triton_dist.kernels.nvidia.gemm import (
@@ -24,9 +25,9 @@ SIZES = ((37, 72, 72), (1, 24, 16), (65, 33, 33), (1, 1, 1), (8, 128, 64))
 
 
 def check(C, A, B):
-    tolerance = TOLERANCE[A.dtype]
+    limit = tolerance(A.dtype)
     expected = (A.double() @ B.double()).to(A.dtype)
-    assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+    assert_allclose(C, expected, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

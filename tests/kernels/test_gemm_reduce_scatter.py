@@ -11,7 +11,7 @@ import triton
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_rs_calls import WAYS, Calls
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
-from triton_dist.kernels.common import vendor_reduce_scatter
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.scatter import calls as scattered_call
 from triton_dist.kernels.common.scatter.launch import (
     Chunks,
@@ -68,9 +68,9 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     gpu = SimpleNamespace(
         name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True
     )
-    for module in (vendor_reduce_scatter, gemm_reduce_scatter_ways):
+    for module in (vendor, gemm_reduce_scatter_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor_reduce_scatter, "_has_async_tp", lambda: True)
+    monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: True)
     assert config_space()[-2:] == [{"way": "collective"}, {"way": "async_tp"}]
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,18 +31,12 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common.gemm import launch as gemm_launch
-from triton_dist.kernels.nvidia import (
-    ag_gemm,
-    all_gather,
-    all_reduce,
-    gemm_ar,
-    gemm_rs,
-    reduce_scatter,
-)
+from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.ranks.solo import SoloRank
+from triton_dist.testing.cases import all_cases
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
 FOUR = {"world_size": "4", "local_world_size": "4"}
@@ -73,107 +66,6 @@ class FakeRanks(SoloRank):
 
     def facts(self) -> Mapping[str, str]:
         return self.topology
-
-
-def ag_gemm_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the largest M of the bucket."""
-    rows, columns, K, dtype, layout, num_ranks, local_copy = value
-
-    def meta(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    B = {
-        "row-major": lambda: meta(K, columns),
-        "column-major": lambda: meta(columns, K).T,
-        "strided": lambda: meta(K, 2 * columns)[:, ::2],
-    }[layout]()
-    ctx = SimpleNamespace(
-        K=K,
-        N=columns * num_ranks,
-        max_M=rows * num_ranks,
-        dtype=dtype,
-        num_ranks=num_ranks,
-        accepted={},
-        buffer=SimpleNamespace(num_ranks=num_ranks),
-        symm_workspace=meta(1, K),
-    )
-    return (meta(rows, K), B, ctx), {} if local_copy else {"local_copy": False}
-
-
-def gemm_rs_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the largest M of the bucket."""
-    rows, *others, adds = value
-    return _summed_call((rows * value[6], *others), reduce_st=adds), {}
-
-
-def gemm_ar_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same."""
-    *looks, copy_to_local = value
-    return _summed_call(looks), {"copy_to_local": copy_to_local}
-
-
-def _summed_call(looks: Sequence[Any], **attributes: Any) -> tuple[Any, ...]:
-    """A, B and a context of an op that sums products over ranks."""
-    M, N, K, dtype, layout, contiguous, num_ranks = looks
-
-    def meta(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    A = meta(M, K) if contiguous else meta(M, 2 * K)[:, ::2]
-    B = {
-        "row-major": lambda: meta(K, N),
-        "column-major": lambda: meta(N, K).T,
-        "strided": lambda: meta(K, 2 * N)[:, ::2],
-    }[layout]()
-    slots = SimpleNamespace(epoch=meta(1))
-    ctx = SimpleNamespace(
-        N=N,
-        max_M=M,
-        output_dtype=dtype,
-        num_ranks=num_ranks,
-        accepted={},
-        buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
-        **attributes,
-    )
-    return A, B, ctx
-
-
-def all_reduce_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the largest size of the bucket, which always fits vectors."""
-    elements, dtype, _, num_ranks, method, in_place = value
-    x = torch.empty(elements, dtype=dtype, device="meta")
-    output = {"output": x} if in_place else {}
-    return (x, _collective_context(num_ranks)), {"method": method, **output}
-
-
-def all_gather_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same."""
-    elements, dtype, _, num_ranks = value
-    return (torch.empty(elements, dtype=dtype, device="meta"), _collective_context(num_ranks)), {}
-
-
-def reduce_scatter_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same."""
-    elements, *others = value
-    (_, ctx), _ = all_gather_call(value)
-    return (torch.empty(elements * ctx.num_ranks, dtype=others[0], device="meta"), ctx), {}
-
-
-def _collective_context(num_ranks: int) -> Any:
-    device = SimpleNamespace(torch_device=torch.device("meta"))
-    buffer = SimpleNamespace(device=device)
-    return SimpleNamespace(num_ranks=num_ranks, buffer=buffer, workspace_nbytes=1 << 40)
-
-
-# By the full name of an op: a call that has a key.
-CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "triton_dist.kernels.nvidia.allgather.all_gather": all_gather_call,
-    "triton_dist.kernels.nvidia.allgather_gemm.ag_gemm": ag_gemm_call,
-    "triton_dist.kernels.nvidia.allreduce.all_reduce": all_reduce_call,
-    "triton_dist.kernels.nvidia.gemm_allreduce.gemm_ar": gemm_ar_call,
-    "triton_dist.kernels.nvidia.gemm_reduce_scatter.gemm_rs": gemm_rs_call,
-    "triton_dist.kernels.nvidia.reduce_scatter.reduce_scatter": reduce_scatter_call,
-}
 
 
 class On:
@@ -228,13 +120,15 @@ def every_record_is_a_hit(path: Path, on: On) -> int:
     """How many there are; raises for one that is no hit."""
     records, last = list(unpack(json.loads(path.read_text()))), None
     for record in records:
+        case = all_cases()[record.key.function]
         tuned = getattr(importlib.import_module(record.key.module), record.key.function)
+        assert tuned is case.op
         hardware = record.fingerprint.hardware["gpu"], record.fingerprint.topology
         if hardware != last:  # the space takes a while to evaluate
             on(tuned, *hardware)
             last = hardware
         value = read(json.loads(record.key.text))
-        args, kwargs = CALLS[record.key.full_name](value)
+        args, kwargs = case.recorded_call(value)
         assert tuned.key_fn(*args, **kwargs) == value
         found = tuned.tune(*args, **kwargs)
         assert found.digest == record.digest, "another file has that key too"
@@ -248,23 +142,6 @@ def test_every_shipped_record_is_a_hit(on):
         assert every_record_is_a_hit(path, on) > 0, path
 
 
-def keys_of(op: Any) -> Iterator[tuple[Any, ...]]:
-    """Keys of all kinds."""
-    if op in (all_reduce, all_gather, reduce_scatter):
-        more = ((None, False), (None, True)) if op is all_reduce else ((),)
-        for elements in (1 << exponent for exponent in range(10, 22)):
-            for dtype in (torch.bfloat16, torch.float32)[: 3 - len(more)]:
-                yield from ((elements, dtype, True, 4, *rest) for rest in more)
-        return
-    for rows in (1, 4, 1024, 4096):
-        for layout in ("row-major", "column-major", "strided"):
-            for flag in (True, False):
-                if op is ag_gemm:
-                    yield (rows, 7168, 8192, torch.bfloat16, layout, 4, flag)
-                else:
-                    yield (rows, 8192, 7168, torch.bfloat16, layout, flag, 4, op is gemm_ar)
-
-
 def made(
     on: On,
     folder: Path,
@@ -276,9 +153,10 @@ def made(
     origin = op.origin()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
-    for value in keys_of(op):
+    case = all_cases()[op.fn.__name__]
+    for value in case.sample_keys():
         key = Key.of(origin, value, hardware)
-        args, kwargs = CALLS[key.full_name](value)
+        args, kwargs = case.recorded_call(value)
         kept, _ = op.config_space.prune(op.prune_fn, args, kwargs)
         trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
         records.append(
@@ -298,13 +176,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "op",
-    [ag_gemm, all_gather, all_reduce, gemm_ar, gemm_rs, reduce_scatter],
-    ids=lambda op: op.fn.__name__,
-)
-def test_every_record_of_a_file_made_here_is_a_hit(on, folder, op):
-    assert every_record_is_a_hit(made(on, folder, op=op), on) == 24
+@pytest.mark.parametrize("name", all_cases())
+def test_every_record_of_a_file_made_here_is_a_hit(on, folder, name):
+    path = made(on, folder, op=all_cases()[name].op)
+    assert every_record_is_a_hit(path, on) == 24
 
 
 def drop_a_config(tree: Any) -> None:
@@ -341,7 +216,8 @@ def test_a_winner_that_is_pruned_for_the_call_is_found_out(on, folder, monkeypat
 
 def test_on_other_hardware_they_are_no_hits(on, folder):
     made(on, folder)
-    args, kwargs = ag_gemm_call((4, 7168, 8192, torch.bfloat16, "column-major", 4, True))
+    key = (4, 7168, 8192, torch.bfloat16, "column-major", 4, True)
+    args, kwargs = all_cases()["ag_gemm"].recorded_call(key)
     for gpu, topology in (
         ("NVIDIA H100 80GB HBM3", FOUR),
         ("NVIDIA H200", {**FOUR, "world_size": "8"}),

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 import triton_dist
-from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, TOLERANCE, uniform
+from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, uniform
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.orders import gathered_tile
 from triton_dist.kernels.common.gemm.split_k import (
@@ -71,7 +72,7 @@ def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
             C = torch.full((M, N), NAN, dtype=dtype, device=A.device)
             sharded_gemm(A, B, C, config, num_sms=num_sms, persistent=True, split=split).run()
             expected = (A.double() @ B.double()).to(dtype)
-            assert_allclose(C, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            assert_allclose(C, expected, rtol=tolerance(dtype), atol=tolerance(dtype))
         assert not split.counters.any()
     assert cut > 0
 

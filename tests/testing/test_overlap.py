@@ -1,4 +1,4 @@
-"""What overlapped ops are measured beside: peers, the limit, and how configs are told apart."""
+"""Peers that overlapped ops are measured beside, the limit, and own configs."""
 
 from __future__ import annotations
 
@@ -6,47 +6,87 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import AllGatherMethod, create_ag_gemm_context
+from triton_dist.kernels.common.case import Peer
+from triton_dist.kernels.common.gemm_case import Shape
+from triton_dist.kernels.nvidia import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm.case import CASE as AG_GEMM
+from triton_dist.kernels.nvidia.allgather_gemm.case import gather_alone
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
-from triton_dist.runtime.device import current_device
-from triton_dist.testing.ag_gemm_peers import ag_gemm_peers, gather_alone, is_own_algorithm
-from triton_dist.testing.assertions import count_mismatches
-from triton_dist.testing.overlap import Candidate, overlap_limit
+from triton_dist.testing.assertions import assert_allclose, count_mismatches
+from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples
 
+KINDS = {
+    "ag_gemm": {
+        "GEMM alone": "gemm",
+        "all-gather alone": "transfer",
+        "copy-engine all-gather alone": "transfer",
+        "all-gather + matmul": "peer",
+    },
+    "gemm_ar": {
+        "GEMM alone": "gemm",
+        "all-reduce alone": "transfer",
+        "matmul + all-reduce": "peer",
+    },
+    "gemm_rs": {
+        "GEMM alone": "gemm",
+        "reduce-scatter alone": "transfer",
+        "matmul + reduce-scatter": "peer",
+    },
+}
+ON_GPUS = {
+    "ag_gemm": {"torch async-TP"},
+    "gemm_ar": {"matmul + torch one-shot", "matmul + torch two-shot"},
+    "gemm_rs": {"torch async-TP"},
+}
 
-def everything_there_is():
+
+def everything_there_is(name):
     """Kinds by name; each peer's output is what it says, for other operands than at the start."""
-    device = current_device().torch_device
-    A, B = torch.rand(3, 16, device=device), torch.rand(16, 8, device=device)
-    with create_ag_gemm_context(6, 16, 16, A.dtype, dist.get_rank(), 2) as ctx:
-        peers = ag_gemm_peers(A, B, ctx)
-        A.mul_(-2)
+    case, dtype = gemm_cases()[name], torch.float32
+    shape = case.of_rank(3, 8, 16, 2)
+    with case.context(shape, dtype) as ctx:
+        operands = case.operands(shape, dtype, 2, has_bias=case.sums_over_ranks)
+        peers = case.peers(operands, ctx)
+        case.refill(operands, 2)
+        tolerance = case.tolerance(dtype, 2)
         for each in peers.values():
             if each.expected is not None:
-                torch.testing.assert_close(each.call(), each.expected())
+                assert_allclose(each.call(), each.expected(), tolerance, tolerance)
+    return {name: each.kind for name, each in peers.items()}
+
+
+def what_a_rank_gets():
+    """The transfer of AllGather-GEMM alone."""
+    shape = Shape(6, 16, 16)
+    with AG_GEMM.context(shape, torch.float32) as ctx:
+        A = AG_GEMM.operands(shape, torch.float32, 2)["A"]
         rows = gather_alone(A, ctx)
         shards = [torch.empty_like(A) for _ in range(2)]
         dist.all_gather(shards, A)
         peer = 1 - dist.get_rank()
         torch.testing.assert_close(rows[3 * peer : 3 * peer + 3], shards[peer])
-    return {name: each.kind for name, each in peers.items()}
 
 
-def test_peers_do_what_they_say(spawn_ranks):
-    expected = {
-        "GEMM alone": "gemm",
-        "all-gather alone": "transfer",
-        "copy-engine all-gather alone": "transfer",
-        "all-gather + matmul": "peer",
-    }
-    assert spawn_ranks(2, everything_there_is) == [expected, expected]
+@pytest.mark.parametrize("op", KINDS)
+def test_peers_do_what_they_say(spawn_ranks, op):
+    assert spawn_ranks(2, everything_there_is, op) == [KINDS[op], KINDS[op]]
+
+
+def test_every_case_is_here():
+    assert list(gemm_cases()) == list(KINDS)
+
+
+def test_the_transfer_alone_brings_the_rows_of_peers(spawn_ranks):
+    spawn_ranks(2, what_a_rank_gets)
 
 
 @pytest.mark.gpu(count=2)
-def test_torch_has_a_peer_on_gpus(spawn_ranks):
-    for kinds in spawn_ranks(2, everything_there_is, device="cuda", timeout=110):
-        assert kinds["torch async-TP"] == "peer"
+@pytest.mark.parametrize("op", ON_GPUS)
+def test_torch_has_peers_on_gpus(spawn_ranks, op):
+    for kinds in spawn_ranks(2, everything_there_is, op, device="cuda", timeout=110):
+        assert {kinds[name] for name in ON_GPUS[op]} == {"peer"}
 
 
 @pytest.mark.parametrize(
@@ -55,15 +95,14 @@ def test_torch_has_a_peer_on_gpus(spawn_ranks):
 def test_the_limit_is_the_slower_part_at_its_fastest(gemm, transfers, limit):
     times = {"g": gemm, "t0": transfers[0], "t1": transfers[1], "o": 1.0}
     kinds = {"g": "gemm", "t0": "transfer", "t1": "transfer", "o": "own"}
-    candidates = {name: Candidate(kind, torch.Tensor) for name, kind in kinds.items()}
+    candidates = {name: Peer(kind, torch.Tensor) for name, kind in kinds.items()}
     samples = {name: Samples((time,) * 3) for name, time in times.items()}
     assert overlap_limit(candidates, samples) == limit
 
 
 def test_own_algorithms_are_told_from_vendors():
-    own = {way for way in WAYS if is_own_algorithm({"way": way})}
+    own = {way for way in WAYS if AG_GEMM.is_own({"way": way})}
     assert own == {method.value for method in AllGatherMethod}
-    assert is_own_algorithm({"persistent": True})
 
 
 def test_mismatches_are_counted():

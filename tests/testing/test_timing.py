@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_dist.testing.reference import all_gather_matmul, all_gather_rows
+from triton_dist.kernels.common.vendor import all_gather_matmul, all_gather_rows
 from triton_dist.testing.timing import Samples, captured, interleaved
 
 

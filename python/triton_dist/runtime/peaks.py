@@ -29,6 +29,15 @@ class Peak:
     sms: int
 
 
+RELATIVE_RATE = {
+    torch.float16: 1.0,
+    torch.bfloat16: 1.0,
+    torch.float32: 0.5,
+    torch.int8: 2.0,
+    torch.float8_e4m3fn: 2.0,
+    torch.float8_e5m2: 2.0,
+}
+"""Matrix rates relative to the 16-bit one; fp32 operands are multiplied as tf32."""
 _PCIE_GEN4_X16 = 32.0
 _BY_NAME = {
     "A100": Peak(312.0, 2039.0, 300.0, 108),

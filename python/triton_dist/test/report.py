@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from triton_dist.kernels.common.case import Peer
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.overlap import Candidate, overlap_limit
+from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples
 from triton_dist.utils import dist_print, is_cuda
 
@@ -30,7 +31,7 @@ def report_passed(details: str) -> None:
 
 def report_times(
     title: str,
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, Peer],
     samples: Mapping[str, Samples],
     serial: str,
     transfer: str,

@@ -1,62 +1,176 @@
-"""AllGather-GEMM by what torch brings: candidates beside our own algorithms, never a fall-back that
-is taken unmeasured."""
+"""Ops by what torch brings: candidates beside our own algorithms, never a fall-back that is taken
+unmeasured; the peers that benchmarks measure; and the unfused references that results are held to.
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
 
+ALL_GATHER_MATMUL = "fused_all_gather_matmul"
+MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
+"""Operators of torch's async tensor parallelism, in ``torch.ops.symm_mem``."""
+ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
+"""Names of torch's all-reduces over symmetric memory."""
+
 
 class VendorMethod(enum.Enum):
-    """AllGather-GEMM by libraries of others; has no tiles, streams or chunks."""
+    """A GEMM across ranks by libraries of others; has no tiles, streams or chunks."""
 
     COLLECTIVE = "collective"
-    """The group's all-gather (NCCL; gloo on CPU ranks), then ``torch.matmul``: no overlap."""
+    """The group's collective (NCCL; gloo on CPU ranks) and ``torch.matmul``, one after the other:
+    no overlap."""
     ASYNC_TP = "async_tp"
-    """``torch.ops.symm_mem.fused_all_gather_matmul``; on GPUs, in builds of torch that have it."""
+    """The op's operator of async tensor parallelism; on GPUs, in builds of torch that have it."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-def methods_here() -> list[VendorMethod]:
-    """Those that work on this process's device with this torch."""
+def methods_here(operator: str) -> list[VendorMethod]:
+    """Methods that work on this process's device with this torch; ``operator``: the op's own."""
     device = current_device()
-    if device.has_libraries and _has_async_tp():
+    if device.has_libraries and _has_async_tp(operator):
         return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
     return [VendorMethod.COLLECTIVE]
 
 
-def candidates_here() -> list[VendorMethod]:
-    """What a tuning tries: on GPUs all that works there. None on CPU ranks, which are there to run
-    our kernels, and where an interpreted kernel would never win."""
-    return methods_here() if current_device().has_libraries else []
+def candidates_here(operator: str) -> list[VendorMethod]:
+    """Candidates of a tuning: on GPUs all that works there. None on CPU ranks, which are there to
+    run our kernels, and where an interpreted kernel would never win."""
+    return methods_here(operator) if current_device().has_libraries else []
 
 
-def _has_async_tp() -> bool:
-    import torch.distributed._symmetric_memory  # registers the operator
+def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:
+    """Tell if ``operator`` can run over ``group``: not on CPU ranks, and not alone."""
+    return dist.get_world_size(group) > 1 and VendorMethod.ASYNC_TP in methods_here(operator)
 
-    return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul")
+
+def _has_async_tp(operator: str) -> bool:
+    import torch.distributed._symmetric_memory  # registers the operators
+
+    return hasattr(torch.ops.symm_mem, operator)
 
 
 def all_gather_into(
     rows: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """Gather ``shard`` [m, K] of all ranks into ``rows`` [world size * m, K]."""
+    """Gather ``shard`` [m, …] of all ranks into ``rows`` [world size * m, …]."""
     # torch 2.13 gave the collective a new name and deprecates the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(rows, shard, group=group)
 
 
-def fused_all_gather_matmul(
-    shard: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None
+def all_gather_rows(
+    shard: torch.Tensor, group: dist.ProcessGroup | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``all_gather(shard) @ B`` by torch's async tensor parallelism."""
-    name = (group or dist.distributed_c10d._get_default_group()).group_name
-    products = torch.ops.symm_mem.fused_all_gather_matmul(shard, [B], 0, name, return_A=False)[1]
+    """Shards [rows, …] of all ranks on top of one another, [world size * rows, …]."""
+    if out is None:
+        out = shard.new_empty((shard.shape[0] * dist.get_world_size(group), *shard.shape[1:]))
+    all_gather_into(out, shard, group)
+    return out
+
+
+def reduce_scatter_into(
+    out: torch.Tensor, addend: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Sum ``addend`` [world size * n, …] over all ranks; this rank's rows go to ``out`` [n, …]."""
+    # Renamed along with the all-gather.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, addend, group=group)
+
+
+def reduce_scatter(addend: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This rank's rows of the sum over all ranks of ``addend`` [M, …]: [M / world size, …]."""
+    out = addend.new_empty((addend.shape[0] // dist.get_world_size(group), *addend.shape[1:]))
+    reduce_scatter_into(out, addend, group)
+    return out
+
+
+def all_reduce(addend: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """``addend``, which becomes its sum over all ranks."""
+    dist.all_reduce(addend, group=group)
+    return addend
+
+
+def all_gather_matmul(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """``all_gather(A) @ B``: collective, then product."""
+    return torch.matmul(all_gather_rows(A, group), B)
+
+
+def async_tp_matmul(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """``all_gather(A) @ B`` by torch's async tensor parallelism; GPUs only.
+
+    A: [M_per_rank, K], contiguous, B: [K, N_per_rank]. Its first call in a group, and one with a
+    larger A than any before, are collective and allocate: they cannot be captured.
+    """
+    name = _group_of_async_tp(group)
+    products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=False)[1]
     product: torch.Tensor = products[0]
     return product
+
+
+def async_tp_matmul_scatter(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of ``A @ B``, in the same way."""
+    name = _group_of_async_tp(group)
+    rows: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
+    return rows
+
+
+def symmetric_all_reduces(
+    like: torch.Tensor,
+    fill: Callable[[torch.Tensor], object],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """torch's all-reduces of a tensor like ``like`` in symmetric memory, by name; ``fill`` writes
+    it at each call. None on CPU ranks, and for one rank. Collective over ``group``."""
+    if not current_device().has_libraries or dist.get_world_size(group) == 1:
+        return {}
+    import torch.distributed._symmetric_memory as symm_mem  # registers the operators
+
+    members = group or dist.distributed_c10d._get_default_group()
+    staged = symm_mem.empty(like.shape, dtype=like.dtype, device=like.device)
+    symm_mem.rendezvous(staged, members)
+
+    def one_shot() -> torch.Tensor:
+        fill(staged)
+        out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+            staged, "sum", members.group_name
+        )
+        return out
+
+    def two_shot() -> torch.Tensor:
+        fill(staged)
+        torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", members.group_name)
+        return staged
+
+    return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}
+
+
+def _group_of_async_tp(group: dist.ProcessGroup | None) -> Any:
+    name = (group or dist.distributed_c10d._get_default_group()).group_name
+    _enable(name)
+    return name
+
+
+@functools.cache
+def _enable(group_name: Any) -> None:
+    """Let a group use symmetric memory, which torch before 2.11 has to be told; since then it is
+    needless, and deprecated."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        import torch.distributed._symmetric_memory as symm_mem
+
+        symm_mem.enable_symm_mem_for_group(group_name)

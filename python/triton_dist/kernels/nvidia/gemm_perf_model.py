@@ -5,17 +5,7 @@ from __future__ import annotations
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.runtime.peaks import device_peak
-
-# Relative to the 16-bit matrix rate; fp32 operands are multiplied as tf32.
-_RELATIVE_RATE = {
-    torch.float16: 1.0,
-    torch.bfloat16: 1.0,
-    torch.float32: 0.5,
-    torch.int8: 2.0,
-    torch.float8_e4m3fn: 2.0,
-    torch.float8_e5m2: 2.0,
-}
+from triton_dist.runtime.peaks import RELATIVE_RATE, device_peak
 
 
 def get_dram_gbps(device: torch.device | str | int | None = None) -> float:
@@ -30,7 +20,7 @@ def get_tensorcore_tflops(dtype: torch.dtype) -> float:
     Raises:
         InvalidArgument: a dtype that matrix units do not multiply.
     """
-    if dtype not in _RELATIVE_RATE:
-        known = ", ".join(map(str, _RELATIVE_RATE))
+    if dtype not in RELATIVE_RATE:
+        known = ", ".join(map(str, RELATIVE_RATE))
         raise InvalidArgument("get_tensorcore_tflops", "dtype", dtype, f"one of {known}")
-    return device_peak().tflops * _RELATIVE_RATE[dtype]
+    return device_peak().tflops * RELATIVE_RATE[dtype]

@@ -13,22 +13,17 @@ import argparse
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.case import Operands, Peer
+from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
-from triton_dist.kernels.nvidia import (
-    AllGatherGEMMTensorParallelContext,
-    ag_gemm,
-    create_ag_gemm_context,
-)
+from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, ag_gemm
+from triton_dist.kernels.nvidia.allgather_gemm.case import CASE
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func
-from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import report_passed, report_times
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
-from triton_dist.testing.ag_gemm_peers import SERIAL, ag_gemm_peers
-from triton_dist.testing.overlap import Candidate
-from triton_dist.testing.reference import all_gather_matmul
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.utils import (
@@ -36,14 +31,11 @@ from triton_dist.utils import (
     finalize_distributed,
     initialize_distributed,
     is_cuda,
-    rand_tensor,
 )
 
 # The interpreter does about 1e7 multiply-adds a second: shapes for CPU ranks.
 _CPU_CHECK = {"M_per_rank": 37, "N": 256, "K": 96}
 _CPU_PERF_SCALE = 64
-# atol = rtol against a product of the same inputs in the same dtype.
-_TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-2, torch.float32: 1e-3}
 
 
 def get_args() -> argparse.Namespace:
@@ -66,15 +58,16 @@ def get_args() -> argparse.Namespace:
 
 
 def make_data(
-    M: int, N: int, K: int, dtype: torch.dtype, trans_b: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A = U(-1, 1) * (rank + 1) * 0.01 [M / W, K] and B = U(-1, 1) [K, N / W], column-major if
-    ``trans_b``."""
-    rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), current_device().torch_device
-    A = rand_tensor([M // num_ranks, K], dtype, device) * ((rank + 1) * 0.01)
-    if trans_b:
-        return A, rand_tensor([N // num_ranks, K], dtype, device).T
-    return A, rand_tensor([K, N // num_ranks], dtype, device)
+    args: argparse.Namespace, shape: Shape, dtype: torch.dtype
+) -> tuple[Operands, torch.Tensor, torch.Tensor]:
+    """The case's operands, and A and B of them."""
+    operands = CASE.operands(shape, dtype, dist.get_world_size(), column_major=args.trans_b)
+    return operands, operands["A"], operands["B"]
+
+
+def check_result(C: torch.Tensor, operands: Operands) -> None:
+    tolerance = CASE.tolerance(C.dtype, dist.get_world_size())
+    assert_allclose(C, CASE.expected(operands), rtol=tolerance, atol=tolerance)
 
 
 def run_ag_gemm(
@@ -99,50 +92,48 @@ def run_ag_gemm(
     return C
 
 
-def check_shape(num_ranks: int) -> tuple[int, int, int]:
-    """Global M, N and K of the cases that check."""
+def check_shape(num_ranks: int) -> Shape:
+    """Shape of the cases that check."""
     if is_cuda():
-        return 4091 * num_ranks, 5120, 1024
-    return _CPU_CHECK["M_per_rank"] * num_ranks, _CPU_CHECK["N"], _CPU_CHECK["K"]
+        return Shape(4091 * num_ranks, 5120, 1024)
+    return Shape(_CPU_CHECK["M_per_rank"] * num_ranks, _CPU_CHECK["N"], _CPU_CHECK["K"])
 
 
 def check(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
-    M, N, K = check_shape(num_ranks)
-    with create_ag_gemm_context(M, N, K, dtype, dist.get_rank(), num_ranks) as ctx:
+    shape = check_shape(num_ranks)
+    with CASE.context(shape, dtype) as ctx:
         for round_number in range(5):
-            A, B = make_data(M, N, K, dtype, args.trans_b)
-            ctx.symm_workspace[:M].random_()
+            operands, A, B = make_data(args, shape, dtype)
+            ctx.symm_workspace[: shape.M].random_()
             if not args.local_copy:
                 ctx.own_rows(A.shape[0]).copy_(A)
             C = run_ag_gemm(args, A, B, ctx, round_number % num_ranks if args.debug else None)
-            expected = all_gather_matmul(A, B)
+            expected, tolerance = CASE.expected(operands), CASE.tolerance(dtype, num_ranks)
             for turn in range(num_ranks):
                 dist.barrier()
                 if turn == dist.get_rank():
-                    assert_allclose(C, expected, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+                    assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
         report_tuning(args, A, B, ctx)
-    report_passed(f"{args.dtype}, {M}x{N}x{K}")
+    report_passed(f"{args.dtype}, {shape}")
 
 
 def perf(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
-    shape = LAYER_CONFIGS[args.shape_id]
+    layer = LAYER_CONFIGS[args.shape_id]
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
-    M, N, K = args.M // scale, shape["N"] // scale, shape["K"] // scale
-    M, N = M // num_ranks * num_ranks, N // num_ranks * num_ranks
-    A, B = make_data(M, N, K, dtype, args.trans_b)
-    with create_ag_gemm_context(M, N, K, dtype, dist.get_rank(), num_ranks) as ctx:
+    shape = CASE.scaled(CASE.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
+    operands, A, B = make_data(args, shape, dtype)
+    with CASE.context(shape, dtype) as ctx:
         if not args.local_copy:
             ctx.own_rows(A.shape[0]).copy_(A)
 
         def ours() -> torch.Tensor:
             return run_ag_gemm(args, A, B, ctx)
 
-        tolerance = _TOLERANCE[dtype]
-        assert_allclose(ours(), all_gather_matmul(A, B), rtol=tolerance, atol=tolerance)
+        check_result(ours(), operands)
         report_tuning(args, A, B, ctx)
-        candidates = {"ag_gemm": Candidate("own", ours), **ag_gemm_peers(A, B, ctx)}
+        candidates = {CASE.name: Peer("own", ours), **CASE.peers(operands, ctx)}
         calls = {name: each.call for name, each in candidates.items()}
         samples = interleaved(
             calls | {f"{name}, CUDA graph": captured(call) for name, call in calls.items()}
@@ -150,14 +141,14 @@ def perf(args: argparse.Namespace) -> None:
             else calls,
             rounds=15 if is_cuda() else 3,
         )
-        title = f"{M}x{N}x{K} {dtype} on {num_ranks} ranks"
+        title = f"{shape} {dtype} on {num_ranks} ranks"
         eager = {name: samples[name] for name in calls}
         if is_cuda():
-            report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], M, N, K, dtype)
-        report_times(title, candidates, eager, SERIAL, "all-gather")
+            report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], shape, dtype)
+        report_times(title, candidates, eager, CASE.serial, CASE.transfer)
         if is_cuda():
             graphs = {name: samples[f"{name}, CUDA graph"] for name in calls}
-            report_times(f"{title}, CUDA graphs", candidates, graphs, SERIAL, "all-gather")
+            report_times(f"{title}, CUDA graphs", candidates, graphs, CASE.serial, CASE.transfer)
         with group_profile("ag_gemm_perf", args.profile):
             for _ in range(20 if args.profile else 0):
                 ours()
@@ -179,17 +170,15 @@ def report_tuning(
         )
 
 
-def report_rates(own_ms: float, M: int, N: int, K: int, dtype: torch.dtype) -> None:
+def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
     """Each rank's rates in steady state: back-to-back calls, caches warm."""
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    local_N = N // num_ranks
-    tflops = 2 * M * local_N * K / own_ms / 1e9
-    read = (M * K + K * local_N) * dtype.itemsize / own_ms / 1e6
-    written = M * local_N * dtype.itemsize / own_ms / 1e6
-    received = M * K * dtype.itemsize * (num_ranks - 1) / num_ranks / own_ms / 1e6
+    cost = CASE.cost(shape, dtype, dist.get_world_size())
+    read, written, received = (
+        nbytes / own_ms / 1e6 for nbytes in (cost.read_bytes, cost.written_bytes, cost.link_bytes)
+    )
     dist_print(
-        f"rank {rank}: {own_ms:.3f} ms/iter, {tflops:.1f} TFLOP/s, {read:.0f} GB/s read, "
-        f"{written:.0f} GB/s written, {received:.0f} GB/s received",
+        f"rank {dist.get_rank()}: {own_ms:.3f} ms/iter, {cost.flops / own_ms / 1e9:.1f} TFLOP/s, "
+        f"{read:.0f} GB/s read, {written:.0f} GB/s written, {received:.0f} GB/s received",
         need_sync=True,
         allowed_ranks="all",
     )
@@ -201,19 +190,18 @@ def report_rates(own_ms: float, M: int, N: int, K: int, dtype: torch.dtype) -> N
 
 def correctness_tma_autotune(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
-    M, N, K = check_shape(num_ranks)
-    buffer = AllGatherBuffer(M, K, dtype, None, "ag_gemm_tma_autotune")
+    shape = check_shape(num_ranks)
+    buffer = AllGatherBuffer(shape.M, shape.K, dtype, None, "ag_gemm_tma_autotune")
     op = TmaAutotunedAgGemm(buffer)
     for _ in range(5):
-        A, B = make_data(M, N, K, dtype, args.trans_b)
-        tolerance = _TOLERANCE[dtype]
-        assert_allclose(op(A, B), all_gather_matmul(A, B), rtol=tolerance, atol=tolerance)
+        operands, A, B = make_data(args, shape, dtype)
+        check_result(op(A, B), operands)
     for kernel, config in op.choices().items():
         dist_print(f"{kernel}: {config}", need_sync=True, allowed_ranks="all", prefix=True)
     dist_print(f"calls to tune: {op.tuning_calls}")
     dist.barrier()
     buffer.free()
-    report_passed(f"{args.dtype}, {M}x{N}x{K}")
+    report_passed(f"{args.dtype}, {shape}")
 
 
 CASES = {"check": check, "correctness_tma_autotune": correctness_tma_autotune, "perf": perf}

@@ -11,17 +11,13 @@ import argparse
 
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import (
-    AllGatherContext,
-    GatherMethod,
-    all_gather,
-    create_all_gather_ctx,
-)
+from triton_dist.kernels.common.collective.case import LIBRARY, Size
+from triton_dist.kernels.nvidia import AllGatherContext, GatherMethod, all_gather
+from triton_dist.kernels.nvidia.allgather.case import CASE
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import NO_TIMES, report_passed
 from triton_dist.test.utils import assert_bitwise_equal, dtype_named
-from triton_dist.testing.collective_peers import LIBRARY, collective_peers, expected_of
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
     dist_print,
@@ -51,7 +47,7 @@ def get_args() -> argparse.Namespace:
 def check(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None:
     for number in range(elements - 1, elements + 1):
         x = rand_tensor([number], dtype_named(args.dtype), current_device().torch_device)
-        expected = expected_of("all_gather", x)
+        expected = CASE.expected({"x": x})
         for method in GatherMethod:
             assert_bitwise_equal(all_gather.fn(x, ctx, method=method), expected)
         assert_bitwise_equal(all_gather(x, ctx, autotune=args.autotune), expected)
@@ -60,7 +56,7 @@ def check(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> Non
 def perf(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None:
     x = rand_tensor([elements], dtype_named(args.dtype), current_device().torch_device)
     calls = {
-        LIBRARY: captured(collective_peers("all_gather", x)[LIBRARY].call),
+        LIBRARY: captured(CASE.peers({"x": x}, ctx)[LIBRARY].call),
         "ours": captured(lambda: all_gather(x, ctx, autotune=args.autotune)),
     }
     samples = interleaved(calls, max(2, args.iters), args.warmup)
@@ -78,15 +74,14 @@ def main() -> None:
     args = get_args()
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
-    rank, size = dist.get_rank(), dist.get_world_size()
     if args.case != "check":
         dist_print(
             "median of the slowest rank; x: how many times as fast as the library's"
             if is_cuda()
             else NO_TIMES
         )
-    with create_all_gather_ctx(args.max_nbytes, rank, size, size) as ctx:
-        elements = args.max_nbytes // size // dtype_named(args.dtype).itemsize
+    with CASE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
+        elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize
         while elements > 16:
             if args.case != "perf":
                 check(args, ctx, elements)

@@ -15,26 +15,20 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.common.collective.case import LIBRARY, Size
 from triton_dist.kernels.nvidia import (
     AllReduceContext,
     AllReduceMethod,
     all_reduce,
-    create_allreduce_ctx,
     get_allreduce_methods,
     to_allreduce_method,
 )
+from triton_dist.kernels.nvidia.allreduce.case import CASE, IN_PLACE
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import NO_TIMES, report_passed
 from triton_dist.test.utils import assert_allclose, assert_bitwise_equal, dtype_named
-from triton_dist.testing.collective_peers import (
-    IN_PLACE,
-    LIBRARY,
-    TOLERANCE,
-    collective_peers,
-    expected_of,
-)
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
     dist_print,
@@ -97,6 +91,11 @@ def make_data(args: argparse.Namespace, elements: int) -> torch.Tensor:
     return rand_tensor([elements], dtype, device)
 
 
+def check_sum(x: torch.Tensor, output: torch.Tensor) -> None:
+    tolerance = CASE.tolerance(x.dtype, dist.get_world_size())
+    assert_allclose(output, CASE.expected({"x": x}), tolerance, tolerance)
+
+
 def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     sizes = random.Random(args.seed)  # the same on all ranks
     dtype = dtype_named(args.dtype)
@@ -109,9 +108,7 @@ def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
         outputs = [run_all_reduce(args, x, ctx) for x in inputs]
         again = [run_all_reduce(args, x, ctx, _straggler(args, sizes)) for x in inputs]
         for x, output, repeated in zip(inputs, outputs, again, strict=True):
-            assert_allclose(
-                output, expected_of("all_reduce", x), TOLERANCE[dtype], TOLERANCE[dtype]
-            )
+            check_sum(x, output)
             if args.method != AllReduceMethod.COLLECTIVE.value:
                 assert_bitwise_equal(repeated, output)
         for x in itertools.islice(itertools.cycle(inputs), args.verify_hang):
@@ -147,10 +144,8 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     dist_print(f"{'bytes':>10}{'us':>10}{heads}  config")
     for elements in sizes_to_measure(args):
         x = make_data(args, elements)
-        tolerance = TOLERANCE[x.dtype]
-        output = run_all_reduce(args, x, ctx)
-        assert_allclose(output, expected_of("all_reduce", x), tolerance, tolerance)
-        peers = collective_peers("all_reduce", x)
+        check_sum(x, run_all_reduce(args, x, ctx))
+        peers = CASE.peers({"x": x}, ctx)
         calls = {name: captured(peers[name].call) for name in (LIBRARY, IN_PLACE)}
         calls["ours"] = captured(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
         samples = interleaved(calls, max(2, args.iters), args.warmup)
@@ -180,8 +175,7 @@ def main() -> None:
     args = get_args()
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with create_allreduce_ctx(args.max_nbytes, rank, size, size) as ctx:
+    with CASE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
         (check if args.case == "check" else perf)(args, ctx)
     finalize_distributed()
 

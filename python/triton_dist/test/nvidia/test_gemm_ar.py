@@ -9,25 +9,21 @@ CPU ranks shapes are scaled down to what the interpreter can do.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import (
-    GEMMAllReduceMethod,
-    GEMMAllReduceTensorParallelContext,
-    create_gemm_ar_context,
-    gemm_ar,
-)
+from triton_dist.kernels.common.gemm_case import Shape
+from triton_dist.kernels.nvidia import GEMMAllReduceMethod, GEMMAllReduceTensorParallelContext
+from triton_dist.kernels.nvidia.gemm_allreduce.case import CASE
 from triton_dist.runtime.device import current_device
 from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.gemm_ar_peers import SERIAL, gemm_ar_peers, summed_product
 from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
 
 _LATE_CYCLES = 17_000_000  # 10 ms
-Shape = tuple[int, int, int]
 
 
 def get_args() -> argparse.Namespace:
@@ -52,11 +48,13 @@ def get_args() -> argparse.Namespace:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """(M, N, K_per_rank) as the command line asks for, scaled on CPU ranks, few rows not."""
+    """As the command line asks for, scaled on CPU ranks, few rows not; K is cut to a multiple of
+    the ranks."""
     scale = 1 if is_cuda() else CPU_SCALE
     M = args.M if is_cuda() else min(args.M, max(CPU_SCALE, args.M // CPU_SCALE))
     N, K = (max(1, size // scale) for size in (args.N, args.K))
-    return M, N, max(1, K // dist.get_world_size())
+    size = dist.get_world_size()
+    return Shape(M, N, max(1, K // size) * size)
 
 
 def script(args: argparse.Namespace) -> Script:
@@ -64,24 +62,23 @@ def script(args: argparse.Namespace) -> Script:
     if args.low_latency is not None:
         one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
         fixed["method"] = one_shot if args.low_latency else two_shot
-    options = {"copy_to_local": args.copy_to_local}
-    return Script(gemm_ar, "all-reduce", SERIAL, options, fixed, summed_product, gemm_ar_peers)
+    return Script(CASE, {"copy_to_local": args.copy_to_local}, fixed)
 
 
 def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParallelContext) -> None:
     """The first round with M rows, the others with some of the same key."""
-    M, N, K = shape
+    M = shape.M
     drawn = random.Random(args.seed)  # the same on all ranks
     for turn in range(args.verify_iters):
         rows = drawn.randint(M // 2 + 1, M) if turn else M
-        data = make_operands(args, rows, N, K)
+        data = make_operands(script(args), args, dataclasses.replace(shape, M=rows))
         late, cycles = drawn.randrange(dist.get_world_size()), drawn.randrange(_LATE_CYCLES)
         if late == dist.get_rank():
             current_device().sleep(cycles)
         summed_gemm.check(script(args), args, data, ctx)
     if args.verify_iters:
         summed_gemm.report_tuning(script(args), args, data, ctx)
-    report_check(args, *shape)
+    report_check(args, shape)
 
 
 def main() -> None:
@@ -89,14 +86,12 @@ def main() -> None:
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
     shape = shape_of(args)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with create_gemm_ar_context(
-        shape[0], shape[1], rank, size, size, dtype_named(args.dtype)
-    ) as ctx:
+    with CASE.context(shape, dtype_named(args.dtype)) as ctx:
         if args.case == "check":
             check(args, shape, ctx)
         else:
-            summed_gemm.perf(script(args), args, make_operands(args, *shape), ctx)
+            data = make_operands(script(args), args, shape)
+            summed_gemm.perf(script(args), args, data, ctx)
     finalize_distributed()
 
 

@@ -11,18 +11,13 @@ import argparse
 
 import torch.distributed as dist
 
-from triton_dist.kernels.nvidia import (
-    GEMMReduceScatterTensorParallelContext,
-    create_gemm_rs_context,
-    gemm_rs,
-)
+from triton_dist.kernels.common.gemm_case import Shape
+from triton_dist.kernels.nvidia import GEMMReduceScatterTensorParallelContext
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.case import CASE
 from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.gemm_rs_peers import SERIAL, gemm_rs_peers, summed_rows
 from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
-
-Shape = tuple[int, int, int]
 
 
 def get_args() -> argparse.Namespace:
@@ -40,15 +35,15 @@ def get_args() -> argparse.Namespace:
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:
-    """(M, N, K_per_rank) as the command line asks for, scaled on CPU ranks; M is cut to a multiple
-    of the ranks."""
+    """As the command line asks for, scaled on CPU ranks; M and K are cut to multiples of the
+    ranks."""
     size, scale = dist.get_world_size(), 1 if is_cuda() else CPU_SCALE
     rows = [args.M]
     if args.M_range:
         first, last, step = map(int, args.M_range.split("-"))
         rows = list(range(first, last + 1, step))
-    N, K = max(1, args.N // scale), max(1, args.K // scale // size)
-    return [(max(1, M // scale // size) * size, N, K) for M in rows]
+    N, K = max(1, args.N // scale), max(1, args.K // scale // size) * size
+    return [Shape(max(1, M // scale // size) * size, N, K) for M in rows]
 
 
 def script(args: argparse.Namespace) -> Script:
@@ -57,24 +52,24 @@ def script(args: argparse.Namespace) -> Script:
         for name in ("persistent", "fuse_scatter")
         if getattr(args, name) is not None
     }
-    return Script(gemm_rs, "reduce-scatter", SERIAL, {}, fixed, summed_rows, gemm_rs_peers)
+    return Script(CASE, {}, fixed)
 
 
 def check(
     args: argparse.Namespace, shape: Shape, ctx: GEMMReduceScatterTensorParallelContext
 ) -> None:
     for _ in range(args.verify_iters):
-        data = make_operands(args, *shape)
+        data = make_operands(script(args), args, shape)
         summed_gemm.check(script(args), args, data, ctx)
     if args.verify_iters:
         summed_gemm.report_tuning(script(args), args, data, ctx)
-    report_check(args, *shape)
+    report_check(args, shape)
 
 
 def perf(
     args: argparse.Namespace, shape: Shape, ctx: GEMMReduceScatterTensorParallelContext
 ) -> None:
-    summed_gemm.perf(script(args), args, make_operands(args, *shape), ctx)
+    summed_gemm.perf(script(args), args, make_operands(script(args), args, shape), ctx)
 
 
 def main() -> None:
@@ -82,11 +77,8 @@ def main() -> None:
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
     asked = shapes(args)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with create_gemm_rs_context(
-        max(M for M, _, _ in asked), asked[0][1], rank, size, size, dtype_named(args.dtype),
-        reduce_st=args.reduce_st,
-    ) as ctx:  # fmt: skip
+    largest = max(asked, key=lambda shape: shape.M)
+    with CASE.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
         for shape in asked:
             (check if args.case == "check" else perf)(args, shape, ctx)
     finalize_distributed()

@@ -326,7 +326,7 @@ class Collective(_Whole):
     name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if self.method in vendor.candidates_here() else []
+        return [()] if self.method in vendor.candidates_here(vendor.ALL_GATHER_MATMUL) else []
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         rows = call.ctx.collective_rows[: own.shape[0] * call.ctx.num_ranks]
@@ -340,7 +340,7 @@ class AsyncTP(Collective):
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return vendor.fused_all_gather_matmul(own, B, call.ctx.group)
+        return vendor.async_tp_matmul(own, B, call.ctx.group)
 
 
 @functools.lru_cache(maxsize=4096)

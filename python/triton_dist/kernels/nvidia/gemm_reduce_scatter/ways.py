@@ -10,7 +10,7 @@ import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor_reduce_scatter as vendor
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import Exchange
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.shapes import Shape, is_worth_trying, shape_of
@@ -335,7 +335,7 @@ class Collective(WholeProduct[Call, Sizes]):
     name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return [()] if self.method in vendor.candidates_here() else []
+        return [()] if self.method in vendor.candidates_here(vendor.MATMUL_REDUCE_SCATTER) else []
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return True
@@ -350,7 +350,7 @@ class AsyncTP(Collective):
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return vendor.fused_matmul_reduce_scatter(A, B, call.ctx.group)
+        return vendor.async_tp_matmul_scatter(A, B, call.ctx.group)
 
 
 def _own_rows(product: torch.Tensor, call: Call) -> torch.Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor_reduce_scatter
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.collective.op import (
     Collective,
@@ -98,7 +98,7 @@ class Call(ShardsCall):
     methods, gathers = ReduceScatterMethod, False
     push, take_pushed = kernel_reduce_scatter, kernel_add_pushed
     check = staticmethod(_check)
-    collective = staticmethod(vendor_reduce_scatter.reduce_scatter_into)
+    collective = staticmethod(vendor.reduce_scatter_into)
 
 
 @op(

@@ -1,0 +1,259 @@
+"""Facts that GEMMs across ranks share: shapes, operands, bad operands, calls from recorded keys."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
+from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
+from triton_dist.runtime.ranks import group_for
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Global sizes of a product: [M, K] by [K, N]."""
+
+    M: int
+    N: int
+    K: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.N}x{self.K}"
+
+    def scaled(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
+        """Every size divided; M and N rounded down to positive multiples of the ranks, M not with
+        ``any_rows``."""
+        M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
+        if any_rows:
+            M = max(1, self.M // divisor)
+        return Shape(M, N, max(1, self.K // divisor))
+
+
+SHAPES = (
+    *(Shape(M, 28672, 8192) for M in (16384, 8192, 4096)),
+    Shape(8192, 53248, 16384),
+    Shape(8192, 10240, 8192),
+    Shape(8192, 14336, 4096),
+    Shape(4096, 10240, 8192),
+    *(Shape(M, 28672, 8192) for M in (2048, 1024, 512)),
+)
+"""Compute-bound, balanced and small."""
+
+
+class GEMMCase(Case[Shape]):
+    """A product of A and B across ranks.
+
+    Attributes:
+        sums_over_ranks: K is what ranks share, and the op ends a layer. Else N is, and the op
+            begins one.
+        any_rows: M need not be a multiple of the ranks.
+    """
+
+    shape = Shape
+    shapes: Sequence[Shape] = SHAPES
+    sums_over_ranks: ClassVar[bool]
+    any_rows: ClassVar[bool] = False
+
+    def scaled(self, shape: Shape, divisor: int, num_ranks: int) -> Shape:
+        return shape.scaled(divisor, num_ranks, self.any_rows)
+
+    def layer(self, M: int, N: int, K: int) -> Shape:
+        """Shape of the op with M rows in a feed-forward layer whose first GEMM is of N and K."""
+        return Shape(M, K, N) if self.sums_over_ranks else Shape(M, N, K)
+
+    def of_rank(self, rows: int, columns: int, K: int, num_ranks: int) -> Shape:
+        """Global shape from what a rank has of what ranks share, and all of what they do not."""
+        rows = rows if self.any_rows else rows * num_ranks
+        if self.sums_over_ranks:
+            return Shape(rows, columns, K * num_ranks)
+        return Shape(rows, columns * num_ranks, K)
+
+    @abstractmethod
+    def operand_sizes(
+        self, shape: Shape, num_ranks: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Sizes of A and of B."""
+
+    def operands(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        num_ranks: int,
+        generator: torch.Generator | None = None,
+        column_major: bool = True,
+        has_bias: bool = False,
+    ) -> Operands:
+        """A, as ``refill`` has it; B U(-1, 1), column-major or not; and a bias U(-1, 1) [N] if
+        asked for, which is then the same on all ranks of the world: it is broadcast."""
+        a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
+        B = (
+            uniform((N, K), dtype, generator).T
+            if column_major
+            else uniform((K, N), dtype, generator)
+        )
+        operands = {"A": B.new_empty(a_sizes), "B": B}
+        self.refill(operands, num_ranks, generator)
+        if has_bias:
+            operands["bias"] = uniform((N,), dtype, generator)
+            dist.broadcast(operands["bias"], 0)
+        return operands
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
+    ) -> None:
+        """A becomes U(-s, s), with s such that sums over all of K have a standard deviation of 1:
+        each product of U(-s, s) and U(-1, 1) has one of s / 3."""
+        A = operands["A"]
+        terms = A.shape[1] * (num_ranks if self.sums_over_ranks else 1)
+        A.copy_(uniform(A.shape, A.dtype, generator, 3 / terms**0.5))
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        options = {name: value for name, value in operands.items() if name not in ("A", "B")}
+        return (operands["A"], operands["B"], ctx), options
+
+    def way(self, config: Mapping[str, Any]) -> Hashable:
+        return config["way"], config.get("num_chunks")
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype, num_ranks if self.sums_over_ranks else 1)
+
+    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        """Bad operands of all GEMMs; ``M`` needs a context whose largest is that of ``good``."""
+        A, B = good["A"], good["B"]
+        (rows, K), N = A.shape, B.shape[1]
+        other = torch.bfloat16 if A.dtype is not torch.bfloat16 else torch.float16
+        step = 1 if self.any_rows or not self.sums_over_ranks else num_ranks
+        return {
+            "A.dtype": {"A": A.to(other)},
+            "A.dtype (integers)": {"A": A.int()},
+            "B.dtype": {"B": B.to(other)},
+            "A.device": {"A": A.to("meta")},
+            "B.device": {"B": B.to("meta")},
+            "A.shape (vector)": {"A": A[0]},
+            "A.shape (3-D)": {"A": A[None]},
+            "A.shape (no rows)": {"A": A[:0]},
+            "M (too many)": {"A": A.new_ones(rows + step, K)},
+            "B.shape": {"B": B.new_ones(K, N + 1)},
+            "B.shape (K)": {"B": B.new_ones(K - 1, N)},
+            "B.shape (transposed)": {"B": B.new_ones(N, K)},
+            "B.shape (vector)": {"B": B[0]},
+        }
+
+
+class SummedGEMMCase(GEMMCase):
+    """``A @ B`` summed over ranks, which share K: A [M, K / W], B [K / W, N]."""
+
+    sums_over_ranks = True
+
+    def operand_sizes(
+        self, shape: Shape, num_ranks: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        K = max(1, shape.K // num_ranks)
+        return (shape.M, K), (K, shape.N)
+
+    @abstractmethod
+    def create(self, *args: Any, **options: Any) -> Any:
+        """The op's ``create_…``."""
+
+    def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
+        ranks = group_for(group)
+        return self.create(
+            shape.M, shape.N, ranks.rank, ranks.size, ranks.size, dtype, tp_group=group, **options
+        )
+
+    @abstractmethod
+    def own_rows(self, total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Rows of the sum [M, N] that this rank gets."""
+
+    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Own rows of the sum of ``A @ B``, plus the bias."""
+        A, B, bias = operands["A"], operands["B"], operands.get("bias")
+        total = torch.matmul(A.float(), B.float())
+        dist.all_reduce(total, group=group)
+        mine = self.own_rows(total, group)
+        return (mine if bias is None else mine + bias.float()).to(A.dtype)
+
+    def whole(self, call: Any, operands: Operands, group: dist.ProcessGroup | None) -> Peer:
+        """Others' code for the sum, to which the bias is added."""
+        bias = operands.get("bias")
+        return Peer(
+            "peer",
+            call if bias is None else lambda: call() + bias,
+            lambda: self.expected(operands, group),
+        )
+
+    def summed_cost(
+        self, shape: Shape, dtype: torch.dtype, num_ranks: int, owners: int, crossings: int
+    ) -> Cost:
+        """``owners``: ranks that share the sum's rows; ``crossings``: of the links, by the rows of
+        a product that are not the own ones."""
+        M, N, K, item = shape.M, shape.N, shape.K / num_ranks, dtype.itemsize
+        return Cost(
+            dtype,
+            flops=2 * M * N * K,
+            read_bytes=(M * K + K * N) * item,
+            written_bytes=M * N * item / owners,
+            link_bytes=crossings * M * N * item * (num_ranks - 1) / num_ranks,
+        )
+
+    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        bad = super().bad_calls(good, num_ranks)
+        B = good["B"]
+        N = B.shape[1]
+        return {
+            **bad,
+            "bias.dtype": {"bias": B.new_ones(N).to(bad["B.dtype"]["B"].dtype)},
+            "bias.device": {"bias": B.new_ones(N).to("meta")},
+            "bias.shape": {"bias": B.new_ones(N + 1)},
+            "bias.shape (2-D)": {"bias": B.new_ones(1, N)},
+            "bias.stride()": {"bias": B.new_ones(N, 2)[:, 0]},
+            "num_chunks": {"num_chunks": MAX_CHUNKS + 1},
+            "num_chunks (none)": {"num_chunks": 0},
+        }
+
+    def recorded_operands(self, looks: Sequence[Any], **attributes: Any) -> Call:
+        """A and B of a key, and a context with ``attributes`` beside what all have."""
+        M, N, K, dtype, layout, contiguous, num_ranks = looks
+        A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
+        slots = SimpleNamespace(epoch=meta(dtype, 1))
+        ctx = SimpleNamespace(
+            N=N,
+            max_M=M,
+            output_dtype=dtype,
+            num_ranks=num_ranks,
+            accepted={},
+            buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
+            **attributes,
+        )
+        return (A, matrix_laid_out(layout, dtype, K, N), ctx), {}
+
+    def sample_looks(self) -> Iterator[tuple[Any, ...]]:
+        """Keys without what only the op knows."""
+        for rows in (1, 4, 1024, 4096):
+            for layout in LAYOUTS:
+                for contiguous in (True, False):
+                    yield rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4
+
+
+LAYOUTS = ("row-major", "column-major", "strided")
+
+
+def matrix_laid_out(layout: str, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    """A matrix without memory that ``layout_of`` calls ``layout``."""
+    if layout == "row-major":
+        return meta(dtype, rows, columns)
+    if layout == "column-major":
+        return meta(dtype, columns, rows).T
+    return meta(dtype, rows, 2 * columns)[:, ::2]
+
+
+def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(sizes, dtype=dtype, device="meta")

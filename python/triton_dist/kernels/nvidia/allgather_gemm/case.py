@@ -1,0 +1,140 @@
+"""Facts of AllGather-GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.case import Call, Cost, Operands, Peer
+from triton_dist.kernels.common.exchange.shapes import MAX_CTAS
+from triton_dist.kernels.common.gemm_case import (
+    LAYOUTS,
+    GEMMCase,
+    Shape,
+    matrix_laid_out,
+    meta,
+)
+from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import (
+    AllGatherGEMMTensorParallelContext,
+    ag_gemm,
+    create_ag_gemm_context,
+)
+from triton_dist.runtime.ranks import group_for
+
+ASYNC_TP = "torch async-TP"
+
+
+def gather_alone(A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext) -> torch.Tensor:
+    """The transfer of a call of the op without its consumer; returns where peers' rows land.
+
+    It is over when every rank's is: a rank waits for its own copies to others only.
+    """
+    gathered = ctx.buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
+    ctx.buffer.finish()
+    rows: torch.Tensor = gathered.rows
+    return rows
+
+
+class AllGatherGEMMCase(GEMMCase):
+    """Operands ``A`` [M / W, K] and ``B`` [K, N / W]; gives ``all_gather(A) @ B``, [M, N / W]."""
+
+    transfer, serial = "all-gather", "all-gather + matmul"
+    sums_over_ranks = False
+
+    def operand_sizes(
+        self, shape: Shape, num_ranks: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (shape.M // num_ranks, shape.K), (shape.K, shape.N // num_ranks)
+
+    def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
+        ranks = group_for(group)
+        return create_ag_gemm_context(
+            shape.M, shape.N, shape.K, dtype, ranks.rank, ranks.size, group=group, **options
+        )
+
+    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        A, B = operands["A"], operands["B"]
+        rows = vendor.all_gather_rows(A, group)
+        return torch.matmul(rows.float(), B.float()).to(A.dtype)
+
+    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
+        """The GEMM alone (cuBLAS) of a copy of all rows as they are now; the all-gather alone
+        (NCCL; copy engines); NCCL's and the GEMM one after the other; and torch's async-TP where it
+        can run."""
+        A, B, group = operands["A"], operands["B"], ctx.group
+        rows = vendor.all_gather_rows(A, group)
+
+        def expected() -> torch.Tensor:
+            return self.expected(operands, group)
+
+        peers = {
+            "GEMM alone": Peer("gemm", lambda: torch.matmul(rows, B)),
+            "all-gather alone": Peer(
+                "transfer",
+                lambda: vendor.all_gather_rows(A, group),
+                lambda: vendor.all_gather_rows(A, group),
+            ),
+            # The own rows stay where they are, so its output is no gathered A.
+            "copy-engine all-gather alone": Peer("transfer", lambda: gather_alone(A, ctx)),
+            self.serial: Peer("peer", lambda: vendor.all_gather_matmul(A, B, group), expected),
+        }
+        if vendor.has_async_tp(group, vendor.ALL_GATHER_MATMUL):
+            peers[ASYNC_TP] = Peer("peer", lambda: vendor.async_tp_matmul(A, B, group), expected)
+        return peers
+
+    def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        M, N, K, item = shape.M, shape.N / num_ranks, shape.K, dtype.itemsize
+        return Cost(
+            dtype,
+            flops=2 * M * N * K,
+            read_bytes=(M * K + K * N) * item,
+            written_bytes=M * N * item,
+            link_bytes=M * K * item * (num_ranks - 1) / num_ranks,
+        )
+
+    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        A = good["A"]
+        rows, K = A.shape
+        return {
+            **super().bad_calls(good, num_ranks),
+            "A.shape": {"A": A.new_ones(rows, K + 1)},
+            "A.stride()": {"A": A.new_ones(2 * rows, K)[::2]},
+            "A.stride() (transposed)": {"A": A.new_ones(K, rows).T},
+            "num_chunks": {"num_chunks": 0},
+            "num_chunks (many)": {"num_chunks": MAX_CHUNKS + 1},
+            "num_streams": {"num_streams": 0},
+            "method": {"method": "full_mesh_push"},
+            "way": {"way": "ring"},
+            "num_comm_sms": {"way": "serial", "num_comm_sms": 0},
+            "num_comm_sms (many)": {"way": "serial", "num_comm_sms": MAX_CTAS + 1},
+        }
+
+    def recorded_call(self, key: Any) -> Call:
+        rows, columns, K, dtype, layout, num_ranks, local_copy = key
+        ctx = SimpleNamespace(
+            K=K,
+            N=columns * num_ranks,
+            max_M=rows * num_ranks,
+            dtype=dtype,
+            num_ranks=num_ranks,
+            accepted={},
+            buffer=SimpleNamespace(num_ranks=num_ranks),
+            symm_workspace=meta(dtype, 1, K),
+        )
+        args = meta(dtype, rows, K), matrix_laid_out(layout, dtype, K, columns), ctx
+        return args, {} if local_copy else {"local_copy": False}
+
+    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+        for rows in (1, 4, 1024, 4096):
+            for layout in LAYOUTS:
+                for local_copy in (True, False):
+                    yield rows, 7168, 8192, torch.bfloat16, layout, 4, local_copy
+
+
+CASE = AllGatherGEMMCase(ag_gemm)
