@@ -46,6 +46,7 @@ def spawn_ranks(
     device: str = "cpu",
     init: bool = True,
     poison_empty: bool = True,
+    fresh: bool = False,
 ) -> list[T]:
     """``fn(*args)`` in ``world_size`` processes; what they return, ordered by rank.
 
@@ -60,6 +61,8 @@ def spawn_ranks(
         device: ``"cpu"``: ranks interpret kernels. ``"cuda"``: rank i compiles and runs on GPU i.
         init: initialise the default process group: gloo on CPU ranks, gloo and NCCL on GPUs.
         poison_empty: ranks run under :func:`triton_dist.testing.poisoned_empty`.
+        fresh: ranks are new interpreters that have imported no kernel, for libraries that must be
+            imported before any; takes some seconds.
 
     Raises:
         RanksFailed: some rank raised, died or was stuck; has each one's traceback.
@@ -77,7 +80,7 @@ def spawn_ranks(
     with tempfile.TemporaryDirectory(prefix="triton_dist_ranks_") as folder:
         try:
             with _environment_of_ranks(base):
-                context = _context(base)
+                context = multiprocessing.get_context("spawn") if fresh else _context(base)
                 for rank in range(world_size):
                     own = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     stacks = str(Path(folder, f"{rank}.stacks"))
