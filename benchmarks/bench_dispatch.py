@@ -4,7 +4,8 @@
 
 Each number is the best of many repeats: what other processes take only ever adds. The overhead of a
 hit is what it takes beyond the plain call and one call of ``key_fn``; a guarded look-up, the least
-that a tuner could do, is measured next to it.
+that a tuner could do, is measured next to it. A settled contextual call has no key: its overhead is
+too small by one ``key_fn``.
 
 With ``--configs``, also the first call of a key: when its record, of so many configs, lies on the
 disk; and when it is tuned, all of them or 20, of a function that does nothing.
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from triton_dist.autotuner import contextual_autotune
 from triton_dist.tune import autotune
 
 
@@ -61,6 +63,7 @@ WAYS = {
     "hit": "tuned(1, 2)",
     "hit of a method": "layer.tuned(1, 2)",
     "hit with keywords": "tuned(1, b=2)",
+    "settled contextual": "settled(1, 2)",
 }
 
 
@@ -72,8 +75,10 @@ def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
         "guarded": Guarded(),
         "tuned": autotune([{"n": 3}], key_fn, scope="rank")(function),
         "layer": Layer(),
+        "settled": contextual_autotune()(function),
     }
     names["tuned"](1, 2)
+    names["settled"](1, 2)
     names["layer"].tuned(1, 2)
     timers = {way: timeit.Timer(statement, globals=names) for way, statement in WAYS.items()}
     best = dict.fromkeys(WAYS, float("inf"))

@@ -33,7 +33,8 @@ def test_the_benchmark_reports_all_that_it_says(tmp_path, capsys):
     report = bench_dispatch.main([*few, "--json", str(path)])
     assert path.read_text().startswith("{")
     assert set(report["microseconds"]) == {
-        "plain call", "key_fn", "guarded look-up", "hit", "hit of a method", "hit with keywords"
+        "plain call", "key_fn", "guarded look-up", "hit", "hit of a method", "hit with keywords",
+        "settled contextual",
     }  # fmt: skip
     assert set(report["milliseconds"]) == {"tune all", "tune 20", "look up"}
     assert report["hardware"]["processor"]
