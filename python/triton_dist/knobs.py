@@ -71,6 +71,13 @@ def _positive(raw: str) -> float:
     return value
 
 
+def _not_negative(raw: str) -> float:
+    value = float(raw)
+    if not value >= 0:
+        raise ValueError(raw)
+    return value
+
+
 def _count(raw: str) -> int | None:
     value = int(raw)
     if value < 1:
@@ -173,6 +180,22 @@ compile_timeout = seconds(
     "TRITON_DIST_COMPILE_TIMEOUT",
     300.0,
     "The same for a step that compiles and launches nothing (prepare_fn).",
+)
+autotune_transfer_ms: Knob[float] = Knob(
+    "TRITON_DIST_AUTOTUNE_TRANSFER_MS",
+    30.0,
+    _not_negative,
+    "milliseconds, 0 or more",
+    "Device time that the first call of a key may take whose neighbours (other sizes, all else "
+    "alike) are tuned: so long their best configs race; 0: it is tuned as if there were none.",
+)
+autotune_keys: Knob[int | None] = Knob(
+    "TRITON_DIST_AUTOTUNE_KEYS",
+    4096,
+    _count,
+    "a positive integer",
+    "How many exact sizes a tuned function keeps at hand for calls that take one look-up; any "
+    "other within a tuned range takes some microseconds more.",
 )
 autotune_grace = seconds(
     "TRITON_DIST_AUTOTUNE_GRACE",

@@ -10,6 +10,6 @@ matmul(A, B, autotune=False)    # the first config
 from triton_dist._tuning.compose import autotune
 from triton_dist._tuning.constants import constant
 from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.values import bucket, to_hashable
+from triton_dist._tuning.values import bucket, fine_bucket, to_hashable
 
-__all__ = ["AutoTuner", "autotune", "bucket", "constant", "to_hashable"]
+__all__ = ["AutoTuner", "autotune", "bucket", "constant", "fine_bucket", "to_hashable"]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, Parts, Settings, Surroundings
-from triton_dist._tuning.search import Exhaustive
+from triton_dist._tuning.search import Brief, Exhaustive
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
-from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy
+from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, Sizes
 from triton_dist.runtime.ranks import StoreRanks
 
 SECONDS = 5.0
@@ -162,6 +162,10 @@ class Rank:
     """Of the journals and logs."""
     compiler: Any = None
     search: Any = Exhaustive
+    sizes: Sizes | None = None
+    is_safe: Callable[[Any], bool] = lambda config: False
+    transfer_ms: float = 30.0
+    most_hits: int = 4096
     settling: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -181,7 +185,9 @@ class Rank:
             self.hooks,
             lambda group, verbose: self.parts(memory),
             memory.clear,
-            Surroundings(lambda group: self.ranks),
+            Surroundings(lambda group: self.ranks, most_hits=lambda: self.most_hits),
+            sizes=self.sizes,
+            is_safe=self.is_safe,
         )
 
     def parts(self, memory: MemoryStore) -> Parts:
@@ -195,12 +201,14 @@ class Rank:
                 seconds=SECONDS,
                 compile_seconds=SECONDS,
                 grace=SECONDS,
+                transfer_ms=self.transfer_ms,
             ),
             device=self.device,
             ranks=self.ranks,
             store=LayeredStore([memory, self.disk]),
             memory=memory,
             search=self.search,
+            brief=Brief,
             fingerprint=lambda function, space: self.fingerprint or fingerprint(),
             hardware="fake",
             quiet=contextlib.nullcontext,

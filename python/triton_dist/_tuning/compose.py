@@ -14,14 +14,15 @@ import torch
 from triton_dist import knobs
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
-from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of
+from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, roundings
 from triton_dist._tuning.protocols import RankGroup, Search
-from triton_dist._tuning.search import Exhaustive, Racing
+from triton_dist._tuning.search import Brief, Exhaustive, Racing
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, pack_store
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
 from triton_dist._tuning.store import FileLog, MemoryStore, pack_folders
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
+from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import default_group, group_for
@@ -54,6 +55,8 @@ def autotune(
     agree_fn: Callable[..., object] | None = None,
     restore: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    sizes: Sequence[str] | Mapping[str, Callable[[int], int]] = (),
+    safe_fn: Callable[[Config], object] | None = None,
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
@@ -100,6 +103,16 @@ def autotune(
         ignore: names of constants that do not count in records: globals, closure cells, arguments
             and attributes that the function, its hooks or their helpers read or bind, such as
             ``"RANK"``.
+        sizes: names of arguments of the function, or of fields of a named tuple that ``key_fn``
+            returns: ints whose every value is not worth a tuning, such as a number of tokens. A
+            tuning serves a range of each (``fine_bucket``; a mapping gives another rounding by
+            name), and keys that differ in sizes alone learn from one another: the first call of a
+            new range, beside tuned ones, lets their few best configs race for
+            ``TRITON_DIST_AUTOTUNE_TRANSFER_MS`` milliseconds. Where nothing can be measured,
+            neighbours decide alone. Arguments are added to what ``key_fn`` returns, which then
+            need not know them.
+        safe_fn: ``safe_fn(config)``, true for configs that are far from the best nowhere, such as
+            a library's: two of them race at every size, and are used in doubt.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -124,11 +137,13 @@ def autotune(
         "prepare_fn": prepare_fn,
         "recover_fn": recover_fn,
         "agree_fn": agree_fn,
+        "safe_fn": safe_fn,
     }
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
+    rounding = roundings(sizes)
     if not callable(config_space):
         try:
             config_space = list(config_space)  # an iterator would be empty at the second look
@@ -145,6 +160,7 @@ def autotune(
         default_group if scope == "world" else NoGroup,
         is_traced,
         lambda: not knobs.autotune.get(),
+        lambda: knobs.autotune_keys.get() or 1,
         torch.compiler.is_dynamo_compiling,
         untraced,
     )
@@ -153,6 +169,7 @@ def autotune(
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
+        keys, known = sized_key(fn, key_fn, rounding)
         judges = tuple(each for each in (prune_fn, check_fn) if each is not None)
         composer = _Composer(
             scope, policy, judges, version or "", ignore, Snapshot([fn, *judges]), MemoryStore()
@@ -160,16 +177,22 @@ def autotune(
         return AutoTuner(
             fn,
             ConfigSpace(config_space),
-            key_fn,
+            keys,
             prune_fn,
             hooks,
             composer.compose,
             composer.memory.clear,
             surroundings,
             origin_of,
+            known,
+            (lambda config: bool(safe_fn(config))) if safe_fn is not None else _none_is_safe,
         )
 
     return decorate
+
+
+def _none_is_safe(config: Config) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -197,6 +220,7 @@ class _Composer:
             **{**vars(common), "quiet": functools.partial(_quiet, common.quiet)},
             memory=self.memory,
             search=_SEARCHES[policy.search],
+            brief=Brief,
             fingerprint=functools.partial(self._fingerprint, ranks, policy),
             log=lambda key: FileLog(files.path(key), int(ranks.named(ranks.rank))),
         )

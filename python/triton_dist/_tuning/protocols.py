@@ -156,6 +156,8 @@ class Store(Protocol):
         for a report, and nothing if it could not."""
 
     def records(self) -> Iterator[StoredRecord]: ...
+    def records_of(self, key: Key) -> Iterator[StoredRecord]:
+        """Records of functions that have the name of the one that ``key`` is of."""
 
 
 class Journal(Protocol):

@@ -80,6 +80,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
             seconds=seconds,
             compile_seconds=knobs.compile_timeout.get(),
             grace=knobs.autotune_grace.get(),
+            transfer_ms=knobs.autotune_transfer_ms.get(),
         ),
         device=device,
         ranks=ranks,

@@ -22,6 +22,7 @@ from triton_dist._tuning.values import (
     Fingerprint,
     FixedSpace,
     Origin,
+    Sizes,
     TuningRecord,
 )
 from triton_dist.errors import (
@@ -40,6 +41,8 @@ class Choice:
     arguments: dict[str, Any]
     """Arguments of the config, ready for a call."""
     record: TuningRecord | None
+    kept: bool = True
+    """It holds for later calls."""
 
 
 class AutoTuner(Decorated):
@@ -65,6 +68,8 @@ class AutoTuner(Decorated):
         forget: Callable[[], None],
         surroundings: Surroundings,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
+        sizes: Sizes | None = None,
+        is_safe: Callable[[Config], bool] = lambda config: False,
     ) -> None:
         super().__init__(fn)
         self.config_space = config_space
@@ -73,6 +78,7 @@ class AutoTuner(Decorated):
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
+        self._sizes, self._is_safe = sizes, is_safe
         self._first_call = self._surroundings.untraced(self._call_first)
         self._chosen: dict[Any, Choice] = {}
         # Views of it for the hot path: arguments by key, of calls without and with a group. A
@@ -83,6 +89,10 @@ class AutoTuner(Decorated):
         self._world = self._default_group.WORLD
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
+        # By the range of a key and the group. Ranks agreed on these, so none is ever dropped; of
+        # the exact keys above the oldest are.
+        self._ranges: dict[Any, dict[str, Any]] = {}
+        self._most_hits = 0
         self._noted: set[tuple[int, str]] = set()
         self._calls = 0
         """Since all ranks met in one. Ranks that count alike know which call an error is of."""
@@ -187,6 +197,9 @@ class AutoTuner(Decorated):
     ) -> Any:
         """A call that is no hit."""
         surroundings = self._surroundings
+        served = self._served(args, kwargs, process_group) if autotune else None
+        if served is not None:
+            return self.fn(*args, **kwargs, **served)
         if not autotune or surroundings.is_off():
             with self._told(process_group):
                 self._fixed(kwargs, allow_overwrite)
@@ -205,9 +218,37 @@ class AutoTuner(Decorated):
         """Forget what other groups have agreed on: that of all ranks has begun, or has ended, and
         with it all others."""
         world = self._default_group.WORLD
-        self._chosen, self._hits, self._group_hits = {}, {}, {}
+        self._chosen, self._hits, self._group_hits, self._ranges = {}, {}, {}, {}
         self._noted, self._calls = set(), 0
         self._world = world
+
+    def _served(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
+    ) -> dict[str, Any] | None:
+        """Arguments of a call whose exact sizes are new, in a range that is tuned: no word to other
+        ranks is needed. ``None`` where it is not, or the call is refused."""
+        if self._sizes is None or not self._ranges or not self._names.isdisjoint(kwargs):
+            return None
+        if self._default_group.WORLD is not self._world:
+            return None
+        try:
+            key = self.key_fn(*args, **kwargs)
+            arguments = self._ranges.get((process_group, self._sizes.range_of(key)))
+        except Exception:  # comes again, and is told to all ranks
+            return None
+        if arguments is not None:
+            self._calls += 1
+            self._keep(process_group, key, arguments)
+        return arguments
+
+    def _keep(self, process_group: Any, key: Any, arguments: dict[str, Any]) -> None:
+        """Have the arguments of an exact key at hand, if need be in place of the oldest."""
+        group = self._group_hits.setdefault(process_group, {})
+        hits = self._hits if process_group is None else group
+        while len(hits) >= self._most_hits:
+            with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
+                del hits[next(iter(hits))]
+        hits[key] = arguments
 
     def _choose(
         self,
@@ -229,7 +270,8 @@ class AutoTuner(Decorated):
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
                 return Choice(space[0], {}, None)
             self._check_arguments(args, kwargs, self._default())
-            key = self._key(args, kwargs, fixed)
+            exact = self._key(args, kwargs, fixed)
+            key = exact if self._sizes is None else self._sizes.range_of(exact)
             known = self._chosen.get((ranks, key))
             if known is not None:
                 return known
@@ -241,17 +283,18 @@ class AutoTuner(Decorated):
                 call = Call(args, kwargs, key, self._calls, traced)
                 known = self._resolve(parts, space, call)
                 self._calls = 0
-            if known.record is not None:
+            if known.record is not None and known.kept:
                 self._chosen[ranks, key] = known
                 if not fixed:
-                    group = self._group_hits.setdefault(process_group, {})
-                    hits = self._hits if process_group is None else group
-                    hits[key] = known.arguments
+                    self._most_hits = self._surroundings.most_hits()
+                    self._ranges[process_group, key] = known.arguments
+                    self._keep(process_group, exact, known.arguments)
             return known
 
     def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
         origin = self._origin_of(self.fn, space.names)
-        subject = Subject(self.fn, self._name, origin, space, self.prune_fn, self._hooks)
+        about = (self._hooks, self._sizes, self._is_safe)
+        subject = Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record
         self.tuning_count += resolution.tuned
@@ -260,7 +303,7 @@ class AutoTuner(Decorated):
             self._untuned(when, call.key)
         if resolution.advice:
             self._warnings.warn(resolution.advice, resolution.advice)
-        return Choice(config, config.arguments(), record)
+        return Choice(config, config.arguments(), record, resolution.kept)
 
     @contextmanager
     def _told(self, process_group: Any) -> Iterator[None]:

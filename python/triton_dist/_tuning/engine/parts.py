@@ -17,7 +17,7 @@ from triton_dist._tuning.protocols import (
     Search,
     Store,
 )
-from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy
+from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy, Sizes
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Surroundings:
     """True if a call with these arguments computes nothing: a tracer or fake tensors look at it."""
     is_off: Callable[[], bool] = lambda: False
     """True if nothing is tuned and defaults are used."""
+    most_hits: Callable[[], int] = lambda: 4096
+    """Exact keys that a function keeps at hand."""
     is_compiled: Callable[[], bool] = lambda: False
     """True if ``torch.compile`` looks at the caller: it compiles anew what counts its calls."""
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
@@ -79,6 +81,10 @@ class Subject:
     space: ConfigSpace
     prune_fn: Callable[..., object] | None
     hooks: Hooks
+    sizes: Sizes | None = None
+    """Sizes in its keys."""
+    is_safe: Callable[[Config], bool] = lambda config: False
+    """Tells configs that are nowhere far from the best, such as a library's."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class Settings:
     """The same for compiling one."""
     grace: float
     """Time from the report that this rank is stuck to the end of its process."""
+    transfer_ms: float = 0.0
+    """Device time of the first call of a key that has neighbours; 0: it is tuned as any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +139,8 @@ class Parts(Common):
     """Written by the ranks that are not the leader."""
     search: Callable[[Sequence[Config], Policy, Config | None], Search]
     """Takes the candidates, and the winner of an earlier tuning if there was one."""
+    brief: Callable[[Sequence[Config], Policy, float], Search]
+    """Takes few candidates, and the milliseconds that it may spend."""
     fingerprint: Fingerprinter
     """All that this rank's records depend on."""
     log: Callable[[Key], Log]

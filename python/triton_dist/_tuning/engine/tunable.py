@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from triton_dist._tuning.values import fine_bucket
 from triton_dist.errors import InvalidArgument
 
 _CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
@@ -61,6 +62,18 @@ def one_of(argument: str, value: str, choices: Sequence[str]) -> None:
     """Raises ``InvalidArgument`` for a value that is none of ``choices``."""
     if value not in choices:
         raise InvalidArgument("autotune", argument, value, " or ".join(map(repr, choices)))
+
+
+def roundings(
+    sizes: Sequence[str] | Mapping[str, Callable[[int], int]],
+) -> dict[str, Callable[[int], int]]:
+    """Names of sizes with what rounds each to the end of its range; raises ``InvalidArgument``."""
+    if not isinstance(sizes, Mapping):
+        return dict.fromkeys(names_of("sizes", sizes), fine_bucket)
+    for name, rounding in zip(names_of("sizes", list(sizes)), sizes.values(), strict=True):
+        if not callable(rounding):
+            raise InvalidArgument("autotune", f"sizes[{name!r}]", rounding, "a function of a size")
+    return dict(sizes)
 
 
 def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
+from triton_dist._tuning.engine.transfer import Neighbours
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
@@ -47,6 +48,8 @@ class Resolution:
     record: TuningRecord | None
     """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
     tuned: bool
+    kept: bool = True
+    """It is good for later calls too: nothing better can be had by measuring then."""
     advice: str = ""
     """Reason for tuning again that the user should know."""
 
@@ -57,6 +60,8 @@ class _Plan:
 
     kept: tuple[str, ...] = ()
     pruned: tuple[tuple[str, str], ...] = ()
+    carried: str = ""
+    """Neighbours that left so few of them."""
     failure: str | None = None
 
 
@@ -65,10 +70,13 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
 
     1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's;
        shipped ones only if no rank has one of its own.
-    2. Where tuning is forbidden, none: an error, in a capture too, since a graph would keep the
+    2. Where tuning is forbidden, or during CUDA-graph capture, what the leader's records of
+       neighbouring sizes predict.
+    3. Where tuning is forbidden, none: an error, in a capture too, since a graph would keep the
        default for good.
-    3. During CUDA-graph capture, the default: the first config.
-    4. The winner of a tuning by all ranks, which the leader writes down.
+    4. During CUDA-graph capture, the default: the first config.
+    5. The winner of a tuning by all ranks, which the leader writes down: of the few configs that
+       are near the best at neighbouring sizes, if there are such, else of all.
 
     Raises:
         TuningFrozen: tuning is forbidden on some rank; on every rank.
@@ -114,6 +122,13 @@ class _FirstCall:
             self._restless.is_used(record)
             report.cached(record, where, own.tolerated)
             return Resolution(self._config(record.best.digest), record, tuned=False)
+
+        if meeting.frozen or meeting.capturing:
+            predicted = self._predicted(key, meeting.fingerprint)
+            if predicted is not None:
+                report.cached(predicted, "records of other sizes", "")
+                config = self._config(predicted.best.digest)
+                return Resolution(config, predicted, tuned=False, kept=not meeting.capturing)
 
         if meeting.frozen:
             raise TuningFrozen(subject.name, key, key.hardware, own.where, meeting.frozen)
@@ -195,7 +210,7 @@ class _FirstCall:
     ) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks = self._parts, self._ranks
-        candidates, pruned = self._candidates(key)
+        candidates, pruned, carried = self._candidates(key, fingerprint)
         restorer = self._restorer()
         reason = "told to tune always" if parts.settings.always_tune else own.where
         journal = parts.journal(key)
@@ -207,14 +222,13 @@ class _FirstCall:
                 with parts.quiet():
                     restorer.keep()
                     try:
-                        self._try(candidates, progress, report, restorer)
+                        self._try(candidates, progress, report, restorer, carried)
                     finally:
                         restorer.restore()
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
-                now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-                timestamp, seconds = ranks.decide(Situation("end"), (now, progress.seconds))
-                record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds)
+                timestamp, seconds = ranks.decide(Situation("end"), (_now(), progress.seconds))
+                record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds, carried)
                 try:
                     _ = record.best
                 except NoValidConfig:  # on every rank; what failed is tried again by the next start
@@ -242,10 +256,15 @@ class _FirstCall:
         progress: Progress,
         report: Report,
         restorer: Restorer,
+        carried: str,
     ) -> None:
         """Do what the search asks for, until it asks for nothing more."""
         parts, ranks, policy = self._parts, self._ranks, self._parts.settings.policy
-        search = parts.search(candidates, policy, self._incumbent) if ranks.is_leader else None
+        search: Search | None = None
+        if ranks.is_leader and carried:
+            search = parts.brief(candidates, policy, parts.settings.transfer_ms)
+        elif ranks.is_leader:
+            search = parts.search(candidates, policy, self._incumbent)
         labels = {
             config.digest: f"{place}/{len(candidates)}"
             for place, config in enumerate(candidates, start=1)
@@ -274,8 +293,30 @@ class _FirstCall:
         assert prepare is not None
         prepare(*self._call.args, **self._call.kwargs, **config.arguments())
 
-    def _candidates(self, key: Key) -> tuple[list[Config], list[Pruned]]:
-        """Configs that the leader's ``prune_fn`` leaves; the others' is not asked."""
+    def _predicted(self, key: Key, fingerprint: Fingerprint) -> TuningRecord | None:
+        """The leader's record for ``key`` by its neighbours, without measuring; ``None`` if there
+        are none, or it cannot say."""
+        subject, ranks = self._subject, self._ranks
+        if subject.sizes is None:
+            return None
+        record: TuningRecord | None = None
+        if ranks.is_leader:
+            try:
+                kept, _ = subject.space.prune(subject.prune_fn, self._call.args, self._call.kwargs)
+                near = self._neighbours(key, fingerprint)
+                record = near.predict(key, kept, _now()) if near is not None else None
+            except Exception:  # what prune_fn raises is told where it is tuned
+                record = None
+        return ranks.decide(Situation("predict"), (record,), self._parts.settings.seconds)[0]
+
+    def _neighbours(self, key: Key, fingerprint: Fingerprint) -> Neighbours | None:
+        return Neighbours.of(self._parts, self._subject, key, self._call.key, fingerprint)
+
+    def _candidates(
+        self, key: Key, fingerprint: Fingerprint
+    ) -> tuple[list[Config], list[Pruned], str]:
+        """Configs that the leader's ``prune_fn`` leaves; the others' is not asked. Of a key that
+        has neighbours few, and which neighbours these are."""
         subject, ranks = self._subject, self._ranks
         failure: Exception | None = None
         plan = _Plan()
@@ -286,10 +327,7 @@ class _FirstCall:
                     kept, pruned = subject.space.prune(
                         subject.prune_fn, self._call.args, self._call.kwargs
                     )
-                plan = _Plan(
-                    tuple(config.digest for config in kept),
-                    tuple((each.config.digest, each.reason) for each in pruned),
-                )
+                plan = self._plan(key, fingerprint, kept, pruned)
             except Exception as error:
                 failure, plan = error, _Plan(failure=f"{type(error).__name__}: {error}")
         decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
@@ -303,7 +341,22 @@ class _FirstCall:
         if not candidates:
             causes = {str(each.config): each.reason for each in pruned}
             raise NoValidConfig(subject.name, key, causes)
-        return candidates, pruned
+        return candidates, pruned, decided.carried
+
+    def _plan(
+        self, key: Key, fingerprint: Fingerprint, kept: list[Config], pruned: list[Pruned]
+    ) -> _Plan:
+        settings, carried = self._parts.settings, ""
+        if settings.transfer_ms > 0 and not settings.always_tune:
+            near = self._neighbours(key, fingerprint)
+            few = near.candidates(kept) if near is not None else []
+            if few:
+                kept, carried = few, f"carried over from {near}"
+        return _Plan(
+            tuple(config.digest for config in kept),
+            tuple((each.config.digest, each.reason) for each in pruned),
+            carried,
+        )
 
     def _next(
         self, search: Search | None, progress: Progress
@@ -331,3 +384,7 @@ class _FirstCall:
         if config is None:
             raise LookupError(f"{self._subject.name}: no config of the space has digest {digest}")
         return config
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

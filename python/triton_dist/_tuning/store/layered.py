@@ -26,6 +26,10 @@ class LayeredStore:
         places = [layer.put(record) for layer in self._layers]
         return next(filter(None, reversed(places)), "")
 
+    def records_of(self, key: Key) -> Iterator[StoredRecord]:
+        for layer in self._layers:
+            yield from layer.records_of(key)
+
     def records(self) -> Iterator[StoredRecord]:
         for layer in self._layers:
             yield from layer.records()

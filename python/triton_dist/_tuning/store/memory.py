@@ -27,5 +27,8 @@ class MemoryStore:
     def records(self) -> Iterator[StoredRecord]:
         return iter([StoredRecord(record, _WHERE) for record in list(self._records.values())])
 
+    def records_of(self, key: Key) -> Iterator[StoredRecord]:
+        return (each for each in self.records() if each.record.key.function == key.function)
+
     def clear(self) -> None:
         self._records.clear()

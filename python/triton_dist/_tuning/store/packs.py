@@ -47,6 +47,12 @@ class PackStore:
             for record in self._pack(path).values():
                 yield StoredRecord(record, str(path))
 
+    def records_of(self, key: Key) -> Iterator[StoredRecord]:
+        for path in self._paths(key.function_name):
+            for record in self._pack(path).values():
+                if record.key.full_name == key.full_name:
+                    yield StoredRecord(record, str(path))
+
     def _paths(self, function: str | None = None) -> list[Path]:
         """Files of packs, of one function or of all."""
         try:

@@ -66,11 +66,19 @@ class ReadOnlyStore:
 
     def records(self) -> Iterator[StoredRecord]:
         for folder in self._names_in(self.root):
-            for name in self._names_in(self.root / folder):
-                path = self.root / folder / name
-                record = self._read(path) if name.endswith(".json") else None
-                if record is not None:
-                    yield StoredRecord(record, str(path))
+            yield from self._records_in(self.root / folder)
+
+    def records_of(self, key: Key) -> Iterator[StoredRecord]:
+        for record, where in self._records_in(self.folder(key.function_name)):
+            if record.key.function == key.function:
+                yield StoredRecord(record, where)
+
+    def _records_in(self, folder: Path) -> Iterator[StoredRecord]:
+        for name in self._names_in(folder):
+            path = folder / name
+            record = self._read(path) if name.endswith(".json") else None
+            if record is not None:
+                yield StoredRecord(record, str(path))
 
     def _candidates(self, key: Key) -> Iterator[Path]:
         """The function's own place first, then the others, and last the name of schema 1."""

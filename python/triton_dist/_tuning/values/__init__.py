@@ -28,6 +28,7 @@ from triton_dist._tuning.values.pack import PACK_FORMAT, pack, unpack
 from triton_dist._tuning.values.policy import Policy
 from triton_dist._tuning.values.record import SCHEMA, StoredRecord, Trial, TuningRecord
 from triton_dist._tuning.values.request import Request
+from triton_dist._tuning.values.sizes import Sizes, fine_bucket
 from triton_dist._tuning.values.validity import Validity, validity
 from triton_dist._tuning.values.winner import winner
 
@@ -51,12 +52,14 @@ __all__ = [
     "Pruned",
     "Request",
     "ShippedFingerprint",
+    "Sizes",
     "StoredRecord",
     "Trial",
     "TuningRecord",
     "Validity",
     "agreed",
     "bucket",
+    "fine_bucket",
     "original",
     "pack",
     "qualified_name",

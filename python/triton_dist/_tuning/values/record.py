@@ -59,6 +59,8 @@ class TuningRecord:
     """When it was finished, UTC, ISO 8601."""
     seconds: float
     """Duration of the tuning."""
+    carried: str = ""
+    """Where few candidates were tried, or none, because others' results were at hand: which."""
 
     def __getattr__(self, name: str) -> Any:
         """The trials of a record that was read without them."""
@@ -114,6 +116,7 @@ class TuningRecord:
             "trials": [_trial_tree(trial) for trial in self.trials],
             "timestamp": self.timestamp,
             "seconds": self.seconds,
+            **({"carried": self.carried} if self.carried else {}),
             "hardware_group": self.key.hardware,
             "fingerprint": {
                 name: _plain(facts)
@@ -204,6 +207,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "fingerprint": _read_fingerprint(tree["fingerprint"], tree["schema"]),
         "timestamp": str(tree["timestamp"]),
         "seconds": read_number(tree["seconds"]),
+        "carried": str(tree.get("carried", "")),
     }
 
 

@@ -1,0 +1,165 @@
+"""What a new key takes over from its neighbours: keys that differ in sizes alone, by little.
+
+At the first call of a key that has neighbours, the few configs that are near the best at theirs
+race for some milliseconds, instead of all candidates for seconds. Where nothing can be measured,
+the neighbours decide alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from triton_dist._tuning.engine.parts import Parts, Subject
+from triton_dist._tuning.values import (
+    Config,
+    Fingerprint,
+    Key,
+    Measurement,
+    Trial,
+    TuningRecord,
+    validity,
+)
+from triton_dist._tuning.values.sizes import Family, distance
+
+REACH = 1.0
+"""Doublings of a size, at most, between neighbours."""
+_CANDIDATES = 6
+"""Raced, besides two that are safe everywhere."""
+_SAFE = 2
+_HOPELESS = 1.0
+"""Relative distance from the best beyond which a config at its neighbours is no candidate here."""
+_NEAR_BEST = 0.1
+"""The same, beyond which it is not trusted without measuring."""
+_IN_DOUBT = 0.3
+"""Doublings to the only neighbour from which on its winner is not trusted without measuring."""
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A valid record of a near key."""
+
+    sizes: tuple[int, ...]
+    distance: float
+    record: TuningRecord
+    slowdowns: Mapping[str, float]
+    """Relative to the fastest there, by digest of the config: log of the ratio of medians."""
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """All of a key, the nearest first."""
+
+    family: Family
+    all: Sequence[Neighbour]
+    is_safe: Callable[[Config], bool]
+
+    @classmethod
+    def of(
+        cls, parts: Parts, subject: Subject, key: Key, value: object, fingerprint: Fingerprint
+    ) -> Neighbours | None:
+        """Neighbours of ``key``, which is of ``value``, the result of ``key_fn``; ``None`` if there
+        are none, or none among them that was tuned in full: who always learns from those who
+        learned sees ever less of the space."""
+        if subject.sizes is None:
+            return None
+        family = subject.sizes.family(value)
+        found: dict[tuple[int, ...], Neighbour] = {}
+        for record, _ in parts.store.records_of(key):
+            sizes = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
+            if sizes is None or sizes in found or sizes == family.sizes:
+                continue
+            far = distance(sizes, family.sizes)
+            if far > REACH:
+                continue
+            if not validity(record, fingerprint, subject.space, parts.settings.strict).reasons:
+                found[sizes] = Neighbour(sizes, far, record, _slowdowns(record))
+        if all(each.record.carried for each in found.values()):
+            return None
+        nearest = sorted(found.values(), key=lambda each: (each.distance, each.sizes))
+        return cls(family, nearest, subject.is_safe)
+
+    def __str__(self) -> str:
+        return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
+
+    def candidates(self, kept: Sequence[Config]) -> list[Config]:
+        """Those of ``kept`` that are near the best at the neighbours', the most promising first,
+        and in any case some that are safe."""
+        scores = self._scores()
+        known = sorted(
+            (config for config in kept if config.digest in scores),
+            key=lambda config: scores[config.digest],
+        )
+        near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)][:_CANDIDATES]
+        safe = [config for config in known if self.is_safe(config)][:_SAFE]
+        safe = safe or [config for config in kept if self.is_safe(config)][:_SAFE]
+        return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
+
+    def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
+        """The record that is used for ``key`` where nothing can be measured: of the config that is
+        least slow at the neighbours on either side; in doubt of one that is safe.
+
+        Args:
+            now: the time, as records have it.
+        """
+        candidates = self.candidates(kept)
+        if not candidates:
+            return None
+        ours, sides = (
+            self.family.sizes,
+            [
+                [each for each in self.all if each.sizes < self.family.sizes][:1],
+                [each for each in self.all if each.sizes > self.family.sizes][:1],
+            ],
+        )
+        nearest = [each for side in sides for each in side]
+        worst = {
+            config: max(each.slowdowns.get(config.digest, math.inf) for each in nearest)
+            for config in candidates
+        }
+        chosen = min(candidates, key=lambda config: worst[config])
+        one_sided = len(nearest) == 1 and nearest[0].distance > _IN_DOUBT
+        if one_sided or worst[chosen] > math.log1p(_NEAR_BEST):
+            chosen = next(filter(self.is_safe, candidates), chosen)
+        source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
+        if source is None:
+            return None
+        trial = next(each for each in source.record.trials if each.digest == chosen.digest)
+        return dataclasses.replace(
+            source.record,
+            key=key,
+            trials=(Trial(trial.digest, trial.config, _scaled(trial, source.sizes, ours)),),
+            timestamp=now,
+            seconds=0.0,
+            carried=f"predicted from {self}",
+        )
+
+    def _scores(self) -> dict[str, float]:
+        """By digest, the mean slowdown over the neighbours that know a config, the nearest counting
+        most."""
+        sums: dict[str, tuple[float, float]] = {}
+        for each in self.all:
+            weight = 1 / (each.distance + 0.1)
+            for digest, slowdown in each.slowdowns.items():
+                total, weights = sums.get(digest, (0.0, 0.0))
+                sums[digest] = total + weight * slowdown, weights + weight
+        return {digest: total / weights for digest, (total, weights) in sums.items()}
+
+
+def _slowdowns(record: TuningRecord) -> dict[str, float]:
+    medians = {
+        trial.digest: trial.outcome.median
+        for trial in record.trials
+        if isinstance(trial.outcome, Measurement) and trial.outcome.median > 0
+    }
+    best = medians.get(record.best.digest) or min(medians.values(), default=1.0)
+    return {digest: math.log(median / best) for digest, median in medians.items()}
+
+
+def _scaled(trial: Trial, measured: Sequence[int], here: Sequence[int]) -> Measurement:
+    """The time to be expected here: as the product of sizes grows."""
+    assert isinstance(trial.outcome, Measurement)
+    ratio = math.prod(max(each, 1) for each in here) / math.prod(max(each, 1) for each in measured)
+    return Measurement((round(trial.outcome.median * ratio, 6),), 0, trial.outcome.reduction)

@@ -1,0 +1,86 @@
+"""A brief race of few candidates whose order is nearly known: they won at sizes beside this one.
+
+Laps over those that are left, forward and backward, until one is left, the laps are over, or the
+device time is spent. So a first call at a new size costs milliseconds, not a tuning.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
+
+LAPS = (1, 2, 2, 2, 2)
+"""Samples of each candidate in each lap."""
+_FIRST_MARGIN = 0.15
+"""Who is so far behind after one sample leaves; the noise is not known then."""
+_STANDARD_ERRORS = 3.0
+
+
+class Brief:
+    """A race of ``candidates``, the most promising first.
+
+    No clock and no randomness, as of any search.
+
+    Args:
+        policy: its ``indifference``, and its ``warmup`` to count what a request takes.
+        milliseconds: device time that may be spent. The first two have a sample whatever it takes,
+            and whom it ends before is not tried.
+    """
+
+    def __init__(self, candidates: Sequence[Config], policy: Policy, milliseconds: float) -> None:
+        self._field, self._policy, self._milliseconds = list(candidates), policy, milliseconds
+        self._samples: dict[str, list[float]] = {}
+        self._spent = 0.0
+        self._requests = self._race()
+
+    def ask(self) -> Request | None:
+        return next(self._requests, None)
+
+    def tell(self, request: Request, outcome: Outcome) -> None:
+        digest = request.config.digest
+        if isinstance(outcome, Failure):
+            self._samples.pop(digest, None)
+            return
+        untimed = self._policy.warmup + (digest not in self._samples)  # the run to the end
+        self._spent += sum(outcome.samples) + untimed * outcome.median
+        self._samples.setdefault(digest, []).extend(outcome.samples)
+
+    def _race(self) -> Iterator[Request]:
+        for place, config in enumerate(self._field):
+            # What one more takes is known from those before it.
+            if place >= 2 and self._spent * (place + 1) / place > self._milliseconds:
+                break
+            yield Request(config, LAPS[0])
+        left = self._close(self._field)
+        for lap in LAPS[1:]:
+            left = left[::-1]
+            for config in left:
+                if len(left) < 2 or self._spent >= self._milliseconds:
+                    return
+                yield Request(config, lap)
+            left = self._close(left)
+
+    def _close(self, candidates: Sequence[Config]) -> list[Config]:
+        """Candidates that may be the fastest, in their order."""
+        medians = {
+            config: statistics.median(self._samples[config.digest])
+            for config in candidates
+            if config.digest in self._samples
+        }
+        limit = min(medians.values(), default=0.0) * (1 + self._margin())
+        return [config for config, median in medians.items() if median <= limit]
+
+    def _margin(self) -> float:
+        """Relative delay that noise may add to an equal of the fastest."""
+        several = [own for own in self._samples.values() if len(own) > 1]
+        if not several:
+            return _FIRST_MARGIN
+        noise = statistics.median(
+            statistics.stdev(own) / (statistics.fmean(own) or 1.0) for own in several
+        )
+        fewest = min(map(len, several))
+        error = _STANDARD_ERRORS * noise * math.sqrt(2 / fewest)
+        return max(error, self._policy.indifference)

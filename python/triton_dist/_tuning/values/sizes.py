@@ -1,0 +1,183 @@
+"""Sizes in a key: what is learned at one of them serves those beside it.
+
+``sizes=("M",)`` names arguments of the function, or fields of a named tuple that ``key_fn``
+returns. A tuning serves a range of them (:func:`fine_bucket`); keys that differ in sizes alone are *a
+family*, and a new one begins with what its relatives learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.key import Key, qualified_name
+from triton_dist.errors import InvalidArgument
+
+Rounding = Callable[[int], int]
+Path = tuple[int, ...]
+"""Of a size in a key: its place in the tuple that is at that place in …"""
+
+
+def fine_bucket(n: int, finest: int = 64) -> int:
+    """``n`` rounded up to the end of its range; 0 stays 0.
+
+    Ranges end at the powers of two up to ``finest``, at its multiples up to 16 of them, then at
+    every other one and later at every 1/32 to 1/64 of ``n``: 64, 128, …, 1024, 1152, 1280, …, 8192,
+    8448, … So few that a server of any size sees about a hundred up to 16384, and so near to one
+    another that tiles and waves of a kernel are as full at the beginning of a range as at its end.
+
+    Args:
+        finest: a power of two, of the rows of a tile.
+
+    Raises:
+        InvalidArgument: ``n`` is negative.
+    """
+    if n < 0:
+        raise InvalidArgument("fine_bucket", "n", n, "a size, 0 or more")
+    if n <= finest:
+        return 1 << (n - 1).bit_length() if n > 0 else 0
+    step = finest if n <= 16 * finest else max(2 * finest, 1 << (n - 1).bit_length() - 6)
+    return -(-n // step) * step
+
+
+class Sizes:
+    """The sizes in the keys of one function.
+
+    Args:
+        rounding: by the name of each size, what gives the end of its range.
+    """
+
+    def __init__(self, function: str, rounding: Mapping[str, Rounding]) -> None:
+        self.function, self.rounding = function, dict(rounding)
+
+    def range_of(self, key: Any) -> Any:
+        """``key`` with each size at the end of its range.
+
+        Raises:
+            InvalidArgument: a size is no int or negative, or the key has no field of that name.
+        """
+        missing = self.rounding.keys() - {name for _, name, _ in self._fields(key)}
+        if missing:
+            expected = f"a named tuple with the fields {', '.join(sorted(self.rounding))}, of sizes"
+            raise InvalidArgument(self.function, "the result of key_fn", key, expected)
+        return self._ranged(key)
+
+    def family(self, key: Any) -> Family:
+        """The relatives of ``key``, a result of ``key_fn``."""
+        return Family([(path, name, value) for path, name, value in self._fields(key)], key)
+
+    def _ranged(self, key: Any) -> Any:
+        if not isinstance(key, tuple):
+            return key
+        names = getattr(key, "_fields", None)
+        if names is None:
+            return tuple(map(self._ranged, key)) if type(key) is tuple else key
+        ends = (
+            self._end(name, value) if name in self.rounding else self._ranged(value)
+            for name, value in zip(names, key, strict=True)
+        )
+        return key._make(ends)  # type: ignore[attr-defined]
+
+    def _end(self, name: str, value: object) -> int:
+        if type(value) is not int or value < 0:
+            raise InvalidArgument(self.function, f"size {name}", value, "an int, 0 or more")
+        return self.rounding[name](value)
+
+    def _fields(self, key: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[Path, str, Any]]:
+        """Place, name and value of each size in ``key``."""
+        if not isinstance(key, tuple):
+            return
+        names = getattr(key, "_fields", [""] * len(key))
+        for place, (name, value) in enumerate(zip(names, key, strict=True)):
+            if name in self.rounding:
+                yield (*path, place), name, value
+            else:
+                yield from self._fields(value, (*path, place))
+
+
+class Family:
+    """Keys that differ from one in sizes alone.
+
+    Attributes:
+        sizes: those of that one.
+    """
+
+    def __init__(self, fields: Sequence[tuple[Path, str, int]], key: Any) -> None:
+        self._paths = [path for path, _, _ in fields]
+        self._names = [name for _, name, _ in fields]
+        self.sizes = tuple(value for _, _, value in fields)
+        self._others = self._cut(codec.text(codec.encode(key)))[1]
+
+    def sizes_of(self, record: Key) -> tuple[int, ...] | None:
+        """The sizes in the key of a record; ``None`` if it is no relative."""
+        try:
+            sizes, others = self._cut(record.text)
+        except (LookupError, TypeError, AttributeError):  # keys were others once
+            return None
+        fits = others == self._others and all(type(size) is int for size in sizes)
+        return sizes if fits else None
+
+    def show(self, sizes: Sequence[int]) -> str:
+        """``M=512``"""
+        return ", ".join(f"{name}={size}" for name, size in zip(self._names, sizes, strict=True))
+
+    def _cut(self, text: str) -> tuple[tuple[Any, ...], str]:
+        """The sizes, and a digest of all else."""
+        tree, sizes = json.loads(text), []
+        for path in self._paths:
+            items = functools.reduce(lambda node, step: _items(node)[step], path[:-1], tree)
+            sizes.append(_items(items)[path[-1]])
+            _items(items)[path[-1]] = None
+        return tuple(sizes), codec.digest(tree)
+
+
+def distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """How far sizes are from one another: in doublings, of that which differs most."""
+    pairs = zip(one, other, strict=True)
+    return max(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
+
+
+def sized_key(
+    function: Callable[..., Any], key_fn: Callable[..., Any], rounding: Mapping[str, Rounding]
+) -> tuple[Callable[..., Any], Sizes | None]:
+    """The ``key_fn`` of a function whose sizes have these names, and the sizes; none, if it has
+    none. Names that all are parameters of ``function`` are added to its keys."""
+    if not rounding:
+        return key_fn, None
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin does not tell
+        parameters = {}  # type: ignore[assignment]
+    if all(name in parameters for name in rounding):
+        key_fn = _with_arguments(function, key_fn, list(rounding))
+    return key_fn, Sizes(qualified_name(function), rounding)
+
+
+def _with_arguments(
+    function: Callable[..., Any], key_fn: Callable[..., Any], names: Sequence[str]
+) -> Callable[..., Any]:
+    """``key_fn`` whose key has the arguments ``names`` of ``function`` as sizes beside it."""
+    parameters = inspect.signature(function).parameters
+    places = [(name, list(parameters).index(name), parameters[name].default) for name in names]
+    sized: Any = namedtuple("Sized", [*names, "key"])  # type: ignore[misc]
+
+    @functools.wraps(key_fn)
+    def key(*args: Any, **kwargs: Any) -> Any:
+        sizes = (
+            args[place] if place < len(args) else kwargs.get(name, default)
+            for name, place, default in places
+        )
+        return sized._make([*sizes, key_fn(*args, **kwargs)])
+
+    return key
+
+
+def _items(tree: Any) -> Any:
+    """The items of a tuple in the tree of a key."""
+    return tree["items"] if "items" in tree else tree["tuple"]

@@ -1,0 +1,280 @@
+"""Sizes: ranges that share a tuning, and what a new one takes over from its neighbours."""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tuning.fakes import Rank, in_threads, thread_ranks, together
+from triton_dist import tune
+from triton_dist._tuning.store import MemoryStore
+from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket
+from triton_dist.errors import InvalidArgument, RankDisagreement, TuningFrozen
+
+Keyed = collections.namedtuple("Keyed", ["M", "N"])
+SIZES = Sizes("run", {"M": fine_bucket})
+SPACE = [{"tile": tile} for tile in (1, 2, 4, 8, 16, 32, 64, 128)]
+
+
+def ranks(size: int = 1, **options: Any) -> list[Rank]:
+    """Ranks whose fastest tile is the one nearest to M / 64, in the sense of a ratio."""
+    options = {"cost": cost_of(), "space": SPACE} | options
+    return [
+        Rank(rank, sizes=SIZES, key_fn=lambda x, **_: Keyed(x, "n"), **options)
+        for rank in thread_ranks(size)
+    ]
+
+
+def cost_of() -> Any:
+    """Milliseconds of a run: of the M that ``sized`` says is called now."""
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        ratio = config["tile"] * 64 / cost.M
+        return 0.1 * max(ratio, 1 / ratio)
+
+    cost.M = 64
+    return cost
+
+
+def call(all_ranks: list[Rank], M: int, **options: Any) -> list[Any]:
+    for rank in all_ranks:
+        rank.cost.M = M
+    return together(all_ranks, M, **options)
+
+
+def runs(rank: Rank) -> int:
+    number = len(rank.calls)
+    rank.calls.clear()
+    return number
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([16, 64, 128]))
+def test_ranges_are_in_order_hold_their_sizes_and_grow_with_them(n, finest):
+    end = fine_bucket(n, finest)
+    assert end >= n
+    assert fine_bucket(end, finest) == end
+    assert fine_bucket(end + 1, finest) > end
+    if n > finest:
+        assert end % finest == 0
+        assert end - n < max(2 * finest, n / 31)
+
+
+def test_ranges_up_to_16384_are_about_a_hundred():
+    ends = {fine_bucket(n) for n in range(1, 16385)}
+    assert len(ends) == 7 + 15 + 56 + 32
+    assert fine_bucket(0) == 0
+    with pytest.raises(InvalidArgument, match="n is -1"):
+        fine_bucket(-1)
+
+
+def test_a_range_is_tuned_once_and_its_other_sizes_cost_no_word():
+    (rank,) = ranks()
+    call([rank], 500)
+    runs(rank)
+    rank.ranks.phases.clear()
+    for M in (449, 501, 512):
+        assert call([rank], M)[0] == (M, {"tile": 8})
+    assert runs(rank) == 3
+    assert rank.ranks.phases == []
+    assert rank.tuned.tuning_count == 1
+
+
+def test_a_neighbour_takes_few_runs_and_a_far_size_a_tuning():
+    (rank,) = ranks()
+    call([rank], 512)
+    whole = runs(rank)
+    assert call([rank], 640)[0][1] == {"tile": 8}
+    brief = runs(rank)
+    assert brief < whole / 2
+    record = rank.tuned.tune(640)
+    assert record.carried == "carried over from M=512"
+    assert len(record.trials) < len(SPACE)
+    call([rank], 4096)
+    assert runs(rank) == whole
+    assert rank.tuned.tune(4096).carried == ""
+
+
+def test_what_is_carried_over_follows_the_size():
+    (rank,) = ranks()
+    chosen = {}
+    for M in (256, *range(320, 1025, 64), *range(1152, 4097, 128)):
+        chosen[M] = call([rank], M)[0][1]["tile"]
+    for M, tile in chosen.items():
+        fastest = min(max(each * 64 / M, M / each / 64) for each in (1, 2, 4, 8, 16, 32, 64))
+        assert max(tile * 64 / M, M / tile / 64) < 1.2 * fastest, (M, tile)
+
+
+def test_the_time_to_spend_bounds_a_brief_race_and_zero_means_none():
+    def spent(milliseconds: float) -> float:
+        (rank,) = ranks(transfer_ms=milliseconds)
+        call([rank], 512)
+        runs(rank)
+        call([rank], 576)
+        return sum(rank.cost(0, config) for config in rank.calls)
+
+    few, some, whole = spent(0.1), spent(2.0), spent(0.0)
+    assert few < 1.5
+    assert few < some < 2.5
+    assert whole > 2 * some
+
+
+def test_all_ranks_take_the_leaders_neighbours():
+    leader, other = ranks(2)
+    call([leader, other], 512)
+    other.tuned.clear()  # as after a restart, with another cache
+    leader.tuned.clear()
+    assert [result[1] for result in call([leader, other], 576)] == [{"tile": 8}] * 2
+    assert leader.tuned.tune.__self__.tuning_count == 2
+
+
+def test_safe_configs_race_at_every_size():
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return {"library": 0.3, 1: 0.1, 2: 0.9}[config["tile"]]
+
+    space = [{"tile": 1}, {"tile": 2}, {"tile": "library"}]
+    is_safe = lambda config: config["tile"] == "library"  # noqa: E731
+    (rank,) = ranks(cost=cost, space=space, is_safe=is_safe)
+    rank.cost.M = 0
+    together([rank], 512)
+    record = rank.tuned.tune(576)
+    assert {trial.config["tile"] for trial in record.trials} == {1, "library"}
+
+
+def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():
+    (rank,) = ranks()
+    call([rank], 512)
+    call([rank], 640)
+    rank.frozen = True
+    runs(rank)
+    assert call([rank], 576)[0] == (576, {"tile": 8})
+    assert runs(rank) == 1
+    record = rank.tuned.tune(576)
+    assert record.carried == "predicted from M=640; M=512"
+    call([rank], 570)
+    with_far = call([rank], 8192)[0]
+    assert isinstance(with_far, TuningFrozen)
+
+
+def test_in_doubt_a_safe_config_is_predicted():
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return {"library": 0.11, 1: 0.1}[config["tile"]]
+
+    space = [{"tile": 1}, {"tile": "library"}]
+    is_safe = lambda config: config["tile"] == "library"  # noqa: E731
+    (rank,) = ranks(cost=cost, space=space, is_safe=is_safe)
+    together([rank], 512)
+    rank.frozen = True
+    assert together([rank], 576)[0][1] == {"tile": 1}
+    assert together([rank], 960)[0][1] == {"tile": "library"}
+
+
+def test_what_is_predicted_in_a_capture_is_measured_after_it():
+    (rank,) = ranks()
+    call([rank], 512)
+    rank.device.capturing = True
+    assert call([rank], 576)[0][1] == {"tile": 8}
+    rank.device.capturing = False
+    call([rank], 576)
+    assert rank.tuned.tune(576).carried == "carried over from M=512"
+
+
+def test_ranks_must_be_in_one_range():
+    first, second = ranks(2)
+    results = in_threads([lambda: first.tuned(512), lambda: second.tuned(4096)])
+    assert all(isinstance(result, RankDisagreement) for result in results)
+    assert "512" in str(results[0])
+
+
+@pytest.mark.parametrize("size", ["512", 512.0, -1, None, True])
+def test_a_size_that_is_none_is_refused(size):
+    (rank,) = ranks()
+    (error,) = together([rank], size)
+    assert isinstance(error, InvalidArgument)
+    assert "size M" in str(error)
+
+
+def test_a_key_without_the_size_is_refused():
+    (rank,) = ranks()
+    rank.tuned.key_fn = lambda x, **_: (x, "n")
+    (error,) = together([rank], 512)
+    assert isinstance(error, InvalidArgument)
+    assert "a named tuple with the fields M" in str(error)
+
+
+def test_exact_sizes_are_bounded_and_come_back_without_a_word():
+    (rank,) = ranks(most_hits=3)
+    for M in range(449, 513):
+        call([rank], M)
+    assert len(rank.tuned._hits) == 3
+    assert rank.tuned.tuning_count == 1
+    rank.ranks.phases.clear()
+    call([rank], 449)
+    assert rank.ranks.phases == []
+
+
+def test_records_of_other_functions_keys_and_hardware_are_no_neighbours():
+    family = SIZES.family(Keyed(512, ("n", 3)))
+    key = lambda value: Key.of("run", value, "fake")  # noqa: E731
+    assert family.sizes_of(key(Keyed(640, ("n", 3)))) == (640,)
+    assert family.show((640,)) == "M=640"
+    for other in (Keyed(640, ("n", 4)), (640, ("n", 3)), Keyed(640, "n"), 640, Keyed("x", ("n", 3))):
+        assert family.sizes_of(key(other)) is None, other
+    store = MemoryStore()
+    first, second = ranks(2)
+    (one,) = ranks(disk=store)
+    call([one], 512)
+    (other,) = ranks(disk=store)
+    other.tuned.fn.__qualname__ = "another"
+    call([other], 640)
+    assert other.tuned.tune(640).carried == ""
+
+
+def test_arguments_of_the_function_are_sizes_too():
+    @tune.autotune(
+        [{"tile": 1}, {"tile": 2}], lambda x, M, N=3, **_: x, scope="rank", sizes=("M", "N")
+    )
+    def run(x, M, N=3, tile=1):
+        return M, tile
+
+    run("a", 500)
+    run("a", M=512, N=4)
+    assert run.tuning_count == 1
+    run("a", 512, 5)
+    assert run.tuning_count == 2
+    run("b", 500)
+    record = run.tune("a", 512, 5)
+    assert record.carried == "carried over from M=512, N=4"
+    assert "Sized" in json.dumps(record.key.text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((1,), "names of arguments"), ({"M": 64}, "a function of a size"), ([""], "names of")],
+)
+def test_bad_sizes_are_refused_where_they_are_given(sizes, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        tune.autotune([{"tile": 1}], lambda x: x, sizes=sizes)
+
+
+def test_a_carried_record_survives_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path))
+
+    @tune.autotune([{"tile": 1}, {"tile": 2}], lambda M: 0, scope="rank", sizes=("M",))
+    def run(M, tile=1):
+        return M, tile
+
+    run(512)
+    run(640)
+    run.clear()
+    record = run.tune(600)
+    assert record.carried == "carried over from M=512"
+    assert run.tuning_count == 2
+    run.clear()
+    run(704)  # both are found on disk
+    assert run.tune(704).carried == "carried over from M=640; M=512"
+    assert Config({"tile": 1}) in list(run.config_space)
