@@ -32,7 +32,19 @@ class TunedOp:
         self._record = case.op.tune(*self._args, **self._kwargs)
         self._winner = case.op.best_config(*self._args, **self._kwargs)
         tuned_now = case.op.tuning_count > before
+        self.how = self._record.carried or "tuned at a size of this range"
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
+
+    def raced(self, number: int = 3) -> list[Peer]:
+        """The fastest of a new tuning at this size, which the op then uses: clear it."""
+        op = self.case.op
+        op.clear()
+        record = op.tune(*self._args, **self._kwargs)
+        op.clear()
+        measured = [trial for trial in record.trials if hasattr(trial.outcome, "median")]
+        measured.sort(key=lambda trial: (trial.digest != record.best.digest, trial.outcome.median))
+        found = (op.config_space.find(trial.digest) for trial in measured[:number])
+        return [self._candidate(config) for config in found if config is not None]
 
     def candidates(self) -> Mapping[str, Peer]:
         winner = self._candidate(self._winner)

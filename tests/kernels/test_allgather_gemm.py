@@ -19,7 +19,7 @@ from triton_dist.kernels import nvidia
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.shapes import Shape
 from triton_dist.kernels.common.gemm.gathered_spaces import split_k_tiles
-from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,
@@ -160,7 +160,8 @@ def test_what_the_key_keeps_the_context_has_room_for():
     for num_ranks, K, max_M in ((4, 8192, 1 << 20), (4, 8200, 1 << 20), (2, 515, 96), (3, 7, 9)):
         most = exchanged_rows(max_M, K, torch.float16, num_ranks)
         assert most % num_ranks == 0
-        for bucket in sorted({row_bucket(rows) for rows in range(1, max_M // num_ranks + 1)}):
+        rows = range(1, max_M // num_ranks + 1)
+        for bucket in sorted({most_rows(each, num_ranks) for each in rows}):
             A = torch.empty(bucket, K, dtype=torch.float16, device="meta")
             if fits_serial(A, 8, num_ranks):
                 assert min(bucket * num_ranks, max_M) <= most
@@ -219,19 +220,11 @@ def test_keys_differ_in_what_a_tuning_depends_on():
         ]
         assert len(set(keys)) == 7
         assert keys[0] == key_fn(A.clone(), B.clone(), ctx, local_copy=True)
-        assert keys[0] == (8, 48, 64, torch.float16, "row-major", 1, True)
-        assert [key[4] for key in keys[2:4]] == ["column-major", "strided"]
+        assert keys[0] == ((8, 48, 64, torch.float16, "row-major", True, 1), True)
+        assert [key[0].layout for key in keys[2:4]] == ["column-major", "strided"]
 
 
-def test_a_key_serves_a_bucket_of_rows():
-    B = torch.empty(64, 48, dtype=torch.float16)
-    with create_ag_gemm_context(64, 48, 64, torch.float16, 0, 1, num_local_ranks=3) as ctx:
-        buckets = [key_fn(torch.empty(m, 64).half(), B, ctx)[0] for m in range(1, 65)]
-    assert buckets == [row_bucket(m) for m in range(1, 65)]
-    assert len(set(buckets)) == 8
-
-
-def test_rows_of_one_bucket_are_tuned_once():
+def test_rows_of_one_range_are_tuned_once():
     calls = Calls(max_rows=16, columns=40, K=72)
     ag_gemm.clear()
     before = ag_gemm.tuning_count

@@ -31,6 +31,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common.gemm import launch as gemm_launch
+from triton_dist.kernels.common.gemm_context import ProductKey
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
@@ -109,6 +110,9 @@ def read(tree: Any) -> Any:
     match tree:
         case {"tuple": items}:
             return tuple(read(item) for item in items)
+        case {"namedtuple": name, "items": items}:
+            assert name.endswith(":ProductKey")
+            return ProductKey(*(read(item) for item in items))
         case {"dtype": name}:
             return getattr(torch, name.removeprefix("torch."))
         case None | bool() | int() | str():
@@ -216,7 +220,7 @@ def test_a_winner_that_is_pruned_for_the_call_is_found_out(on, folder, monkeypat
 
 def test_on_other_hardware_they_are_no_hits(on, folder):
     made(on, folder)
-    key = (4, 7168, 8192, torch.bfloat16, "column-major", 4, True)
+    key = (ProductKey(16, 7168, 8192, torch.bfloat16, "column-major", True, 4), True)
     args, kwargs = all_cases()["ag_gemm"].recorded_call(key)
     for gpu, topology in (
         ("NVIDIA H100 80GB HBM3", FOUR),

@@ -222,7 +222,13 @@ def test_records_of_other_functions_keys_and_hardware_are_no_neighbours():
     key = lambda value: Key.of("run", value, "fake")  # noqa: E731
     assert family.sizes_of(key(Keyed(640, ("n", 3)))) == (640,)
     assert family.show((640,)) == "M=640"
-    for other in (Keyed(640, ("n", 4)), (640, ("n", 3)), Keyed(640, "n"), 640, Keyed("x", ("n", 3))):
+    for other in (
+        Keyed(640, ("n", 4)),
+        (640, ("n", 3)),
+        Keyed(640, "n"),
+        640,
+        Keyed("x", ("n", 3)),
+    ):
         assert family.sizes_of(key(other)) is None, other
     store = MemoryStore()
     first, second = ranks(2)

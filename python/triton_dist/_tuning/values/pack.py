@@ -1,6 +1,7 @@
 """Many results of one function on one model of GPU as one tree: what is shipped.
 
-Of each record it keeps the key, the winner with its median, and how many others were measured.
+Of each record it keeps the key, the winner with its median, how many others were measured, and the
+medians of the few that a neighbouring size may want to try.
 Configs are written once, under the first digits of their digest, and what results have in common
 once for all of them, so that a few hundred fit into a file that a person can read.
 """
@@ -21,6 +22,8 @@ from triton_dist.errors import NewerSchema
 
 PACK_FORMAT = 1
 _DIGITS = 8
+_NEAR, _NEAR_BEST = 8, 1.25
+"""So many others, no slower than so many times the winner."""
 
 
 def pack(records: Sequence[TuningRecord]) -> codec.Tree:
@@ -43,12 +46,16 @@ def pack(records: Sequence[TuningRecord]) -> codec.Tree:
         best, common = record.best, _common(record)
         configs[best.digest[:_DIGITS]] = best.config
         group = groups.setdefault(codec.text(common), {**common, "results": []})
+        near = _near(record)
+        configs |= {trial.digest[:_DIGITS]: trial.config for trial in near}
         group["results"].append(
             {
                 "key": json.loads(record.key.text),
                 "config": best.digest[:_DIGITS],
-                "ms": round(best.outcome.median, 6),  # type: ignore[union-attr]
+                "ms": _median(best),
                 "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
+                **({"near": {t.digest[:_DIGITS]: _median(t) for t in near}} if near else {}),
+                **({"carried": record.carried} if record.carried else {}),
             }
         )
     return {
@@ -63,7 +70,7 @@ def pack(records: Sequence[TuningRecord]) -> codec.Tree:
 
 
 def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
-    """The results in ``tree`` as records with one trial.
+    """The results in ``tree`` as records, whose winner is the first trial.
 
     Raises:
         NewerSchema: a later version of triton_dist wrote it.
@@ -87,7 +94,11 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
 def _record(
     tree: Mapping[str, Any], group: Mapping[str, Any], result: Mapping[str, Any]
 ) -> TuningRecord:
-    config = tree["configs"][result["config"]]
+    configs, best = tree["configs"], float(result["ms"])
+    # The winner was preferred to those that are as fast within noise: it comes first, and they are
+    # not faster here.
+    medians = {name: max(float(ms), best) for name, ms in result.get("near", {}).items()}
+    measured = {result["config"]: best, **medians}
     fingerprint = ShippedFingerprint(
         hardware={"gpu": str(tree["gpu"])},
         software=_texts(group["tuned_with"]),
@@ -105,10 +116,32 @@ def _record(
             module=str(tree["module"]),
         ),
         fingerprint=fingerprint,
-        trials=(Trial(codec.digest(config), config, Measurement((float(result["ms"]),), 0)),),
+        trials=tuple(
+            Trial(codec.digest(configs[name]), configs[name], Measurement((ms,), 0))
+            for name, ms in measured.items()
+        ),
         timestamp=str(group["date"]),
         seconds=0.0,
+        carried=str(result.get("carried", "")),
     )
+
+
+def _near(record: TuningRecord) -> list[Trial]:
+    """Trials of others that were not much slower than the winner, the fastest first."""
+    best = record.best
+    others = [
+        trial
+        for trial in record.trials
+        if isinstance(trial.outcome, Measurement)
+        and trial.digest != best.digest
+        and _median(trial) <= _NEAR_BEST * _median(best)
+    ]
+    return sorted(others, key=_median)[:_NEAR]
+
+
+def _median(trial: Trial) -> float:
+    assert isinstance(trial.outcome, Measurement)
+    return round(trial.outcome.median, 6)
 
 
 def _common(record: TuningRecord) -> dict[str, codec.Tree]:

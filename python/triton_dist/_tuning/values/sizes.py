@@ -1,8 +1,8 @@
 """Sizes in a key: what is learned at one of them serves those beside it.
 
 ``sizes=("M",)`` names arguments of the function, or fields of a named tuple that ``key_fn``
-returns. A tuning serves a range of them (:func:`fine_bucket`); keys that differ in sizes alone are *a
-family*, and a new one begins with what its relatives learned.
+returns. A tuning serves a range of them (:func:`fine_bucket`); keys that differ in sizes alone are
+*a family*, and a new one begins with what its relatives learned.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
+from triton_dist.kernels.common.gemm_context import ProductKey
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.runtime.ranks import group_for
 
@@ -218,7 +219,7 @@ class SummedGEMMCase(GEMMCase):
             "num_chunks (none)": {"num_chunks": 0},
         }
 
-    def recorded_operands(self, looks: Sequence[Any], **attributes: Any) -> Call:
+    def recorded_operands(self, looks: ProductKey, **attributes: Any) -> Call:
         """A and B of a key, and a context with ``attributes`` beside what all have."""
         M, N, K, dtype, layout, contiguous, num_ranks = looks
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
@@ -234,12 +235,12 @@ class SummedGEMMCase(GEMMCase):
         )
         return (A, matrix_laid_out(layout, dtype, K, N), ctx), {}
 
-    def sample_looks(self) -> Iterator[tuple[Any, ...]]:
+    def sample_looks(self) -> Iterator[ProductKey]:
         """Keys without what only the op knows."""
         for rows in (1, 4, 1024, 4096):
             for layout in LAYOUTS:
                 for contiguous in (True, False):
-                    yield rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4
+                    yield ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
 
 
 LAYOUTS = ("row-major", "column-major", "strided")

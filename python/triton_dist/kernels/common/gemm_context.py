@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,24 @@ def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
         and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_differentiated(tensor))
         for tensor in tensors
     )
+
+
+class ProductKey(NamedTuple):
+    """All that a tuning of a GEMM over ranks depends on, but for options of the op."""
+
+    M: int
+    """Rows of all ranks. The tuner rounds it up: a tuning serves a range."""
+    N: int
+    """Columns of B, on this rank."""
+    K: int
+    """Of the product on this rank."""
+    dtype: torch.dtype
+    layout: str
+    """Of B."""
+    contiguous: bool
+    """A is."""
+    num_ranks: int
+    """Of the context; those that tune together may be more."""
 
 
 def accept(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -33,6 +33,8 @@ class Way(ABC, Generic[C, S]):
     """Text that ``way=`` and records say."""
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
+    is_safe: ClassVar[bool] = False
+    """Far from the best nowhere, as a library's product and collective: raced at every size."""
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -102,6 +104,7 @@ def op(
     key_fn: Callable[..., Any],
     version: str,
     agree_fn: Callable[..., object],
+    key_sizes: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
 
@@ -112,6 +115,7 @@ def op(
         sizes: ``sizes(*args, **kwargs)`` of a call: what ``Way.suits`` goes by. The same for all
             calls of a key, since a winner serves all of them.
         key_fn, agree_fn: as of ``tune.autotune``.
+        key_sizes: names of the sizes in keys, the ``sizes`` of ``tune.autotune``.
         version: another one when results that are shipped (records/) must not be used any more.
     """
 
@@ -143,6 +147,8 @@ def op(
             recover_fn=recover,
             agree_fn=agree_fn,
             version=version,
+            sizes=key_sizes,
+            safe_fn=lambda config: ways[config["way"]].is_safe,
         )(fn)
 
     return decorate

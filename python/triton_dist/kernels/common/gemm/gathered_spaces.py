@@ -12,7 +12,7 @@ import torch
 import triton
 
 from triton_dist.kernels.common.gemm.launch import can_specialize_warps
-from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.common.gemm.split_k import split_tiles
 from triton_dist.kernels.common.launch import dot_precision, fits_descriptor
 from triton_dist.runtime.device import current_device
@@ -121,7 +121,7 @@ def fused_tiles() -> list[tuple[triton.Config, int, int]]:
 def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
     """Tell whether the consumer may be worth sending A [M_per_rank, K] itself: there are peers,
     the shard is small, and the kernel on descriptors can serve the operands."""
-    rows, K = row_bucket(A.shape[0]), A.shape[1]
+    rows, K = most_rows(A.shape[0], num_ranks), A.shape[1]
     return (
         num_ranks > 1
         and rows <= _MOST_FUSED_ROWS
@@ -133,15 +133,15 @@ def fits_fused(A: torch.Tensor, B: torch.Tensor, num_ranks: int) -> bool:
 
 
 def fits_shape(config: triton.Config, rows: int, columns: int, num_ranks: int) -> bool:
-    """Tell whether ``config`` is worth trying for shards of up to ``row_bucket(rows)`` rows and a
-    B of ``columns`` columns.
+    """Tell whether ``config`` is worth trying for all shards in the range of ``rows``, and a B
+    of ``columns`` columns.
 
     * A cut along K saves ``_LEAST_SAVING`` of the waves.
     * Shards are visited together only where one has fewer tiles than the GPU has SMs.
     * Tiles of 64 rows do not have ``_MANY_WAVES`` waves.
     """
     tile, sms = config.kwargs, current_device().num_sms
-    rows = row_bucket(rows)
+    rows = most_rows(rows, num_ranks)
     own = triton.cdiv(rows, tile["BLOCK_SIZE_M"]) * triton.cdiv(columns, tile["BLOCK_SIZE_N"])
     full, last = divmod(own * num_ranks, sms)
     waves = full + (last > 0)

@@ -19,6 +19,7 @@ from triton_dist.kernels.common.gemm_case import (
     matrix_laid_out,
     meta,
 )
+from triton_dist.kernels.common.gemm_context import ProductKey
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
     AllGatherGEMMTensorParallelContext,
@@ -116,7 +117,8 @@ class AllGatherGEMMCase(GEMMCase):
         }
 
     def recorded_call(self, key: Any) -> Call:
-        rows, columns, K, dtype, layout, num_ranks, local_copy = key
+        (M, columns, K, dtype, layout, _, num_ranks), local_copy = key
+        rows = M // num_ranks
         ctx = SimpleNamespace(
             K=K,
             N=columns * num_ranks,
@@ -134,7 +136,8 @@ class AllGatherGEMMCase(GEMMCase):
         for rows in (1, 4, 1024, 4096):
             for layout in LAYOUTS:
                 for local_copy in (True, False):
-                    yield rows, 7168, 8192, torch.bfloat16, layout, 4, local_copy
+                    key = ProductKey(4 * rows, 7168, 8192, torch.bfloat16, layout, True, 4)
+                    yield key, local_copy
 
 
 CASE = AllGatherGEMMCase(ag_gemm)

@@ -18,10 +18,10 @@ from triton_dist.kernels.common.context import (
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
 from triton_dist.kernels.common.gemm.gathered_spaces import room_for_parts
-from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.split_k import SplitWorkspace
 from triton_dist.kernels.common.gemm_context import (
     GEMMContext,
+    ProductKey,
     accept,
     kernel_checks,
     kind_checks,
@@ -216,7 +216,10 @@ def check_operands(
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
 
     def operands() -> Operands:
-        key = (row_bucket(A.shape[0]), B.shape[1], ctx.K, A.dtype, layout_of(B))
+        key = ProductKey(
+            A.shape[0] * buffer.num_ranks, B.shape[1], ctx.K, A.dtype, layout_of(B),
+            contiguous=True, num_ranks=buffer.num_ranks,
+        )  # fmt: skip
         return Operands(key, A.dtype)
 
     signature = (signature_of(A, B), B.data_ptr() % 16)

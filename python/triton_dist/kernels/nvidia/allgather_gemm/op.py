@@ -84,10 +84,9 @@ def key_fn(
     method: AllGatherMethod | VendorMethod | None = None,
     **__: Any,
 ) -> Any:
-    """Name what a tuning is for. Of M the shard's rows count, in buckets: tiles belong to one
-    shard. The tuner adds the ranks that tune together, which may be more than those of the context.
-    A way that the older keyword asks for is tuned by itself."""
-    key = (*check_operands(A, B, ctx).key, ctx.num_ranks, local_copy)
+    """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
+    more than those of the context. A way that the older keyword asks for is tuned by itself."""
+    key = (check_operands(A, B, ctx).key, local_copy)
     return key if method is None else (*key, way_of(method))
 
 
@@ -96,6 +95,7 @@ def key_fn(
     call=Call,
     sizes=Sizes.of,
     key_fn=key_fn,
+    key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="2",  # another one when results that are shipped (records/) should not be used any more
 )

@@ -22,7 +22,7 @@ from triton_dist.kernels.common.gemm.gathered_spaces import (
     split_k_tiles,
 )
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.common.gemm.spaces import get_config_space, warp_specialized_tiles
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.op import OpCall, Way, Ways
@@ -324,6 +324,7 @@ class Collective(_Whole):
     """The all-gather is the group's: NCCL, gloo on CPU ranks."""
 
     name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
+    is_safe = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()] if self.method in vendor.candidates_here(vendor.ALL_GATHER_MATMUL) else []
@@ -363,10 +364,10 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
 
 
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
-    """Tell whether so many of the programs that are tried are worth it for all rows of the bucket
+    """Tell whether so many of the programs that are tried are worth it for all rows of the range
     of A [M_per_rank, K]: half as many would not move them at once. It does not go by the rows of a
     context: others have the same key."""
-    shard_bytes = row_bucket(A.shape[0]) * A.shape[1] * A.element_size()
+    shard_bytes = most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
         return False
     if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[0]:  # something has to be left

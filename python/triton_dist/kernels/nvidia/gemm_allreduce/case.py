@@ -64,13 +64,13 @@ class GEMMAllReduceCase(SummedGEMMCase):
         }
 
     def recorded_call(self, key: Any) -> Call:
-        *looks, copy_to_local = key
+        looks, copy_to_local = key
         args, _ = self.recorded_operands(looks)
         return args, {"copy_to_local": copy_to_local}
 
     def sample_keys(self) -> Iterator[tuple[Any, ...]]:
         for looks in self.sample_looks():
-            yield *looks, True
+            yield looks, True
 
 
 CASE = GEMMAllReduceCase(gemm_ar)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,9 @@ from triton_dist.kernels.common.context import (
     buffer_of,
     group_checks,
 )
-from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm_context import (
     GEMMContext,
+    ProductKey,
     accept,
     addend_checks,
     kernel_checks,
@@ -149,7 +148,7 @@ def check_operands(
     B: torch.Tensor,
     bias: torch.Tensor | None,
     ctx: GEMMAllReduceTensorParallelContext,
-) -> tuple[Any, ...]:
+) -> ProductKey:
     """All that a tuning depends on; one object for operands of the same signature.
 
     Raises:
@@ -167,8 +166,7 @@ def check_operands(
         (signature_of(A, B, bias), B.data_ptr() % 16),
         "gemm_ar",
         lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
-        lambda: (
-            row_bucket(A.shape[0]), ctx.N, A.shape[1], A.dtype, layout_of(B), A.is_contiguous(),
-            ctx.num_ranks,
+        lambda: ProductKey(
+            A.shape[0], ctx.N, A.shape[1], A.dtype, layout_of(B), A.is_contiguous(), ctx.num_ranks
         ),
     )  # fmt: skip

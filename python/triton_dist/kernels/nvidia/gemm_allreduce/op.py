@@ -70,9 +70,9 @@ def key_fn(
     copy_to_local: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for; M in buckets. A way that older keywords ask for is tuned by
+    """Name what a tuning is for. A way that older keywords ask for is tuned by
     itself."""
-    key = (*check_operands(A, B, bias, ctx), bool(copy_to_local))
+    key = (check_operands(A, B, bias, ctx), bool(copy_to_local))
     if not kwargs:
         return key
     asked = way_of(*(kwargs.get(keyword) for keyword in ("method", "packets", "exchange")))
@@ -84,6 +84,7 @@ def key_fn(
     call=Call,
     sizes=Sizes.of,
     key_fn=key_fn,
+    key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="3",  # another one when results that are shipped (records/) should not be used any more
 )

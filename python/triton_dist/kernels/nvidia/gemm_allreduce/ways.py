@@ -17,7 +17,7 @@ from triton_dist.kernels.common.exchange.shapes import (
     is_worth_trying,
     shape_of,
 )
-from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.common.gemm.spaces import (
     LOW,
     get_config_space,
@@ -147,7 +147,7 @@ class Sizes(SummingSizes):
         **__: Any,
     ) -> Sizes:
         asked = way_of(method, packets, exchange)
-        return cls(A, B, row_bucket(A.shape[0]), ctx.num_ranks, asked)
+        return cls(A, B, most_rows(A.shape[0]), ctx.num_ranks, asked)
 
 
 class BySize(SummingWay[Call, Sizes]):
@@ -298,6 +298,7 @@ class Serial(WholeProduct[Call, Sizes]):
     """The all-reduce is ours."""
 
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
+    is_safe = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
@@ -341,6 +342,7 @@ class Collective(WholeProduct[Call, Sizes]):
     """The all-reduce is the group's: NCCL, gloo on CPU ranks. Of one rank, the product alone."""
 
     name = "collective"
+    is_safe = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         yield ()

@@ -15,9 +15,9 @@ from triton_dist.kernels.common.context import (
     group_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm_context import (
     GEMMContext,
+    ProductKey,
     accept,
     addend_checks,
     kernel_checks,
@@ -138,7 +138,7 @@ def check_operands(
     B: torch.Tensor,
     bias: torch.Tensor | None,
     ctx: GEMMReduceScatterTensorParallelContext,
-) -> tuple[Any, ...]:
+) -> ProductKey:
     """All that a tuning depends on; one object for operands of the same signature.
 
     Raises:
@@ -157,8 +157,7 @@ def check_operands(
         (signature_of(A, B, bias), B.data_ptr() % 16),
         "gemm_rs",
         lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
-        lambda: (
-            row_bucket(A.shape[0] // ctx.num_ranks), ctx.N, A.shape[1], A.dtype, layout_of(B),
-            A.is_contiguous(), ctx.num_ranks,
+        lambda: ProductKey(
+            A.shape[0], ctx.N, A.shape[1], A.dtype, layout_of(B), A.is_contiguous(), ctx.num_ranks
         ),
     )  # fmt: skip

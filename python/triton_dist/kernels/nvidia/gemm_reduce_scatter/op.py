@@ -67,9 +67,8 @@ def key_fn(
     reduce_st: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for. Of M the rows of a rank count, in buckets: a tile belongs to one
-    rank. A way that older keywords ask for is tuned by itself."""
-    key = (*check_operands(A, B, bias, ctx), adds(ctx, reduce_st))
+    """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
+    key = (check_operands(A, B, bias, ctx), adds(ctx, reduce_st))
     if not kwargs:
         return key
     keywords = ("fuse_scatter", "exchange", "method", "serial")
@@ -82,6 +81,7 @@ def key_fn(
     call=Call,
     sizes=Sizes.of,
     key_fn=key_fn,
+    key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="3",  # another one when results that are shipped (records/) should not be used any more
 )

@@ -14,7 +14,7 @@ from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import Exchange
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.shapes import Shape, is_worth_trying, shape_of
-from triton_dist.kernels.common.gemm.rows import row_bucket
+from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,
     kinds_here,
@@ -154,7 +154,7 @@ class Sizes(SummingSizes):
         serial: bool | None = None,
         **__: Any,
     ) -> Sizes:
-        rows = row_bucket(A.shape[0] // ctx.num_ranks)
+        rows = most_rows(A.shape[0] // ctx.num_ranks, ctx.num_ranks)
         adds = ctx.reduce_st if reduce_st is None else reduce_st
         asked = way_of(fuse_scatter, exchange, method, serial)
         return cls(A, B, rows, ctx.num_ranks, adds, asked)
@@ -333,6 +333,7 @@ class Collective(WholeProduct[Call, Sizes]):
     """The reduce-scatter is the group's: NCCL, gloo on CPU ranks."""
 
     name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
+    is_safe = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()] if self.method in vendor.candidates_here(vendor.MATMUL_REDUCE_SCATTER) else []

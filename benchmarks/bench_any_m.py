@@ -1,0 +1,253 @@
+"""A tuned op beside the paths of the vendors at sizes that nobody picked.
+
+    scripts/python benchmarks/bench_any_m.py --op gemm_rs --layer llama-70b-gate-up --M-random 64
+    scripts/python benchmarks/bench_any_m.py --op ag_gemm --bounds 20 --regret 8 --json any.json
+    scripts/python benchmarks/bench_any_m.py --from-json any.json --png any.png
+
+M is random, log-uniform from 1 to --most, and besides each bound b of the ranges that share a
+tuning: b - 1, b, b + 1, b + 2. At each the tuned op and its peers are checked on fresh random data
+with outputs that held NaN, and timed in CUDA graphs: interleaved, cold L2, the slowest rank.
+
+A point where tuned is below 0.98 of the best peer is measured again, with four times the samples in
+new processes, and counts unless the 95 % interval of the ratio then holds 0.98. With --json every
+point is written at once, and the same command goes on with what is there. Under torchrun (as
+``launch.sh`` starts it) only one of the two passes is made: --again makes the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from overlap.any_m import FLOOR, bounds, draw, point, progress, random_sizes, summary
+from overlap.measuring import Row, measure
+from overlap.plot import check_matplotlib
+from overlap.results import environment, software
+from overlap.shapes import LAYERS, parse_numbers
+from overlap.tuned_op import TunedOp
+from overlap.workload import TUNED, TUNED_AGAIN, Choice
+
+from triton_dist.kernels.common.case import Peer
+from triton_dist.runtime.device import current_device
+from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
+from triton_dist.testing.cases import gemm_cases
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
+
+ROOT = Path(__file__).parents[1]
+CASES = gemm_cases()
+_CPU_SCALE = 256
+_REGRET = "best of all"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    layers = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--layer", choices=list(layers), default="llama-70b-gate-up")
+    parser.add_argument("--M", type=parse_numbers, default=[], help="these besides")
+    parser.add_argument("--M-random", type=int, default=64, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bounds", type=int, metavar="N", help="so many; default: all")
+    parser.add_argument("--most", type=int, default=16384, help="the largest M")
+    parser.add_argument("--regret", type=int, default=0, metavar="N", help="tune N points in full")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each candidate")
+    parser.add_argument("--minutes", type=float, help="begin no point after so many")
+    parser.add_argument("--json", type=Path, help="written at each point, and gone on with")
+    parser.add_argument("--png", type=Path, help="file for a picture; needs matplotlib")
+    parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")
+    parser.add_argument("--again", action="store_true", help="the second pass alone")
+    options = parser.parse_args(arguments)
+    options.sizes = layers[options.layer]
+    return options
+
+
+class Sweep:
+    """One op and layer, with one context for all M. Collective."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.case = options, CASES[options.op]
+        self.ranks, self.dtype = dist.get_world_size(), dtype_named(options.dtype)
+        self.scale = 1 if is_cuda() else _CPU_SCALE
+        self.tree = self._read()
+        self.begin = time.perf_counter()
+
+    def run(self) -> dict[str, Any]:
+        """Measure all points that are not there, or those that are low once more."""
+        options, asked = self.options, self._asked()
+        done = {each["M"] for each in self.tree["points"]}
+        again = {e["M"]: e for e in self.tree["points"] if e["ratio"] < FLOOR and "before" not in e}
+        todo = list(again) if options.again else [M for M in asked if M not in done]
+        regret = set(asked[: options.regret])
+        with self.case.context(self._shape(max(asked)), self.dtype) as ctx:
+            for M in todo:
+                if self._time_is_up():
+                    break
+                found = self._point(M, ctx, M in regret and not options.again)
+                if M in again:
+                    found |= {"before": again[M]["ratio"]}
+                    found |= {name: again[M][name] for name in ("regret",) if name in again[M]}
+                    self.tree["points"].remove(again[M])
+                self.tree["points"].append(found)
+                self._write()
+                took = time.perf_counter() - self.begin
+                progress(self.tree["points"], len(asked), took, dist_print)
+        return self.tree
+
+    def _asked(self) -> list[int]:
+        """Rows, as the op takes them: the given, the random, then the bounds."""
+        options = self.options
+        each = [
+            *options.M,
+            *random_sizes(options.M_random, options.most, options.seed),
+            *bounds(options.most, options.bounds, options.seed),
+        ]
+        return list(dict.fromkeys(self._shape(M).M for M in each))
+
+    def _shape(self, M: int) -> Any:
+        N, K = self.options.sizes
+        shape = self.case.layer(M * self.scale, N, K)
+        return self.case.scaled(shape, self.scale, self.ranks)
+
+    def _point(self, M: int, ctx: Any, regret: bool) -> dict[str, Any]:
+        options = self.options
+        rounds = options.rounds * (4 if options.again else 1)
+        tuned = TunedOp(self.case, self._shape(M), self.dtype, ctx, Choice(0))
+        workload = _WithBestOfAll(tuned) if regret else tuned
+        rows, failures = measure(workload, ["graph"], rounds, warmup_rounds=2 if is_cuda() else 1)
+        samples = {row.name: row.samples.milliseconds for row in rows if row.name != TUNED_AGAIN}
+        kinds = {row.name: row.candidate.kind for row in rows}
+        peers = [name for name, kind in kinds.items() if kind == "peer"]
+        winner = next(row for row in rows if row.name == TUNED)
+        about = {
+            "own": winner.candidate.kind == "own",
+            "config": _short(winner),
+            "how": tuned.how,
+            "failures": failures,
+        }
+        found = point(M, samples, peers, **about)
+        finalists = [ms for name, ms in found["ms"].items() if name.startswith(_REGRET)]
+        if finalists:
+            found["regret"] = round(found["ms"][TUNED] / min(finalists) - 1, 4)
+        return found
+
+    def _time_is_up(self) -> bool:
+        limit = self.options.minutes
+        late = limit is not None and time.perf_counter() - self.begin > 60 * limit
+        said = [late]
+        dist.broadcast_object_list(said, 0)
+        return said[0]
+
+    def _read(self) -> dict[str, Any]:
+        N, K = self.options.sizes
+        fresh = {
+            "benchmark": "any_m", "op": self.options.op, "layer": self.options.layer, "N": N,
+            "K": K, "dtype": self.options.dtype, "ranks": self.ranks,
+            "hardware": dict(current_device().facts()), "software": software(),
+            "environment": environment(), "points": [],
+        }  # fmt: skip
+        path = self.options.json
+        if path is None or not path.exists():
+            return fresh
+        tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        same = ("op", "layer", "dtype", "ranks")
+        if any(tree[name] != fresh[name] for name in same):
+            raise SystemExit(f"{path} is of {[tree[name] for name in same]}: name another file")
+        return tree
+
+    def _write(self) -> None:
+        path = self.options.json
+        if path is not None and dist.get_rank() == 0:
+            beside = path.with_suffix(".part")
+            beside.write_text(json.dumps(self.tree, indent=1) + "\n", encoding="utf-8")
+            beside.replace(path)
+
+
+class _WithBestOfAll:
+    """A tuned op beside the finalists of a race of its whole space at the same size."""
+
+    def __init__(self, tuned: TunedOp) -> None:
+        self._tuned = tuned
+        with _all_anew():
+            finalists = tuned.raced()
+        self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tuned, name)
+
+    def candidates(self) -> dict[str, Peer]:
+        return {**self._tuned.candidates(), **self._finalists}
+
+
+@contextlib.contextmanager
+def _all_anew() -> Iterator[None]:
+    """Within, every config is tried, and nothing is kept."""
+    asked = {"TRITON_DIST_AUTOTUNE_ALWAYS_TUNE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        asked["TRITON_DIST_CACHE_DIR"] = folder
+        before = {name: os.environ.get(name) for name in asked}
+        os.environ.update(asked)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _short(row: Row) -> str:
+    return textwrap.shorten(row.candidate.config, 90)
+
+
+def show(tree: dict[str, Any], png: Path | None) -> None:
+    print(f"{tree['op']}, {tree['layer']}: N = {tree['N']}, K = {tree['K']}, {tree['ranks']} ranks")
+    print(*summary(tree["points"]), sep="\n")
+    if png is not None:
+        draw(tree, png)
+
+
+def drive(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Launch both passes, each in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = list(arguments)
+        if options.json is None:
+            given += ["--json", str(Path(folder) / "points.json")]
+        command = ["bash", str(ROOT / "scripts" / "launch.sh"), str(Path(__file__)), *given]
+        status = subprocess.run(command, check=False).returncode
+        if status == 0 and not options.again:
+            status = subprocess.run([*command, "--again"], check=False).returncode
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    if options.png is not None:
+        check_matplotlib()
+    if options.from_json is not None:
+        show(json.loads(options.from_json.read_text(encoding="utf-8")), options.png)
+        return 0
+    if "RANK" not in os.environ:
+        return drive(arguments, options)
+    initialize_distributed()
+    tree = Sweep(options).run()
+    if dist.get_rank() == 0:
+        show(tree, options.png)
+    finalize_distributed()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
