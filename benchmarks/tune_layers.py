@@ -3,30 +3,33 @@
     bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm
     scripts/triton-dist pack ag_gemm --out ag_gemm.NVIDIA_H200.json
 
-Records go to ``TRITON_DIST_CACHE_DIR``, as of any call; layers that are there are not tuned again.
-One run for each number of ranks; tune on an idle machine. On CPU ranks sizes are scaled down.
+Powers of two are tuned in full, the ranges between them with what was learned there. Records go to
+``TRITON_DIST_CACHE_DIR``, as of any call; what is there, or ships, is not tuned again: delete the
+op's file in records/ first. One run for each number of ranks; tune on an idle machine. On CPU ranks sizes are scaled down.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from overlap.shapes import parse_numbers
-from overlap.tuned_op import open_op
+from overlap.tuned_op import TunedOp
 from overlap.workload import Choice
 
+from triton_dist import tune
 from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
 from triton_dist.testing.cases import gemm_cases
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-_ROWS = [
-    *(16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
-]
+_MOST = 16384
+_TRANSFER_MS = "400"
+"""Device time for each M that is not tuned in full: more than a first call takes."""
 _CPU_SCALE = 512
 CASES = gemm_cases()
 
@@ -36,7 +39,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
-    parser.add_argument("--M", type=parse_numbers, default=_ROWS, help="global rows")
+    parser.add_argument("--M", type=parse_numbers, help="global rows; default: every range")
     parser.add_argument("--layers", help="names of models, separated by commas; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     options = parser.parse_args(arguments)
@@ -48,24 +51,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def shapes(options: argparse.Namespace, num_ranks: int) -> list[Shape]:
-    """Each once, the largest first: those compile what the others need too."""
+def every_range(most: int = _MOST) -> list[int]:
+    """The ends of all ranges up to ``most``: powers of two first, the largest of which compile what
+    the others need too."""
+    ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)}, reverse=True)
+    return sorted(ends, key=lambda end: end & (end - 1) != 0)
+
+
+def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
+    """Those of each layer, each once: all rows that are tuned in full, then the others."""
     scale = 1 if is_cuda() else _CPU_SCALE
-    layers = [(each["N"], each["K"]) for each in map(LAYER_CONFIGS.get, options.layers) if each]
-    case, rows = CASES[options.op], sorted(options.M, reverse=True)
-    asked = (case.scaled(case.layer(M, N, K), scale, num_ranks) for N, K in layers for M in rows)
-    return list(dict.fromkeys(asked))
+    layers = {
+        (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
+    }
+    case, rows = CASES[options.op], options.M or every_range()
+    return [
+        list(dict.fromkeys(case.scaled(case.layer(M, N, K), scale, num_ranks) for M in rows))
+        for N, K in sorted(layers)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    os.environ.setdefault("TRITON_DIST_AUTOTUNE_TRANSFER_MS", _TRANSFER_MS)
     initialize_distributed()
     begin, dtype = time.perf_counter(), dtype_named(options.dtype)
-    asked = shapes(options, dist.get_world_size())
-    for number, shape in enumerate(asked, start=1):
-        with open_op(CASES[options.op], shape, dtype, Choice(0)) as workload:
-            took = time.perf_counter() - begin
-            dist_print(f"[{number}/{len(asked)}, {took:.0f} s] {shape}: {workload.note}")
+    case, layers = CASES[options.op], shapes(options, dist.get_world_size())
+    total, number = sum(map(len, layers)), 0
+    for asked in layers:
+        largest = max(asked, key=lambda shape: shape.M)
+        with case.context(largest, dtype) as ctx:
+            for number, shape in enumerate(asked, start=number + 1):
+                note = TunedOp(case, shape, dtype, ctx, Choice(0)).note
+                took = time.perf_counter() - begin
+                dist_print(f"[{number}/{total}, {took:.0f} s] {shape}: {note}")
     finalize_distributed()
 
 

@@ -53,20 +53,23 @@ def runs(rank: Rank) -> int:
     return number
 
 
-@given(st.integers(1, 1 << 20), st.sampled_from([16, 64, 128]))
-def test_ranges_are_in_order_hold_their_sizes_and_grow_with_them(n, finest):
-    end = fine_bucket(n, finest)
+@given(st.integers(1, 1 << 20))
+def test_ranges_are_in_order_hold_their_sizes_and_grow_with_them(n):
+    end = fine_bucket(n)
     assert end >= n
-    assert fine_bucket(end, finest) == end
-    assert fine_bucket(end + 1, finest) > end
-    if n > finest:
-        assert end % finest == 0
-        assert end - n < max(2 * finest, n / 31)
+    assert fine_bucket(end) == end
+    assert fine_bucket(end + 1) > end
+    assert end - n < max(16, n / 4)
+    if n > 16:
+        assert end % 16 == 0
+    if n > 1024:
+        assert end % 128 == 0
+        assert end - n < max(128, n / 31)
 
 
 def test_ranges_up_to_16384_are_about_a_hundred():
     ends = {fine_bucket(n) for n in range(1, 16385)}
-    assert len(ends) == 7 + 15 + 56 + 32
+    assert len(ends) == 5 + 7 + 4 + 12 + 56 + 32
     assert fine_bucket(0) == 0
     with pytest.raises(InvalidArgument, match="n is -1"):
         fine_bucket(-1)
@@ -231,7 +234,6 @@ def test_records_of_other_functions_keys_and_hardware_are_no_neighbours():
     ):
         assert family.sizes_of(key(other)) is None, other
     store = MemoryStore()
-    first, second = ranks(2)
     (one,) = ranks(disk=store)
     call([one], 512)
     (other,) = ranks(disk=store)

@@ -84,15 +84,16 @@ class Neighbours:
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
 
-    def candidates(self, kept: Sequence[Config]) -> list[Config]:
+    def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
-        and in any case some that are safe."""
+        and in any case some that are safe: the more, the more time there is."""
+        number = round(_CANDIDATES * math.sqrt(max(1.0, milliseconds / 30)))
         scores = self._scores()
         known = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
         )
-        near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)][:_CANDIDATES]
+        near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)][:number]
         safe = [config for config in known if self.is_safe(config)][:_SAFE]
         safe = safe or [config for config in kept if self.is_safe(config)][:_SAFE]
         return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []

@@ -349,7 +349,7 @@ class _FirstCall:
         settings, carried = self._parts.settings, ""
         if settings.transfer_ms > 0 and not settings.always_tune:
             near = self._neighbours(key, fingerprint)
-            few = near.candidates(kept) if near is not None else []
+            few = near.candidates(kept, settings.transfer_ms) if near is not None else []
             if few:
                 kept, carried = few, f"carried over from {near}"
         return _Plan(

@@ -1,7 +1,8 @@
 """A brief race of few candidates whose order is nearly known: they won at sizes beside this one.
 
 Laps over those that are left, forward and backward, until one is left, the laps are over, or the
-device time is spent. So a first call at a new size costs milliseconds, not a tuning.
+device time is spent. No lap is left half done: who has more samples would win by that alone. So a
+first call at a new size costs milliseconds, not a tuning.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
-LAPS = (1, 2, 2, 2, 2)
+LAPS = (1, 1, 2, 2, 3)
 """Samples of each candidate in each lap."""
 _FIRST_MARGIN = 0.15
 """Who is so far behind after one sample leaves; the noise is not known then."""
@@ -56,22 +57,35 @@ class Brief:
             yield Request(config, LAPS[0])
         left = self._close(self._field)
         for lap in LAPS[1:]:
-            left = left[::-1]
+            left = self._affordable(left, lap)[::-1]
+            if len(left) < 2:
+                return
             for config in left:
-                if len(left) < 2 or self._spent >= self._milliseconds:
-                    return
                 yield Request(config, lap)
             left = self._close(left)
 
     def _close(self, candidates: Sequence[Config]) -> list[Config]:
         """Candidates that may be the fastest, in their order."""
         medians = {
-            config: statistics.median(self._samples[config.digest])
-            for config in candidates
-            if config.digest in self._samples
+            config: self._median(config) for config in candidates if config.digest in self._samples
         }
         limit = min(medians.values(), default=0.0) * (1 + self._margin())
         return [config for config, median in medians.items() if median <= limit]
+
+    def _affordable(self, candidates: Sequence[Config], lap: int) -> list[Config]:
+        """As many, the fastest, as a lap of so many samples has time for; in their order."""
+        runs = lap + self._policy.warmup
+        time = self._milliseconds - self._spent
+        chosen = set()
+        for config in sorted(candidates, key=self._median):
+            time -= runs * self._median(config)
+            if time < 0:
+                break
+            chosen.add(config)
+        return [config for config in candidates if config in chosen]
+
+    def _median(self, config: Config) -> float:
+        return statistics.median(self._samples[config.digest])
 
     def _margin(self) -> float:
         """Relative delay that noise may add to an equal of the fastest."""

@@ -24,25 +24,23 @@ Path = tuple[int, ...]
 """Of a size in a key: its place in the tuple that is at that place in …"""
 
 
-def fine_bucket(n: int, finest: int = 64) -> int:
+def fine_bucket(n: int) -> int:
     """``n`` rounded up to the end of its range; 0 stays 0.
 
-    Ranges end at the powers of two up to ``finest``, at its multiples up to 16 of them, then at
-    every other one and later at every 1/32 to 1/64 of ``n``: 64, 128, …, 1024, 1152, 1280, …, 8192,
-    8448, … So few that a server of any size sees about a hundred up to 16384, and so near to one
-    another that tiles and waves of a kernel are as full at the beginning of a range as at its end.
-
-    Args:
-        finest: a power of two, of the rows of a tile.
+    Ranges end where tiles do. Up to 16 they end at powers of two, then at multiples of a step that
+    grows with ``n``: 16 up to 128, 32 up to 256, 64 up to 1024, 128 up to 8192, and 1/32 to 1/64 of
+    ``n`` above. So few that a server sees 116 of them up to 16384, and so near to one another that
+    tiles and waves of a kernel are as full at the beginning of a range as at its end.
 
     Raises:
         InvalidArgument: ``n`` is negative.
     """
     if n < 0:
         raise InvalidArgument("fine_bucket", "n", n, "a size, 0 or more")
-    if n <= finest:
-        return 1 << (n - 1).bit_length() if n > 0 else 0
-    step = finest if n <= 16 * finest else max(2 * finest, 1 << (n - 1).bit_length() - 6)
+    below = (n - 1).bit_length() - 1  # 2 ** below < n <= 2 ** (below + 1)
+    if n <= 16:
+        return 1 << below + 1 if n > 0 else 0
+    step = 1 << max(4, min(6, below - 2), min(7, below - 3), below - 5)
     return -(-n // step) * step
 
 
