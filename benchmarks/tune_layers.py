@@ -5,7 +5,8 @@
 
 Powers of two are tuned in full, the ranges between them with what was learned there. Records go to
 ``TRITON_DIST_CACHE_DIR``, as of any call; what is there, or ships, is not tuned again: delete the
-op's file in records/ first. One run for each number of ranks; tune on an idle machine. On CPU ranks sizes are scaled down.
+op's file in records/ first. One run for each number of ranks; tune on an idle machine. On CPU ranks
+sizes are scaled down.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for asked in layers:
         largest = max(asked, key=lambda shape: shape.M)
         with case.context(largest, dtype) as ctx:
-            for number, shape in enumerate(asked, start=number + 1):
+            for shape in asked:
+                number += 1
                 note = TunedOp(case, shape, dtype, ctx, Choice(0)).note
                 took = time.perf_counter() - begin
                 dist_print(f"[{number}/{total}, {took:.0f} s] {shape}: {note}")
