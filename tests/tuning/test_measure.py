@@ -7,7 +7,7 @@ import pytest
 from tests.tuning.fakes import SECONDS, FakeDevice, Rank, thread_ranks, together
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.sampler import Sampler
-from triton_dist._tuning.values import Failure, Policy
+from triton_dist._tuning.values import Config, Failure, Policy
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks import SoloRank
 
@@ -80,6 +80,26 @@ def test_the_device_is_held_for_as_long_as_queueing_took():
     sample(Recording(), lambda: time.sleep(next(naps)), Policy(warmup=0), 3)
     assert held[0] == 0.0
     assert held[1] > held[2] > 0.8 * held[1] >= 0.8 * 0.02  # but not for good
+
+
+def test_the_first_sample_of_a_config_is_held_for_as_long_as_its_first_run_took_to_queue():
+    """A library's call may take the host longer than the device: its time is not the host's."""
+    held = []
+
+    class Recording(FakeDevice):
+        def hold(self, queueing=0.0):
+            held.append(queueing)
+
+    slow, quick = (Situation("measure", Config({"n": n})) for n in (1, 2))
+    device = Recording()
+    sampler = Sampler(device, Meeting(), Policy(warmup=0), SECONDS, lambda: None, lambda: None)
+    sampler.queued(slow.config, 5e-4)
+    sampler.queued(quick.config, 2.0)  # it was compiled then
+    for at in (quick, slow, quick):
+        sampler.sample(at, lambda: None, 1)
+    assert held[0] == 1e-3
+    assert held[1] == 5e-4
+    assert held[2] < 1e-3
 
 
 class Full(FakeDevice):

@@ -163,6 +163,58 @@ def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():
     assert isinstance(with_far, TuningFrozen)
 
 
+def library_and_tiles(rank: int, config: dict[str, Any]) -> float:
+    """The library's time grows with M; ours is that of all rows of its tiles of 128."""
+    M = library_and_tiles.M
+    return M / 1000 if config["tile"] == "library" else 0.98 * -(-M // 128) * 128 / 1000
+
+
+def sized(**options: Any) -> list[Rank]:
+    space = [{"tile": 128}, {"tile": "library"}]
+    is_safe = lambda config: config["tile"] == "library"  # noqa: E731
+    return ranks(cost=library_and_tiles, space=space, is_safe=is_safe, **options)
+
+
+def test_within_a_range_the_exact_size_decides():
+    (rank,) = sized()
+    call([rank], 2048)
+    call([rank], 2176)
+    rank.ranks.phases.clear()
+    used = {M: call([rank], M)[0][1]["tile"] for M in range(2049, 2177)}
+    assert rank.ranks.phases == []  # from what all ranks know
+    switch = round(0.98 * 2176)
+    for M, tile in used.items():
+        if abs(M - switch) > 25:  # 1 % is nobody's loss
+            assert tile == ("library" if switch > M else 128), M
+    assert rank.tuned.best_config(2050) == {"tile": "library"}
+    assert rank.tuned.best_config(2176) == {"tile": 128}
+
+
+def test_what_was_measured_inside_a_range_counts_for_its_own_size():
+    (rank,) = sized()
+    call([rank], 2048)
+    assert call([rank], 2060)[0][1] == {"tile": "library"}
+    record = rank.tuned.tune(2060)
+    assert record.at == (2060,)
+    assert call([rank], 2170)[0][1] == {"tile": 128}
+
+
+def test_all_ranks_switch_at_one_size():
+    """Rank 1 has another cache: what the leader knows is used."""
+    leader, other = sized(size=2)
+    call([leader, other], 2048)
+    call([leader, other], 2176)
+    other.disk._records.clear()
+    for rank in (leader, other):
+        rank.tuned.clear()
+    leader_only = leader.disk.records()
+    assert list(leader_only)
+    for M in (2176, *range(2050, 2176, 5)):
+        one, two = call([leader, other], M)
+        assert one == two, M
+    assert leader.tuned.tuning_count == other.tuned.tuning_count == 2
+
+
 def test_in_doubt_a_safe_config_is_predicted():
     def cost(rank: int, config: dict[str, Any]) -> float:
         return {"library": 0.11, 1: 0.1}[config["tile"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -216,7 +217,10 @@ class Attempts:
     def _run_once(self, at: Situation, arguments: dict[str, Any]) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
         self._user(at, self._reset)
+        began = time.perf_counter()
         output = self._user(at, lambda: function(*args, **kwargs, **arguments))
+        if at.config is not None and self._parts.settings.policy.timing == "events":
+            self._sampler.queued(at.config, time.perf_counter() - began)
         self._settle()
         self._parts.device.synchronize(self._parts.settings.seconds)
         return output

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
+from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.values import (
     Config,
@@ -43,6 +44,17 @@ class Choice:
     record: TuningRecord | None
     kept: bool = True
     """It holds for later calls."""
+    span: Span | None = None
+    """Where the exact size decides, within the range of the key."""
+
+    def of(self, sizes: tuple[int, ...]) -> Choice:
+        """The choice for exact sizes."""
+        if self.span is None:
+            return self
+        config = self.span.at(sizes[0])
+        if config == self.config:
+            return self
+        return replace(self, config=config, arguments=config.arguments())
 
 
 class AutoTuner(Decorated):
@@ -91,7 +103,7 @@ class AutoTuner(Decorated):
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
         # By the range of a key and the group. Ranks agreed on these, so none is ever dropped; of
         # the exact keys above the oldest are.
-        self._ranges: dict[Any, dict[str, Any]] = {}
+        self._ranges: dict[Any, Choice] = {}
         self._most_hits = 0
         self._noted: set[tuple[int, str]] = set()
         self._calls = 0
@@ -233,12 +245,14 @@ class AutoTuner(Decorated):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
-            arguments = self._ranges.get((process_group, self._sizes.range_of(key)))
+            choice = self._ranges.get((process_group, self._sizes.range_of(key)))
         except Exception:  # comes again, and is told to all ranks
             return None
-        if arguments is not None:
-            self._calls += 1
-            self._keep(process_group, key, arguments)
+        if choice is None:
+            return None
+        self._calls += 1
+        arguments = choice.of(self._sizes.values(key)).arguments
+        self._keep(process_group, key, arguments)
         return arguments
 
     def _keep(self, process_group: Any, key: Any, arguments: dict[str, Any]) -> None:
@@ -271,25 +285,27 @@ class AutoTuner(Decorated):
                 return Choice(space[0], {}, None)
             self._check_arguments(args, kwargs, self._default())
             exact = self._key(args, kwargs, fixed)
-            key = exact if self._sizes is None else self._sizes.range_of(exact)
+            key, sizes = exact, tuple[int, ...]()
+            if self._sizes is not None:
+                key, sizes = self._sizes.range_of(exact), self._sizes.values(exact)
             known = self._chosen.get((ranks, key))
             if known is not None:
-                return known
+                return known.of(sizes)
             parts = self._compose(process_group, verbose)
         with parts.gate:
             known = self._chosen.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
-                call = Call(args, kwargs, key, self._calls, traced)
+                call = Call(args, kwargs, key, self._calls, traced, sizes)
                 known = self._resolve(parts, space, call)
                 self._calls = 0
             if known.record is not None and known.kept:
                 self._chosen[ranks, key] = known
                 if not fixed:
                     self._most_hits = self._surroundings.most_hits()
-                    self._ranges[process_group, key] = known.arguments
-                    self._keep(process_group, exact, known.arguments)
-            return known
+                    self._ranges[process_group, key] = known
+                    self._keep(process_group, exact, known.of(sizes).arguments)
+            return known.of(sizes)
 
     def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
         origin = self._origin_of(self.fn, space.names)
@@ -303,7 +319,7 @@ class AutoTuner(Decorated):
             self._untuned(when, call.key)
         if resolution.advice:
             self._warnings.warn(resolution.advice, resolution.advice)
-        return Choice(config, config.arguments(), record, resolution.kept)
+        return Choice(config, config.arguments(), record, resolution.kept, resolution.span)
 
     @contextmanager
     def _told(self, process_group: Any) -> Iterator[None]:

@@ -158,3 +158,5 @@ class Call:
     """Number of this call of the function, since all ranks met in one."""
     traced: bool = False
     """It computes nothing, so nothing can be measured with it."""
+    sizes: tuple[int, ...] = ()
+    """Exact ones, whose ranges are in the key."""

@@ -9,11 +9,13 @@ from typing import Any
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.watchdog import Watch
 from triton_dist._tuning.protocols import Device, Timer
-from triton_dist._tuning.values import Policy
+from triton_dist._tuning.values import Config, Policy
 
-# How much of what queueing took counts for the next run: candidates that take long to queue come
-# one after another, but one hiccup of the host is not to hold the device in all runs that follow.
+# How much of what queueing took counts for the next run of the same config: one hiccup of the host
+# is not to hold the device in all runs that follow.
 _REMEMBERED = 0.9
+# Seconds that a device is held for the first sample of a config, at most.
+_LONGEST_FIRST = 1e-3
 
 
 class Sampler:
@@ -37,7 +39,13 @@ class Sampler:
     ) -> None:
         self._device, self._ranks, self._policy, self._seconds = device, ranks, policy, seconds
         self._settle, self._reset = settle, reset
-        self._queueing = 0.0  # seconds that the host lately needed to queue a call
+        self._queueing: dict[str, float] = {}
+        """Seconds that the host lately needed to queue a call, by digest of the config."""
+
+    def queued(self, config: Config, seconds: float) -> None:
+        """Learn how long the host needed to queue the first run of a config, which is long for what
+        is loaded then. So already its first sample shows the device's time and not the host's."""
+        self._queueing.setdefault(config.digest, min(seconds, _LONGEST_FIRST))
 
     def sample(self, at: Situation, call: Callable[[], Any], number: int) -> tuple[float, ...]:
         """Milliseconds of ``number`` runs, after ``policy.warmup`` that do not count.
@@ -58,9 +66,9 @@ class Sampler:
                 timers.append(self._device.timer())
                 failure = failure or _failure_in(self._make_ready, watch)
                 self._ranks.gather(at, None, self._seconds)
-                unheld = _failure_in(self._hold, failure is None)
+                unheld = _failure_in(self._hold, at, failure is None)
                 self._ranks.line_up()
-                failure = failure or unheld or _failure_in(self._run, watch, timers[-1], call)
+                failure = failure or unheld or _failure_in(self._run, at, watch, timers[-1], call)
             if failure is not None:
                 raise failure
             self._device.synchronize(self._seconds)
@@ -78,13 +86,13 @@ class Sampler:
         finally:
             watch.end()
 
-    def _hold(self, flush: bool) -> None:
+    def _hold(self, at: Situation, flush: bool) -> None:
         """Keep the device busy until the host has queued a call; a rank that failed does too."""
         if flush and self._policy.flush:
             self._device.flush_cache()
-        self._device.hold(self._queueing)
+        self._device.hold(self._queueing.get(_name(at), 0.0))
 
-    def _run(self, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
+    def _run(self, at: Situation, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
         timer.start()
         began = time.perf_counter()
         watch.begin()
@@ -93,8 +101,12 @@ class Sampler:
         finally:
             watch.end()
         took = time.perf_counter() - began
-        self._queueing = max(took, _REMEMBERED * self._queueing)
+        self._queueing[_name(at)] = max(took, _REMEMBERED * self._queueing.get(_name(at), 0.0))
         timer.stop()
+
+
+def _name(at: Situation) -> str:
+    return "" if at.config is None else at.config.digest
 
 
 def _failure_in(step: Callable[..., object], *args: Any) -> Exception | None:

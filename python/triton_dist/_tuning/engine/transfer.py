@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.engine.parts import Parts, Subject
+from triton_dist._tuning.engine.span import Times, times_of
 from triton_dist._tuning.values import (
     Config,
     Fingerprint,
@@ -56,13 +57,18 @@ class Neighbours:
     all: Sequence[Neighbour]
     is_safe: Callable[[Config], bool]
 
+    @property
+    def teach(self) -> bool:
+        """False if none was tuned in full: who always learns from those who learned sees ever less
+        of the space."""
+        return not all(each.record.carried for each in self.all)
+
     @classmethod
     def of(
         cls, parts: Parts, subject: Subject, key: Key, value: object, fingerprint: Fingerprint
     ) -> Neighbours | None:
-        """Neighbours of ``key``, which is of ``value``, the result of ``key_fn``; ``None`` if there
-        are none, or none among them that was tuned in full: who always learns from those who
-        learned sees ever less of the space."""
+        """Neighbours of ``key``, which is of ``value``, the result of ``key_fn``; ``None`` if the
+        function has no sizes."""
         if subject.sizes is None:
             return None
         family = subject.sizes.family(value)
@@ -76,8 +82,6 @@ class Neighbours:
                 continue
             if not validity(record, fingerprint, subject.space, parts.settings.strict).reasons:
                 found[sizes] = Neighbour(sizes, far, record, _slowdowns(record))
-        if all(each.record.carried for each in found.values()):
-            return None
         nearest = sorted(found.values(), key=lambda each: (each.distance, each.sizes))
         return cls(family, nearest, subject.is_safe)
 
@@ -87,6 +91,8 @@ class Neighbours:
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
         and in any case some that are safe: the more, the more time there is."""
+        if not self.teach:
+            return []
         number = round(_CANDIDATES * math.sqrt(max(1.0, milliseconds / 30)))
         scores = self._scores()
         known = sorted(
@@ -97,6 +103,17 @@ class Neighbours:
         safe = [config for config in known if self.is_safe(config)][:_SAFE]
         safe = safe or [config for config in kept if self.is_safe(config)][:_SAFE]
         return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
+
+    def times(self, record: TuningRecord, space: Sequence[Config]) -> Times:
+        """The times of configs by size, for the range of ``record``."""
+        (at,) = record.at or self.family.sizes
+        below = [
+            ((each.record.at or each.sizes)[0], each.record)
+            for each in self.all
+            if each.sizes < self.family.sizes
+        ]
+        safe = frozenset(config.digest for config in space if self.is_safe(config))
+        return times_of(record, at, below, safe)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
         """The record that is used for ``key`` where nothing can be measured: of the config that is

@@ -19,6 +19,7 @@ from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
+from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.engine.transfer import Neighbours
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
@@ -50,6 +51,8 @@ class Resolution:
     tuned: bool
     kept: bool = True
     """It is good for later calls too: nothing better can be had by measuring then."""
+    span: Span | None = None
+    """Configs by exact size."""
     advice: str = ""
     """Reason for tuning again that the user should know."""
 
@@ -121,7 +124,7 @@ class _FirstCall:
             where = own.where if record is own.record else f"the cache of rank {holder}"
             self._restless.is_used(record)
             report.cached(record, where, own.tolerated)
-            return Resolution(self._config(record.best.digest), record, tuned=False)
+            return self._resolution(key, meeting.fingerprint, record, tuned=False)
 
         if meeting.frozen or meeting.capturing:
             predicted = self._predicted(key, meeting.fingerprint)
@@ -140,7 +143,24 @@ class _FirstCall:
         report.tuned(record, where)
         self._restless.is_used(record)
         advice = self._restless.advice if self._ranks.is_leader else ""
-        return Resolution(self._config(record.best.digest), record, tuned=True, advice=advice)
+        found = self._resolution(key, meeting.fingerprint, record, tuned=True)
+        return replace(found, advice=advice)
+
+    def _resolution(
+        self, key: Key, fingerprint: Fingerprint, record: TuningRecord, tuned: bool
+    ) -> Resolution:
+        config = self._config(record.best.digest)
+        return Resolution(config, record, tuned, span=self._span(key, fingerprint, record))
+
+    def _span(self, key: Key, fingerprint: Fingerprint, record: TuningRecord) -> Span | None:
+        """Configs by exact size, as the leader's records have it; of a function with one size."""
+        subject, ranks = self._subject, self._ranks
+        if subject.sizes is None or len(self._call.sizes) != 1:
+            return None
+        near = self._neighbours(key, fingerprint) if ranks.is_leader else None
+        own = None if near is None else near.times(record, subject.space)
+        times = ranks.decide(Situation("sizes"), (own,), self._parts.settings.seconds)[0]
+        return None if times is None else Span.of(times, subject.space)
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
@@ -228,7 +248,10 @@ class _FirstCall:
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
                 timestamp, seconds = ranks.decide(Situation("end"), (_now(), progress.seconds))
-                record = TuningRecord(key, fingerprint, tuple(trials), timestamp, seconds, carried)
+                at = self._measured_at()
+                record = TuningRecord(
+                    key, fingerprint, tuple(trials), timestamp, seconds, carried, at
+                )
                 try:
                     _ = record.best
                 except NoValidConfig:  # on every rank; what failed is tried again by the next start
@@ -241,6 +264,11 @@ class _FirstCall:
         finally:
             journal.close()
         return StoredRecord(record, where)
+
+    def _measured_at(self) -> tuple[int, ...]:
+        """The exact sizes of the call, where they are not the ends of their ranges."""
+        sizes, call = self._subject.sizes, self._call
+        return () if sizes is None or sizes.values(call.key) == call.sizes else call.sizes
 
     def _quarantine(self, config: Config, failure: Failure) -> None:
         if self._progress is not None:  # else none was tried yet

@@ -17,6 +17,9 @@ LAPS = (1, 1, 2, 2, 3)
 """Samples of each candidate in each lap."""
 _FIRST_MARGIN = 0.15
 """Who is so far behind after one sample leaves; the noise is not known then."""
+_SEVERAL, _FEW_MARGIN = 5, 0.04
+"""With fewer samples than that their spread is no measure of the noise, and nobody leaves who is
+less behind."""
 _STANDARD_ERRORS = 3.0
 
 
@@ -92,9 +95,10 @@ class Brief:
         several = [own for own in self._samples.values() if len(own) > 1]
         if not several:
             return _FIRST_MARGIN
+        least = self._policy.indifference if max(map(len, several)) >= _SEVERAL else _FEW_MARGIN
         noise = statistics.median(
             statistics.stdev(own) / (statistics.fmean(own) or 1.0) for own in several
         )
         fewest = min(map(len, several))
         error = _STANDARD_ERRORS * noise * math.sqrt(2 / fewest)
-        return max(error, self._policy.indifference)
+        return max(error, least)

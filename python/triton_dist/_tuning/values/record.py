@@ -61,6 +61,8 @@ class TuningRecord:
     """Duration of the tuning."""
     carried: str = ""
     """Where few candidates were tried, or none, because others' results were at hand: which."""
+    at: tuple[int, ...] = ()
+    """Sizes of the call that was measured; empty if those of the key, which end its range."""
 
     def __getattr__(self, name: str) -> Any:
         """The trials of a record that was read without them."""
@@ -117,6 +119,7 @@ class TuningRecord:
             "timestamp": self.timestamp,
             "seconds": self.seconds,
             **({"carried": self.carried} if self.carried else {}),
+            **({"at": list(self.at)} if self.at else {}),
             "hardware_group": self.key.hardware,
             "fingerprint": {
                 name: _plain(facts)
@@ -208,6 +211,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "timestamp": str(tree["timestamp"]),
         "seconds": read_number(tree["seconds"]),
         "carried": str(tree.get("carried", "")),
+        "at": tuple(int(read_number(size)) for size in tree.get("at", ())),
     }
 
 

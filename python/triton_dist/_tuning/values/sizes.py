@@ -66,6 +66,10 @@ class Sizes:
             raise InvalidArgument(self.function, "the result of key_fn", key, expected)
         return self._ranged(key)
 
+    def values(self, key: Any) -> tuple[int, ...]:
+        """The sizes in ``key``."""
+        return tuple(value for _, _, value in self._fields(key))
+
     def family(self, key: Any) -> Family:
         """The relatives of ``key``, a result of ``key_fn``."""
         return Family([(path, name, value) for path, name, value in self._fields(key)], key)
