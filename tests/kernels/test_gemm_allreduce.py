@@ -105,8 +105,8 @@ def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
 
 
 def test_all_of_a_bucket_keep_the_same(on_a_gpu):
-    for bucket in (range(129, 193), range(193, 257), range(257, 385), range(385, 513)):
-        first, *others = ([str(config) for config in left(rows)] for rows in bucket[::40])
+    for bucket in (range(129, 161), range(225, 257), range(257, 321), range(385, 449)):
+        first, *others = ([str(config) for config in left(rows)] for rows in bucket[::30])
         assert all(each == first for each in others)
 
 
@@ -163,7 +163,7 @@ def test_keys_differ_in_what_a_tuning_depends_on():
         ]
         assert len(set(keys)) == len(keys)
         bias = torch.empty(48, dtype=torch.float16)
-        assert keys[0] == key_fn(A[:13].clone(), B.clone(), ctx, bias=bias)
+        assert keys[0] == key_fn(A.clone(), B.clone(), ctx, bias=bias)
 
 
 def test_attributes_of_a_context():
