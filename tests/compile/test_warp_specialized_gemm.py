@@ -22,8 +22,7 @@ from tests.compile.test_gemm_kernels import (
     kernel_of,
     prepared,
 )
-from triton_dist.kernels.common.gemm.gathered_spaces import WARP_SPECIALIZED_SPLIT_K_TILES
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia.gemm import op as gemm
 from triton_dist.runtime.compiling import CompilePool

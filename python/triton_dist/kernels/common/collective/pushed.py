@@ -13,12 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.bounded import Bounded
-from triton_dist.kernels.common.disagreement import Disagreements
-from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
+from triton_dist.kernels.common.exchange.buffer import MAX_PIECES, Exchange, shard_elements
 from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed
-from triton_dist.kernels.common.exchange.shapes import MAX_PIECES
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.slots.epochs import EpochSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.case import Call, Cost, Operands, Peer
-from triton_dist.kernels.common.exchange.shapes import MAX_CTAS
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
 from triton_dist.kernels.common.gemm_case import (
     LAYOUTS,
     GEMMCase,

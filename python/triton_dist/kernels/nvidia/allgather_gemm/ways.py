@@ -12,21 +12,24 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import Exchange
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, SMALL_SHAPES, Exchange, Shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
-from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, SMALL_SHAPES, Shape
-from triton_dist.kernels.common.gemm.gathered_spaces import (
+from triton_dist.kernels.common.gemm.launch import (
     fits_fused,
     fits_shape,
     fused_tiles,
+    sharded_gemm,
     split_k_tiles,
 )
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.rows import row_bucket
-from triton_dist.kernels.common.gemm.spaces import get_config_space, warp_specialized_tiles
+from triton_dist.kernels.common.gemm.spaces import (
+    get_config_space,
+    row_bucket,
+    suits_gemm,
+    warp_specialized_tiles,
+)
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.op import OpCall, Way, Ways
-from triton_dist.kernels.common.shards import GatheredShards
+from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
@@ -34,7 +37,6 @@ from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
     check_operands,
 )
-from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.runtime.device import current_device
 
 _DEFAULT_COMM_SMS = 16

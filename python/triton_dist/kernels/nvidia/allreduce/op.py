@@ -12,7 +12,7 @@ Ways
     ``"by_size"``: one shot or two, by size; what a call takes that is not tuned.
     Ours are one launch, without a barrier, and store to peers instead of reading from them: a store
     needs no answer. ``kernels/common/exchange/protocol.py`` says why that is right, of the trees
-    ``kernels/common/exchange/tree_kernel.py``.
+    ``kernels/common/exchange/trees.py``.
 
 Numerics
     In one shot and two, parts travel as they are and are added in fp32 in the order of ranks; the

@@ -12,27 +12,27 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.context import buffer_of
-from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
-from triton_dist.kernels.common.exchange.kernels import (
-    kernel_all_reduce_one_shot,
-    kernel_all_reduce_two_shot,
-)
-from triton_dist.kernels.common.exchange.packet_kernels import kernel_all_reduce_packets
-from triton_dist.kernels.common.exchange.shapes import (
+from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     PACKET_SHAPES,
     SMALL_SHAPES,
     TUNABLES,
+    Exchange,
     Shape,
     is_worth_trying,
     shape_in,
     shape_of,
+    shard_elements,
 )
-from triton_dist.kernels.common.exchange.tree_kernel import kernel_all_reduce_double_tree
-from triton_dist.kernels.common.exchange.trees import role_of
-from triton_dist.kernels.common.flags import folded
+from triton_dist.kernels.common.exchange.kernels import (
+    kernel_all_reduce_one_shot,
+    kernel_all_reduce_two_shot,
+)
+from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
+from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.peers import folded
 from triton_dist.kernels.nvidia.allreduce.context import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,

@@ -11,21 +11,19 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.context import (
     Check,
-    agree_to_create,
-    buffer_of,
-    group_checks,
-)
-from triton_dist.kernels.common.gemm.rows import row_bucket
-from triton_dist.kernels.common.gemm_context import (
     GEMMContext,
     accept,
     addend_checks,
+    agree_to_create,
+    buffer_of,
+    group_checks,
     kernel_checks,
     layout_of,
     signature_of,
 )
+from triton_dist.kernels.common.gemm.spaces import row_bucket
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
-from triton_dist.kernels.common.scatter.reduced_partials import ReducedPartials
+from triton_dist.kernels.common.scatter.partials import ReducedPartials
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.shapes import (
+from triton_dist.kernels.common.exchange.buffer import (
     SMALL_SHAPES,
     Shape,
     is_worth_trying,
     shape_of,
 )
-from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import (
     LOW,
     get_config_space,
     kinds_here,
+    row_bucket,
+    suits_gemm,
     suits_rows,
     tile_shapes,
     tiles_to_all,
 )
 from triton_dist.kernels.common.op import Ways
-from triton_dist.kernels.common.scatter.calls import ExchangedCall, TwoShotCall
-from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows, tiles_of_slab
-from triton_dist.kernels.common.scatter.packets import bytes_of_row
+from triton_dist.kernels.common.scatter.packets import PacketCall, bytes_of_row
+from triton_dist.kernels.common.scatter.partials import chunks_of_slab, slab_rows, tiles_of_slab
 from triton_dist.kernels.common.scatter.ways import (
+    ExchangedCall,
     OneLaunch,
     SummingCall,
     SummingSizes,
     SummingWay,
+    TwoShotCall,
     WholeProduct,
 )
 from triton_dist.kernels.nvidia.allreduce import (
@@ -45,7 +47,6 @@ from triton_dist.kernels.nvidia.allreduce import (
     get_allreduce_methods,
 )
 from triton_dist.kernels.nvidia.allreduce import prepare as prepare_all_reduce
-from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
     GEMMAllReduceMethod,
@@ -178,7 +179,8 @@ class OneShot(OneLaunch[Call, Sizes]):
 
     name = "one_shot"
     tunables = ("gemm_config", "persistent")
-    in_packets = to_owners = False
+    to_owners = False
+    exchange: ClassVar[type[ExchangedCall]] = ExchangedCall
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         for persistent in kinds_here():
@@ -193,10 +195,9 @@ class OneShot(OneLaunch[Call, Sizes]):
         call.check_tiles()
 
     def exchanged(self, call: Call) -> ExchangedCall:
-        return ExchangedCall(
+        return self.exchange(
             call.A, call.B, call.bias, call.ctx.reducer.buffer, call.gemm_config,
             bool(call.persistent), to_owners=self.to_owners, pass_on=self.to_owners,
-            in_packets=self.in_packets,
         )  # fmt: skip
 
 
@@ -204,7 +205,7 @@ class OneShotInPackets(OneShot):
     """The same in words that need no flag after them: for very few rows."""
 
     name = "one_shot_in_packets"
-    in_packets = True
+    exchange = PacketCall
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == LOW)

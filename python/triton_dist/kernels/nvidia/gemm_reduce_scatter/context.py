@@ -10,20 +10,18 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.context import (
     Check,
-    agree_to_create,
-    buffer_of,
-    group_checks,
-)
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.rows import row_bucket
-from triton_dist.kernels.common.gemm_context import (
     GEMMContext,
     accept,
     addend_checks,
+    agree_to_create,
+    buffer_of,
+    group_checks,
     kernel_checks,
     layout_of,
     signature_of,
 )
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.gemm.spaces import row_bucket
 from triton_dist.kernels.common.scatter.partials import PartialsBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 

@@ -11,31 +11,31 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import Exchange
+from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, is_worth_trying, shape_of
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
-from triton_dist.kernels.common.exchange.shapes import Shape, is_worth_trying, shape_of
-from triton_dist.kernels.common.gemm.rows import row_bucket
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,
     kinds_here,
+    row_bucket,
+    suits_gemm,
     suits_rows,
     tile_shapes,
     tiles_to_owners,
 )
 from triton_dist.kernels.common.op import Ways
-from triton_dist.kernels.common.scatter.calls import ExchangedCall, ScatteredCall
-from triton_dist.kernels.common.scatter.launch import Scatter, chunks_of_slab, tiles_of_slab
+from triton_dist.kernels.common.scatter.partials import Scatter, chunks_of_slab, tiles_of_slab
 from triton_dist.kernels.common.scatter.ways import (
-    OneLaunch as InOneLaunch,
-)
-from triton_dist.kernels.common.scatter.ways import (
+    ExchangedCall,
+    ScatteredCall,
     SummingCall,
     SummingSizes,
     SummingWay,
     WholeProduct,
 )
+from triton_dist.kernels.common.scatter.ways import (
+    OneLaunch as InOneLaunch,
+)
 from triton_dist.kernels.common.vendor import VendorMethod
-from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
     GEMMReduceScatterTensorParallelContext,
