@@ -14,8 +14,8 @@ from tests.architecture.source import PACKAGE
 MOST = {
     "allgather_gemm": (20, 5500),
     "gemm_reduce_scatter": (20, 5500),
-    "gemm_allreduce": (26, 7000),
-    "gemm": (10, 2400),
+    "gemm_allreduce": (26, 7050),
+    "gemm": (10, 2450),
     "allreduce": (14, 3450),
     "reduce_scatter": (14, 3200),
     "allgather": (14, 3200),

@@ -284,31 +284,6 @@ def kind_checks(
             yield f"{name}.device", tensor.device, tensor.device == device, expected
 
 
-def addend_checks(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    row_checks: Callable[[], Iterable[Check]],
-    N: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[Check]:
-    """Checks that ``A @ B`` can be an addend of [M, N], to whose sum ``bias`` is added;
-    ``row_checks`` say which M are good."""
-    is_matrix = A.ndim == 2 and A.shape[1] >= 1
-    yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
-    expected = "[M, K_per_rank] with at least one row"
-    yield "A.shape", tuple(A.shape), A.shape[0] >= 1, expected
-    yield from row_checks()
-    shape = (A.shape[1], N)
-    yield "B.shape", tuple(B.shape), tuple(B.shape) == shape, f"[K_per_rank, N] = {shape}"
-    if bias is not None:
-        yield "bias.shape", tuple(bias.shape), tuple(bias.shape) == (N,), f"[N] = {(N,)}"
-        expected = "a contiguous bias; call bias.contiguous()"
-        yield "bias.stride()", bias.stride(), bias.is_contiguous(), expected
-    yield from kind_checks(dtype, device, A=A, B=B, bias=bias)
-
-
 def layout_of(B: torch.Tensor) -> str:
     """Kind of strides of B, by which it is served by TMA, in either order, or by pointers."""
     if not fits_descriptor(B):

@@ -33,7 +33,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     shape_in,
     shape_of,
 )
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
 from triton_dist.kernels.common.peers import folded
 from triton_dist.runtime.device import current_device
 
@@ -173,15 +173,8 @@ class ShardsCall(OpCall):
         return rows * size if self.gathers else rows // size
 
 
-class _Way(Way[ShardsCall, Sizes]):
+class _Way(AskedWay[ShardsCall, Sizes]):
     """A way of both ops."""
-
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.asked in (None, self.name) and self.fits(config, sizes)
-
-    @abstractmethod
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        """Tell whether a config is worth trying where this way is allowed."""
 
     def run(self, call: ShardsCall) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output

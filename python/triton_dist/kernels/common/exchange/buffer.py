@@ -73,8 +73,6 @@ SMALL_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
 )
 """For few bytes: what counts is how soon the last program is done."""
-
-
 PACKET_SHAPES = (
     *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
     Shape(32, 512),
@@ -82,8 +80,6 @@ PACKET_SHAPES = (
     Shape(64, 4096),
 )
 """For packets: a line for each thread."""
-
-
 LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pieces in (1, 4, 8))
 """For many: what counts is how many bytes are under way."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,6 +127,14 @@ def kinds_here() -> tuple[bool, bool]:
     """Values of ``persistent`` worth trying; the one that this process's device prefers first."""
     descriptors = current_device().prefers_descriptors
     return descriptors, not descriptors
+
+
+def of_both_kinds(
+    tiles_of: Callable[[bool], Sequence[triton.Config]],
+) -> Iterator[tuple[triton.Config, bool]]:
+    """Tiles of the kernels of both kinds, and ``persistent``: which kind. ``tiles_of``: those of
+    one."""
+    return ((each, kind) for kind in kinds_here() for each in tiles_of(kind))
 
 
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:

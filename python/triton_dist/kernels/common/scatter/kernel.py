@@ -55,10 +55,9 @@ from triton_dist.kernels.common.gemm.tile import (
 )
 from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.common.scatter.partials import Scattering, slab_rows, tiles_of_slab
+from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_slab
 from triton_dist.kernels.common.scatter.tiles import (
     STAYS,
-    _summing,
     add_partials,
     announce_tile,
     announce_to_all,
@@ -66,6 +65,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     begin_program,
     stay_or_leave,
     store_tile_by_pointers,
+    summing_options,
 )
 
 # Waves of tiles of a slab from which on a chunk is worth more waiting than each of its tiles.
@@ -342,13 +342,13 @@ def scattered_gemm(
     """
     A = as_rows(A)
     M, K = A.shape
-    rows, N = slab_rows(M, to.num_ranks) if to.scatter == "all" else C.shape[0], C.shape[1]
+    rows, N = to.rows(M), C.shape[1]
     precision = dot_precision(A.dtype)
     tiles_per_slab = tiles_of_slab(config, rows, N)
     tiles = to.num_ranks * tiles_per_slab
     slots = (A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals)
     sums = (to.sums, to.sum_flags, M, rows, N, K)
-    chunk_tiles_m, summing = _summing(C, bias, config, to, rows, num_chunks)
+    chunk_tiles_m, summing = summing_options(C, bias, config, to, rows, num_chunks)
     options: dict[str, Any] = {
         **config_for(config, A.dtype).all_kwargs(),
         "INPUT_PRECISION": precision,

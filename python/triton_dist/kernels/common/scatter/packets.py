@@ -40,7 +40,7 @@ from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, begin_call
 from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at, tile_in_group
 from triton_dist.kernels.common.launch import Launch, as_rows
 from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
-from triton_dist.kernels.common.scatter.ways import ExchangedCall
+from triton_dist.kernels.common.scatter.ways import Exchanged
 
 
 @jit(do_not_specialize=["M", "rank"])
@@ -164,16 +164,16 @@ def packet_gemm(
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)
 
 
-class PacketCall(ExchangedCall):
-    """``sum over ranks of A @ B``, plus ``bias``, on all ranks; without flags."""
+class InPackets(Exchanged):
+    """The launch of a call in packets: all ranks add, and no flag is waited for."""
 
     def phases(self) -> int:
         return 0
 
     def gemm(self, C: torch.Tensor) -> Launch:
-        buffer = self.buffer
+        call, buffer = self.call, self.buffer
         return packet_gemm(
-            self.A, self.B, C, self.bias, self.gemm_config, buffer.packet_regions(),
+            call.A, call.B, C, call.bias, call.gemm_config, buffer.packet_regions(),
             rank=buffer.rank, num_ranks=buffer.num_ranks, num_sms=buffer.device.num_sms,
-            persistent=self.persistent,
+            persistent=call.persistent,
         )  # fmt: skip

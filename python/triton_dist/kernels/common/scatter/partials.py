@@ -1,6 +1,6 @@
-"""Partial sums of a product over ranks: how row blocks are cut, where their tiles go, and the
-symmetric memory, slots that hold a partial sum from every rank and the flags that say which tiles,
-or chunks, of them are there.
+"""Memory of ops that sum products over ranks: how row blocks are cut, where their tiles go, slots
+that hold a partial sum from every rank with the flags that say which tiles, or chunks, of them are
+there, and the base of the contexts that own them.
 
 A slot has, on each rank, of the output's dtype where nothing else is said:
     partials [source rank, slot_stride], partial sums of this rank's row block [rows, N]: written by
@@ -22,23 +22,32 @@ each after a counter of the tiles that are in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 import triton
 
 from triton_dist.errors import CaptureInProgress
+from triton_dist.kernels.common.context import (
+    B,
+    Check,
+    GEMMContext,
+    agree_to_create,
+    group_checks,
+    kernel_checks,
+)
 from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import (
     Bounded,
 )
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots
+from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
-from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
 Scatter = Literal["tile", "slab", "add", "all"]
 # Rows of which the slabs of an all-reduce are multiples: those of the smallest tile.
@@ -75,6 +84,10 @@ class Scattering:
     left: torch.Tensor
     sums: torch.Tensor
     sum_flags: torch.Tensor
+
+    def rows(self, M: int) -> int:
+        """Rows of a slab of a product of M rows."""
+        return slab_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,7 @@ def room_for(rows: int, N: int) -> tuple[int, int]:
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
-class PartialsBuffer:
+class PartialsBuffer(InSlots):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     Args:
@@ -166,9 +179,7 @@ class PartialsBuffer:
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
         found = Disagreements(f"the rows of A in {name}", group)
-        self.slots = EpochSlots(name, regions, zeroed, kernels, group, found=found)
-        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
-        self.disagreements = self.slots.disagreements
+        super().__init__(EpochSlots(name, regions, zeroed, kernels, group, found=found))
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
@@ -208,21 +219,14 @@ class PartialsBuffer:
 
     def expected(self, units: int) -> dict[str, list[int]]:
         """The flags that a call with so many tiles, or chunks, of a row block waits for."""
-        indices = range(units * self.num_ranks)
-        return {"arrivals": [i for i in indices if i % self.num_ranks != self.rank]}
-
-    def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
-        self.slots.reset()
+        return {"arrivals": self.flags_of_peers(units)}
 
     def free(self) -> None:
-        """Free the memory; idempotent. Every rank must have finished its calls."""
         self._stream.close()
         self._scatterings.clear()
         self._transfers.clear()
         self._staging = None
-        self.slots.free()
+        super().free()
 
     def _staged(self) -> torch.Tensor:
         """[num_ranks, slot_stride], made at the first push: few contexts need it."""
@@ -280,15 +284,14 @@ class PartialsBuffer:
                 begin = end
 
 
-class ReducedPartials:
+class ReducedPartials(InSlots):
     """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective."""
 
     def __init__(
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
         size = group_for(group).size
-        rows = slab_rows(max_M, size)
-        self.slot_stride, tiles = room_for(rows, N)
+        self.slot_stride, tiles = room_for(slab_rows(max_M, size), N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
@@ -301,9 +304,7 @@ class ReducedPartials:
         flags = ("arrivals", "sum_arrivals", "left")
         kernels = "the GEMM that adds over ranks"
         found = Disagreements(f"the rows of A in {name}", group)
-        self.slots = EpochSlots(name, regions, flags, kernels, group, found=found)
-        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
-        self.disagreements = self.slots.disagreements
+        super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
         self._N = N
         # Beforehand: what is made in a capture is no good outside of its graph.
         self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
@@ -318,19 +319,12 @@ class ReducedPartials:
 
     def expected(self, tiles: int) -> dict[str, list[int]]:
         """The flags that a call with so many tiles of a row block waits for."""
-        indices = range(tiles * self.num_ranks)
-        of_peers = [index for index in indices if index % self.num_ranks != self.rank]
+        of_peers = self.flags_of_peers(tiles)
         return {"arrivals": of_peers, "sum_arrivals": of_peers}
 
-    def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
-        self.slots.reset()
-
     def free(self) -> None:
-        """Free the memory; idempotent. Every rank must have finished its calls."""
         self._scatterings.clear()
-        self.slots.free()
+        super().free()
 
     def _scattering(self, slot: int) -> Scattering:
         partials, arrivals, sums, sum_arrivals = (
@@ -344,3 +338,79 @@ class ReducedPartials:
             self.slots.epoch_of(slot), self.slots.of_slot(slot, "left").local, sums.pointers,
             sum_arrivals.pointers,
         )  # fmt: skip
+
+
+class SummingContext(GEMMContext[B], ABC):
+    """Symmetric memory for products of up to ``max_M`` rows of ``N`` columns. A context manager.
+
+    Attributes:
+        output_dtype: of A, B, the partial sums that travel, and the output.
+    """
+
+    function: ClassVar[str]
+    """Name of the op; ``create_<function>_context`` makes its contexts."""
+
+    def __init__(
+        self,
+        max_M: int,
+        N: int,
+        output_dtype: torch.dtype,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(group)
+        self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
+        self.world_size = self.num_ranks
+        self.local_world_size = min(local_world_size, self.num_ranks)
+
+    @staticmethod
+    @abstractmethod
+    def rows_check(argument: str, M: int, num_ranks: int) -> Check:
+        """Check a number of rows of A, of a context or of a call."""
+
+    @abstractmethod
+    def rows_of_rank(self, M: int) -> int:
+        """Rows of A that one rank adds where each row is added by one."""
+
+    @staticmethod
+    @abstractmethod
+    def rows_of_key(M: int, num_ranks: int) -> int:
+        """Rows of A as a key counts them: the most that share a tuning with M."""
+
+
+_Context = TypeVar("_Context", bound=SummingContext[Any])
+
+
+def create(
+    kind: type[_Context],
+    max_M: int,
+    N: int,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    output_dtype: torch.dtype,
+    group: Group,
+    asked: Mapping[str, Any] | None = None,
+    **own: Any,
+) -> _Context:
+    """A context of ``kind``. Collective over ``group``; ``asked``: what all ranks have to ask for
+    alike besides, ``own``: what each may choose.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+    members, more = process_group_of(group), dict(asked or {})
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, members)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        yield kind.rows_check("max_M", max_M, world_size)
+        yield "N", N, N >= 1, "at least 1"
+        yield from kernel_checks("output_dtype", output_dtype)
+
+    alike = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
+    creator = f"create_{kind.function}_context"
+    agree_to_create(creator, f"a {kind.title}", alike, checks(), members)
+    return kind(max_M, N, output_dtype, local_world_size, members, **more, **own)

@@ -306,7 +306,7 @@ def kernel_copy_sums(
                 tl.store(c_ptr + begin + inside, block, mask=mask)
 
 
-def _summing(
+def summing_options(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
@@ -342,8 +342,8 @@ def add_left(
 ) -> Launch:
     """The launch that adds what the GEMM ``scattered_gemm(A, B, C, bias, config, to, …)`` on
     descriptors, with an A of M rows, has left (``scatter/tiles.py``)."""
-    rows, N = slab_rows(M, to.num_ranks) if to.scatter == "all" else C.shape[0], C.shape[1]
-    chunk_tiles_m, summing = _summing(C, bias, config, to, rows, num_chunks)
+    rows, N = to.rows(M), C.shape[1]
+    chunk_tiles_m, summing = summing_options(C, bias, config, to, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = to.num_ranks * tiles_of_slab(config, rows, N)
     arguments = (

@@ -305,3 +305,27 @@ class EpochSlots:
                     address = flags.data_ptr() + index * flags.element_size()
                     return describe_address(address), epoch, seen[index]
         return "which has arrived since", epoch, epoch
+
+
+class InSlots:
+    """Base of the memories whose calls take turns with ``slots``."""
+
+    def __init__(self, slots: EpochSlots) -> None:
+        self.slots = slots
+        self.rank, self.num_ranks = slots.rank, slots.num_ranks
+        self.disagreements = slots.disagreements
+
+    def flags_of_peers(self, number: int) -> list[int]:
+        """Indices of the first ``number`` flags of each peer, in a region [anything, source
+        rank]."""
+        indices = range(number * self.num_ranks)
+        return [index for index in indices if index % self.num_ranks != self.rank]
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.slots.reset()
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        self.slots.free()

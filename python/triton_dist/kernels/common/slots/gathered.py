@@ -29,13 +29,11 @@ from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
-from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected
+from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, InSlots
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
 
 MAX_CHUNKS = 8
 """Most chunks of a shard: along its rows, in a fused method along K."""
-
-
 MAX_COMM_SMS = 32
 """Programs of a consumer that send."""
 T = TypeVar("T")
@@ -212,7 +210,7 @@ class _Plan:
     hands_on: bool = False
 
 
-class AllGatherBuffer:
+class AllGatherBuffer(InSlots):
     """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
     Creation is collective.
 
@@ -237,7 +235,7 @@ class AllGatherBuffer:
             "staged": ((size,), torch.int64),
             "forward": ((size * MAX_CHUNKS,), torch.int32),
         }
-        self.slots = EpochSlots(
+        slots = EpochSlots(
             name,
             {"shards": ((max_M * K,), dtype), **flags},
             tuple(flags),
@@ -247,8 +245,7 @@ class AllGatherBuffer:
             found=Disagreements(f"the rows of A in {name}", group),
             flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS, "staged": 1},
         )
-        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
-        self.disagreements = self.slots.disagreements
+        super().__init__(slots)
         self.workspace = self.slots.memory["workspace"].local
         self._K = K
         self._device = self.slots.device
@@ -334,21 +331,18 @@ class AllGatherBuffer:
         self.slots.finish(awaited, plan.expected)
 
     def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
         # Where the consumer was never launched, nobody gave up on what a copy stream waits for.
         forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
         self._device.aside(lambda: [flags.fill_(1) for flags in forward])
-        self.slots.reset()
+        super().reset()
 
     def free(self) -> None:
-        """Free the memory; idempotent. Every rank must have finished its calls."""
         for stream in self._streams:
             stream.close()
         self._streams.clear()
         self._gathered.clear()
         self._plans.clear()
-        self.slots.free()
+        super().free()
 
     def _release_copies(self) -> None:
         def launch() -> Launch:

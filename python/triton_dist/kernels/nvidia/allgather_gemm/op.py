@@ -116,9 +116,7 @@ def ag_gemm(
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         A: [M_per_rank, K], contiguous; not to be overwritten on other streams before the call is
