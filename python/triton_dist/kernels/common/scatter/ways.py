@@ -110,12 +110,11 @@ class SummingCall(OpCall):
 @dataclass  # made at each call: freezing it would take a us
 class Scattered:
     """Launches of a call whose tiles go ``to`` others and are summed into C (``scattered_gemm``),
-    in one slot. looks: the call's; ``None``: only to compile."""
+    in one slot."""
 
     call: SummingCall
     C: torch.Tensor
     to: Scattering
-    looks: object
 
     def run(self) -> None:
         """Launch all."""
@@ -140,12 +139,12 @@ class Scattered:
         """Everything that launches depend on, beside the addresses of tensors."""
         call = self.call
         return (
-            id(self.looks), id(self.to), id(call.gemm_config), dot_precision(call.A.dtype),
+            id(call.looks), id(self.to), id(call.gemm_config), dot_precision(call.A.dtype),
             call.persistent, call.num_chunks,
         )  # fmt: skip
 
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
-        alive = self.looks, self.to, self.call.gemm_config  # what the key has the ids of
+        alive = self.call.looks, self.to, self.call.gemm_config  # what the key has the ids of
         self.call.ctx.buffer.slots.launcher.run(key, make, tensors, alive)
 
     def _summed(self) -> dict[str, torch.Tensor]:
@@ -315,7 +314,7 @@ class Overlapped(SummingWay[C], Generic[C]):
         call.check_tiles()
 
     def compile(self, call: C) -> None:
-        self.scattered(call, None).compile()
+        self.scattered(call).compile()
 
     def run(self, call: C) -> torch.Tensor:
         ctx, M, awaited = call.ctx, call.A.shape[0], False
@@ -323,7 +322,7 @@ class Overlapped(SummingWay[C], Generic[C]):
         ctx.buffer.slots.take(M)
         ctx.sleep(call.straggler_option)
         try:
-            scattered = self.scattered(call, call.looks)
+            scattered = self.scattered(call)
             scattered.run()
             awaited = True  # an own tile waits for each peer
         finally:
@@ -331,7 +330,7 @@ class Overlapped(SummingWay[C], Generic[C]):
         return scattered.C
 
     @abstractmethod
-    def scattered(self, call: C, looks: object) -> Scattered:
+    def scattered(self, call: C) -> Scattered:
         """Describe the launches in the present slot."""
 
 

@@ -13,6 +13,7 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,
+    of_both_kinds,
     suits_gemm,
     warp_specialized_tiles,
 )
@@ -46,10 +47,11 @@ def _space(persistent: bool) -> list[dict[str, Any]]:
 
 
 def _both_spaces() -> list[dict[str, Any]]:
-    first = current_device().prefers_descriptors
+    specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
-        {**config, "persistent": kind} for kind in (first, not first) for config in _space(kind)
-    ] + [{"gemm_config": config, "persistent": True} for config in warp_specialized_tiles()]
+        {"gemm_config": tiles, "persistent": kind}
+        for tiles, kind in (*of_both_kinds(get_config_space), *specialized)
+    ]
 
 
 def _launch(

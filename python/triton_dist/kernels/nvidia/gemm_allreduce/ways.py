@@ -237,11 +237,11 @@ class TwoShot(Overlapped[Call]):
             return False
         return _fit(config, rows, sizes)
 
-    def scattered(self, call: Call, looks: object) -> TwoShots:
+    def scattered(self, call: Call) -> TwoShots:
         A, buffer = call.A, call.ctx.buffer
         sums, arrivals = buffer.sums(A.shape[0]), buffer.slots["sum_arrivals"].local
         C = A.new_empty((A.shape[0], call.ctx.N)) if call.copy_to_local else sums
-        return TwoShots(call, C, buffer.describe(), looks, sums, arrivals)
+        return TwoShots(call, C, buffer.describe(), sums, arrivals)
 
 
 class Serial(WholeProduct[Call]):

@@ -145,10 +145,10 @@ class _ToOwners(Overlapped[Call]):
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return suits_gemm(config, sizes.A, sizes.B)
 
-    def scattered(self, call: Call, looks: object) -> Scattered:
+    def scattered(self, call: Call) -> Scattered:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
         to = call.ctx.buffer.describe("add" if call.adds else self.scatter)
-        return Scattered(call, C, to, looks)
+        return Scattered(call, C, to)
 
 
 class Fused(_ToOwners):
@@ -218,7 +218,7 @@ class CopyEngine(_ToOwners):
         buffer.slots.take(call.A.shape[0], copied=True)
         ctx.sleep(call.straggler_option)
         try:
-            scattered = self.scattered(call, call.looks)
+            scattered = self.scattered(call)
             stream = ctx.device.current_stream()
             if ctx.num_ranks > 1:
                 rows = ctx.rows_of_rank(call.A.shape[0])
