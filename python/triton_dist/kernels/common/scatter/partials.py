@@ -348,7 +348,8 @@ class SummingContext(GEMMContext[B], ABC):
     """
 
     function: ClassVar[str]
-    """Name of the op; ``create_<function>_context`` makes its contexts."""
+    creator: ClassVar[str]
+    """Names, for errors, of the op and of the function that makes its contexts."""
 
     def __init__(
         self,
@@ -393,14 +394,9 @@ def create(
     asked: Mapping[str, Any] | None = None,
     **own: Any,
 ) -> _Context:
-    """A context of ``kind``. Collective over ``group``; ``asked``: what all ranks have to ask for
-    alike besides, ``own``: what each may choose.
-
-    Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
-    """
+    """A context of ``kind``, unless ``agree_to_create`` or its allocation raises. Collective over
+    ``group``; ``asked``: what all ranks have to ask for alike besides, ``own``: what each may
+    choose."""
     members, more = process_group_of(group), dict(asked or {})
 
     def checks() -> Iterator[Check]:
@@ -411,6 +407,5 @@ def create(
         yield from kernel_checks("output_dtype", output_dtype)
 
     alike = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
-    creator = f"create_{kind.function}_context"
-    agree_to_create(creator, f"a {kind.title}", alike, checks(), members)
+    agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
     return kind(max_M, N, output_dtype, local_world_size, members, **more, **own)

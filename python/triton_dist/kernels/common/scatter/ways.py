@@ -64,7 +64,7 @@ class SummingCall(OpCall):
             InvalidArgument, ContextFinalized: the call cannot work.
         """
         function = cls.kind.function
-        device = buffer_of(ctx, function, f"create_{function}_context").slots.epoch.device
+        device = buffer_of(ctx, function, cls.kind.creator).slots.epoch.device
 
         def checks() -> Iterator[Check]:
             is_matrix = A.ndim == 2 and A.shape[1] >= 1
@@ -116,6 +116,11 @@ class Scattered:
     C: torch.Tensor
     to: Scattering
 
+    def __post_init__(self) -> None:
+        self.key = self._key()
+        """Everything that launches depend on, beside the addresses of tensors."""
+        self._alive = self.call.looks, self.to, self.call.gemm_config  # what it has the ids of
+
     def run(self) -> None:
         """Launch all."""
         self.multiply()
@@ -124,19 +129,18 @@ class Scattered:
     def multiply(self) -> None:
         """Launch the GEMM, once all that comes after it is loaded."""
         tensors = {"a_ptr": self.call.A, "b_ptr": self.call.B, **self._summed()}
-        self._launch(self.key(), self._gemm, tensors)
+        self._launch(self.key, self._gemm, tensors)
 
     def add_left(self) -> None:
         """Launch what adds the tiles that the GEMM leaves, if it can leave any."""
         if self._may_leave():
-            self._launch(("left", *self.key()), self._left, self._summed())
+            self._launch(("left", *self.key), self._left, self._summed())
 
     def compile(self) -> None:
         """Compile and load all launches."""
         self._gemm().compile()
 
-    def key(self) -> tuple[object, ...]:
-        """Everything that launches depend on, beside the addresses of tensors."""
+    def _key(self) -> tuple[object, ...]:
         call = self.call
         return (
             id(call.looks), id(self.to), id(call.gemm_config), dot_precision(call.A.dtype),
@@ -144,8 +148,7 @@ class Scattered:
         )  # fmt: skip
 
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
-        alive = self.call.looks, self.to, self.call.gemm_config  # what the key has the ids of
-        self.call.ctx.buffer.slots.launcher.run(key, make, tensors, alive)
+        self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._alive)
 
     def _summed(self) -> dict[str, torch.Tensor]:
         bias = self.call.bias
@@ -187,10 +190,10 @@ class TwoShots(Scattered):
 
     def run(self) -> None:
         super().run()
-        self._launch(("copy", *self.key()), self._copy, {"c_ptr": self.C})
+        self._launch(("copy", *self.key), self._copy, {"c_ptr": self.C})
 
-    def key(self) -> tuple[object, ...]:
-        return *super().key(), self._copies()
+    def _key(self) -> tuple[object, ...]:
+        return *super()._key(), self._copies()
 
     def _copies(self) -> bool:
         return self.C is not self.sums

@@ -60,7 +60,7 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         reducer: memory in which one launch sums all: one shot, and products as a whole.
     """
 
-    title, function = "GEMM-AllReduce", "gemm_ar"
+    title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
     def __init__(
         self,

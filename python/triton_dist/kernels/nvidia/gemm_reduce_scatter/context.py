@@ -28,7 +28,7 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
             product that it holds.
     """
 
-    title, function = "GEMM-ReduceScatter", "gemm_rs"
+    title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
 
     def __init__(
         self,
