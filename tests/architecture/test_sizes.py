@@ -32,5 +32,8 @@ def test_no_module_is_too_long(lines: dict[str, int]) -> None:
 
 
 def test_most_modules_are_short(lines: dict[str, int]) -> None:
-    assert statistics.median(lines.values()) <= MEDIAN
-    assert statistics.quantiles(lines.values(), n=10)[-1] <= NINETIETH_PERCENTILE
+    # In kernels/ a file is one thought: what counts there is how many of them an op reaches
+    # (test_reach.py), so that nobody slices one for a number.
+    counts = [count for module, count in lines.items() if not module.startswith("kernels/")]
+    assert statistics.median(counts) <= MEDIAN
+    assert statistics.quantiles(counts, n=10)[-1] <= NINETIETH_PERCENTILE

@@ -10,15 +10,14 @@ import torch
 import triton
 
 from triton_dist.kernels.common.exchange import kernels
-from triton_dist.kernels.common.exchange.buffer import shard_elements
-from triton_dist.kernels.common.exchange.shapes import (
+from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     SMALL_SHAPES,
     Shape,
+    shard_elements,
 )
-from triton_dist.kernels.common.exchange.tree_kernel import kernel_all_reduce_double_tree
-from triton_dist.kernels.common.exchange.trees import role_of
+from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import compile_kernel, compile_only

@@ -27,12 +27,10 @@ from triton_dist.kernels.common.gemm.spaces import (
     TILES_TO_ALL,
     tile_shapes,
 )
-from triton_dist.kernels.common.scatter.launch import (
-    Scattering,
-    copy_sums,
-    scattered_gemm,
-)
+from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
+from triton_dist.kernels.common.scatter.partials import Scattering
+from triton_dist.kernels.common.scatter.tiles import copy_sums
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 

@@ -14,14 +14,10 @@ import triton.language as tl
 import triton_dist
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
-from triton_dist.kernels.common.gemm.gathered_spaces import (
-    FUSED_TILES,
-    SPLIT_K_TILES,
-)
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.launch import FUSED_TILES, SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
-from triton_dist.kernels.common.gemm.split_k import SplitWorkspace
-from triton_dist.kernels.common.shards import GatheredShards, ShardPush
+from triton_dist.kernels.common.gemm.units import SplitWorkspace
+from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.kernels.common.slots.gathered import kernel_exchange_staged, kernel_release_copies
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only

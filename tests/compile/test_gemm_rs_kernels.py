@@ -19,7 +19,8 @@ from tests.compile.scattered import (
 )
 from tests.compile.test_gemm_kernels import first_of_each, kernel_of
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
-from triton_dist.kernels.common.scatter.launch import Scattering, scattered_gemm
+from triton_dist.kernels.common.scatter.kernel import scattered_gemm
+from triton_dist.kernels.common.scatter.partials import Scattering
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
 

@@ -9,7 +9,8 @@ import torch
 
 from tests.compile.scattered import ACQUIRE, RELEASE, compile_launch
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, tile_shapes
-from triton_dist.kernels.common.scatter.launch import Scattering, add_left
+from triton_dist.kernels.common.scatter.partials import Scattering
+from triton_dist.kernels.common.scatter.tiles import add_left
 
 
 def left(scatter, config, num_ranks):

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from triton_dist.kernels.common.exchange.packet_kernels import kernel_all_reduce_packets
-from triton_dist.kernels.common.exchange.shapes import PACKET_SHAPES, Shape
+from triton_dist.kernels.common.exchange.buffer import PACKET_SHAPES, Shape
+from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.testing.compile_only import compile_kernel, compile_only
 

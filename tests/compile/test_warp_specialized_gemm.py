@@ -22,8 +22,7 @@ from tests.compile.test_gemm_kernels import (
     kernel_of,
     prepared,
 )
-from triton_dist.kernels.common.gemm.gathered_spaces import WARP_SPECIALIZED_SPLIT_K_TILES
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia.gemm import op as gemm
 from triton_dist.runtime.compiling import CompilePool
@@ -202,7 +201,7 @@ def test_where_it_cannot_serve_the_ordinary_kernel_does(arch, dtype, kernel):
         assert launch.kernel.fn.__name__ == kernel
         assert bool(warp_specialized_tiles()) is (arch == 90)
         A, B = (torch.empty(4096, 4096, dtype=dtype, device="meta") for _ in range(2))
-        kept = gemm.prune_fn({"gemm_config": EVERY_TILE[0]}, A, B)
+        kept = gemm.suits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
         assert kept is (kernel == "kernel_gemm_warp_specialized")
 
 
@@ -211,7 +210,7 @@ def test_what_tma_cannot_read_goes_to_the_kernel_on_pointers(sm90):
     wide = torch.empty(1024, 2048, dtype=torch.bfloat16, device="meta")
 
     def kept(A, B):
-        return gemm.prune_fn({"gemm_config": EVERY_TILE[0]}, A, B)
+        return gemm.suits_gemm({"gemm_config": EVERY_TILE[0]}, A, B)
 
     assert kept(A, wide)
     assert kept(A, wide[:, 8:1024])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
 from triton_dist.errors import ContextFinalized, InvalidArgument, WaitTimeout
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.flags import count_in, flag_value
-from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
+from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
+from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.common.slots.epochs import SLOTS, kernel_await_consumption
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia import VendorMethod, ag_gemm

@@ -24,11 +24,10 @@ from tests.distributed.collective_calls import (
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.collective.case import Size
 from triton_dist.kernels.common.exchange import kernels as exchange_kernels
-from triton_dist.kernels.common.exchange import packet_kernels
-from triton_dist.kernels.common.exchange import tree_kernel as tree_all_reduce
-from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, MAX_PIECES
-from triton_dist.kernels.common.flags import count_in, flag_value
+from triton_dist.kernels.common.exchange import packets, trees
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
 from triton_dist.kernels.common.launch import Launcher
+from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
@@ -106,8 +105,8 @@ def late_readers(op: str) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     names = [name for name in WAYS[op] if name != "copy_engine"]
     calls = Calls(op, ROOM)
-    flags, neighbours = exchange_kernels.await_peers, tree_all_reduce.await_neighbour
-    lines, late = packet_kernels.await_lines, [0]
+    flags, neighbours = exchange_kernels.await_peers, trees.await_neighbour
+    lines, late = packets.await_lines, [0]
 
     def sleep(seconds: float) -> None:
         time.sleep(seconds if rank == late[0] else 0.0)
@@ -125,8 +124,8 @@ def late_readers(op: str) -> int:
         return lines(*args)
 
     exchange_kernels.await_peers = then_sleep(flags, 0.1)
-    tree_all_reduce.await_neighbour = then_sleep(neighbours, 0.05)  # up to four in a call
-    packet_kernels.await_lines = sleep_and_wait
+    trees.await_neighbour = then_sleep(neighbours, 0.05)  # up to four in a call
+    packets.await_lines = sleep_and_wait
     for number in range(4 * len(names)):
         late[0] = number // 2 % size
         calls(300, num_ctas=1, **way(op, names[number % len(names)]))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from tests.distributed.collective_calls import NO_TAG, Calls, way
 from tests.distributed.collective_ranks import DTYPES, ROOM, shape
 from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, MAX_PIECES
-from triton_dist.kernels.common.flags import flag_value
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
+from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.nvidia import all_reduce, create_allreduce_ctx
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits

@@ -18,9 +18,9 @@ from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.case import tolerance
-from triton_dist.kernels.common.flags import count_in, flag_value
 from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.common.scatter import calls as scattered_call
+from triton_dist.kernels.common.peers import count_in, flag_value
+from triton_dist.kernels.common.scatter import ways as scatter_ways
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.runtime.device import current_device
@@ -153,7 +153,7 @@ def a_kernel_that_raises(kind: Kind) -> int:
     """A GEMM of slabs that fails to be launched on all ranks leaves the context as it was."""
     calls = kind(max_rows=37, columns=72, K=72)
     for number in range(3):
-        with mock.patch.object(scattered_call, "scattered_gemm", side_effect=ZeroDivisionError):
+        with mock.patch.object(scatter_ways, "scattered_gemm", side_effect=ZeroDivisionError):
             try:
                 calls(30 + number, **kind.slabs)
             except ZeroDivisionError:

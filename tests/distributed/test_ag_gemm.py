@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import ag_gemm_ranks
-from triton_dist.kernels.common.gemm.gathered_spaces import fused_tiles, split_k_tiles
+from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 
 

@@ -14,10 +14,7 @@ import torch
 
 from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks
-from triton_dist.kernels.common.gemm.gathered_spaces import (
-    FUSED_TILES,
-    WARP_SPECIALIZED_SPLIT_K_TILES,
-)
+from triton_dist.kernels.common.gemm.launch import FUSED_TILES, WARP_SPECIALIZED_SPLIT_K_TILES
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 from triton_dist.testing import spawn_ranks
 

@@ -17,9 +17,9 @@ from triton_dist.errors import (
 )
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.shapes import Shape
-from triton_dist.kernels.common.gemm.gathered_spaces import split_k_tiles
-from triton_dist.kernels.common.gemm.rows import most_rows
+from triton_dist.kernels.common.exchange.buffer import Shape
+from triton_dist.kernels.common.gemm.launch import split_k_tiles
+from triton_dist.kernels.common.gemm.spaces import most_rows
 from triton_dist.kernels.nvidia import (
     AllGatherGEMMTensorParallelContext,
     AllGatherMethod,

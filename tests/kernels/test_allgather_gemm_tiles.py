@@ -7,24 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_dist.kernels.common.gemm import gathered_spaces as allgather_gemm_tiles
-from triton_dist.kernels.common.gemm.gathered_spaces import (
+from triton_dist.kernels.common.gemm import launch as gemm_launch
+from triton_dist.kernels.common.gemm.launch import (
     FUSED_TILES,
     SPLIT_K_TILES,
     fits_shape,
     room_for_parts,
     split_k_tiles,
 )
-from triton_dist.kernels.common.gemm.rows import most_rows
-from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES
-from triton_dist.kernels.common.gemm.split_k import split_tiles
+from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, most_rows
+from triton_dist.kernels.common.gemm.units import split_tiles
 from triton_dist.kernels.nvidia import ag_gemm
 
 
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch):
     gpu = SimpleNamespace(name="cuda", interprets=False, has_libraries=True, num_sms=132)
-    monkeypatch.setattr(allgather_gemm_tiles, "current_device", lambda: gpu)
+    monkeypatch.setattr(gemm_launch, "current_device", lambda: gpu)
 
 
 def kept(tiles, rows, columns=7168, num_ranks=4):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triton_dist.kernels.common.bounded import Bounded
+from triton_dist.kernels.common.launch import Bounded
 
 
 def test_a_cache_is_emptied_before_it_has_more_than_its_most():

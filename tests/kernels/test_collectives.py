@@ -10,14 +10,14 @@ import torch
 
 from tests.distributed.collective_calls import OPS, WAYS, Calls, way
 from triton_dist.errors import ContextFinalized, InvalidArgument
-from triton_dist.kernels.common.exchange.buffer import shard_elements
-from triton_dist.kernels.common.exchange.shapes import (
+from triton_dist.kernels.common.exchange.buffer import (
     LARGE_SHAPES,
     MAX_CTAS,
     MAX_PIECES,
     SMALL_SHAPES,
     Shape,
     shape_of,
+    shard_elements,
 )
 from triton_dist.kernels.nvidia import (
     AllReduceContext,

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from triton_dist import jit
-from triton_dist.kernels.common.scatter.deferred import (
+from triton_dist.kernels.common.scatter.tiles import (
     BEGUN,
     LEAVES,
     STAYS,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_dist.kernels.common.exchange import tree_kernel as tree_all_reduce
+from triton_dist.kernels.common.exchange import trees
 from triton_dist.kernels.common.exchange.trees import NOBODY, Place, place_in, role_of
 
 NUMBERS_OF_RANKS = st.integers(2, 300)
@@ -105,4 +105,4 @@ def test_a_tree_of_six(rank, place):
 
 
 def test_the_kernel_knows_nobody_by_the_same_number():
-    assert tree_all_reduce.NOBODY.value == NOBODY
+    assert trees._NOBODY.value == NOBODY

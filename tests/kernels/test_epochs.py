@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import WaitTimeout
-from triton_dist.kernels.common.flags import flag_value
+from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.common.slots.epochs import (
     EPOCH,
     GAVE_UP,

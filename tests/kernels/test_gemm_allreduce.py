@@ -12,9 +12,9 @@ from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_ar_calls import WAYS, Calls
 from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.gemm import spaces
-from triton_dist.kernels.common.gemm.orders import tile_in_scatter_order
 from triton_dist.kernels.common.gemm.spaces import tiles
-from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows
+from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
+from triton_dist.kernels.common.scatter.partials import chunks_of_slab, slab_rows
 from triton_dist.kernels.nvidia import (
     create_gemm_ar_context,
     gemm_ar,

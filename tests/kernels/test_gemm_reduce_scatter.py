@@ -12,12 +12,8 @@ from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_rs_calls import WAYS, Calls
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.scatter import calls as scattered_call
-from triton_dist.kernels.common.scatter.launch import (
-    Chunks,
-    chunks_of_slab,
-    tiles_of_slab,
-)
+from triton_dist.kernels.common.scatter import ways as scatter_ways
+from triton_dist.kernels.common.scatter.partials import Chunks, chunks_of_slab, tiles_of_slab
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_ways
@@ -171,7 +167,7 @@ def test_a_sum_is_not_pushed_by_slabs():
 def test_a_failing_launch_leaves_the_context_usable(monkeypatch):
     calls = Calls(max_rows=5, columns=40, K=72)
     with monkeypatch.context() as patch:
-        patch.setattr(scattered_call, "scattered_gemm", lambda *_, **__: 1 / 0)
+        patch.setattr(scatter_ways, "scattered_gemm", lambda *_, **__: 1 / 0)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
                 calls(5)

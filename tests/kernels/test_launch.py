@@ -13,7 +13,7 @@ from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_persistent,
 )
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
-from triton_dist.kernels.common.shards import GatheredShards
+from triton_dist.kernels.common.peers import GatheredShards
 
 TILES = triton.Config(
     {

@@ -30,8 +30,8 @@ from triton_dist._tuning.values import (
     unpack,
 )
 from triton_dist.errors import TuningFrozen
-from triton_dist.kernels.common.gemm import launch as gemm_launch
-from triton_dist.kernels.common.gemm_context import ProductKey
+from triton_dist.kernels.common.context import ProductKey
+from triton_dist.kernels.common.gemm import spaces as gemm_spaces
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
@@ -81,7 +81,7 @@ class On:
         device, ranks = FakeGpu(gpu), FakeRanks(topology)
         self.monkeypatch.setattr(detect, "_cpu", lambda: device)
         self.monkeypatch.setattr(compose, "group_for", lambda *_: ranks)
-        self.monkeypatch.setattr(gemm_launch, "compiles_for_hopper", lambda: True)
+        self.monkeypatch.setattr(gemm_spaces, "compiles_for_hopper", lambda: True)
         self.touched.append(tuned)
         self.forget()
 

@@ -1,4 +1,4 @@
-"""Which program adds which rows (``scatter/strips.py``), against all that must be so."""
+"""Which program adds which rows (``scatter/one_launch.py``), against all that must be so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_dist._jit import jit
-from triton_dist.kernels.common.scatter.strips import (
+from triton_dist.kernels.common.scatter.one_launch import (
     place_of_strip,
     programs_for,
     strips_of_program,

@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton
 
-from triton_dist.kernels.common.gemm import launch as gemm_launch
-from triton_dist.kernels.common.gemm.gathered_spaces import (
+from triton_dist.kernels.common.gemm import spaces as gemm_spaces
+from triton_dist.kernels.common.gemm.launch import (
     WARP_SPECIALIZED_SPLIT_K_TILES,
     fits_shape,
+    sharded_gemm,
     split_k_tiles,
 )
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import kernel_gemm_persistent
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia import ag_gemm
@@ -40,7 +40,7 @@ SMALL = triton.Config(
 @pytest.fixture
 def hopper(monkeypatch):
     """What the kernel asks of where it would run is answered as on an H200."""
-    monkeypatch.setattr(gemm_launch, "compiles_for_hopper", lambda: True)
+    monkeypatch.setattr(gemm_spaces, "compiles_for_hopper", lambda: True)
 
 
 def candidates():

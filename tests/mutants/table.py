@@ -12,7 +12,6 @@ _SIGNALS = "language/signals.py"
 _EPOCHS = "kernels/common/slots/epochs.py"
 _PROTOCOL = "kernels/common/exchange/protocol.py"
 _TILES = "kernels/common/scatter/tiles.py"
-_DEFERRED = "kernels/common/scatter/deferred.py"
 _CONTEXT = "kernels/common/context.py"
 _SUMMING = "kernels/common/scatter/ways.py"
 _GATHERED = "kernels/common/slots/gathered.py"
@@ -182,21 +181,21 @@ MUTANTS = (
     ),
     Mutant(
         "deferred tiles: what is deferred is noted",
-        _DEFERRED,
+        _TILES,
         "            tl.store(left_ptr + tl.program_id(0), 1)\n            decision = LEAVES",
         "            decision = LEAVES",
         ("tests/kernels/test_deferred.py",),
     ),
     Mutant(
         "deferred tiles: the note is read before it is cleared",
-        _DEFERRED,
+        _TILES,
         "tl.debug_barrier()  # else the first warp's store",
         "pass  # else the first warp's store",
         ("tests/compile/test_left_tiles.py",),
     ),
     Mutant(
         "deferred tiles: programs that have begun are counted anew in each call",
-        _DEFERRED,
+        _TILES,
         "        tl.store(epoch_ptr + BEGUN, 0)\n",
         "        tl.store(epoch_ptr + BEGUN, tl.load(epoch_ptr + BEGUN))\n",
         ("tests/kernels/test_deferred.py",),

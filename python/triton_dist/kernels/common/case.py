@@ -29,6 +29,8 @@ Kind = Literal["gemm", "transfer", "peer", "vendor", "own"]
 """``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``peer``,
 others' code; ``own`` and ``vendor``, configs of ours that run an algorithm of this package or call
 the vendor's libraries."""
+ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
+"""Names of torch's all-reduces over symmetric memory."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +208,33 @@ def uniform(
     device = current_device().torch_device
     values = torch.rand(tuple(sizes), generator=generator, device=device)
     return ((values * 2 - 1) * scale).to(dtype)
+
+
+def symmetric_all_reduces(
+    like: torch.Tensor,
+    fill: Callable[[torch.Tensor], object],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """torch's all-reduces of a tensor like ``like`` in symmetric memory, by name; ``fill`` writes
+    it at each call. None on CPU ranks, and for one rank. Collective over ``group``."""
+    if not current_device().has_libraries or dist.get_world_size(group) == 1:
+        return {}
+    import torch.distributed._symmetric_memory as symm_mem  # registers the operators
+
+    members = group or dist.distributed_c10d._get_default_group()
+    staged = symm_mem.empty(like.shape, dtype=like.dtype, device=like.device)
+    symm_mem.rendezvous(staged, members)
+
+    def one_shot() -> torch.Tensor:
+        fill(staged)
+        out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+            staged, "sum", members.group_name
+        )
+        return out
+
+    def two_shot() -> torch.Tensor:
+        fill(staged)
+        torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", members.group_name)
+        return staged
+
+    return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}

@@ -1,10 +1,11 @@
-"""Base of the contexts of all ops: a creation on which ranks agree, memories, and their end."""
+"""Base of the contexts of all ops: a creation on which ranks agree, memories, and their end; and
+the operands that GEMMs across ranks accept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from triton_dist.errors import (
     InvalidArgument,
     RankDisagreement,
 )
-from triton_dist.kernels.common.disagreement import Disagreements
+from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.launch import Bounded, fits_descriptor
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for
 from triton_dist.runtime.triton_compat import no_device_for_kernels
@@ -25,6 +27,8 @@ DTYPE_NAMES = "torch.float16, torch.bfloat16 or torch.float32"
 
 Check: TypeAlias = tuple[str, object, bool, str]
 """An argument, its value, whether that is good, and what was expected."""
+C = TypeVar("C", bound="OpContext[Any]")
+K = TypeVar("K")
 
 
 class Memory(Protocol):
@@ -47,7 +51,6 @@ class Buffer(Memory, Protocol):
 
 
 B = TypeVar("B", bound=Buffer)
-C = TypeVar("C", bound="OpContext[Any]")
 M = TypeVar("M", bound=Memory)
 
 
@@ -218,3 +221,89 @@ def gradient_check(name: str, tensor: torch.Tensor) -> Check:
     """Check that nobody expects a gradient, which no op here has."""
     expected = "False, since the op has no backward; or call it under torch.no_grad()"
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected
+
+
+class GEMMContext(OpContext[B]):
+    """Memories of a GEMM op. A context manager."""
+
+    title: ClassVar[str]
+    """Name of the op, for errors."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(self.title, group)
+        # What was found to be good: checking takes several us, looking here less than one.
+        self.accepted: Bounded[Any, Any] = Bounded()
+
+
+def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
+    """Check that kernels here can multiply ``dtype``."""
+    yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
+
+
+def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """All of tensors that decides whether they can be operands, apart from their addresses."""
+    return tuple(
+        tensor is not None
+        and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_differentiated(tensor))
+        for tensor in tensors
+    )
+
+
+class ProductKey(NamedTuple):
+    """All that a tuning of a GEMM over ranks depends on, but for options of the op."""
+
+    M: int
+    """Rows of all ranks. The tuner rounds it up: a tuning serves a range."""
+    N: int
+    """Columns of B, on this rank."""
+    K: int
+    """Of the product on this rank."""
+    dtype: torch.dtype
+    layout: str
+    """Of B."""
+    contiguous: bool
+    """A is."""
+    num_ranks: int
+    """Of the context; those that tune together may be more."""
+
+
+def accept(
+    accepted: dict[Any, Any],
+    signature: Hashable,
+    function: str,
+    checks: Callable[[], Iterable[Check]],
+    make: Callable[[], K],
+) -> K:
+    """The result of ``make`` for operands of this signature, once they passed all ``checks``; one
+    object for each signature.
+
+    Raises:
+        InvalidArgument: the call cannot work.
+    """
+    known: K | None = accepted.get(signature)
+    if known is None:
+        refusal = first_refusal(function, checks())
+        if refusal is not None:
+            raise refusal
+        known = accepted[signature] = make()
+    return known
+
+
+def kind_checks(
+    dtype: torch.dtype, device: torch.device, **tensors: torch.Tensor | None
+) -> Iterator[Check]:
+    """Checks that operands have the context's dtype and device, and are not differentiated."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            yield gradient_check(name, tensor)
+            expected = f"the context's {dtype}"
+            yield f"{name}.dtype", tensor.dtype, tensor.dtype == dtype, expected
+            expected = f"the context's {device}"
+            yield f"{name}.device", tensor.device, tensor.device == device, expected
+
+
+def layout_of(B: torch.Tensor) -> str:
+    """Kind of strides of B, by which it is served by TMA, in either order, or by pointers."""
+    if not fits_descriptor(B):
+        return "strided"
+    return "column-major" if B.stride(0) == 1 else "row-major"

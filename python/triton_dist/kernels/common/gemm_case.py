@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
-from triton_dist.kernels.common.gemm_context import ProductKey
+from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.runtime.ranks import group_for
 

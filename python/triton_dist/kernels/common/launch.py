@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 
 from triton_dist.errors import CandidateFailed
-from triton_dist.kernels.common.bounded import Bounded
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.triton_compat import has_allocator, is_interpreting
 
+K = TypeVar("K")
+V = TypeVar("V")
 _TMA_ALIGNMENT = 16
 _NO_TENSORS: Mapping[str, torch.Tensor] = {}
+
+
+class Bounded(dict[K, V]):
+    """A cache that a service with very many shapes cannot fill without end: a dict that is emptied
+    before it has more than ``most`` entries. What comes then is made again. Entries here take a few
+    KB each."""
+
+    most = 4096
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if len(self) >= self.most and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -58,6 +58,29 @@ class Way(ABC, Generic[C, S]):
     @abstractmethod
     def run(self, call: C) -> torch.Tensor:
         """Launch the call, and return its result."""
+
+
+class AskedSizes(Protocol):
+    """Sizes of a key of an op whose older keywords name a way."""
+
+    @property
+    def asked(self) -> str | None:
+        """The way that the caller's keywords ask for."""
+
+
+A = TypeVar("A", bound=AskedSizes)
+
+
+class AskedWay(Way[C, A]):
+    """A way of an op whose older keywords name a way: then it alone is tried."""
+
+    def suits(self, config: Mapping[str, Any], sizes: A) -> bool:
+        return sizes.asked in (None, self.name) and self.fits(config, sizes)
+
+    @abstractmethod
+    def fits(self, config: Mapping[str, Any], sizes: A) -> bool:
+        """Tell whether a config is worth trying where this way is allowed. It must not go by what a
+        context holds: others have the same key."""
 
 
 class Ways(dict[str, Way[C, S]]):

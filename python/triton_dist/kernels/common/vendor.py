@@ -1,12 +1,10 @@
 """Ops by what torch brings: candidates beside our own algorithms, never a fall-back that is taken
-unmeasured; the peers that benchmarks measure; and the unfused references that results are held to.
-"""
+unmeasured; peers of benchmarks; and the unfused references that results are held to."""
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +15,6 @@ from triton_dist.runtime.device import current_device
 ALL_GATHER_MATMUL = "fused_all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
 """Operators of torch's async tensor parallelism, in ``torch.ops.symm_mem``."""
-ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
-"""Names of torch's all-reduces over symmetric memory."""
 
 
 class VendorMethod(enum.Enum):
@@ -128,36 +124,6 @@ def async_tp_matmul_scatter(
     name = _group_of_async_tp(group)
     rows: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
     return rows
-
-
-def symmetric_all_reduces(
-    like: torch.Tensor,
-    fill: Callable[[torch.Tensor], object],
-    group: dist.ProcessGroup | None,
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """torch's all-reduces of a tensor like ``like`` in symmetric memory, by name; ``fill`` writes
-    it at each call. None on CPU ranks, and for one rank. Collective over ``group``."""
-    if not current_device().has_libraries or dist.get_world_size(group) == 1:
-        return {}
-    import torch.distributed._symmetric_memory as symm_mem  # registers the operators
-
-    members = group or dist.distributed_c10d._get_default_group()
-    staged = symm_mem.empty(like.shape, dtype=like.dtype, device=like.device)
-    symm_mem.rendezvous(staged, members)
-
-    def one_shot() -> torch.Tensor:
-        fill(staged)
-        out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
-            staged, "sum", members.group_name
-        )
-        return out
-
-    def two_shot() -> torch.Tensor:
-        fill(staged)
-        torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", members.group_name)
-        return staged
-
-    return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}
 
 
 def _group_of_async_tp(group: dist.ProcessGroup | None) -> Any:

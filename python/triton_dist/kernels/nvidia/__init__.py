@@ -1,4 +1,10 @@
-"""Ops for NVIDIA GPUs; the same sources run interpreted on CPU ranks."""
+"""Ops for NVIDIA GPUs; the same sources run interpreted on CPU ranks.
+
+What every op across ranks promises, and asks for: all ranks call alike. Calls may follow one
+another without synchronisation and be captured in a CUDA graph, which all ranks then replay equally
+often. On the device, calls with one context follow one another, whatever streams they are made on.
+Arguments are checked before anything is launched.
+"""
 
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod

@@ -20,8 +20,8 @@ from triton_dist.kernels.common.context import (
     gradient_check,
     group_checks,
 )
-from triton_dist.kernels.common.disagreement import Disagreements
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.runtime.ranks import Group, process_group_of
 
 

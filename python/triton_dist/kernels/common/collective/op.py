@@ -20,23 +20,21 @@ from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.collective.context import CollectiveContext, shard_bytes
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.exchange.buffer import (
-    PUSHED_FROM,
-    Exchange,
-    ExchangeBuffer,
-    fits_vectors,
-)
-from triton_dist.kernels.common.exchange.shapes import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
+    PUSHED_FROM,
     SMALL_SHAPES,
     TUNABLES,
+    Exchange,
+    ExchangeBuffer,
     Shape,
+    fits_vectors,
     is_worth_trying,
     shape_in,
     shape_of,
 )
-from triton_dist.kernels.common.flags import folded
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
+from triton_dist.kernels.common.peers import folded
 from triton_dist.runtime.device import current_device
 
 _PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4))
@@ -175,15 +173,8 @@ class ShardsCall(OpCall):
         return rows * size if self.gathers else rows // size
 
 
-class _Way(Way[ShardsCall, Sizes]):
+class _Way(AskedWay[ShardsCall, Sizes]):
     """A way of both ops."""
-
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.asked in (None, self.name) and self.fits(config, sizes)
-
-    @abstractmethod
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        """Tell whether a config is worth trying where this way is allowed."""
 
     def run(self, call: ShardsCall) -> torch.Tensor:
         x, ctx, output = call.x.detach(), call.ctx, call.output

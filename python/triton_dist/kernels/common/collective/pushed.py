@@ -13,20 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.bounded import Bounded
-from triton_dist.kernels.common.disagreement import Disagreements
-from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
+from triton_dist.kernels.common.exchange.buffer import MAX_PIECES, Exchange, shard_elements
 from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed
-from triton_dist.kernels.common.exchange.shapes import MAX_PIECES
-from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.slots.epochs import EpochSlots
+from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
 
 _STREAMS = 2  # the gap between two copies of one is filled by the other
 
 
-class PushedShards:
+class PushedShards(InSlots):
     """Slots for a shard of up to ``shard_bytes`` bytes from each rank. Creation is collective."""
 
     def __init__(
@@ -41,11 +39,11 @@ class PushedShards:
             "shards": ((size * shard_bytes,), torch.uint8),
             "arrivals": ((MAX_PIECES * size,), torch.int64),
         }
-        self.slots = EpochSlots(
+        slots = EpochSlots(
             f"{name}.pushed", regions, ("arrivals",), "a kernel of a collective", group,
             found=found,
         )  # fmt: skip
-        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
+        super().__init__(slots)
         self._device = current_device()
         self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
         self._transfers: Bounded[Any, Any] = Bounded()
@@ -89,27 +87,16 @@ class PushedShards:
                 transfer.join(stream)
             slots.finish(awaited, expected=lambda: self._expected(exchange, x.element_size()))
 
-    def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
-        self.slots.reset()
-
     def free(self) -> None:
-        """Free the memory; idempotent. Every rank must have finished its calls."""
         for stream in self._streams:
             stream.close()
         self._streams.clear()
         self._transfers.clear()
-        self.slots.free()
+        super().free()
 
     def _expected(self, exchange: Exchange, item_bytes: int) -> dict[str, list[int]]:
         pieces = len(list(_pieces(exchange, item_bytes)))
-        sources = [source for source in range(self.num_ranks) if source != self.rank]
-        return {
-            "arrivals": [
-                piece * self.num_ranks + each for piece in range(pieces) for each in sources
-            ]
-        }
+        return {"arrivals": self.flags_of_peers(pieces)}
 
     def _transfer(self, exchange: Exchange, x: torch.Tensor) -> Any:
         key = (self.slots.index, exchange, x.dtype)

@@ -1,44 +1,123 @@
-"""Symmetric memory of the plain collectives, and their launches."""
+"""Symmetric memory of the plain collectives, their launches, and how these are laid out."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.kernels.common.disagreement import AWAITED, FLAG, Disagreements, Flags
-from triton_dist.kernels.common.exchange import packets
-from triton_dist.kernels.common.exchange import protocol as exchange
-from triton_dist.kernels.common.exchange.shapes import (
-    LINE_BYTES,
-    MAX_CTAS,
-    MAX_PIECES,
-    VECTOR_BYTES,
-    Shape,
-)
-from triton_dist.kernels.common.flags import size_in
-from triton_dist.kernels.common.guard import Guard
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.exchange import protocol
+from triton_dist.kernels.common.guard import AWAITED, FLAG, Disagreements, Flags, Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.common.peers import size_in
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
-_SHARD_ALIGNMENT: int = exchange.SHARD_ALIGNMENT.value
-_PART_ALIGNMENT: int = packets.PART_ALIGNMENT.value
-_LINE_WORDS: int = packets.LINE_WORDS.value
-_TURNS, _PHASES = 2, exchange.PHASES.value
+MAX_CTAS: int = protocol.MAX_CTAS.value
+MAX_PIECES: int = protocol.MAX_PIECES.value
+VECTOR_BYTES = 16
+LINE_BYTES: int = protocol.LINE_BYTES.value
+TUNABLES = ("num_ctas", "block_bytes", "num_pieces")
+"""Names of what lays a launch out, in configs."""
+_SHARD_ALIGNMENT: int = protocol.SHARD_ALIGNMENT.value
+_PART_ALIGNMENT: int = protocol.PART_ALIGNMENT.value
+_LINE_WORDS: int = protocol.LINE_WORDS.value
+_TURNS, _PHASES = 2, protocol.PHASES.value
 _LINE = 16  # int64 in a cache line
 # Triton compiles kernels of whole vectors for sizes that are multiples of this.
 VECTOR_ELEMENTS = 16
-
 PUSHED_FROM = 1 << 20
 """Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layout of a launch.
+
+    num_ctas: programs, at most ``MAX_CTAS``. block_bytes: what a program moves at a time, a power
+    of two from 512 on. num_pieces: in how many pieces its share travels, at most ``MAX_PIECES``.
+    """
+
+    num_ctas: int
+    block_bytes: int
+    num_pieces: int = 1
+
+    @property
+    def values(self) -> tuple[int, int, int]:
+        """Values of ``TUNABLES``."""
+        return self.num_ctas, self.block_bytes, self.num_pieces
+
+    @property
+    def num_warps(self) -> int:
+        """A vector of 16 bytes for each thread, up to 16 warps; then several."""
+        return max(1, min(16, self.block_bytes // (32 * VECTOR_BYTES)))
+
+    @property
+    def num_warps_in_packets(self) -> int:
+        """A line for each thread, up to 32 warps; then several, which costs shared memory."""
+        return max(1, min(32, self.block_bytes // (32 * LINE_BYTES)))
+
+
+DEFAULT_SHAPE = Shape(32, 8192)
+SMALL_SHAPES = (
+    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64)),
+    *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
+)
+"""For few bytes: what counts is how soon the last program is done."""
+PACKET_SHAPES = (
+    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
+    Shape(32, 512),
+    Shape(64, 1024),
+    Shape(64, 4096),
+)
+"""For packets: a line for each thread."""
+LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pieces in (1, 4, 8))
+"""For many: what counts is how many bytes are under way."""
+
+
+def shape_in(config: Mapping[str, Any]) -> Shape:
+    """The shape in a config that has one."""
+    return Shape(config["num_ctas"], config["block_bytes"], config.get("num_pieces", 1))
+
+
+@functools.cache
+def shape_of(
+    num_ctas: int | None,
+    block_bytes: int | None,
+    num_pieces: int | None,
+    default: Shape = DEFAULT_SHAPE,
+) -> Shape:
+    """The shape of tunables; what is ``None`` is as in ``default``.
+
+    Raises:
+        InvalidArgument: a number that no launch can have.
+    """
+    asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_pieces": num_pieces}
+    shape = replace(default, **{name: n for name, n in asked.items() if n is not None})
+    if not 1 <= shape.num_ctas <= MAX_CTAS:
+        raise InvalidArgument("shape_of", "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
+    if shape.block_bytes < 512 or shape.block_bytes & (shape.block_bytes - 1):
+        expected = "a power of two from 512 on"
+        raise InvalidArgument("shape_of", "block_bytes", shape.block_bytes, expected)
+    if not 1 <= shape.num_pieces <= MAX_PIECES:
+        raise InvalidArgument("shape_of", "num_pieces", shape.num_pieces, f"1 to {MAX_PIECES}")
+    return shape
+
+
+def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
+    """Say whether a shard of so many bytes has a block for each program and piece. The smallest
+    shape is always worth it: something has to be left."""
+    blocks = -(-shard_bytes // shape.block_bytes)
+    return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces
 
 
 def fits_vectors(x: torch.Tensor, elements: int) -> bool:
@@ -59,7 +138,7 @@ class Exchange:
     size: what all ranks have to come with alike; a number that says in errors what is wrong.
     phases: how often a program waits for flags that peers set after a piece. sources: ranks, by
     phase, whose flags these are; ``None``: every peer. arguments: what the kernel takes besides.
-    in_packets: the kernel is one of ``exchange/packet_kernels.py``, which waits for no flag.
+    in_packets: the kernel is one of ``exchange/packets.py``, which waits for no flag.
     """
 
     kernel: Any
@@ -253,7 +332,7 @@ class ExchangeBuffer:
             return None
         words, epoch = self.memory["packets"].local, int(self.memory["calls"].local[0]) // MAX_CTAS
         word = int(words.view(-1)[(address - words.data_ptr()) // words.element_size()])
-        tag = packets.tag_number(epoch, size_in(guard[AWAITED]))
+        tag = protocol.tag_number(epoch, size_in(guard[AWAITED]))
         return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
 
     def _overdue(

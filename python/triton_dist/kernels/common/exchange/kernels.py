@@ -28,7 +28,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     slot_offset,
     tell_ranks,
 )
-from triton_dist.kernels.common.flags import flag_of
+from triton_dist.kernels.common.peers import flag_of
 
 
 @jit(do_not_specialize=["size", "rank"])

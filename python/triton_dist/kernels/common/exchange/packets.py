@@ -1,5 +1,5 @@
 """Words that carry data and say by themselves that it has come: an exchange of few bytes without
-flags.
+flags; and the all-reduce by them, in one launch.
 
 A flag is set behind the data: the stores have to cross the link and be acknowledged before it may
 follow them. Here each 8 bytes are 4 of data and 4 that tell which call they are of, and a receiver
@@ -13,9 +13,9 @@ acknowledgement.
 *Why no fence.* An aligned access of 8 bytes happens as a whole, also within a vector of two. Who
 sees the tag of a word has its payload too, whatever became of other words.
 
-*Tags.* The lowest 11 bits of the number of the call above the size of the call (``flags.py``), and
-the highest bit set: never 0, which is what memory is allocated and reset with. A word with a tag
-that is another one is of a peer that came with another size.
+*Tags.* The lowest 11 bits of the number of the call above the size of the call
+(``common/peers.py``), and the highest bit set: never 0, which is what memory is allocated and reset
+with. A word with a tag that is another one is of a peer that came with another size.
 
 *Why no word is old.* A word is set to 0 when it has been read, so a word that is not 0 is of a call
 that has not read it yet. Tags alone would not do: a word that later, smaller calls leave alone
@@ -44,16 +44,17 @@ import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
-from triton_dist.kernels.common.addresses import target_at
-from triton_dist.kernels.common.flags import flag_value
+from triton_dist.kernels.common.exchange.protocol import (
+    LINE_BYTES,
+    LINE_WORDS,
+    PART_ALIGNMENT,
+    begin_call,
+    first_of,
+)
+from triton_dist.kernels.common.peers import target_at
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
 from triton_dist.language.signals import note_disagreement, sized
 
-# Bytes of data in a line, and words.
-LINE_BYTES = tl.constexpr(8)
-LINE_WORDS = tl.constexpr(2)
-# Alignment of a part, in words: each line lies on 16 bytes.
-PART_ALIGNMENT = tl.constexpr(16)
 _NEVER_ZERO = tl.constexpr(-(2**31))
 # Words of the guard (``language.wait``), by number.
 _GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _DISAGREED = 1, 2, 3, 4, 5, 2
@@ -63,11 +64,6 @@ _GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _DISAGREED = 1, 2, 3, 4, 5, 2
 def tag_of(epoch, size):
     """int32, of call number ``epoch``, of ``size``."""
     return sized(epoch, size).to(tl.int32) | _NEVER_ZERO
-
-
-def tag_number(epoch: int, size: int) -> int:
-    """The same on the host, as an unsigned number."""
-    return flag_value(epoch, size) & 0x7FFFFFFF | 0x80000000
 
 
 @jit
@@ -318,3 +314,54 @@ def _polling(peers: int) -> str:
         "done:",
     ]
     return "{\n" + "\n".join(instructions) + "\n}"
+
+
+@jit(do_not_specialize=["size", "rank"])
+def kernel_all_reduce_packets(
+    x_ptr,
+    out_ptr,
+    packets_ptr,
+    packets_table,
+    calls_ptr,
+    guard_ptr,
+    part_words,
+    elements,
+    size,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every rank sends all of x [elements] to all, and adds what it gets; ``size`` is what ranks
+    have to agree on.
+
+    Blocks of ``BLOCK`` elements go round the programs. Grid: (up to ``MAX_CTAS``,).
+    """
+    LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
+    PER_LINE: tl.constexpr = BLOCK // LINES
+    # What needs no number of the call comes first, so that it is under way while that is counted.
+    targets = peers_at(packets_ptr, packets_table, rank, NUM_RANKS)
+    index = first_of(0, BLOCK) + tl.arange(0, BLOCK)
+    values = tl.load(x_ptr + index, mask=index < elements, other=0.0)
+    epoch = begin_call(calls_ptr)
+    tag = tag_of(epoch, size)
+    offset = part_offset(epoch, rank, part_words, NUM_RANKS)
+    # Of this program's share, not of the largest: no flag has to say that there was none.
+    blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
+    for block in range(blocks):
+        if block > 0:
+            index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
+            values = tl.load(x_ptr + index, mask=index < elements, other=0.0)
+        line = first_of(block, LINES) + tl.arange(0, LINES)
+        send_lines(targets, offset, payload_of(values), line, line * PER_LINE < elements, tag)
+    for block in range(blocks):
+        line = first_of(block, LINES) + tl.arange(0, LINES)
+        there = line * PER_LINE < elements
+        index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
+        mask = index < elements
+        own = payload_of(tl.load(x_ptr + index, mask=mask, other=0.0))
+        payloads = await_lines(
+            packets_ptr, guard_ptr, epoch, tag, part_words, line, there, rank, NUM_RANKS
+        )
+        sums = add_lines(own, payloads, rank, NUM_RANKS, x_ptr.dtype.element_ty)
+        tl.store(out_ptr + index, sums.to(out_ptr.dtype.element_ty), mask=mask)
+        clear_lines(packets_ptr, epoch, part_words, line, there, rank, NUM_RANKS)

@@ -18,7 +18,7 @@ and does not wrap.
 n + 1, in which each of its programs waited for every peer; a peer that sent in call n + 1 had begun
 it, and so ended call n, on the same stream before. So nobody waits for a consent. This holds as
 long as every call waits for something of every peer, be it by way of others
-(``exchange/tree_kernel.py``), and a kernel begins after the one before it has ended.
+(``exchange/trees.py``), and a kernel begins after the one before it has ended.
 
 *Why nobody waits in a circle.* A program sends first and waits afterwards, and programs start in
 the order of their numbers: of all that wait, those with the smallest number have peers that are
@@ -27,10 +27,10 @@ running or will run.
 *Pieces.* A program's share may be cut in up to ``MAX_PIECES``, so that it sends one while it waits
 for another; a flag counts ``epoch * MAX_PIECES + pieces - 1``.
 
-*Sizes.* A flag also carries the size of the call (``flags.py``), and who waits compares it with its
-own. A peer may be one call ahead, which may be of another size: so calls take turns with their
-flags, as with slots. 40 bits are left for the epoch: a flag that smaller calls leave alone would
-count as new after 2**39 of them, which are more than a month without a pause.
+*Sizes.* A flag also carries the size of the call (``common/peers.py``), and who waits compares it
+with its own. A peer may be one call ahead, which may be of another size: so calls take turns with
+their flags, as with slots. 40 bits are left for the epoch: a flag that smaller calls leave alone
+would count as new after 2**39 of them, which are more than a month without a pause.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.addresses import target_at
+from triton_dist.kernels.common.peers import flag_value, target_at
 from triton_dist.language.signals import SIZE_BITS, sized
 
 MAX_CTAS = tl.constexpr(256)
@@ -49,6 +49,11 @@ ONE_PIECE = tl.constexpr(1 << SIZE_BITS.value)  # added to a flag, one piece mor
 _EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # of a flag, where the number of its call begins
 # Elements of which shards in a slot are multiples, so that each starts on 16 bytes and more.
 SHARD_ALIGNMENT = tl.constexpr(128)
+# Of packets (``exchange/packets.py``): bytes of data in a line, and words.
+LINE_BYTES = tl.constexpr(8)
+LINE_WORDS = tl.constexpr(2)
+# Alignment of a part, in words: each line lies on 16 bytes.
+PART_ALIGNMENT = tl.constexpr(16)
 
 
 @jit
@@ -310,3 +315,8 @@ def copy_shards(
                 from_ptr + peer * shard_elements + index, mask=mask, cache_modifier=".cg"
             )
             tl.store(out_ptr + target, values, mask=mask)
+
+
+def tag_number(epoch: int, size: int) -> int:
+    """The same on the host, as an unsigned number."""
+    return flag_value(epoch, size) & 0x7FFFFFFF | 0x80000000

@@ -12,13 +12,13 @@ one: same registers, shared memory and instructions for sm_90) or by a mask.
 
 Flags of shard s are ``arrivals_ptr[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows; a
 chunk is there when its flag has reached the epoch at ``epoch_ptr``. A flag also carries the rows of
-a shard, and whoever waits compares them (``flags.py``).
+a shard, and whoever waits compares them (``common/peers.py``).
 
 The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
-(``gemm/split_k.py``).
+(``gemm/units.py``).
 
 With ``NUM_COMM_SMS`` above 0 the kernel sends the own shard itself, by its first so many programs,
-and flags stand for chunks of K instead of rows (``gemm/fused_push.py``).
+and flags stand for chunks of K instead of rows (``gemm/units.py``).
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.flags import flag_of
-from triton_dist.kernels.common.gemm.fused_push import multiply_arriving_tile, push_own_shard
-from triton_dist.kernels.common.gemm.orders import (
+from triton_dist.kernels.common.gemm.tile import (
     gathered_tile,
+    multiply_tile,
+    multiply_tile_by_pointers,
     shard_in_arrival_order,
+    store_tile,
     tile_in_group,
 )
-from triton_dist.kernels.common.gemm.split_k import (
+from triton_dist.kernels.common.gemm.units import (
+    multiply_arriving_tile,
     part_of_unit,
     publish_partial,
+    push_own_shard,
     sum_of_partials,
     units_of_tiles,
 )
-from triton_dist.kernels.common.gemm.tile import multiply_tile, multiply_tile_by_pointers
+from triton_dist.kernels.common.peers import flag_of
 
 
 @jit
@@ -60,35 +63,6 @@ def wait_for_rows(
     count = last_row // chunk_rows - first + 1
     flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
     return dl.wait(flags_ptr, count, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
-
-
-@jit
-def store_tile(
-    c_desc,
-    accumulator,
-    shard,
-    row,
-    column,
-    EPILOGUE_SUBTILE: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-):
-    """Convert and store a tile of C; in two halves when ``EPILOGUE_SUBTILE``, for half the
-    staging memory."""
-    if EPILOGUE_SUBTILE:
-        halves = tl.permute(
-            tl.reshape(accumulator, (BLOCK_SIZE_M, 2, BLOCK_SIZE_N // 2)), (0, 2, 1)
-        )
-        left, right = tl.split(halves)
-        left = tl.reshape(left.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
-        c_desc.store([shard, row, column], left)
-        right = tl.reshape(right.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
-        c_desc.store([shard, row, column + BLOCK_SIZE_N // 2], right)
-    else:
-        c_desc.store(
-            [shard, row, column],
-            tl.reshape(accumulator.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N)),
-        )
 
 
 @jit

@@ -1,15 +1,53 @@
-"""Tiles that tunings try, by what the product is for."""
+"""Tiles that tunings try, by what the product is for, and which of them suit a product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from triton_dist.kernels.common.gemm.launch import can_specialize_warps
+from triton_dist import tune
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.launch import fits_descriptor
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.peaks import device_peak, get_tensorcore_tflops
+from triton_dist.runtime.triton_compat import compiles_for_hopper, has_gluon_for_hopper
+
+LOW = 16
+"""Rows of the lowest tiles, which are for few rows."""
+# Rows up to which tiles of so few are worth trying: they read B once for each 16.
+_FEW_ROWS = 64
+# Operations that a memory access must be worth before a GEMM counts as compute-bound: time of the
+# arithmetic over time of the traffic.
+_COMPUTE_BOUND = 2.0
+
+
+def most_rows(rows: int, num_ranks: int = 1) -> int:
+    """The most rows of a shard, a row block or a product in the range that ``rows`` is in: the
+    tuner's ranges are of M, which ``num_ranks`` share."""
+    return tune.fine_bucket(rows * num_ranks) // num_ranks
+
+
+def config_for(config: triton.Config, dtype: torch.dtype) -> triton.Config:
+    """The config that is launched for operands of ``dtype``.
+
+    Configs are written for 16-bit operands. Of 4-byte ones a tile has half as many elements along K
+    and stages its output in two halves, so that it takes as many bytes of shared memory.
+    """
+    if dtype.itemsize <= 2:
+        return config
+    tile = dict(config.kwargs)
+    tile["BLOCK_SIZE_K"] = tile["BLOCK_SIZE_K"] * 2 // dtype.itemsize
+    tile["EPILOGUE_SUBTILE"] = True
+    return triton.Config(tile, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def can_specialize_warps(dtype: torch.dtype) -> bool:
+    """Tell whether ``kernel_gemm_warp_specialized`` can multiply ``dtype`` on this process's
+    device: 16-bit operands on compute capability 9.x, not interpreted."""
+    return dtype.itemsize == 2 and compiles_for_hopper() and has_gluon_for_hopper()
 
 
 def tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
@@ -85,6 +123,14 @@ def kinds_here() -> tuple[bool, bool]:
     return descriptors, not descriptors
 
 
+def of_both_kinds(
+    tiles_of: Callable[[bool], Sequence[triton.Config]],
+) -> Iterator[tuple[triton.Config, bool]]:
+    """Tiles of the kernels of both kinds, and ``persistent``: which kind. ``tiles_of``: those of
+    one."""
+    return ((each, kind) for kind in kinds_here() for each in tiles_of(kind))
+
+
 def tile_shapes(configs: Sequence[triton.Config]) -> list[triton.Config]:
     """The first config of each tile shape, whatever its GROUP_SIZE_M."""
     found: dict[Any, triton.Config] = {}
@@ -103,10 +149,6 @@ def warp_specialized_tiles() -> list[triton.Config]:
 
 # Most accumulator values per warp of a tile sent to all ranks; above it the peers' addresses spill.
 _MOST_VALUES_OF_A_WARP = 64 * 128 // 4
-LOW = 16
-"""Rows of the lowest tiles, which are for few rows."""
-# Rows up to which tiles of so few are worth trying: they read B once for each 16.
-_FEW_ROWS = 64
 
 # A product of few rows takes as long as reading B: deep pipelines of narrow tiles, one wave of
 # them on 132 multiprocessors at N = 4096 to 16384.
@@ -165,3 +207,67 @@ def suits_rows(tiles: triton.Config, rows: int) -> bool:
     if current_device().interprets:
         return True
     return bool(rows <= _FEW_ROWS if block_m == LOW else block_m <= 64 or block_m < 2 * rows)
+
+
+def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
+    """The one ``triton.Config`` in ``config``, under any name."""
+    found = [value for value in config.values() if isinstance(value, triton.Config)]
+    if len(found) != 1:
+        raise InvalidArgument(
+            "prune", "config", config, "a config that holds exactly one triton.Config"
+        )
+    return found[0]
+
+
+def prune_fn_by_shared_memory(
+    config: Mapping[str, Any], A: torch.Tensor, *args: Any, **kwargs: Any
+) -> bool:
+    """Keep a config whose pipelined tiles of A and B fit the device's shared memory per block.
+
+    Counts ``num_stages`` tiles of A and of B in A's dtype; what the epilogue stages comes on top
+    where the compiler cannot reuse them, and then shows as a failed compilation.
+    """
+    gemm = _gemm_config(config)
+    tile = gemm.kwargs
+    elements = (tile["BLOCK_SIZE_M"] + tile["BLOCK_SIZE_N"]) * tile["BLOCK_SIZE_K"]
+    return bool(
+        A.element_size() * elements * gemm.num_stages <= current_device().shared_memory_bytes()
+    )
+
+
+def prune_fn_by_group_size_m(
+    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
+) -> bool:
+    """Drop ``GROUP_SIZE_M = 1`` where the roofline says that the GEMM is compute-bound, and nothing
+    else.
+
+    A [M_per_rank, K] is gathered by an op with a context: with ``num_ranks`` on any argument, M is
+    the gathered one. Without grouping, tiles that run together share too little of the L2 cache.
+    """
+    if _gemm_config(config).kwargs.get("GROUP_SIZE_M") != 1:
+        return True
+    ranks = next(
+        (arg.num_ranks for arg in (*args, *kwargs.values()) if hasattr(arg, "num_ranks")), 1
+    )
+    M, K, N = A.shape[0] * ranks, A.shape[1], B.shape[1]
+    arithmetic = 2.0 * M * N * K / (get_tensorcore_tflops(A.dtype) * 1e12)
+    traffic = (M * K + K * N + M * N) * A.element_size() / (device_peak().memory_gbps * 1e9)
+    return arithmetic / traffic <= _COMPUTE_BOUND
+
+
+def suits_gemm(
+    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
+) -> bool:
+    """Keep configs that fit shared memory as launched for A's dtype, are worth trying, and would
+    not fall back to another kernel: specialised warps need 16-bit operands that TMA can read."""
+    if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
+        can_specialize_warps(A.dtype)
+        and A.is_contiguous()
+        and fits_descriptor(A, B)
+        and B.shape[1] * B.element_size() % 16 == 0  # rows of the product
+    ):
+        return False
+    launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}
+    return prune_fn_by_shared_memory(launched, A) and prune_fn_by_group_size_m(
+        launched, A, B, *args, **kwargs
+    )

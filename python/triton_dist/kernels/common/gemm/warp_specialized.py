@@ -32,13 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from triton_dist import language as dl
-from triton_dist.kernels.common.gemm.orders import (
+from triton_dist.kernels.common.gemm.sharded import wait_for_rows
+from triton_dist.kernels.common.gemm.tile import (
     gathered_tile,
     shard_in_arrival_order,
     tile_in_group,
 )
-from triton_dist.kernels.common.gemm.sharded import wait_for_rows
-from triton_dist.kernels.common.gemm.split_k import part_of_unit, units_of_tiles
+from triton_dist.kernels.common.gemm.units import part_of_unit, units_of_tiles
 from triton_dist.runtime.triton_compat import gluon_tma_copies
 
 WARPS_OF_A_GROUP = 4

@@ -19,7 +19,7 @@ int32 from ``flags_ptr[s]`` on, also an address. Four ways (``SCATTER``):
 ``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own slab
                 stores the sum to C and to ``sums_ptr[p]`` of each peer p, addresses, and then sets
                 flag ``[tile * NUM_RANKS + rank]`` from ``sum_flags_ptr[p]`` on.
-                ``scatter/copy_sums.py`` brings what arrives there to C.
+                ``scatter/tiles.py`` brings what arrives there to C.
 
 The own slab comes last: the program that has computed one of its tiles waits for the same tile, or
 its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"``, ``"slab"``
@@ -33,27 +33,43 @@ earlier places of theirs. One that waits has announced its tiles of earlier plac
 these waits keeps it from its next tile. So of all that wait in the end, the one at the earliest
 place would have nobody left to wait for, but programs that have not begun. Of one tile a program,
 these come later in the order. A persistent program waits only where all have begun, and else leaves
-its own tiles to a kernel behind this one (``scatter/deferred.py``).
+its own tiles to a kernel behind this one (``scatter/tiles.py``).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import triton
 import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.addresses import target_at
-from triton_dist.kernels.common.gemm.orders import tile_in_scatter_order
-from triton_dist.kernels.common.gemm.sharded import store_tile
-from triton_dist.kernels.common.gemm.tile import multiply_tile, multiply_tile_by_pointers
-from triton_dist.kernels.common.scatter.deferred import STAYS, begin_program, stay_or_leave
+from triton_dist.kernels.common.gemm.spaces import config_for
+from triton_dist.kernels.common.gemm.tile import (
+    multiply_tile,
+    multiply_tile_by_pointers,
+    store_tile,
+    tile_in_scatter_order,
+)
+from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
+from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_slab
 from triton_dist.kernels.common.scatter.tiles import (
+    STAYS,
     add_partials,
     announce_tile,
     announce_to_all,
     await_partials,
+    begin_program,
+    stay_or_leave,
     store_tile_by_pointers,
+    summing_options,
 )
+
+# Waves of tiles of a slab from which on a chunk is worth more waiting than each of its tiles.
+_MANY_WAVES = 2
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -299,3 +315,68 @@ def kernel_gemm_scatter_non_persistent(
         )  # fmt: skip
         if SCATTER == "all":
             announce_to_all(sum_flags_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
+
+
+def scattered_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    to: Scattering,
+    *,
+    num_sms: int,
+    persistent: bool,
+    num_chunks: int = 1,
+) -> Launch:
+    """The launch that computes ``A @ B``, scatters its tiles, and sums the own rows into C.
+
+    Args:
+        A: [M, K]. B: [K, N], any strides, both. C: [M / num_ranks, N], the own rows of the sum;
+            of ``"all"`` [M, N], of which the own ones are written. Contiguous.
+        bias: [N], added to the sum; contiguous.
+        config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
+            the kernel on pointers too.
+        num_chunks: of a slab: each pushed for itself, or of ``"all"`` in turn with those of the
+            other slabs.
+    """
+    A = as_rows(A)
+    M, K = A.shape
+    rows, N = to.rows(M), C.shape[1]
+    precision = dot_precision(A.dtype)
+    tiles_per_slab = tiles_of_slab(config, rows, N)
+    tiles = to.num_ranks * tiles_per_slab
+    slots = (A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals)
+    sums = (to.sums, to.sum_flags, M, rows, N, K)
+    chunk_tiles_m, summing = summing_options(C, bias, config, to, rows, num_chunks)
+    options: dict[str, Any] = {
+        **config_for(config, A.dtype).all_kwargs(),
+        "INPUT_PRECISION": precision,
+        **summing,
+    }
+    where = (to.slot_stride, chunk_tiles_m, to.rank)
+    # A slab of partials is a matrix like C: what TMA can do with one, it can do with the other.
+    by_descriptor = persistent and precision != "ieee" and A.is_contiguous()
+    if by_descriptor and fits_descriptor(A, B, C):
+        options.setdefault("EPILOGUE_SUBTILE", False)
+        # A chunk is pushed after its last tile, which is to be announced at once where the next one
+        # is a large part of all.
+        later = to.scatter in ("tile", "all") or tiles_per_slab >= _MANY_WAVES * num_sms
+        options |= {
+            "B_COLUMN_MAJOR": B.stride(0) == 1,
+            "NUM_SMS": num_sms,
+            "ANNOUNCE_LATER": later and to.scatter != "add",
+        }
+        return Launch(
+            kernel_gemm_scatter_persistent,
+            (min(num_sms, tiles),),
+            (*slots, to.epoch, to.left, *sums, max(B.stride()), *where),
+            options,
+        )
+    options.pop("EPILOGUE_SUBTILE", None)
+    return Launch(
+        kernel_gemm_scatter_non_persistent,
+        (tiles,),
+        (*slots, to.epoch, *sums, *A.stride(), *B.stride(), *where),
+        options,
+    )

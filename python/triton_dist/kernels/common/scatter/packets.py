@@ -27,7 +27,6 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.packets import (
-    LINE_BYTES,
     add_lines,
     await_lines,
     clear_lines,
@@ -37,11 +36,11 @@ from triton_dist.kernels.common.exchange.packets import (
     send_lines,
     tag_of,
 )
-from triton_dist.kernels.common.exchange.protocol import begin_call
-from triton_dist.kernels.common.gemm.orders import tile_in_group
-from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at
+from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, begin_call
+from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at, tile_in_group
 from triton_dist.kernels.common.launch import Launch, as_rows
 from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
+from triton_dist.kernels.common.scatter.ways import Exchanged
 
 
 @jit(do_not_specialize=["M", "rank"])
@@ -163,3 +162,18 @@ def packet_gemm(
     options = options_of(A, B, bias, config, num_ranks, persistent)
     num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)
+
+
+class InPackets(Exchanged):
+    """The launch of a call in packets: all ranks add, and no flag is waited for."""
+
+    def phases(self) -> int:
+        return 0
+
+    def gemm(self, C: torch.Tensor) -> Launch:
+        call, buffer = self.call, self.buffer
+        return packet_gemm(
+            call.A, call.B, C, call.bias, call.gemm_config, buffer.packet_regions(),
+            rank=buffer.rank, num_ranks=buffer.num_ranks, num_sms=buffer.device.num_sms,
+            persistent=call.persistent,
+        )  # fmt: skip

@@ -1,14 +1,20 @@
-"""Symmetric memory of a GEMM-ReduceScatter: slots that hold a partial sum of a rank's rows from
-every rank, and the flags that say which tiles, or chunks, of them are there.
+"""Memory of ops that sum products over ranks: how row blocks are cut, where their tiles go, slots
+that hold a partial sum from every rank with the flags that say which tiles, or chunks, of them are
+there, and the base of the contexts that own them.
 
-A slot has, on each rank:
-    partials [source rank, slot_stride] of the output's dtype, partial sums of this rank's row block
-        [rows, N]: written by the source's GEMM or copy engines.
+A slot has, on each rank, of the output's dtype where nothing else is said:
+    partials [source rank, slot_stride], partial sums of this rank's row block [rows, N]: written by
+        the source's GEMM or copy engines.
     arrivals int64 [tile or chunk, source rank], their flags: by the same.
+    left int32 [SMs], deferred tiles: by this rank's kernels.
+One of a GEMM-ReduceScatter (``PartialsBuffer``) also has
     sums fp32 [slot_stride], with ``with_sums``: peers' GEMMs add to it.
     counters int32 [destination rank, MAX_CHUNKS], tiles that are staged: by this rank's GEMM, set
         back by its copy engines.
-    left int32 [SMs], deferred tiles: by this rank's kernels.
+and one of a GEMM-AllReduce (``ReducedPartials``)
+    sums [max_M * N], like the output, and sum_arrivals int64 [tile, owner], their flags: by each
+        row block's owner.
+
 Of several ways of scattering, each call uses one. Pushes of row blocks start from a ``staging``
 buffer [destination rank, slot_stride] of this rank alone, written by its GEMM, a chunk at a time,
 each after a counter of the tiles that are in it.
@@ -16,26 +22,36 @@ each after a counter of the tiles that are in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 import triton
 
 from triton_dist.errors import CaptureInProgress
-from triton_dist.kernels.common.bounded import Bounded
-from triton_dist.kernels.common.disagreement import Disagreements
-from triton_dist.kernels.common.scatter.launch import (
-    Chunks,
-    Scatter,
-    Scattering,
-    chunks_of_slab,
+from triton_dist.kernels.common.context import (
+    B,
+    Check,
+    GEMMContext,
+    agree_to_create,
+    group_checks,
+    kernel_checks,
 )
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots
+from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.launch import (
+    Bounded,
+)
+from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
+Scatter = Literal["tile", "slab", "add", "all"]
+# Rows of which the slabs of an all-reduce are multiples: those of the smallest tile.
+_SLAB_ROWS = 16
 # The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
 _SMALLEST_TILE = 16
 # Elements of which partial sums are whole multiples, so that each starts aligned, whatever N is.
@@ -44,13 +60,92 @@ MAX_CHUNKS = 16
 """Most chunks in which a row block can be pushed."""
 
 
+@dataclass(frozen=True)
+class Scattering:
+    """Addresses where tiles go, and what is summed in the end (see ``scattered_gemm``).
+
+    partials: what is read for the own rows: [num_ranks, slot_stride] of the output's dtype, or
+        fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.
+        arrivals: int32, flags of the own slab. epoch: int32, the line of the slot
+        (``slots/epochs.py``). left: int32, a word for each program of a launch
+        (``scatter/tiles.py``). sums, sum_flags: of ``"all"``, int64 [num_ranks], addresses;
+        else anything.
+    """
+
+    scatter: Scatter
+    rank: int
+    num_ranks: int
+    partials: torch.Tensor
+    slot_stride: int
+    targets: torch.Tensor
+    flags: torch.Tensor
+    arrivals: torch.Tensor
+    epoch: torch.Tensor
+    left: torch.Tensor
+    sums: torch.Tensor
+    sum_flags: torch.Tensor
+
+    def rows(self, M: int) -> int:
+        """Rows of a slab of a product of M rows."""
+        return slab_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A slab of ``rows`` rows of tiles in chunks of ``tiles_m`` each, the last maybe less.
+
+    group_size_m: GROUP_SIZE_M with which chunks are complete one after another.
+    """
+
+    tiles_m: int
+    group_size_m: int
+    rows: tuple[int, ...]
+    """Rows of each chunk."""
+    tiles: tuple[int, ...]
+    """Tiles of each chunk."""
+
+
+def chunks_of_slab(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
+    """[rows, N] in at most ``num_chunks`` chunks: whole groups of GROUP_SIZE_M rows of tiles, or
+    one smaller group each, because the tiles of a group are complete at the same time."""
+    tile = config.kwargs
+    tiles_m = int(triton.cdiv(rows, tile["BLOCK_SIZE_M"]))
+    tiles_n = int(triton.cdiv(N, tile["BLOCK_SIZE_N"]))
+    each = int(triton.cdiv(tiles_m, num_chunks))
+    group = min(tile["GROUP_SIZE_M"], each)
+    each = int(triton.cdiv(each, group)) * group
+    firsts = range(0, tiles_m, each)
+    ends = [min(first + each, tiles_m) for first in firsts]
+    block = tile["BLOCK_SIZE_M"]
+    return Chunks(
+        each,
+        group,
+        tuple(
+            min(end * block, rows) - first * block for first, end in zip(firsts, ends, strict=True)
+        ),
+        tuple((end - first) * tiles_n for first, end in zip(firsts, ends, strict=True)),
+    )
+
+
+def slab_rows(M: int, num_ranks: int) -> int:
+    """Rows of each slab of an all-reduce of M rows, but for the last ones, which may be short or
+    empty."""
+    return int(triton.cdiv(M, num_ranks * _SLAB_ROWS)) * _SLAB_ROWS
+
+
+def tiles_of_slab(config: triton.Config, rows: int, N: int) -> int:
+    """Tiles of [rows, N]."""
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
+
+
 def room_for(rows: int, N: int) -> tuple[int, int]:
     """(elements from one partial sum of [rows, N] to the next, most tiles of one)."""
     stride = -(-rows * N // _PART_ALIGNMENT) * _PART_ALIGNMENT
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
-class PartialsBuffer:
+class PartialsBuffer(InSlots):
     """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
 
     Args:
@@ -84,9 +179,7 @@ class PartialsBuffer:
             zeroed += ("sums",)
         kernels = "the GEMM that scatters"
         found = Disagreements(f"the rows of A in {name}", group)
-        self.slots = EpochSlots(name, regions, zeroed, kernels, group, found=found)
-        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
-        self.disagreements = self.slots.disagreements
+        super().__init__(EpochSlots(name, regions, zeroed, kernels, group, found=found))
         self.with_sums, self._N, self._dtype = with_sums, N, dtype
         self._stream: Any = self._device.copy_stream(stream)
         self._staging: torch.Tensor | None = None
@@ -126,21 +219,14 @@ class PartialsBuffer:
 
     def expected(self, units: int) -> dict[str, list[int]]:
         """The flags that a call with so many tiles, or chunks, of a row block waits for."""
-        indices = range(units * self.num_ranks)
-        return {"arrivals": [i for i in indices if i % self.num_ranks != self.rank]}
-
-    def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
-        self.slots.reset()
+        return {"arrivals": self.flags_of_peers(units)}
 
     def free(self) -> None:
-        """Free the memory; idempotent. Every rank must have finished its calls."""
         self._stream.close()
         self._scatterings.clear()
         self._transfers.clear()
         self._staging = None
-        self.slots.free()
+        super().free()
 
     def _staged(self) -> torch.Tensor:
         """[num_ranks, slot_stride], made at the first push: few contexts need it."""
@@ -196,3 +282,125 @@ class PartialsBuffer:
                 flag = chunk * self.num_ranks + self.rank
                 yield Copy(0, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])
                 begin = end
+
+
+class ReducedPartials(InSlots):
+    """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective."""
+
+    def __init__(
+        self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
+    ) -> None:
+        size = group_for(group).size
+        self.slot_stride, tiles = room_for(slab_rows(max_M, size), N)
+        regions = {
+            "partials": ((size * self.slot_stride,), dtype),
+            "sums": ((max_M * N,), dtype),
+            "arrivals": ((tiles * size,), torch.int64),
+            "sum_arrivals": ((tiles * size,), torch.int64),
+            "left": ((current_device().num_sms,), torch.int32),
+        }
+        if size == 1:  # a plain product needs none of it
+            regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
+        flags = ("arrivals", "sum_arrivals", "left")
+        kernels = "the GEMM that adds over ranks"
+        found = Disagreements(f"the rows of A in {name}", group)
+        super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
+        self._N = N
+        # Beforehand: what is made in a capture is no good outside of its graph.
+        self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
+
+    def describe(self) -> Scattering:
+        """Targets of the tiles of a GEMM in the current slot."""
+        return self._scatterings[self.slots.index]
+
+    def sums(self, M: int) -> torch.Tensor:
+        """[M, N] of the current slot, to which owners send what they added."""
+        return self.slots["sums"].local[: M * self._N].view(M, self._N)
+
+    def expected(self, tiles: int) -> dict[str, list[int]]:
+        """The flags that a call with so many tiles of a row block waits for."""
+        of_peers = self.flags_of_peers(tiles)
+        return {"arrivals": of_peers, "sum_arrivals": of_peers}
+
+    def free(self) -> None:
+        self._scatterings.clear()
+        super().free()
+
+    def _scattering(self, slot: int) -> Scattering:
+        partials, arrivals, sums, sum_arrivals = (
+            self.slots.of_slot(slot, name)
+            for name in ("partials", "arrivals", "sums", "sum_arrivals")
+        )
+        own_part = self.rank * self.slot_stride * partials.local.element_size()
+        return Scattering(
+            "all", self.rank, self.num_ranks, partials.local, self.slot_stride,
+            partials.pointers + own_part, arrivals.pointers, arrivals.local,
+            self.slots.epoch_of(slot), self.slots.of_slot(slot, "left").local, sums.pointers,
+            sum_arrivals.pointers,
+        )  # fmt: skip
+
+
+class SummingContext(GEMMContext[B], ABC):
+    """Symmetric memory for products of up to ``max_M`` rows of ``N`` columns. A context manager.
+
+    Attributes:
+        output_dtype: of A, B, the partial sums that travel, and the output.
+    """
+
+    function: ClassVar[str]
+    creator: ClassVar[str]
+    """Names, for errors, of the op and of the function that makes its contexts."""
+
+    def __init__(
+        self,
+        max_M: int,
+        N: int,
+        output_dtype: torch.dtype,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(group)
+        self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
+        self.world_size = self.num_ranks
+        self.local_world_size = min(local_world_size, self.num_ranks)
+
+    @staticmethod
+    @abstractmethod
+    def rows_check(argument: str, M: int, num_ranks: int) -> Check:
+        """Check a number of rows of A, of a context or of a call."""
+
+    @abstractmethod
+    def rows_of_rank(self, M: int) -> int:
+        """Rows of A that one rank adds where each row is added by one."""
+
+
+_Context = TypeVar("_Context", bound=SummingContext[Any])
+
+
+def create(
+    kind: type[_Context],
+    max_M: int,
+    N: int,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    output_dtype: torch.dtype,
+    group: Group,
+    asked: Mapping[str, Any] | None = None,
+    **own: Any,
+) -> _Context:
+    """A context of ``kind``, unless ``agree_to_create`` or its allocation raises. Collective over
+    ``group``; ``asked``: what all ranks have to ask for alike besides, ``own``: what each may
+    choose."""
+    members, more = process_group_of(group), dict(asked or {})
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, members)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        yield kind.rows_check("max_M", max_M, world_size)
+        yield "N", N, N >= 1, "at least 1"
+        yield from kernel_checks("output_dtype", output_dtype)
+
+    alike = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
+    agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
+    return kind(max_M, N, output_dtype, local_world_size, members, **more, **own)

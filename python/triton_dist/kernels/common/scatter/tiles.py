@@ -1,18 +1,55 @@
-"""Life of a tile of the scattered GEMM (``scatter/kernel.py``): it is stored, announced to
-the rank that owns its rows, and there awaited and added; of an all-reduce, the sum goes to all.
+"""Life of a tile of the scattered GEMM (``scatter/kernel.py``): it is stored, announced to the rank
+that owns its rows, and there awaited and added, by the GEMM or by a later launch; of an all-reduce,
+the sum goes to all.
 
 A *unit* is what has a flag: a tile, or a chunk of a slab.
+
+*Deferred tiles.* A program of the GEMM that cannot wait safely for the peers' parts leaves its own
+tiles to a later kernel on the same stream.
+
+A persistent program waits while later ones may have yet to begin: kernels of other streams can hold
+multiprocessors. If such a kernel waits for peers itself, as collectives do, and two ranks have each
+not begun what the other waits for, everybody waits in a circle. So a program waits only where all
+of its launch have begun: then this rank sends all tiles, whatever happens. Else it leaves its own
+tiles and ends, and makes room. What waits for its peers' parts behind such a kernel finds them:
+their programs have either all begun, or wait for nobody.
+
+    epoch_ptr + BEGUN    programs of this use of the slot that have begun
+    left [program]       whether a program has left its own tiles
+
+*Sums of an all-reduce.* Each rank takes those of the peers' slabs from where they arrive to C, in a
+launch of its own. In the GEMM's kernel it would begin no sooner, since every program multiplies to
+the end, and one program for each multiprocessor copies at half the speed of many.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.addresses import target_at
-from triton_dist.kernels.common.flags import flag_of
+from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.peers import flag_of, target_at
+from triton_dist.kernels.common.scatter.partials import (
+    Scattering,
+    chunks_of_slab,
+    slab_rows,
+    tiles_of_slab,
+)
+
+# Elements of all parts that are read at a time: at 8 warps and 2 bytes each, 64 registers a thread.
+_READ_AT_ONCE = 32768
+# Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
+_COPIED_AT_ONCE = 8192
+# Word of a slot's line, behind those of ``slots/epochs.py``.
+BEGUN = tl.constexpr(12)
+# Of a program that has looked whether it may wait.
+STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
 
 
 @jit
@@ -142,3 +179,224 @@ def store_tile_by_pointers(
     else:
         tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
     tl.debug_barrier()  # an own tile is read back by other threads
+
+
+@jit
+def begin_program(epoch_ptr):
+    """Say that this program has begun."""
+    tl.atomic_add(epoch_ptr + BEGUN, 1, sem="relaxed", scope="gpu")
+
+
+@jit
+def stay_or_leave(epoch_ptr, left_ptr):
+    """``STAYS`` if all programs of this launch have begun. Else ``LEAVES``, and this program's own
+    tiles, from this one on, are the next kernel's."""
+    decision = STAYS
+    if _begun(epoch_ptr) < tl.num_programs(0):
+        dl.give_turn()
+        if _begun(epoch_ptr) < tl.num_programs(0):
+            tl.store(left_ptr + tl.program_id(0), 1)
+            decision = LEAVES
+    return decision
+
+
+@jit
+def _begun(epoch_ptr):
+    return tl.atomic_add(epoch_ptr + BEGUN, 0, sem="relaxed", scope="gpu")
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_add_left(
+    c_ptr,
+    bias_ptr,
+    partials_ptr,
+    arrivals_ptr,
+    epoch_ptr,
+    left_ptr,
+    sums_ptr,
+    sum_flags_ptr,
+    M,
+    rows,
+    N,
+    slot_stride,
+    chunk_tiles_m,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+    REDUCE_ROWS: tl.constexpr,
+):
+    """Add the own tiles that programs of the GEMM have left, each by the program of its number.
+    Grid: the GEMM's."""
+    if tl.program_id(0) == 0:
+        tl.store(epoch_ptr + BEGUN, 0)
+    has_left = tl.load(left_ptr + tl.program_id(0)) != 0
+    tl.debug_barrier()  # else the first warp's store may come before the last one's load
+    if has_left:
+        tl.store(left_ptr + tl.program_id(0), 0)
+        tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
+        tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
+        own_begin = 0  # of the own rows in C
+        if SCATTER == "all":
+            own_begin = rank.to(tl.int64) * rows * N
+        for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
+            slab, tile, m, n = tile_in_scatter_order(
+                index, rank, NUM_RANKS, tiles_m, tiles_n,
+                chunk_tiles_m if SCATTER == "all" else tiles_m, GROUP_SIZE_M,
+            )  # fmt: skip
+            if slab == rank:
+                unit = m // chunk_tiles_m if SCATTER == "slab" else tile
+                token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
+                add_partials(
+                    partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, m * BLOCK_SIZE_M,
+                    n * BLOCK_SIZE_N, min(rows, M - rank * rows), N, token, rank, sums_ptr,
+                    own_begin, NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N,
+                    REDUCE_ROWS,
+                )  # fmt: skip
+                if SCATTER == "all":
+                    announce_to_all(sum_flags_ptr, epoch_ptr, M, tile, rank, NUM_RANKS)
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_copy_sums(
+    c_ptr,
+    sums_ptr,
+    arrivals_ptr,
+    epoch_ptr,
+    M,
+    rows,
+    N,
+    chunk_tiles_m,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
+):
+    """Wait for the sum of a tile, and with ``COPY`` bring it from ``sums_ptr`` [M, N] to C [M, N];
+    a tile a program, in the GEMM's order. Grid (tiles of all slabs,): those of the own one are
+    there.
+    """
+    slab, tile, m, n = tile_in_scatter_order(
+        tl.program_id(0), rank, NUM_RANKS, tl.cdiv(rows, BLOCK_SIZE_M), tl.cdiv(N, BLOCK_SIZE_N),
+        chunk_tiles_m, GROUP_SIZE_M,
+    )  # fmt: skip
+    if slab != rank:
+        flag_ptr = arrivals_ptr + tile * NUM_RANKS + slab
+        token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), epoch_ptr + 1, True)
+        if COPY:
+            end = min((slab + 1) * rows, M)
+            column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
+            local_row = tl.arange(0, COPY_ROWS)
+            for first in range(0, BLOCK_SIZE_M, COPY_ROWS):
+                row = dl.consume_token(slab * rows + m * BLOCK_SIZE_M + first, token)
+                mask = (local_row < end - row)[:, None] & (column < N)[None, :]
+                begin = row.to(tl.int64) * N
+                inside = local_row[:, None] * N + column[None, :]
+                # Not from L1, where what the last use left may be.
+                block = tl.load(
+                    sums_ptr + begin + inside, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+                tl.store(c_ptr + begin + inside, block, mask=mask)
+
+
+def summing_options(
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    to: Scattering,
+    rows: int,
+    num_chunks: int,
+) -> tuple[int, dict[str, Any]]:
+    """Rows of tiles of a chunk, and how kernels are told to add slabs of ``rows`` rows."""
+    tile = config.kwargs
+    chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
+    if to.scatter in ("slab", "all"):
+        chunks = chunks_of_slab(config, rows, C.shape[1], num_chunks)
+        chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
+    part_bytes = to.num_ranks * C.element_size()
+    return chunk_tiles_m, {
+        "NUM_RANKS": to.num_ranks,
+        "SCATTER": to.scatter,
+        "HAS_BIAS": bias is not None,
+        "GROUP_SIZE_M": group_size_m,
+        "REDUCE_ROWS": rows_at_once(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes),
+    }
+
+
+def add_left(
+    C: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: triton.Config,
+    to: Scattering,
+    *,
+    M: int,
+    num_sms: int,
+    num_chunks: int = 1,
+) -> Launch:
+    """The launch that adds what the GEMM ``scattered_gemm(A, B, C, bias, config, to, …)`` on
+    descriptors, with an A of M rows, has left (``scatter/tiles.py``)."""
+    rows, N = to.rows(M), C.shape[1]
+    chunk_tiles_m, summing = summing_options(C, bias, config, to, rows, num_chunks)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    tiles = to.num_ranks * tiles_of_slab(config, rows, N)
+    arguments = (
+        C, C if bias is None else bias, to.partials, to.arrivals, to.epoch, to.left, to.sums,
+        to.sum_flags, M, rows, N, to.slot_stride, chunk_tiles_m, to.rank,
+    )  # fmt: skip
+    options = {
+        **summing,
+        "NUM_SMS": num_sms,
+        "BLOCK_SIZE_M": block_m,
+        "BLOCK_SIZE_N": block_n,
+        "num_warps": 8,
+    }
+    return Launch(kernel_add_left, (min(num_sms, tiles),), arguments, options)
+
+
+def rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:
+    """Rows of a tile that are summed at a time; a power of two."""
+    most = 2 * _READ_AT_ONCE // bytes_of_parts // block_n
+    return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))
+
+
+def copy_sums(
+    C: torch.Tensor,
+    sums: torch.Tensor,
+    arrivals: torch.Tensor,
+    config: triton.Config,
+    to: Scattering,
+    *,
+    num_chunks: int,
+    copy: bool,
+) -> Launch:
+    """The launch that brings to C [M, N] what the GEMM ``scattered_gemm(…, to)`` on each peer adds,
+    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int32 [tile, rank].
+
+    Without ``copy`` it only waits until all is there; then C is ``sums``.
+    """
+    M, N = C.shape
+    rows = slab_rows(M, to.num_ranks)
+    chunks = chunks_of_slab(config, rows, N, num_chunks)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    options = {
+        "NUM_RANKS": to.num_ranks,
+        "COPY": copy,
+        "BLOCK_SIZE_M": block_m,
+        "BLOCK_SIZE_N": block_n,
+        "GROUP_SIZE_M": chunks.group_size_m,
+        "COPY_ROWS": max(1, min(block_m, _COPIED_AT_ONCE // block_n)),
+        "num_warps": 8,
+    }
+    return Launch(
+        kernel_copy_sums,
+        (to.num_ranks * tiles_of_slab(config, rows, N),),
+        (C, sums, arrivals, to.epoch, M, rows, N, chunks.tiles_m, to.rank),
+        options,
+    )

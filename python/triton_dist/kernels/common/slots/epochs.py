@@ -31,11 +31,10 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common import disagreement
-from triton_dist.kernels.common.disagreement import Disagreements
-from triton_dist.kernels.common.flags import count_in, epoch_at, flag_of, flag_value
-from triton_dist.kernels.common.guard import Guard
+from triton_dist.kernels.common import guard
+from triton_dist.kernels.common.guard import Disagreements, Flags, Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.common.peers import count_in, epoch_at, flag_of, flag_value
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
@@ -50,8 +49,8 @@ _LINE = 16  # int64 in a cache line: what has a line of its own is always aligne
 # Control words of a slot's "epoch" line. The first is the flag of the slot's present use: its
 # epoch, and the size of the last call with a peer check. Then comes the guard of its waits.
 EPOCH, _GUARD = 0, 1
-GAVE_UP = tl.constexpr(_GUARD + disagreement.GAVE_UP)
-SOUND = tl.constexpr(_GUARD + disagreement.GUARD_WORDS)  # the last epoch before any wait gave up
+GAVE_UP = tl.constexpr(_GUARD + guard.GAVE_UP)
+SOUND = tl.constexpr(_GUARD + guard.GUARD_WORDS)  # the last epoch before any wait gave up
 OWN_WORD = tl.constexpr(SOUND.value + 1)  # for the op's own use; 0 after a reset
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait for the limit.
@@ -274,10 +273,10 @@ class EpochSlots:
         arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
         return Launch(kernel, (1,), arguments, {"num_warps": 1})
 
-    def _flags(self, slot: int) -> list[disagreement.Flags]:
+    def _flags(self, slot: int) -> list[Flags]:
         return [self._flags_in(slot, region) for region in self._zeroed]
 
-    def _flags_in(self, slot: int, region: str) -> disagreement.Flags:
+    def _flags_in(self, slot: int, region: str) -> Flags:
         number = self._flags_of_rank.get(region)
         words = self.of_slot(slot, region).local
         if number is None:
@@ -306,3 +305,27 @@ class EpochSlots:
                     address = flags.data_ptr() + index * flags.element_size()
                     return describe_address(address), epoch, seen[index]
         return "which has arrived since", epoch, epoch
+
+
+class InSlots:
+    """Base of the memories whose calls take turns with ``slots``."""
+
+    def __init__(self, slots: EpochSlots) -> None:
+        self.slots = slots
+        self.rank, self.num_ranks = slots.rank, slots.num_ranks
+        self.disagreements = slots.disagreements
+
+    def flags_of_peers(self, number: int) -> list[int]:
+        """Indices of the first ``number`` flags of each peer, in a region [anything, source
+        rank]."""
+        indices = range(number * self.num_ranks)
+        return [index for index in indices if index % self.num_ranks != self.rank]
+
+    def reset(self) -> None:
+        """Bring all ranks back to the same state after a call that failed on some rank.
+        Collective."""
+        self.slots.reset()
+
+    def free(self) -> None:
+        """Free the memory; idempotent. Every rank must have finished its calls."""
+        self.slots.free()

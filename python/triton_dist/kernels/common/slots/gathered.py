@@ -2,8 +2,10 @@
 chunk, in slots that take turns by the protocol of ``slots/epochs.py``.
 
 No producer here uses an SM for data: copies go to a copy engine, and a flag is an 8-byte copy that
-follows its data on the same stream. In a fused method the consumer is the producer, too, in the
-same slots and by the same protocol; it checks its peers itself (``common/gemm/fused_push.py``).
+follows its data on the same stream. What a flag is copied from must lie on another GPU than what it
+is copied to: the driver may give a copy within one GPU to an SM, which a full grid that waits for
+the flag never frees. In a fused method the consumer is the producer, too, in the same slots and by
+the same protocol; it checks its peers itself (``gemm/units.py``).
 
 Flags are copied from device memory: in a push from this rank's epoch, in a pull from the owner's
 ``staged`` epoch, which stands until its next pull in this slot. So flag writes need no SM, either.
@@ -11,7 +13,8 @@ Flags are copied from device memory: in a push from this rank's epoch, in a pull
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,32 +25,147 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.bounded import Bounded
-from triton_dist.kernels.common.disagreement import Disagreements
-from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.shards import GatheredShards, ShardPush
+from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
-from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected
-from triton_dist.kernels.common.slots.schedules import (
-    MAX_CHUNKS as MAX_CHUNKS,
-)
-from triton_dist.kernels.common.slots.schedules import (
-    MAX_COMM_SMS as MAX_COMM_SMS,
-)
-from triton_dist.kernels.common.slots.schedules import (
-    AllGatherMethod as AllGatherMethod,
-)
-from triton_dist.kernels.common.slots.schedules import (
-    Slot,
-    rows_of_chunk,
-    schedule,
-)
+from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, InSlots
+from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
 
+MAX_CHUNKS = 8
+"""Most chunks of a shard: along its rows, in a fused method along K."""
+MAX_COMM_SMS = 32
+"""Programs of a consumer that send."""
 T = TypeVar("T")
-
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
 # Control words of a slot's "epoch" line.
 _GAVE_UP, _STAGED = epochs.GAVE_UP, epochs.OWN_WORD
+
+
+class AllGatherMethod(enum.Enum):
+    """Method of an all-gather. By copy engine this rank receives rank + 1's shard first, then rank
+    + 2's, and so on."""
+
+    FULL_MESH_PUSH = "full_mesh_push"
+    """Every rank copies its shard straight to each peer."""
+    FULL_MESH_PULL = "full_mesh_pull"
+    """Every rank stages its shard and copies each peer's to itself, after a barrier."""
+    RING_PUSH_1D = "ring_push_1d"
+    """Every rank hands on to rank - 1 what it has; for links between neighbours only."""
+    FUSED_PUSH = "fused_push"
+    """A few programs of the consumer's own grid copy the shard to all peers, in chunks along K. For
+    small shards: it needs no copy engine, and no launch but the consumer's."""
+    SERIAL = "serial"
+    """One launch of our all-gather brings all shards, then ``torch.matmul``: nothing is hidden. For
+    few rows, whose transfer takes less than hiding it."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @property
+    def is_fused(self) -> bool:
+        """The consumer does the transfer, and not copy engines."""
+        return self is AllGatherMethod.FUSED_PUSH
+
+    @property
+    def by_copy_engine(self) -> bool:
+        """Copy engines do the transfer while the consumer runs."""
+        return self not in (AllGatherMethod.FUSED_PUSH, AllGatherMethod.SERIAL)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One slot of an all-gather buffer, as rank ``rank`` sees it.
+
+    Attributes:
+        shards: [num_ranks * rows, K] of each rank, by rank.
+        arrivals: flags of each rank, by rank.
+        epoch: [1], what the own flags are copied from in a push; a ring hands on with a chunk the
+            flag that it came with, so that every rank learns whose shard has how many rows.
+        staged_epochs: [1] of each rank, by rank: what flags are copied from in a pull.
+        forward: flags of a ring that say that a chunk may be handed on, by rank.
+        one: [1], holds 1.
+    """
+
+    rank: int
+    num_ranks: int
+    rows: int
+    shards: Sequence[torch.Tensor]
+    arrivals: Sequence[torch.Tensor]
+    epoch: torch.Tensor
+    staged_epochs: Sequence[torch.Tensor]
+    forward: Sequence[torch.Tensor]
+    one: torch.Tensor
+
+    def chunk_rows(self, num_chunks: int) -> int:
+        """Rows that share a flag."""
+        return rows_of_chunk(self.rows, num_chunks)
+
+
+def rows_of_chunk(rows: int, num_chunks: int) -> int:
+    """Rows that share a flag when a shard of ``rows`` rows is cut in ``num_chunks``."""
+    return max(1, -(-rows // num_chunks))
+
+
+def schedule(
+    slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
+) -> tuple[Step, ...]:
+    """Steps that rank ``slot.rank`` queues on its ``num_streams`` streams, by copy engine."""
+    steps = {
+        AllGatherMethod.FULL_MESH_PUSH: _push,
+        AllGatherMethod.FULL_MESH_PULL: _pull,
+        AllGatherMethod.RING_PUSH_1D: _push_ring,
+    }[method]
+    return tuple(steps(slot, num_streams, num_chunks))
+
+
+def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
+    """(stream, chunk, first row, end) of a shard's chunks, after ``step`` other shards."""
+    size = slot.chunk_rows(num_chunks)
+    starts = range(0, slot.rows, size)
+    for chunk, first in enumerate(starts):
+        stream = (step * len(starts) + chunk) % num_streams
+        yield stream, chunk, first, min(first + size, slot.rows)
+
+
+def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
+    for step in range(1, slot.num_ranks):
+        peer = (slot.rank - step) % slot.num_ranks
+        for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
+            begin = slot.rank * slot.rows
+            flag = slot.rank * MAX_CHUNKS + chunk
+            target = slot.shards[peer][begin + first : begin + end]
+            yield Copy(stream, target, OwnRows(first, end))
+            yield Copy(stream, slot.arrivals[peer][flag : flag + 1], slot.epoch)
+
+
+def _pull(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
+    for step in range(1, slot.num_ranks):
+        peer = (slot.rank + step) % slot.num_ranks
+        for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
+            rows = slice(peer * slot.rows + first, peer * slot.rows + end)
+            flag = peer * MAX_CHUNKS + chunk
+            yield Copy(stream, slot.shards[slot.rank][rows], slot.shards[peer][rows])
+            target = slot.arrivals[slot.rank][flag : flag + 1]
+            yield Copy(stream, target, slot.staged_epochs[peer])
+
+
+def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
+    neighbour = (slot.rank - 1) % slot.num_ranks
+    for step in range(slot.num_ranks - 1):
+        shard = (slot.rank + step) % slot.num_ranks
+        for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
+            rows = slice(shard * slot.rows + first, shard * slot.rows + end)
+            flag = shard * MAX_CHUNKS + chunk
+            if step > 0:  # not ours: wait for it; the flag is back at 0 before its next use
+                yield AwaitFlag(stream, slot.forward[slot.rank], flag, 1)
+                yield SetFlag(stream, slot.forward[slot.rank], flag, 0)
+            source = OwnRows(first, end) if step == 0 else slot.shards[slot.rank][rows]
+            value = slot.epoch if step == 0 else slot.arrivals[slot.rank][flag : flag + 1]
+            yield Copy(stream, slot.shards[neighbour][rows], source)
+            yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], value)
+            if step < slot.num_ranks - 2:  # the neighbour hands it on
+                yield Copy(stream, slot.forward[neighbour][flag : flag + 1], slot.one)
 
 
 @jit(do_not_specialize=["rank", "num_ranks"])
@@ -92,7 +210,7 @@ class _Plan:
     hands_on: bool = False
 
 
-class AllGatherBuffer:
+class AllGatherBuffer(InSlots):
     """Double-buffered symmetric memory for all-gathers of up to ``max_M`` rows of ``K`` elements.
     Creation is collective.
 
@@ -117,7 +235,7 @@ class AllGatherBuffer:
             "staged": ((size,), torch.int64),
             "forward": ((size * MAX_CHUNKS,), torch.int32),
         }
-        self.slots = EpochSlots(
+        slots = EpochSlots(
             name,
             {"shards": ((max_M * K,), dtype), **flags},
             tuple(flags),
@@ -127,8 +245,7 @@ class AllGatherBuffer:
             found=Disagreements(f"the rows of A in {name}", group),
             flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS, "staged": 1},
         )
-        self.rank, self.num_ranks = self.slots.rank, self.slots.num_ranks
-        self.disagreements = self.slots.disagreements
+        super().__init__(slots)
         self.workspace = self.slots.memory["workspace"].local
         self._K = K
         self._device = self.slots.device
@@ -214,21 +331,18 @@ class AllGatherBuffer:
         self.slots.finish(awaited, plan.expected)
 
     def reset(self) -> None:
-        """Bring all ranks back to the same state after a call that failed on some rank.
-        Collective."""
         # Where the consumer was never launched, nobody gave up on what a copy stream waits for.
         forward = [self.slots.of_slot(slot, "forward").local for slot in range(epochs.SLOTS)]
         self._device.aside(lambda: [flags.fill_(1) for flags in forward])
-        self.slots.reset()
+        super().reset()
 
     def free(self) -> None:
-        """Free the memory; idempotent. Every rank must have finished its calls."""
         for stream in self._streams:
             stream.close()
         self._streams.clear()
         self._gathered.clear()
         self._plans.clear()
-        self.slots.free()
+        super().free()
 
     def _release_copies(self) -> None:
         def launch() -> Launch:

@@ -123,9 +123,7 @@ def all_gather(
     """x of all ranks, in their order; tuned over all ranks. Returns ``output``, or a new tensor
     [world size * M, …].
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         x: [M, …], fp16, bf16 or fp32, contiguous, of the same shape on every rank. 16 bytes move at

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.case import Call, Cost, Operands, Peer
-from triton_dist.kernels.common.exchange.shapes import MAX_CTAS
+from triton_dist.kernels.common.context import ProductKey
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
 from triton_dist.kernels.common.gemm_case import (
     LAYOUTS,
     GEMMCase,
@@ -19,7 +20,6 @@ from triton_dist.kernels.common.gemm_case import (
     matrix_laid_out,
     meta,
 )
-from triton_dist.kernels.common.gemm_context import ProductKey
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import (
     AllGatherGEMMTensorParallelContext,

@@ -12,22 +12,20 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.context import (
     Check,
-    agree_to_create,
-    buffer_of,
-    group_checks,
-)
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.gathered_spaces import room_for_parts
-from triton_dist.kernels.common.gemm.split_k import SplitWorkspace
-from triton_dist.kernels.common.gemm_context import (
     GEMMContext,
     ProductKey,
     accept,
+    agree_to_create,
+    buffer_of,
+    group_checks,
     kernel_checks,
     kind_checks,
     layout_of,
     signature_of,
 )
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.gemm.launch import room_for_parts
+from triton_dist.kernels.common.gemm.units import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime.device import current_device

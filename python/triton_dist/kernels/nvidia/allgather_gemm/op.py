@@ -8,7 +8,7 @@ Abstraction
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
     Small shards are pushed by the first programs of the consumer itself
-    (``common/gemm/fused_push.py``). Of few rows, what hides the transfer may take longer than the
+    (``common/gemm/units.py``). Of few rows, what hides the transfer may take longer than the
     transfer: then one launch gathers, and a library multiplies.
 
 Ways
@@ -32,7 +32,7 @@ Fused
     Copies have a fixed cost, and a tile waits for the last of its rows: with small shards that is
     most of the call. ``"fused_push"`` needs neither copy engines nor whole rows: the first programs
     of the GEMM send the shard in chunks along K, which tiles wait for inside their K loop
-    (common/gemm/fused_push.py).
+    (common/gemm/units.py).
 
 Physics
     limit = max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines use no
@@ -64,7 +64,7 @@ import triton
 
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.common.shards import GatheredShards
+from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
@@ -116,9 +116,7 @@ def ag_gemm(
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         A: [M_per_rank, K], contiguous; not to be overwritten on other streams before the call is

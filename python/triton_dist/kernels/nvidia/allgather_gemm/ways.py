@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -12,21 +13,25 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import Exchange
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, SMALL_SHAPES, Exchange, Shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
-from triton_dist.kernels.common.exchange.shapes import MAX_CTAS, SMALL_SHAPES, Shape
-from triton_dist.kernels.common.gemm.gathered_spaces import (
+from triton_dist.kernels.common.gemm.launch import (
     fits_fused,
     fits_shape,
     fused_tiles,
+    sharded_gemm,
     split_k_tiles,
 )
-from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.rows import most_rows
-from triton_dist.kernels.common.gemm.spaces import get_config_space, warp_specialized_tiles
+from triton_dist.kernels.common.gemm.spaces import (
+    get_config_space,
+    most_rows,
+    of_both_kinds,
+    suits_gemm,
+    warp_specialized_tiles,
+)
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
-from triton_dist.kernels.common.op import OpCall, Way, Ways
-from triton_dist.kernels.common.shards import GatheredShards
+from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
+from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
@@ -34,7 +39,6 @@ from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
     check_operands,
 )
-from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.runtime.device import current_device
 
 _DEFAULT_COMM_SMS = 16
@@ -105,18 +109,7 @@ class Sizes(NamedTuple):
         return cls(A, B, ctx.num_ranks, None if method is None else way_of(method))
 
 
-class _Way(Way[Call, Sizes]):
-    """A way of AllGather-GEMM."""
-
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.asked in (None, self.name) and self.fits(config, sizes)
-
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        """Tell whether a config is worth trying where this way is allowed."""
-        raise NotImplementedError
-
-
-class _Tiled(_Way):
+class _Tiled(AskedWay[Call, Sizes]):
     """Our GEMM over all tiles, which waits for a tile's rows: the consumer."""
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
@@ -147,13 +140,13 @@ class _Tiled(_Way):
             buffer.finish(awaited)
         return C
 
+    @abstractmethod
     def describe(self, call: Call) -> GatheredShards:
         """Return what the consumer reads in the present slot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, call: Call) -> GatheredShards:
         """Begin the all-gather, and return the same."""
-        raise NotImplementedError
 
     @staticmethod
     def _consumer(call: Call, C: torch.Tensor, gathered: GatheredShards) -> Launch:
@@ -189,9 +182,9 @@ class CopyEngine(_Tiled):
         self.name, self._method, self._schedules = method.value, method, schedules
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        tiles, persistent = _all_tiles()[0]
+        best = next(of_both_kinds(get_config_space))
         for schedule in self._schedules:
-            yield tiles, persistent, *schedule
+            yield *best, *schedule
 
     def describe(self, call: Call) -> GatheredShards:
         return call.ctx.buffer.describe(call.A.shape[0], call.num_chunks)
@@ -204,8 +197,8 @@ class Push(CopyEngine):
     """The one that was best nearly everywhere on 4 H200: all tiles are tried with it."""
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for tiles, persistent in _all_tiles():
-            yield tiles, persistent, 1, 1
+        for each in of_both_kinds(get_config_space):
+            yield *each, 1, 1
         yield from super().candidates()
         specialized = warp_specialized_tiles()
         for tiles in (*specialized, *(split_k_tiles() if _has_descriptors() else ())):
@@ -253,7 +246,7 @@ class FusedPush(_Tiled):
         return call.ctx.buffer.start_fused(rows, num_comm_sms, call.num_chunks)
 
 
-class _Whole(_Way):
+class _Whole(AskedWay[Call, Sizes]):
     """All shards, then ``torch.matmul``. What is gathered into is no slot of the context's buffer:
     looking at the peers and telling them took 9 of 74 us at 64 rows (4 H200)."""
 
@@ -268,9 +261,9 @@ class _Whole(_Way):
             return torch.matmul(own, B)
         return ctx.buffer.beside(lambda: self.multiply(call, own, B))
 
+    @abstractmethod
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Return the product of all rows and B; there are several ranks."""
-        raise NotImplementedError
 
 
 class Serial(_Whole):
@@ -364,7 +357,7 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
 
 
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
-    """Tell whether so many of the programs that are tried are worth it for all rows of the range
+    """Tell whether so many of the programs that are tried are worth it for all rows of the bucket
     of A [M_per_rank, K]: half as many would not move them at once. It does not go by the rows of a
     context: others have the same key."""
     shard_bytes = most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
@@ -373,14 +366,6 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
     if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[0]:  # something has to be left
         return True
     return shard_bytes > num_comm_sms // 2 * _SMALL_BLOCK
-
-
-def _all_tiles() -> list[tuple[triton.Config, bool]]:
-    """List tiles, and whether they are those of the persistent kernel: of the kind that this device
-    prefers first."""
-    descriptors = current_device().prefers_descriptors
-    kinds = (descriptors, not descriptors)
-    return [(tiles, kind) for kind in kinds for tiles in get_config_space(kind)]
 
 
 def _has_descriptors() -> bool:

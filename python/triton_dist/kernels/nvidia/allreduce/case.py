@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.case import Call, Cost, Operands, Peer
+from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, symmetric_all_reduces
 from triton_dist.kernels.common.collective.case import CollectiveCase, Size
 from triton_dist.kernels.nvidia.allreduce import all_reduce, create_allreduce_ctx
 
@@ -31,7 +31,7 @@ class AllReduceCase(CollectiveCase):
         the library's in place, without the copy, on zeros, unchecked."""
         x, group = operands["x"], ctx.group
         zeros = torch.zeros_like(x)
-        symmetric = vendor.symmetric_all_reduces(x, lambda staged: staged.copy_(x), group)
+        symmetric = symmetric_all_reduces(x, lambda staged: staged.copy_(x), group)
         return {
             **super().peers(operands, ctx),
             **{name: self.whole(call, operands, group) for name, call in symmetric.items()},

@@ -12,7 +12,7 @@ Ways
     ``"by_size"``: one shot or two, by size; what a call takes that is not tuned.
     Ours are one launch, without a barrier, and store to peers instead of reading from them: a store
     needs no answer. ``kernels/common/exchange/protocol.py`` says why that is right, of the trees
-    ``kernels/common/exchange/tree_kernel.py``.
+    ``kernels/common/exchange/trees.py``.
 
 Numerics
     In one shot and two, parts travel as they are and are added in fp32 in the order of ranks; the
@@ -85,9 +85,7 @@ def all_reduce(
     fp32 accumulation in the order of ranks, rounded once; in a double tree in the order of the
     tree, rounded at each node. The same bits on every rank and at every call (see the module).
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         x: fp16, bf16 or fp32, contiguous, of any shape. 16 bytes move at a time where it begins on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -12,27 +13,27 @@ import torch.distributed as dist
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.context import buffer_of
-from triton_dist.kernels.common.exchange.buffer import Exchange, shard_elements
-from triton_dist.kernels.common.exchange.kernels import (
-    kernel_all_reduce_one_shot,
-    kernel_all_reduce_two_shot,
-)
-from triton_dist.kernels.common.exchange.packet_kernels import kernel_all_reduce_packets
-from triton_dist.kernels.common.exchange.shapes import (
+from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
     PACKET_SHAPES,
     SMALL_SHAPES,
     TUNABLES,
+    Exchange,
     Shape,
     is_worth_trying,
     shape_in,
     shape_of,
+    shard_elements,
 )
-from triton_dist.kernels.common.exchange.tree_kernel import kernel_all_reduce_double_tree
-from triton_dist.kernels.common.exchange.trees import role_of
-from triton_dist.kernels.common.flags import folded
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.exchange.kernels import (
+    kernel_all_reduce_one_shot,
+    kernel_all_reduce_two_shot,
+)
+from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
+from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
+from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways
+from triton_dist.kernels.common.peers import folded
 from triton_dist.kernels.nvidia.allreduce.context import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
@@ -122,17 +123,11 @@ class Sizes(NamedTuple):
         return cls(x.nbytes, ctx.num_ranks, way_of(method, algorithm))
 
 
-class _Way(Way[Call, Sizes]):
+class _Way(AskedWay[Call, Sizes]):
     """A way of all-reduce."""
 
     def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.num_ranks == 1 or sizes.asked not in (None, self.name):
-            return False
-        return self.fits(config, sizes)
-
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        """Tell whether a config is worth trying among several ranks."""
-        raise NotImplementedError
+        return sizes.num_ranks > 1 and super().suits(config, sizes)
 
     def check(self, call: Call) -> None:
         if call.packets:
@@ -152,12 +147,12 @@ class _Way(Way[Call, Sizes]):
             sums.detach().view(-1).copy_(x.view(-1))
         return sums
 
+    @abstractmethod
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
         """Launch it among several ranks; ``in_place``: the caller's x is replaced."""
-        raise NotImplementedError
 
 
-class BySize(_Way):
+class BySize(Way[Call, Sizes]):
     """One shot or two, by size: the default, never a candidate."""
 
     name = "by_size"
@@ -211,14 +206,14 @@ class _Exchanged(_Way):
             piece, piece_sums = flat[first : first + step], flat_sums[first : first + step]
             call.ctx.buffer.run(self._exchange(call, piece.numel()), piece, piece_sums)
 
+    @abstractmethod
     def num_shards(self, num_ranks: int) -> int:
         """Count the shards, or halves, into which x is divided."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
         """Describe a launch for ``total`` elements, ``elements`` of a shard; ``size``: what peers
         compare."""
-        raise NotImplementedError
 
     def _step(self, call: Call) -> int:
         """Count the elements of a launch."""

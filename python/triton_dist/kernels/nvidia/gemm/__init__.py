@@ -1,16 +1,11 @@
 """Plain GEMM, its config space, and what prunes it."""
 
-from triton_dist.kernels.common.gemm.spaces import get_config_space
-from triton_dist.kernels.nvidia.gemm.op import (
-    gemm_non_persistent,
-    gemm_persistent,
-    matmul,
+from triton_dist.kernels.common.gemm.spaces import (
+    get_config_space,
     prune_fn_by_group_size_m,
     prune_fn_by_shared_memory,
 )
-from triton_dist.kernels.nvidia.gemm.op import (
-    prune_fn as prune_fn,
-)
+from triton_dist.kernels.nvidia.gemm.op import gemm_non_persistent, gemm_persistent, matmul
 
 __all__ = [
     "gemm_non_persistent",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,67 +10,16 @@ import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.gemm.launch import (
-    can_specialize_warps,
-    config_for,
-    sharded_gemm,
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.spaces import (
+    get_config_space,
+    of_both_kinds,
+    suits_gemm,
+    warp_specialized_tiles,
 )
-from triton_dist.kernels.common.gemm.spaces import get_config_space, warp_specialized_tiles
-from triton_dist.kernels.common.launch import Launch, fits_descriptor
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import tuned
-from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.peaks import device_peak
-
-# Operations that a memory access must be worth before a GEMM counts as compute-bound: time of the
-# arithmetic over time of the traffic.
-_COMPUTE_BOUND = 2.0
-
-
-def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
-    """The one ``triton.Config`` in ``config``, under any name."""
-    found = [value for value in config.values() if isinstance(value, triton.Config)]
-    if len(found) != 1:
-        raise InvalidArgument(
-            "prune", "config", config, "a config that holds exactly one triton.Config"
-        )
-    return found[0]
-
-
-def prune_fn_by_shared_memory(
-    config: Mapping[str, Any], A: torch.Tensor, *args: Any, **kwargs: Any
-) -> bool:
-    """Keep a config whose pipelined tiles of A and B fit the device's shared memory per block.
-
-    Counts ``num_stages`` tiles of A and of B in A's dtype; what the epilogue stages comes on top
-    where the compiler cannot reuse them, and then shows as a failed compilation.
-    """
-    gemm = _gemm_config(config)
-    tile = gemm.kwargs
-    elements = (tile["BLOCK_SIZE_M"] + tile["BLOCK_SIZE_N"]) * tile["BLOCK_SIZE_K"]
-    return bool(
-        A.element_size() * elements * gemm.num_stages <= current_device().shared_memory_bytes()
-    )
-
-
-def prune_fn_by_group_size_m(
-    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
-) -> bool:
-    """Drop ``GROUP_SIZE_M = 1`` where the roofline says that the GEMM is compute-bound, and nothing
-    else.
-
-    A [M_per_rank, K] is gathered by an op with a context: with ``num_ranks`` on any argument, M is
-    the gathered one. Without grouping, tiles that run together share too little of the L2 cache.
-    """
-    if _gemm_config(config).kwargs.get("GROUP_SIZE_M") != 1:
-        return True
-    ranks = next(
-        (arg.num_ranks for arg in (*args, *kwargs.values()) if hasattr(arg, "num_ranks")), 1
-    )
-    M, K, N = A.shape[0] * ranks, A.shape[1], B.shape[1]
-    arithmetic = 2.0 * M * N * K / (get_tensorcore_tflops(A.dtype) * 1e12)
-    traffic = (M * K + K * N + M * N) * A.element_size() / (device_peak().memory_gbps * 1e9)
-    return arithmetic / traffic <= _COMPUTE_BOUND
 
 
 def _check(A: torch.Tensor, B: torch.Tensor) -> None:
@@ -93,33 +42,16 @@ def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[A
     return (tune.to_hashable(A), tune.to_hashable(B))
 
 
-def prune_fn(
-    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
-) -> bool:
-    """Keep configs that fit shared memory as launched for A's dtype, are worth trying, and would
-    not fall back to another kernel: specialised warps need 16-bit operands that TMA can read."""
-    if _gemm_config(config).kwargs.get("WARP_SPECIALIZED") and not (
-        can_specialize_warps(A.dtype)
-        and A.is_contiguous()
-        and fits_descriptor(A, B)
-        and B.shape[1] * B.element_size() % 16 == 0  # rows of the product
-    ):
-        return False
-    launched = {"gemm_config": config_for(_gemm_config(config), A.dtype)}
-    return prune_fn_by_shared_memory(launched, A) and prune_fn_by_group_size_m(
-        launched, A, B, *args, **kwargs
-    )
-
-
 def _space(persistent: bool) -> list[dict[str, Any]]:
     return [{"gemm_config": config} for config in get_config_space(persistent)]
 
 
 def _both_spaces() -> list[dict[str, Any]]:
-    first = current_device().prefers_descriptors
+    specialized = ((tiles, True) for tiles in warp_specialized_tiles())
     return [
-        {**config, "persistent": kind} for kind in (first, not first) for config in _space(kind)
-    ] + [{"gemm_config": config, "persistent": True} for config in warp_specialized_tiles()]
+        {"gemm_config": tiles, "persistent": kind}
+        for tiles, kind in (*of_both_kinds(get_config_space), *specialized)
+    ]
 
 
 def _launch(
@@ -148,7 +80,7 @@ def _prepare(persistent: bool) -> Callable[..., None]:
 @tuned(
     config_space=_both_spaces,
     key_fn=_key,
-    prune_fn=prune_fn,
+    prune_fn=suits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
 )
@@ -170,7 +102,7 @@ def matmul(
 @tuned(
     config_space=lambda: _space(True),
     key_fn=_key,
-    prune_fn=prune_fn,
+    prune_fn=suits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
 )
@@ -184,7 +116,7 @@ def gemm_persistent(
 @tuned(
     config_space=lambda: _space(False),
     key_fn=_key,
-    prune_fn=prune_fn,
+    prune_fn=suits_gemm,
     prepare_fn=_prepare(False),
     scope="rank",
 )

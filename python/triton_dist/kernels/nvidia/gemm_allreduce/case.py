@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.case import Call, Cost, Operands, Peer
+from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, symmetric_all_reduces
 from triton_dist.kernels.common.gemm_case import Shape, SummedGEMMCase
 from triton_dist.kernels.nvidia.gemm_allreduce import (
     GEMMAllReduceMethod,
@@ -34,7 +34,7 @@ class GEMMAllReduceCase(SummedGEMMCase):
         the other, and on GPUs the GEMM into symmetric memory and torch's all-reduces there."""
         A, B, group = operands["A"], operands["B"], ctx.group
         zeros = A.new_zeros((A.shape[0], B.shape[1]))
-        symmetric = vendor.symmetric_all_reduces(
+        symmetric = symmetric_all_reduces(
             zeros, lambda staged: torch.matmul(A, B, out=staged), group
         )
         return {

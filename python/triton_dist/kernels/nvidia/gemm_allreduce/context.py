@@ -1,36 +1,26 @@
-"""Context of GEMM-AllReduce, the operands that it accepts, and its ways by name."""
+"""Context of GEMM-AllReduce, and its ways by name."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.context import (
-    Check,
-    agree_to_create,
-    buffer_of,
-    group_checks,
-)
-from triton_dist.kernels.common.gemm_context import (
-    GEMMContext,
-    ProductKey,
-    accept,
-    addend_checks,
-    kernel_checks,
-    layout_of,
-    signature_of,
-)
+from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
-from triton_dist.kernels.common.scatter.reduced_partials import ReducedPartials
+from triton_dist.kernels.common.scatter.partials import (
+    ReducedPartials,
+    SummingContext,
+    create,
+    slab_rows,
+)
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
     AllReduceContext,
 )
-from triton_dist.runtime.ranks import Group, process_group_of
+from triton_dist.runtime.ranks import Group
 
 SUMMED_BYTES = 32 << 20
 """Size of the largest product that one launch sums in two shots; a serial call sums larger ones in
@@ -58,19 +48,18 @@ class GEMMAllReduceMethod(enum.Enum):
         return str(self)
 
 
-class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
+class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
     """Symmetric memory for GEMM-AllReduces of up to ``max_M`` rows of ``N`` columns. A context
     manager.
 
     Attributes:
-        output_dtype: of A, B, the partial sums that travel, and the output.
         one_shot_rows: of the largest product that can go to all ranks.
         packet_rows: of the largest one that can do so in packets.
         exchanged_rows: of the largest product that is summed in two shots in one launch.
         reducer: memory in which one launch sums all: one shot, and products as a whole.
     """
 
-    title = "GEMM-AllReduce"
+    title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
     def __init__(
         self,
@@ -80,23 +69,27 @@ class GEMMAllReduceTensorParallelContext(GEMMContext[ReducedPartials]):
         local_world_size: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(group)
-        self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
-        self.world_size = self.num_ranks
-        self.local_world_size = min(local_world_size, self.num_ranks)
-        self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // (N * output_dtype.itemsize))
-        whole_lines = bytes_of_row(N, output_dtype.itemsize)
-        self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
+        super().__init__(max_M, N, output_dtype, local_world_size, group)
         row_bytes = N * output_dtype.itemsize
+        whole_lines = bytes_of_row(N, output_dtype.itemsize)
+        self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // row_bytes)
+        self.packet_rows = min(max_M, PACKET_BYTES // whole_lines)
         rows = -(-max_M // self.num_ranks)  # of a rank
         held = min(rows, max(1, SUMMED_BYTES // row_bytes // self.num_ranks)) * self.num_ranks
         self.exchanged_rows = min(max_M, held)
         nbytes = held * whole_lines if self.num_ranks > 1 else 1
         with self._allocating() as own:
-            self._buffer = own(ReducedPartials(max_M, N, output_dtype, group, "gemm_ar"))
+            self._buffer = own(ReducedPartials(max_M, N, output_dtype, group, self.function))
             found = self.buffer.disagreements
             self.reducer = own(AllReduceContext(nbytes, local_world_size, group, found))
         self.reducer.row_elements = N
+
+    @staticmethod
+    def rows_check(argument: str, M: int, num_ranks: int) -> Check:
+        return argument, M, M >= 1, "at least 1"
+
+    def rows_of_rank(self, M: int) -> int:
+        return slab_rows(M, self.num_ranks)
 
 
 def create_gemm_ar_context(
@@ -128,45 +121,7 @@ def create_gemm_ar_context(
         RankDisagreement: ranks ask for different contexts.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
-
-    tp_group = process_group_of(tp_group)
-
-    def checks() -> Iterator[Check]:
-        yield from group_checks("world_size", world_size, rank, tp_group)
-        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
-        yield "max_M", max_M, max_M >= 1, "at least 1"
-        yield "N", N, N >= 1, "at least 1"
-        yield from kernel_checks("output_dtype", output_dtype)
-
-    asked = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype)}
-    agree_to_create("create_gemm_ar_context", "a GEMM-AllReduce", asked, checks(), tp_group)
-    return GEMMAllReduceTensorParallelContext(max_M, N, output_dtype, local_world_size, tp_group)
-
-
-def check_operands(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    ctx: GEMMAllReduceTensorParallelContext,
-) -> ProductKey:
-    """All that a tuning depends on; one object for operands of the same signature.
-
-    Raises:
-        InvalidArgument, ContextFinalized: the call cannot work.
-    """
-    device = buffer_of(ctx, "gemm_ar", "create_gemm_ar_context").slots.epoch.device
-
-    def row_checks() -> Iterator[Check]:
-        M = A.shape[0]
-        yield "M", M, M >= 1, "at least 1"
-        yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
-
-    return accept(
-        ctx.accepted,
-        (signature_of(A, B, bias), B.data_ptr() % 16),
-        "gemm_ar",
-        lambda: addend_checks(A, B, bias, row_checks, ctx.N, ctx.output_dtype, device),
-        lambda: ProductKey(
-            A.shape[0], ctx.N, A.shape[1], A.dtype, layout_of(B), A.is_contiguous(), ctx.num_ranks
-        ),
+    return create(
+        GEMMAllReduceTensorParallelContext, max_M, N, rank, world_size, local_world_size,
+        output_dtype, tp_group,
     )  # fmt: skip

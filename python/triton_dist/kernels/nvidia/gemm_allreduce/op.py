@@ -56,9 +56,8 @@ from triton_dist.kernels.nvidia.allreduce import AllReduceMethod
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     GEMMAllReduceMethod,
     GEMMAllReduceTensorParallelContext,
-    check_operands,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS, Call, Sizes, way_of
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS, Call, sizes_of, way_of
 
 
 def key_fn(
@@ -70,9 +69,9 @@ def key_fn(
     copy_to_local: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for. A way that older keywords ask for is tuned by
+    """Name what a tuning is for; M in buckets. A way that older keywords ask for is tuned by
     itself."""
-    key = (check_operands(A, B, bias, ctx), bool(copy_to_local))
+    key = (Call.accept(A, B, bias, ctx), bool(copy_to_local))
     if not kwargs:
         return key
     asked = way_of(*(kwargs.get(keyword) for keyword in ("method", "packets", "exchange")))
@@ -82,7 +81,7 @@ def key_fn(
 @op(
     ways=WAYS,
     call=Call,
-    sizes=Sizes.of,
+    sizes=sizes_of,
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
@@ -112,9 +111,7 @@ def gemm_ar(
     fp32 accumulation; parts are rounded to the dtype for the way and added in fp32 in the order of
     ranks: in one shot and in two the same bits on every rank and at every call (see the module).
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         A: [M, K_per_rank], any strides; TMA serves contiguous ones, pointers the rest. Any M from 1

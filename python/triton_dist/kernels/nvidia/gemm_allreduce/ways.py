@@ -4,37 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.shapes import (
+from triton_dist.kernels.common.exchange.buffer import (
     SMALL_SHAPES,
     Shape,
     is_worth_trying,
     shape_of,
 )
-from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.common.gemm.spaces import (
     LOW,
     get_config_space,
     kinds_here,
+    most_rows,
+    of_both_kinds,
+    suits_gemm,
     suits_rows,
     tile_shapes,
     tiles_to_all,
 )
-from triton_dist.kernels.common.op import Ways
-from triton_dist.kernels.common.scatter.calls import ExchangedCall, TwoShotCall
-from triton_dist.kernels.common.scatter.launch import chunks_of_slab, slab_rows, tiles_of_slab
-from triton_dist.kernels.common.scatter.packets import bytes_of_row
+from triton_dist.kernels.common.op import Way, Ways
+from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
+from triton_dist.kernels.common.scatter.partials import chunks_of_slab, slab_rows
 from triton_dist.kernels.common.scatter.ways import (
-    OneLaunch,
+    Exchanged,
+    InOneLaunch,
+    Overlapped,
     SummingCall,
     SummingSizes,
-    SummingWay,
+    TwoShots,
     WholeProduct,
 )
 from triton_dist.kernels.nvidia.allreduce import (
@@ -45,12 +48,10 @@ from triton_dist.kernels.nvidia.allreduce import (
     get_allreduce_methods,
 )
 from triton_dist.kernels.nvidia.allreduce import prepare as prepare_all_reduce
-from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
     GEMMAllReduceMethod,
     GEMMAllReduceTensorParallelContext,
-    check_operands,
 )
 from triton_dist.runtime.device import current_device
 
@@ -73,7 +74,7 @@ _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
 class Call(SummingCall):
     """One call: the parameters of ``gemm_ar``."""
 
-    function = "gemm_ar"
+    kind = GEMMAllReduceTensorParallelContext
     A: torch.Tensor
     B: torch.Tensor
     ctx: GEMMAllReduceTensorParallelContext
@@ -92,7 +93,7 @@ class Call(SummingCall):
     way: str | None
 
     def __post_init__(self) -> None:
-        self.looks = check_operands(self.A, self.B, self.bias, self.ctx)
+        self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
         name = self.way or way_of(self.method, self.packets, self.exchange) or BySize.name
         self.chosen = WAYS[name]
         self.check_chunks()
@@ -116,41 +117,22 @@ def way_of(
     return None if method is None else method.value
 
 
-@dataclass(frozen=True)
-class Sizes(SummingSizes):
-    """Sizes that decide which configs are worth trying: those of the key's largest M."""
-
-    A: torch.Tensor
-    """[M, K_per_rank] of the call, for its other attributes."""
-    B: torch.Tensor
-    rows: int
-    num_ranks: int
-    asked: str | None
-    """The way that the caller's keywords ask for."""
-    adds = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the product."""
-        return self.rows * self.B.shape[1] * self.A.element_size()
-
-    @classmethod
-    def of(
-        cls,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        ctx: GEMMAllReduceTensorParallelContext,
-        *_: Any,
-        method: GEMMAllReduceMethod | None = None,
-        packets: bool | None = None,
-        exchange: bool | None = None,
-        **__: Any,
-    ) -> Sizes:
-        asked = way_of(method, packets, exchange)
-        return cls(A, B, most_rows(A.shape[0]), ctx.num_ranks, asked)
+def sizes_of(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: GEMMAllReduceTensorParallelContext,
+    *_: Any,
+    method: GEMMAllReduceMethod | None = None,
+    packets: bool | None = None,
+    exchange: bool | None = None,
+    **__: Any,
+) -> SummingSizes:
+    """Say what decides which configs are worth trying for a call."""
+    asked = way_of(method, packets, exchange)
+    return SummingSizes(A, B, most_rows(A.shape[0]), ctx.num_ranks, asked)
 
 
-class BySize(SummingWay[Call, Sizes]):
+class BySize(Way[Call, SummingSizes]):
     """One shot or two, by size: the default, never a candidate."""
 
     name, tunables = "by_size", ("gemm_config", "persistent")
@@ -159,7 +141,7 @@ class BySize(SummingWay[Call, Sizes]):
         descriptors = current_device().prefers_descriptors
         yield get_config_space(descriptors)[0], descriptors
 
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def suits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return False
 
     def check(self, call: Call) -> None:
@@ -172,45 +154,41 @@ class BySize(SummingWay[Call, Sizes]):
         raise NotImplementedError  # ``check`` chooses another one
 
 
-class OneShot(OneLaunch[Call, Sizes]):
+class OneShot(InOneLaunch[Call]):
     """Each tile goes to all ranks, who all add it, in one launch. For few rows: a product of up to
     4 MB."""
 
     name = "one_shot"
     tunables = ("gemm_config", "persistent")
-    in_packets = to_owners = False
+    to_owners = False
+    exchange: ClassVar[type[Exchanged]] = Exchanged
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in kinds_here():
-            for tiles in tiles_to_all(persistent):
-                yield tiles, persistent
+        return of_both_kinds(tiles_to_all)
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.nbytes <= ONE_SHOT_BYTES and _fit(config, sizes.rows, sizes)
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return sizes.nbytes <= ONE_SHOT_BYTES and _fit(config, sizes.M, sizes)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)
         call.check_tiles()
 
-    def exchanged(self, call: Call) -> ExchangedCall:
-        return ExchangedCall(
-            call.A, call.B, call.bias, call.ctx.reducer.buffer, call.gemm_config,
-            bool(call.persistent), to_owners=self.to_owners, pass_on=self.to_owners,
-            in_packets=self.in_packets,
-        )  # fmt: skip
+    def exchanged(self, call: Call) -> Exchanged:
+        buffer = call.ctx.reducer.buffer
+        return self.exchange(call, buffer, to_owners=self.to_owners, pass_on=self.to_owners)
 
 
 class OneShotInPackets(OneShot):
     """The same in words that need no flag after them: for very few rows."""
 
     name = "one_shot_in_packets"
-    in_packets = True
+    exchange = InPackets
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == LOW)
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        in_lines = sizes.rows * bytes_of_row(sizes.B.shape[1], sizes.A.element_size())
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        in_lines = sizes.M * bytes_of_row(sizes.B.shape[1], sizes.A.element_size())
         return in_lines <= PACKET_BYTES and super().fits(config, sizes)
 
     def check(self, call: Call) -> None:
@@ -226,75 +204,47 @@ class TwoShotInOneLaunch(OneShot):
     to_owners = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in kinds_here():
-            for tiles in tile_shapes(get_config_space(persistent)):
-                yield tiles, persistent
+        return of_both_kinds(lambda persistent: tile_shapes(get_config_space(persistent)))
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        whole = -(-sizes.rows // sizes.num_ranks) * sizes.num_ranks
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
         nbytes = whole * sizes.B.shape[1] * sizes.A.element_size()
-        return nbytes <= SUMMED_BYTES and _fit(config, sizes.rows, sizes)
+        return nbytes <= SUMMED_BYTES and _fit(config, sizes.M, sizes)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.exchanged_rows)
         call.check_tiles()
 
 
-class TwoShot(SummingWay[Call, Sizes]):
+class TwoShot(Overlapped[Call]):
     """The same while the next tiles are multiplied: for many rows."""
 
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in kinds_here():
-            for tiles in get_config_space(persistent):
-                yield tiles, persistent, 1
+        for each in of_both_kinds(get_config_space):
+            yield *each, 1
         descriptors, interpreted = kinds_here()[0], current_device().interprets
         chunked = tile_shapes(get_config_space(descriptors))[: 1 if interpreted else _CHUNKED_TILES]
         for tiles in chunked:
             for num_chunks in _CHUNKS:
                 yield tiles, descriptors, num_chunks
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        rows, num_chunks = slab_rows(sizes.rows, sizes.num_ranks), config["num_chunks"]
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        rows, num_chunks = slab_rows(sizes.M, sizes.num_ranks), config["num_chunks"]
         chunks = chunks_of_slab(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
         return _fit(config, rows, sizes)
 
-    def check(self, call: Call) -> None:
-        call.check_tiles()
-
-    def compile(self, call: Call) -> None:
-        self._two_shot(call, None).compile()
-
-    def run(self, call: Call) -> torch.Tensor:
-        ctx, buffer, awaited = call.ctx, call.ctx.buffer, False
-        rows = slab_rows(call.A.shape[0], ctx.num_ranks)
-        tiles = tiles_of_slab(call.gemm_config, rows, ctx.N)
-        buffer.slots.take(call.A.shape[0])
-        ctx.sleep(call.straggler_option)
-        try:
-            two_shot = self._two_shot(call, call.looks)
-            two_shot.run()
-            awaited = True  # an own tile waits for each peer
-        finally:
-            buffer.slots.finish(awaited, lambda: buffer.expected(tiles))
-        return two_shot.C
-
-    def _two_shot(self, call: Call, looks: object) -> TwoShotCall:
-        """Describe the launches in the present slot."""
+    def scattered(self, call: Call) -> TwoShots:
         A, buffer = call.A, call.ctx.buffer
-        sums = buffer.sums(A.shape[0])
+        sums, arrivals = buffer.sums(A.shape[0]), buffer.slots["sum_arrivals"].local
         C = A.new_empty((A.shape[0], call.ctx.N)) if call.copy_to_local else sums
-        return TwoShotCall(
-            A, call.B, C, call.bias, call.gemm_config, buffer.describe(), buffer.slots.launcher,
-            bool(call.persistent), call.num_chunks, looks, sums,
-            buffer.slots["sum_arrivals"].local,
-        )  # fmt: skip
+        return TwoShots(call, C, buffer.describe(), sums, arrivals)
 
 
-class Serial(WholeProduct[Call, Sizes]):
+class Serial(WholeProduct[Call]):
     """The all-reduce is ours."""
 
     name, tunables = "serial", ("reduction", "num_chunks", "num_ctas", "block_bytes")
@@ -306,7 +256,7 @@ class Serial(WholeProduct[Call, Sizes]):
             for shape in shapes[:1] if interpreted else shapes:
                 yield reduction.value, shape.num_pieces, shape.num_ctas, shape.block_bytes
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         nbytes = sizes.nbytes
         if config["reduction"] != AllReduceMethod.ONE_SHOT.value:
             nbytes = -(-nbytes // sizes.num_ranks)
@@ -338,26 +288,24 @@ class Serial(WholeProduct[Call, Sizes]):
         }
 
 
-class Collective(WholeProduct[Call, Sizes]):
+class Collective(WholeProduct[Call]):
     """The all-reduce is the group's: NCCL, gloo on CPU ranks. Of one rank, the product alone."""
 
-    name = "collective"
-    is_safe = True
+    name, is_general, is_safe = "collective", True, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         yield ()
 
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         # CPU ranks are there to run our kernels.
-        is_tried = sizes.num_ranks == 1 or current_device().has_libraries
-        return sizes.asked == self.name or (sizes.asked is None and is_tried)
+        return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_libraries
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)
         return product
 
 
-def _fit(config: Mapping[str, Any], rows: int, sizes: Sizes) -> bool:
+def _fit(config: Mapping[str, Any], rows: int, sizes: SummingSizes) -> bool:
     tiles = config["gemm_config"]
     return suits_rows(tiles, rows) and suits_gemm({"gemm_config": tiles}, sizes.A, sizes.B)
 

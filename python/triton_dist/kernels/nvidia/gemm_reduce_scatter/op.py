@@ -53,9 +53,8 @@ from triton_dist.kernels.common.op import op
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
-    check_operands,
 )
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS, Call, Sizes, adds, way_of
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS, Call, adds, sizes_of, way_of
 
 
 def key_fn(
@@ -67,8 +66,9 @@ def key_fn(
     reduce_st: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
-    key = (check_operands(A, B, bias, ctx), adds(ctx, reduce_st))
+    """Name what a tuning is for. Of M the rows of a rank count, in buckets: a tile belongs to one
+    rank. A way that older keywords ask for is tuned by itself."""
+    key = (Call.accept(A, B, bias, ctx), adds(ctx, reduce_st))
     if not kwargs:
         return key
     keywords = ("fuse_scatter", "exchange", "method", "serial")
@@ -79,7 +79,7 @@ def key_fn(
 @op(
     ways=WAYS,
     call=Call,
-    sizes=Sizes.of,
+    sizes=sizes_of,
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
@@ -110,9 +110,7 @@ def gemm_rs(
     ranks, so the result is the same at every call, unless ``reduce_st`` or a vendor's method says
     otherwise (see the module).
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         A: [M, K_per_rank], any strides; TMA serves contiguous ones, pointers the rest. M is a

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import Exchange
+from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, is_worth_trying, shape_of
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
-from triton_dist.kernels.common.exchange.shapes import Shape, is_worth_trying, shape_of
-from triton_dist.kernels.common.gemm.rows import most_rows
 from triton_dist.kernels.common.gemm.spaces import (
     get_config_space,
-    kinds_here,
+    most_rows,
+    of_both_kinds,
+    suits_gemm,
     suits_rows,
     tile_shapes,
     tiles_to_owners,
 )
 from triton_dist.kernels.common.op import Ways
-from triton_dist.kernels.common.scatter.calls import ExchangedCall, ScatteredCall
-from triton_dist.kernels.common.scatter.launch import Scatter, chunks_of_slab, tiles_of_slab
+from triton_dist.kernels.common.scatter.partials import Scatter, chunks_of_slab
 from triton_dist.kernels.common.scatter.ways import (
-    OneLaunch as InOneLaunch,
-)
-from triton_dist.kernels.common.scatter.ways import (
+    Exchanged,
+    InOneLaunch,
+    Overlapped,
+    Scattered,
     SummingCall,
     SummingSizes,
-    SummingWay,
     WholeProduct,
 )
 from triton_dist.kernels.common.vendor import VendorMethod
-from triton_dist.kernels.nvidia.gemm import prune_fn as suits_gemm
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
     GEMMReduceScatterTensorParallelContext,
-    check_operands,
 )
 from triton_dist.runtime.device import current_device
 
@@ -58,7 +55,7 @@ _SERIAL_SHAPES = (
 class Call(SummingCall):
     """One call: the parameters of ``gemm_rs``."""
 
-    function = "gemm_rs"
+    kind = GEMMReduceScatterTensorParallelContext
     A: torch.Tensor
     B: torch.Tensor
     ctx: GEMMReduceScatterTensorParallelContext
@@ -77,7 +74,7 @@ class Call(SummingCall):
     way: str | None
 
     def __post_init__(self) -> None:
-        self.looks = check_operands(self.A, self.B, self.bias, self.ctx)
+        self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
         self.adds = adds(self.ctx, self.reduce_st)
         name = self.way or way_of(self.fuse_scatter, self.exchange, self.method, self.serial)
         self.chosen = WAYS[name or Fused.name]
@@ -121,105 +118,61 @@ def way_of(
     return Fused.name if fuse_scatter else CopyEngine.name
 
 
-@dataclass(frozen=True)
-class Sizes(SummingSizes):
-    """Sizes that decide which configs are worth trying: those of the key's largest M."""
-
-    A: torch.Tensor
-    """[M, K_per_rank] of the call, for its other attributes."""
-    B: torch.Tensor
-    rows: int
-    """Rows of a rank."""
-    num_ranks: int
-    adds: bool
-    asked: str | None
-    """The way that the caller's keywords ask for."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the product."""
-        return self.rows * self.num_ranks * self.B.shape[1] * self.B.element_size()
-
-    @classmethod
-    def of(
-        cls,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        ctx: GEMMReduceScatterTensorParallelContext,
-        *_: Any,
-        reduce_st: bool | None = None,
-        fuse_scatter: bool | None = None,
-        exchange: bool | None = None,
-        method: VendorMethod | None = None,
-        serial: bool | None = None,
-        **__: Any,
-    ) -> Sizes:
-        rows = most_rows(A.shape[0] // ctx.num_ranks, ctx.num_ranks)
-        adds = ctx.reduce_st if reduce_st is None else reduce_st
-        asked = way_of(fuse_scatter, exchange, method, serial)
-        return cls(A, B, rows, ctx.num_ranks, adds, asked)
+def sizes_of(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: GEMMReduceScatterTensorParallelContext,
+    *_: Any,
+    reduce_st: bool | None = None,
+    fuse_scatter: bool | None = None,
+    exchange: bool | None = None,
+    method: VendorMethod | None = None,
+    serial: bool | None = None,
+    **__: Any,
+) -> SummingSizes:
+    """Say what decides which configs are worth trying for a call."""
+    M = most_rows(A.shape[0] // ctx.num_ranks, ctx.num_ranks) * ctx.num_ranks
+    asked = way_of(fuse_scatter, exchange, method, serial)
+    adds = ctx.reduce_st if reduce_st is None else reduce_st
+    return SummingSizes(A, B, M, ctx.num_ranks, asked, adds)
 
 
-class Fused(SummingWay[Call, Sizes]):
+class _ToOwners(Overlapped[Call]):
+    """Tiles go to the owners of their rows."""
+
+    scatter: Scatter
+
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return suits_gemm(config, sizes.A, sizes.B)
+
+    def scattered(self, call: Call) -> Scattered:
+        C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
+        to = call.ctx.buffer.describe("add" if call.adds else self.scatter)
+        return Scattered(call, C, to)
+
+
+class Fused(_ToOwners):
     """The program that computed a tile stores it into its owner's memory, or adds it there."""
 
-    name = "fused"
-    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "persistent")
-    scatter: Scatter = "tile"
+    name, tunables = "fused", ("gemm_config", "persistent")
+    scatter, is_general = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in kinds_here():
-            for tiles in get_config_space(persistent):
-                yield tiles, persistent
-
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return sizes.asked in (None, self.name) and suits_gemm(config, sizes.A, sizes.B)
-
-    def check(self, call: Call) -> None:
-        call.check_tiles()
-
-    def compile(self, call: Call) -> None:
-        self._scattered(call, None).compile()
-
-    def run(self, call: Call) -> torch.Tensor:
-        buffer = call.ctx.buffer
-        tiles = tiles_of_slab(call.gemm_config, call.A.shape[0] // call.ctx.num_ranks, call.ctx.N)
-        buffer.slots.take(call.A.shape[0])
-        call.ctx.sleep(call.straggler_option)
-        awaited = False
-        try:
-            scattered = self._scattered(call, call.looks)
-            scattered.multiply()
-            scattered.add_left()
-            awaited = True  # an own tile waits for each peer
-        finally:
-            buffer.slots.finish(awaited, lambda: buffer.expected(tiles))
-        return scattered.C
-
-    def _scattered(self, call: Call, looks: object) -> ScatteredCall:
-        """Describe the launches in the present slot."""
-        A, buffer = call.A, call.ctx.buffer
-        return ScatteredCall(
-            A, call.B, A.new_empty((A.shape[0] // call.ctx.num_ranks, call.ctx.N)), call.bias,
-            call.gemm_config, buffer.describe("add" if call.adds else self.scatter),
-            buffer.slots.launcher, bool(call.persistent), call.num_chunks, looks,
-        )  # fmt: skip
+        return of_both_kinds(get_config_space)
 
 
-class OneLaunch(InOneLaunch[Call, Sizes]):
+class OneLaunch(InOneLaunch[Call]):
     """For few rows: one launch in which all programs add, once all is multiplied."""
 
     name, tunables = "one_launch", ("gemm_config", "persistent")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for persistent in kinds_here():
-            for tiles in tiles_to_owners(persistent):
-                yield tiles, persistent
+        return of_both_kinds(tiles_to_owners)
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return (
             sizes.nbytes <= EXCHANGED_BYTES
-            and suits_rows(config["gemm_config"], sizes.rows * sizes.num_ranks)
+            and suits_rows(config["gemm_config"], sizes.M)
             and suits_gemm(config, sizes.A, sizes.B)
         )
 
@@ -230,19 +183,15 @@ class OneLaunch(InOneLaunch[Call, Sizes]):
         if call.ctx.num_ranks == 1:  # which exchanges nothing
             call.chosen = WAYS[Fused.name]
 
-    def exchanged(self, call: Call) -> ExchangedCall:
-        return ExchangedCall(
-            call.A, call.B, call.bias, call.ctx.exchange, call.gemm_config, bool(call.persistent),
-            to_owners=True,
-        )  # fmt: skip
+    def exchanged(self, call: Call) -> Exchanged:
+        return Exchanged(call, call.ctx.exchange, to_owners=True)
 
 
-class CopyEngine(Fused):
+class CopyEngine(_ToOwners):
     """Tiles stay here, and a copy engine pushes the rows of each peer, in chunks, as their tiles
     are complete."""
 
-    name = "copy_engine"
-    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "persistent", "num_chunks")
+    name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
     scatter = "slab"
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
@@ -252,15 +201,12 @@ class CopyEngine(Fused):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
                 yield tiles, persistent, num_chunks
 
-    def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        return SummingWay.suits(self, config, sizes)
-
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        num_chunks = config["num_chunks"]
-        chunks = chunks_of_slab(config["gemm_config"], sizes.rows, sizes.B.shape[1], num_chunks)
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        rows, num_chunks = sizes.M // sizes.num_ranks, config["num_chunks"]
+        chunks = chunks_of_slab(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
-        return suits_gemm(config, sizes.A, sizes.B)
+        return super().fits(config, sizes)
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -272,10 +218,10 @@ class CopyEngine(Fused):
         buffer.slots.take(call.A.shape[0], copied=True)
         ctx.sleep(call.straggler_option)
         try:
-            scattered = self._scattered(call, call.looks)
+            scattered = self.scattered(call)
             stream = ctx.device.current_stream()
             if ctx.num_ranks > 1:
-                rows = call.A.shape[0] // ctx.num_ranks
+                rows = ctx.rows_of_rank(call.A.shape[0])
                 pushes = buffer.pushes(rows, call.gemm_config, num_chunks)
                 pushes.fork(stream)
             scattered.multiply()
@@ -290,7 +236,7 @@ class CopyEngine(Fused):
         return scattered.C
 
 
-class Serial(WholeProduct[Call, Sizes]):
+class Serial(WholeProduct[Call]):
     """The reduce-scatter is ours, in one launch: where no tiles of ours fit well."""
 
     name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
@@ -301,7 +247,7 @@ class Serial(WholeProduct[Call, Sizes]):
         for shape in shapes:
             yield shape.num_pieces, shape.num_ctas, shape.block_bytes
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
         shard_bytes = sizes.nbytes // sizes.num_ranks
         return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(shape, shard_bytes)
@@ -314,22 +260,23 @@ class Serial(WholeProduct[Call, Sizes]):
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.B.shape[1]))
-        flat, rows = product.view(-1), _own_rows(product, call)
-        call.ctx.exchange.launch(self._exchange(call, product), flat, rows.view(-1)).compile()
+        exchange, rows = self._exchange(call, product)
+        call.ctx.exchange.launch(exchange, product, rows).compile()
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
-        flat, rows = product.view(-1), _own_rows(product, call)
-        call.ctx.exchange.run(self._exchange(call, product), flat, rows.view(-1))
+        exchange, rows = self._exchange(call, product)
+        call.ctx.exchange.run(exchange, product, rows)
         return rows
 
-    def _exchange(self, call: Call, product: torch.Tensor) -> Exchange:
+    def _exchange(self, call: Call, product: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
+        """Describe the launch that scatters a product, and where this rank's rows go."""
+        (M, N), size = product.shape, call.ctx.num_ranks
         shape = shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
-        elements = product.numel()
-        shard = elements // call.ctx.num_ranks
-        return Exchange(kernel_reduce_scatter, shard, elements, shape, product.shape[0])
+        exchange = Exchange(kernel_reduce_scatter, M * N // size, M * N, shape, M)
+        return exchange, product.new_empty((M // size, N))
 
 
-class Collective(WholeProduct[Call, Sizes]):
+class Collective(WholeProduct[Call]):
     """The reduce-scatter is the group's: NCCL, gloo on CPU ranks."""
 
     name, method = VendorMethod.COLLECTIVE.value, VendorMethod.COLLECTIVE
@@ -338,7 +285,7 @@ class Collective(WholeProduct[Call, Sizes]):
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         return [()] if self.method in vendor.candidates_here(vendor.MATMUL_REDUCE_SCATTER) else []
 
-    def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return True
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
@@ -352,10 +299,6 @@ class AsyncTP(Collective):
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return vendor.async_tp_matmul_scatter(A, B, call.ctx.group)
-
-
-def _own_rows(product: torch.Tensor, call: Call) -> torch.Tensor:
-    return product.new_empty((product.shape[0] // call.ctx.num_ranks, product.shape[1]))
 
 
 WAYS = Ways("gemm_rs", (Fused(), OneLaunch(), CopyEngine(), Serial(), Collective(), AsyncTP()))

@@ -126,9 +126,7 @@ def reduce_scatter(
     fp32 accumulation in the order of ranks, rounded once: the same bits at every call (see the
     module).
 
-    All ranks call alike. Calls may follow one another without synchronisation and be captured in a
-    CUDA graph, which all ranks then replay equally often. On the device, calls with one context
-    follow one another, whatever streams they are made on.
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         x: [M, …], fp16, bf16 or fp32, contiguous; M is a multiple of the ranks, and rank r owns
