@@ -6,47 +6,67 @@ rounds, each to the candidates that are left (the numbers are those of GPUs):
 =====  ===============  ==========================================================================
 round  samples in all   leaves
 =====  ===============  ==========================================================================
-1      1                who took more than twice as long as the fastest, by half a millisecond
-2, 3   2, then 5        who is behind by more than the noise explains; after 3 all but the first 8
-final  5 + ``repeat``   nobody: finalists are measured in turn, forward and backward (A B C C B A),
-                        so that drifting clocks and temperature hit all alike
+1      1                who took more than three times as long as the fastest, by half a millisecond
+2      2                who is behind by more than clocks and noise explain: asked for are the three
+                        fastest of each part of round 1, then the fastest of all, as long as they
+                        are close, and a quarter of the space at least
+3      5, one a lap     who is behind by more than the noise explains, after each lap; after the
+                        last all but the first 16
+final  5 + ``repeat``,  who is behind for sure, after each lap; all, when it is sure enough who is
+       and ``doubt``    first. After ``repeat`` laps only finalists that noise does not tell apart
+       more             are left, and they go on, for ``doubt`` laps at most
 =====  ===============  ==========================================================================
 
-A candidate stands where its median stands, of two samples the lower: noise on a device is mostly
-delay, and one hiccup must not end a race. *Noise* is the relative standard deviation of the samples
-of one candidate, the third quartile over those in the round (a few samples tell little about one
-candidate's own noise, but the candidates together tell it well; the quartile is for spaces in which
-some are noisier). A candidate leaves when it is behind the leader by more than ``4 * noise *
-sqrt(2 / samples)``: four standard errors of the difference of two means, because the leader of many
-is partly a lucky one. It is never less than the indifference zone.
+A *lap* is a sample of each that is left, forward, the next lap backward (A B C C B A). So samples of
+one candidate are spread over time, and those of different candidates lie side by side: what a lap
+has in common is the clocks', and is taken out (:mod:`~triton_dist._tuning.values.laps`). In rounds
+1 and 2, where a lap takes long, :mod:`~triton_dist._tuning.search.drift` does it.
 
-The first config of the space (the default) and the incumbent never leave, so a tuning cannot do
+Until the final a candidate leaves when its better half (of two samples the lower) is behind the
+worse half of another by more than ``4 * noise * sqrt(2 / samples)``: four standard errors of the
+difference of two means, because the leader of many is partly a lucky one. Noise is mostly delay, and
+one hiccup must neither end a race nor make a leader. *Noise* is the relative standard deviation of
+the samples of one candidate, the third quartile over those in the round (a few samples tell little
+about one candidate's own noise, but the candidates together tell it well; the quartile is for spaces
+in which some are noisier). It is never less than the indifference zone.
+
+The first config of the space (the default) and the incumbent are in the final, so a tuning cannot do
 worse than not tuning. What failed leaves at once, and whom it put out of the race is called back.
 Who wins is not decided here: :func:`triton_dist._tuning.values.winner`.
 
-Replayed on recorded spaces (``benchmarks/bench_tuning.py``, which counts the first run of every
-candidate too), this takes 0.14 of the device time of 5 + 10 runs of each config where the space is
-peaked (convolution; 0.13 is the floor set by one first run and one sample) and 0.21 where it is
-flat (dedispersion), with a 95th percentile of regret below that of 5 + 10. The constants were
-chosen on random parts of two of the spaces and on other seeds. They matter little: a margin of 3 to
-6 standard errors and 6 to 12 finalists are within noise of one another.
+``benchmarks/bench_racing.py`` replays all this on recorded spaces under clocks that drift, with
+heavy tails and in two states, and ``docs/explanation/measuring.md`` says what comes of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
+from triton_dist._tuning.search.drift import Drift
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
+from triton_dist._tuning.values.laps import levels, typical
 
-CLEARLY_SLOWER = 2.0
+CLEARLY_SLOWER = 3.0
 """Times the fastest, after a single sample, when the noise is not known yet."""
 HICCUP = 0.5
 """Milliseconds that a single sample may be late: a first collective of its size, a host that was
 busy. Behind by less, nobody leaves after one sample; the second costs no more than that."""
+CLOCKS = 0.06
+"""Relative delay of a single sample that may be the clocks', of a block in which they jumped."""
+TELLERS = 3
+"""So many of each block of the first round tell by a second sample how fast its clocks were."""
 STANDARD_ERRORS = 4.0
-FINALISTS = 8
+FINALISTS = 16
+LEAST_LAPS = 4
+"""Laps of the final before anybody leaves it."""
+STANDARD_ERRORS_IN_FINAL = 3.0
+SURE = 0.25
+"""Part of the indifference zone below which two standard errors decide nothing any more."""
+_FEW = 5
+"""Samples of fewer have no middle half worth the name."""
 
 
 class Racing:
@@ -57,7 +77,7 @@ class Racing:
 
     Args:
         candidates: in the order of the space; the first is the default.
-        policy: its ``rounds``, and ``repeat`` samples for each finalist in the final; only
+        policy: its ``rounds``, and ``repeat`` laps of the final and ``doubt`` more; only
             ``max_trials`` candidates take part.
         incumbent: winner of an earlier tuning; takes part if it is a candidate.
     """
@@ -69,37 +89,80 @@ class Racing:
         self._field = _entrants(candidates, policy.max_trials, incumbent)
         self._seeded = {config.digest for config in (*self._field[:1], incumbent) if config}
         self._samples: dict[str, list[float]] = {config.digest: [] for config in self._field}
+        self._drift = Drift()
+        # Of each in a lap. Runs that do not count come with each request: then more that do.
+        self._step = 1 + 2 * policy.warmup
+        self._direction = 1  # of the next lap
         self._requests = self._race()
 
     def ask(self) -> Request | None:
         return next(self._requests, None)
 
     def tell(self, request: Request, outcome: Outcome) -> None:
+        digest = request.config.digest
         if isinstance(outcome, Failure):
-            self._samples.pop(request.config.digest, None)
+            self._samples.pop(digest, None)
         else:
-            self._samples[request.config.digest] += outcome.samples
+            self._samples[digest] += outcome.samples
+            self._drift.add(digest, outcome.samples)
 
     def _race(self) -> Iterator[Request]:
         """Every request, in order; what was told meanwhile decides how it goes on."""
         yield from self._each(self._field, self._policy.rounds[0])
         while True:
             valid = len(self._samples)
-            yield from self._run(self._field)
+            yield from self._run()
             if len(self._samples) == valid:
                 return
             # Who failed may have put others out of the race: once more without it.
 
-    def _run(self, left: Sequence[Config]) -> Iterator[Request]:
+    def _run(self) -> Iterator[Request]:
         """From the first round to the final; who has samples is asked for those missing alone."""
-        for total in self._policy.rounds:
-            yield from self._each(left, total)
-            left = self._still_racing(left, total)
+        first, *later = self._policy.rounds
+        left: Sequence[Config] = self._field
+        if first == 1:
+            left = self._not_clearly_slower(left)
+            if later:
+                left = yield from self._second_look(left)
+        left = self._still_racing(left)
+        while left and later and self._least(left) < later[-1]:
+            yield from self._lap(left, later[-1])
+            left = self._still_racing(left)
         left = self._finalists(left)
-        if len(left) > 1:
-            lap = math.ceil(self._policy.repeat / 2)
-            yield from self._each(left, self._policy.rounds[-1] + lap)
-            yield from self._each(left[::-1], self._policy.rounds[-1] + 2 * lap)
+        most = self._policy.rounds[-1] + self._policy.repeat + self._policy.doubt
+        while len(left) > 1 and self._least(left) < most:
+            yield from self._lap(left, most)
+            left = self._in_doubt(left)
+
+    def _second_look(
+        self, candidates: Sequence[Config]
+    ) -> Generator[Request, None, Sequence[Config]]:
+        """The second round; returns those that took part."""
+        blocks: dict[int, list[Config]] = {}
+        for config in candidates:
+            blocks.setdefault(self._drift.first_block(config.digest), []).append(config)
+        # In turn, so that each block of the second round meets many of the first.
+        columns = itertools.zip_longest(*(block[:TELLERS] for block in blocks.values()))
+        seen = [config for column in columns for config in column if config is not None]
+        others = [config for config in candidates if config not in seen]
+        yield from self._each(seen, 2)
+        while others:
+            self._drift.fit(self._digests(seen))
+            limit, sure = self._limit(seen, 1, CLOCKS), len(self._field) // 4 - len(seen)
+            others = [
+                config
+                for place, config in enumerate(self._ranked(others))
+                if place < sure or self._stays(config, limit)
+            ]
+            now, others = others[: len(seen)], others[len(seen) :]
+            yield from self._each(now, 2)
+            seen += now
+        return seen
+
+    def _lap(self, left: Sequence[Config], most: int) -> Iterator[Request]:
+        """One sample more of each, up to ``most``; of whom others are ahead of, so many more."""
+        yield from self._each(left[:: self._direction], min(self._least(left) + self._step, most))
+        self._direction = -self._direction
 
     def _each(self, candidates: Iterable[Config], total: int) -> Iterator[Request]:
         """Bring each to ``total`` samples."""
@@ -108,50 +171,85 @@ class Racing:
             if samples is not None and len(samples) < total:
                 yield Request(config, total - len(samples))
 
-    def _still_racing(self, candidates: Sequence[Config], samples: int) -> list[Config]:
-        """Candidates that are not clearly slower, the fastest first: a tuning whose time is up in
-        the middle of a round has measured those that count."""
+    def _not_clearly_slower(self, candidates: Sequence[Config]) -> Sequence[Config]:
         ranked = self._ranked(candidates)
         if not ranked:
             return []
-        fastest = self._standing(ranked[0])
-        if samples == 1:
-            limit = max(CLEARLY_SLOWER * fastest, fastest + HICCUP)
-        else:
-            limit = fastest * (1 + self._margin(ranked, samples))
-        return [
-            config
-            for config in ranked
-            if self._standing(config) <= limit or config.digest in self._seeded
-        ]
+        fastest = self._better(ranked[0])
+        limit = max(CLEARLY_SLOWER * fastest, fastest + HICCUP)
+        return [config for config in ranked if self._stays(config, limit)]
 
-    def _finalists(self, candidates: Sequence[Config]) -> list[Config]:
+    def _still_racing(self, candidates: Sequence[Config]) -> Sequence[Config]:
+        """Candidates that noise may have held up, the fastest first: a tuning whose time is up in
+        the middle of a round has measured those that count."""
+        self._drift.fit(self._digests(candidates))
+        ranked = self._ranked(candidates)
+        if not ranked:
+            return []
+        limit = self._limit(ranked, self._least(ranked))
+        return [config for config in ranked if self._stays(config, limit)]
+
+    def _finalists(self, candidates: Sequence[Config]) -> Sequence[Config]:
         return [
             config
-            for place, config in enumerate(self._ranked(candidates))
+            for place, config in enumerate(candidates)
             if place < FINALISTS or config.digest in self._seeded
         ]
 
-    def _ranked(self, candidates: Sequence[Config]) -> list[Config]:
-        """Candidates that did not fail, the fastest first. Sorting is stable: from the second
-        round on equals keep their places, which began as those in the space."""
-        return sorted(
-            (config for config in candidates if config.digest in self._samples), key=self._standing
-        )
+    def _in_doubt(self, finalists: Sequence[Config]) -> Sequence[Config]:
+        """Finalists that may be first; none if it is all the same who is."""
+        left = [config for config in finalists if config.digest in self._samples]
+        taken = self._least(left)
+        if taken < self._policy.rounds[-1] + LEAST_LAPS or not left:
+            return left
+        found = levels([self._samples[config.digest] for config in left])
+        fastest, doubt = min(found.level), found.doubt(taken, taken)
+        if 2 * doubt <= SURE * self._policy.indifference * abs(fastest):
+            return []
+        limit = fastest + STANDARD_ERRORS_IN_FINAL * doubt
+        return [c for c, level in zip(left, found.level, strict=True) if level <= limit]
 
-    def _standing(self, config: Config) -> float:
-        """Milliseconds."""
-        return statistics.median_low(self._samples[config.digest])
+    def _digests(self, candidates: Iterable[Config]) -> list[str]:
+        """Of those that did not fail."""
+        digests = (config.digest for config in candidates)
+        return [digest for digest in digests if digest in self._samples]
 
-    def _margin(self, candidates: Sequence[Config], samples: int) -> float:
-        """Relative delay that noise may add to an equal of the leader."""
+    def _least(self, candidates: Iterable[Config]) -> int:
+        """Samples of the one with the fewest."""
+        return min((len(self._samples[each]) for each in self._digests(candidates)), default=0)
+
+    def _ranked(self, candidates: Iterable[Config]) -> list[Config]:
+        """Candidates that did not fail, the fastest first; equals keep their places, which began as
+        those in the space."""
+        valid = [config for config in candidates if config.digest in self._samples]
+        return sorted(valid, key=self._better)
+
+    def _stays(self, config: Config, limit: float) -> bool:
+        return config.digest in self._seeded or self._better(config) <= limit
+
+    def _better(self, config: Config) -> float:
+        """Milliseconds that it takes if its few samples were held up."""
+        steady = self._drift.steadied(config.digest)
+        return typical(steady) if len(steady) >= _FEW else statistics.median_low(steady)
+
+    def _worse(self, digest: str) -> float:
+        """Milliseconds that it takes if its few samples were lucky."""
+        steady = self._drift.steadied(digest)
+        return typical(steady) if len(steady) >= _FEW else statistics.median_high(steady)
+
+    def _limit(self, candidates: Sequence[Config], samples: int, least: float = 0.0) -> float:
+        """Milliseconds above which one with so many samples leaves; ``least``: relative to the
+        fastest of ``candidates``."""
+        digests = self._digests(candidates)
         noise = sorted(
             statistics.stdev(own) / (statistics.fmean(own) or 1.0)
-            for own in (self._samples[config.digest] for config in candidates)
+            for own in map(self._drift.steadied, digests)
+            if len(own) > 1
         )
-        third_quartile = noise[3 * (len(noise) - 1) // 4]
-        margin = STANDARD_ERRORS * third_quartile * math.sqrt(2 / samples)
-        return max(margin, self._policy.indifference)
+        third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
+        margin = STANDARD_ERRORS * third_quartile * math.sqrt(2 / max(samples, 1))
+        fastest = min(map(self._worse, digests), default=math.inf)
+        return fastest * (1 + max(margin, self._policy.indifference, least))
 
 
 def _entrants(

@@ -18,7 +18,10 @@ class Policy:
     """Untimed runs before the samples of each request, besides the one run to the end that every
     candidate begins with."""
     repeat: int = 10
-    """Timed runs of each candidate; when they race, of each finalist in the final."""
+    """Timed runs of each candidate; when they race, of each finalist in the final, at most."""
+    doubt: int = 0
+    """When they race: so many more of the finalists that noise does not tell apart. No fact of a
+    result, which it makes surer but not another."""
     rounds: tuple[int, ...] = (1, 2, 5)
     """When they race: samples that a candidate has after each round before the final."""
     timing: str = "events"
@@ -58,6 +61,7 @@ class Policy:
         return cls(
             warmup=max(warmup, 1) if timing == "graph" and not cpu else warmup,
             repeat=4 if cpu else 10,
+            doubt=0 if cpu else 20,
             rounds=(2,) if cpu else (1, 2, 5),
             timing=timing,
             search=search,
@@ -66,5 +70,6 @@ class Policy:
         )
 
     def facts(self) -> Mapping[str, str]:
-        """All fields that are set, as text; part of the fingerprint."""
-        return {name: str(value) for name, value in vars(self).items() if value is not None}
+        """All fields that are set and matter, as text; part of the fingerprint."""
+        facts = {name: value for name, value in vars(self).items() if name != "doubt"}
+        return {name: str(value) for name, value in facts.items() if value is not None}

@@ -19,7 +19,7 @@ from triton_dist._tuning.values.outcome import (
     read_number,
     read_outcome,
 )
-from triton_dist._tuning.values.winner import winner
+from triton_dist._tuning.values.winner import could_win, winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
 SCHEMA = 3
@@ -88,6 +88,18 @@ class TuningRecord:
             raise NoValidConfig(self.key.full_name, self.key, causes)
         return self.trials[index]
 
+    def _chosen(self, digest: str) -> Trial:
+        """The winner that was written down, by the rule of that time."""
+        best = self.best
+        if best.digest == digest:
+            return best
+        indifference = float(self.fingerprint.policy.get("indifference", 0.0))
+        outcomes = [trial.outcome for trial in self.trials]
+        for index, trial in enumerate(self.trials):
+            if trial.digest == digest and could_win(outcomes, index, indifference):
+                return trial
+        raise ValueError("its best config is not the fastest of its trials")
+
     @property
     def shipped(self) -> bool:
         """True if it is the short form of a record: the winner alone, to be matched loosely."""
@@ -139,8 +151,7 @@ class TuningRecord:
         tree = _upgraded(tree)
         try:
             record = cls(trials=tuple(map(_read_trial, tree["trials"])), **_but_trials(tree))
-            if record.best.digest != tree["best"]["digest"]:
-                raise ValueError("its best config is not the fastest of its trials")
+            record.__dict__["best"] = record._chosen(tree["best"]["digest"])
         except (*UNREADABLE, NoValidConfig) as error:
             raise _wrong(error) from error
         return record
