@@ -28,5 +28,5 @@ def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path):
     out = tmp_path / "gemm_rs.cpu.json"
     said(python("-m", "triton_dist", "pack", "gemm_rs", "--out", str(out), **cache))
     keys = [each["key"]["tuple"] for each in json.loads(out.read_text())["groups"][0]["results"]]
-    # Rows, N and K of a rank: 2048 x 4096 x 14336, and half the rows, scaled.
-    assert sorted(key[:3] for key in keys) == [[1, 8, 14], [2, 8, 14]]
+    # M, N and K of a rank: 2048 x 4096 x 14336, and half the rows, scaled.
+    assert sorted(key[0]["items"][:3] for key in keys) == [[2, 8, 14], [4, 8, 14]]
