@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 
+from triton_dist.runtime.interpreter_operators import Operators
+
 
 def install(upstream: Any) -> None:
     """Make Triton's interpreter, the module ``upstream``, faster."""
@@ -33,17 +35,22 @@ def install(upstream: Any) -> None:
 def share_shapes() -> None:
     """Share shape and size among tensors of one shape; nothing changes them."""
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
-    base = tl.tensor.__mro__[1]
 
-    def init(self: Any, handle: Any, type: Any) -> None:
-        base.__init__(self)
+    def shape_of(type: Any) -> tuple[Any, Any, Any]:
         shape = tuple(map(_number, type.shape)) if type.is_block() else ()
         known = made.get(shape)
         if known is None:
             constants = tl.tuple([tl.constexpr(size) for size in shape])
             known = made[shape] = tl.constexpr(math.prod(shape)), constants
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = known
+        type.of_tensors = type.scalar, *known
+        return type.of_tensors  # type: ignore[no-any-return]
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type = handle, type
+        try:
+            self.dtype, self.numel, self.shape = type.of_tensors
+        except AttributeError:
+            self.dtype, self.numel, self.shape = shape_of(type)
 
     tl.tensor.__init__ = init
 
@@ -156,6 +163,7 @@ def call_builtins_directly(upstream: Any) -> None:
     two functions around it."""
     builtins: dict[Any, list[tuple[str, Any, Callable[..., Any]]]] = {}
     semantic = TritonSemantic(upstream.interpreter_builder)
+    operators = Operators(upstream, semantic)
 
     def direct(member: Any) -> Callable[..., Any]:
         function = inspect.unwrap(member, stop=lambda each: not core.is_builtin(each))
@@ -166,10 +174,13 @@ def call_builtins_directly(upstream: Any) -> None:
 
         return call
 
+    def fast(package: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return operators.of(name, call) if package is tl.tensor else call
+
     def patch(package: Any, _builder: Any, scope: Any) -> None:
         if package not in builtins:
             builtins[package] = [
-                (name, member, direct(member))
+                (name, member, fast(package, name, direct(member)))
                 for name, member in inspect.getmembers(package)
                 if core.is_builtin(member)
             ]

@@ -1,0 +1,199 @@
+"""Operators of Triton's interpreter on numbers whose types need no conversion.
+
+``a + b`` of two blocks of ``int32`` passes a dozen functions upstream: checks of types that agree,
+conversions that convert nothing, a block that is filled with a constant, and two objects around the
+result of numpy's one operation. Most of what a kernel computes is of this kind (rows, columns,
+offsets, masks), so here the operation is called at once. All else goes the way that it went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+Operator = Callable[[Any, Any], Any]
+
+_INTEGERS = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+_SINGLE = {"fp32": np.dtype(np.float32)}
+_NUMBERS = {**_INTEGERS, **_SINGLE, "fp16": np.dtype(np.float16)}
+_BITS = {**_INTEGERS, "int1": np.dtype(np.bool_)}
+
+
+def _quotient(left: Any, right: Any) -> Any:
+    """Rounded towards zero, as upstream has it."""
+    return (left - np.fmod(left, right)) // right
+
+
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+_OPERATIONS: dict[str, tuple[Callable[..., Any], dict[str, np.dtype[Any]]]] = {
+    "add": (np.add, _NUMBERS),
+    "sub": (np.subtract, _NUMBERS),
+    "mul": (np.multiply, _NUMBERS),
+    "truediv": (np.divide, _SINGLE),
+    "floordiv": (_quotient, _INTEGERS),
+    "mod": (np.fmod, _INTEGERS),
+    "and": (np.bitwise_and, _BITS),
+    "or": (np.bitwise_or, _BITS),
+    **{name: (operation, _NUMBERS) for name, operation in _COMPARISONS.items()},
+}
+"""By the middle of a method's name: numpy's operation, and the types on which it is all that
+upstream does, each with numpy's own."""
+
+_MOST_CONSTANTS = 4096
+_FLOAT32 = np.finfo(np.float32)
+
+
+class Operators:
+    """Fast ways of the operators of ``upstream``, the module ``triton.runtime.interpreter``."""
+
+    def __init__(self, upstream: Any, semantic: Any) -> None:
+        self._semantic = semantic
+        self._handle = upstream.TensorHandle
+        self._constants: dict[tuple[str, Any], Any] = {}
+        self._results: dict[tuple[str, str], Any] = {}
+
+    def of(self, method: str, slow: Operator) -> Operator:
+        """What ``tl.tensor.<method>`` is to be in a launch, where ``slow`` does the same."""
+        name = method.strip("_") if method.startswith("__") else ""
+        if name == "add":
+            slow = self._addresses(slow)
+        if name in _OPERATIONS:
+            return self._forward(name, slow)
+        if name[:1] == "r" and name[1:] in _OPERATIONS:
+            return self._reflected(name[1:], slow)
+        return slow
+
+    def _forward(self, name: str, slow: Operator) -> Operator:
+        operation, kinds = _OPERATIONS[name]
+        compares, tensor, made = name in _COMPARISONS, tl.tensor, self._made
+        mask_type, constant, result_type = self._mask_type, self._constant, self._result_type
+
+        def call(self: Any, other: Any) -> Any:
+            dtype, left, kind = self.dtype, self.handle, self.type
+            numbers = left.data
+            if numbers.dtype is not kinds.get(dtype.name):
+                return slow(self, other)
+            if type(other) is tensor:
+                others = other.handle.data
+                if other.dtype is not dtype or others.dtype is not numbers.dtype:
+                    return slow(self, other)
+                if other.type is not kind:
+                    kind = result_type(kind, other.type)
+                    if kind is None:
+                        return slow(self, other)
+            else:
+                others = constant(other, dtype)
+                if others is None:
+                    return slow(self, other)
+            return made(
+                operation(numbers, others), left.dtype, mask_type(kind) if compares else kind
+            )
+
+        return call
+
+    def _reflected(self, name: str, slow: Operator) -> Operator:
+        operation, kinds = _OPERATIONS[name]
+        compares, made = name in _COMPARISONS, self._made
+        mask_type, constant = self._mask_type, self._constant
+
+        def call(self: Any, other: Any) -> Any:
+            dtype, numbers = self.dtype, self.handle.data
+            if numbers.dtype is not kinds.get(dtype.name):
+                return slow(self, other)
+            others = constant(other, dtype)
+            if others is None:
+                return slow(self, other)
+            kind = mask_type(self.type) if compares else self.type
+            return made(operation(others, numbers), dtype, kind)
+
+        return call
+
+    def _addresses(self, slow: Operator) -> Operator:
+        """Addresses, to which offsets are added."""
+        tensor, pointer, made = tl.tensor, tl.pointer_type, self._made
+
+        def call(self: Any, other: Any) -> Any:
+            dtype = self.dtype
+            if type(dtype) is not pointer or type(other) is not tensor:
+                return slow(self, other)
+            offsets, kind, others = other.handle.data, self.type, other.type
+            if offsets.dtype is not _INTEGERS.get(other.dtype.name):
+                return slow(self, other)
+            if kind.is_block():
+                if not others.is_block() or kind.shape.values != others.shape.values:
+                    return slow(self, other)
+            elif others.is_block():
+                kind = others.with_element_ty(dtype)
+            size = max(1, dtype.element_ty.primitive_bitwidth // 8)
+            addresses = self.handle.data + size * offsets.astype(np.uint64)
+            return made(addresses, self.handle.dtype, kind)
+
+        return call
+
+    def _made(self, data: Any, dtype: Any, kind: Any) -> Any:
+        """A tensor of type ``kind`` with ``data``, which fits ``dtype``."""
+        handle = object.__new__(self._handle)
+        handle.data, handle.dtype, handle.attr = data, dtype, {}
+        return tl.tensor(handle, kind)
+
+    def _constant(self, value: Any, dtype: Any) -> Any:
+        """An array of one, or None where upstream has to decide on its type."""
+        if type(value) is tl.constexpr:
+            value = value.value
+        if type(value) is int:
+            if dtype.name not in _INTEGERS:
+                return None
+        elif type(value) is not float or dtype.name != "fp32":
+            return None
+        known = self._constants.get((dtype.name, value))
+        if known is None and _is_plain(value):
+            if len(self._constants) >= _MOST_CONSTANTS:
+                self._constants.clear()
+            known = self._semantic.scalar_constant(value, dtype).handle.data
+            self._constants[dtype.name, value] = known
+        return known
+
+    def _result_type(self, left: Any, right: Any) -> Any:
+        """The type of what two blocks of one element type give, or None where upstream refuses or
+        adds dimensions."""
+        key = left.name, right.name
+        if key not in self._results:
+            self._results[key] = _broadcast(left, right)
+        return self._results[key]
+
+    def _mask_type(self, kind: Any) -> Any:
+        """The type of a comparison of values of type ``kind``."""
+        if not kind.is_block():
+            return tl.int1
+        return kind.with_element_ty(tl.int1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether upstream takes a number for an int32 or a float32."""
+    if type(value) is int:
+        return -(2**31) <= value < 2**31
+    return value == 0.0 or bool(_FLOAT32.tiny <= abs(value) <= _FLOAT32.max)
+
+
+def _broadcast(left: Any, right: Any) -> Any:
+    if not right.is_block():
+        return left
+    if not left.is_block():
+        return right
+    shapes = tuple(left.shape), tuple(right.shape)
+    if len(shapes[0]) != len(shapes[1]):
+        return None
+    try:
+        return tl.block_type(left.scalar, list(np.broadcast_shapes(*shapes)))
+    except ValueError:
+        return None
