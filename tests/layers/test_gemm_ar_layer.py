@@ -6,7 +6,6 @@ import pytest
 
 from tests.layers import gemm_ar_layer_ranks
 
-
 # Which config multiplies is not what these are about. Calls are tuned in `test_as_scripts_call_it`,
 # and on the page of the layer.
 FIRST_CONFIG = {"TRITON_DIST_AUTOTUNE": "0"}
