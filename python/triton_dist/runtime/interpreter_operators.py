@@ -15,11 +15,12 @@ import numpy as np
 import triton.language as tl
 
 Operator = Callable[[Any, Any], Any]
+_Kinds = dict[str, "np.dtype[Any]"]
 
-_INTEGERS = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
-_SINGLE = {"fp32": np.dtype(np.float32)}
-_NUMBERS = {**_INTEGERS, **_SINGLE, "fp16": np.dtype(np.float16)}
-_BITS = {**_INTEGERS, "int1": np.dtype(np.bool_)}
+_INTEGERS: _Kinds = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+_SINGLE: _Kinds = {"fp32": np.dtype(np.float32)}
+_NUMBERS: _Kinds = {**_INTEGERS, **_SINGLE, "fp16": np.dtype(np.float16)}
+_BITS: _Kinds = {**_INTEGERS, "int1": np.dtype(np.bool_)}
 
 
 def _quotient(left: Any, right: Any) -> Any:
@@ -36,7 +37,7 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "ne": np.not_equal,
 }
 _SHIFTS: dict[str, Callable[..., Any]] = {"lshift": np.left_shift, "rshift": np.right_shift}
-_OPERATIONS: dict[str, tuple[Callable[..., Any], dict[str, np.dtype[Any]]]] = {
+_OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
     "add": (np.add, _NUMBERS),
     "sub": (np.subtract, _NUMBERS),
     "mul": (np.multiply, _NUMBERS),
