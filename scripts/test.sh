@@ -43,6 +43,9 @@ if ((${#interpreted[@]} + ${#compiled[@]} == 0)); then
     interpreted=(tests --ignore=tests/compile) compiled=(tests/compile)
 fi
 
+# Hundreds of short processes import the package: each would compile it anew.
+unset PYTHONDONTWRITEBYTECODE
+
 status=0
 # Two workers. A file's tests stay together, and files come in the order of tests/conftest.py. Long
 # runs are left out, unless an -m of the caller's, which comes later, asks for them.

@@ -1,10 +1,9 @@
-"""The benchmark of overlapped ops: on CPU ranks, from the command to the table, JSON and PNG."""
+"""The benchmark of overlapped ops: on CPU ranks, up to the table, JSON and PNG."""
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import statistics
 import struct
@@ -16,7 +15,8 @@ from benchmarks.overlap import plot, shapes, table
 from benchmarks.overlap.shapes import Shape
 from tests.architecture.source import ROOT
 from tests.benchmarks import overlap_ranks
-from tests.commands import launch, python
+from tests.docs.run_blocks import run_program
+from triton_dist.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(180)
 SCRIPT = str(ROOT / "benchmarks" / "bench_overlap.py")
@@ -26,16 +26,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run on two ranks, and the file that it wrote."""
+    """What a run on two ranks printed, and the file that it wrote."""
     folder = tmp_path_factory.mktemp("overlap")
     path = folder / "overlap.json"
-    done = launch(
-        SCRIPT, "--scale", "1", "--shapes", "24:64:32,10:32:16", "--mode", "eager,graph",
-        "--rounds", "3", "--best", "2", "--json", str(path),
-        TRITON_DIST_CACHE_DIR=str(folder / "cache"),
+    printed, _ = spawn_ranks(
+        2, run_program, SCRIPT, "--scale", "1", "--shapes", "24:64:32,10:32:16",
+        "--mode", "eager,graph", "--rounds", "2", "--best", "2", "--json", str(path),
+        init=False, timeout=150, env={"TRITON_DIST_CACHE_DIR": str(folder / "cache")},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done, path
+    return printed, path
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_numbers_follow_from_the_samples(tree):
     for shape in tree["shapes"]:
         medians = {}
         for row in shape["rows"]:
-            assert len(row["milliseconds"]) == 3
+            assert len(row["milliseconds"]) == 2
             assert row["median"] == statistics.median(row["milliseconds"])
             assert row["p10"] <= row["median"] <= row["p90"]
             medians[row["name"], row["mode"]] = row["median"]
@@ -87,7 +86,7 @@ def test_the_file_says_how_it_was_made(tree):
 
 
 def test_the_summary_comes_last(finished):
-    printed = finished[0].stdout
+    printed, _ = finished
     assert printed.count("best own: ") == 4
     last = printed[printed.rindex("own / limit") :]
     for line in ("24x64x32  │ eager", "24x64x32  │ graph", "10x32x16  │ eager"):
@@ -96,17 +95,12 @@ def test_the_summary_comes_last(finished):
 
 
 def test_a_file_is_shown_and_drawn_alone(finished, tmp_path):
-    """Without matplotlib the error says what to do."""
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib, extra bench")
     png = tmp_path / "overlap.png"
-    done = python(SCRIPT, "--from-json", str(finished[1]), "--png", str(png), TRITON_INTERPRET="1")
-    if importlib.util.find_spec("matplotlib") is None:
-        assert done.returncode == 1
-        assert "pip install matplotlib" in done.stderr
-        assert "Traceback" not in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert png.read_bytes().startswith(PNG)
-        assert "own / limit" in done.stdout
+    arguments = ("--from-json", str(finished[1]), "--png", str(png))
+    (printed,) = spawn_ranks(1, run_program, SCRIPT, *arguments, init=False)
+    assert png.read_bytes().startswith(PNG)
+    assert "own / limit" in printed
 
 
 def test_without_matplotlib_nothing_is_measured_in_vain(monkeypatch):

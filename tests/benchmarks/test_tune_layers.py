@@ -7,26 +7,21 @@ import json
 import pytest
 
 from tests.architecture.source import ROOT
-from tests.commands import launch, python
 from tests.docs.run_blocks import run_program
+from triton_dist.cli.main import main
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path):
-    cache = {"TRITON_DIST_CACHE_DIR": str(tmp_path / "cache")}
-
-    def said(done):
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
+def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "cache"))
     script = str(ROOT / "benchmarks" / "tune_layers.py")
     command = (script, "--op", "gemm_rs", "--layers", "Mistral-7B", "--M", "2048,1024")
-    assert said(launch(*command, **cache)).count("tuned now") == 2
-    again, _ = spawn_ranks(2, run_program, *command, init=False, env=cache)
-    assert again.count("from the cache") == 2
+    for said in ("tuned now", "from the cache"):
+        printed, _ = spawn_ranks(2, run_program, *command, init=False, timeout=100)
+        assert printed.count(said) == 2
     out = tmp_path / "gemm_rs.cpu.json"
-    said(python("-m", "triton_dist", "pack", "gemm_rs", "--out", str(out), **cache))
+    assert main(["pack", "gemm_rs", "--out", str(out)]) == 0
     keys = [each["key"]["tuple"] for each in json.loads(out.read_text())["groups"][0]["results"]]
     # M, N and K of a rank: 2048 x 4096 x 14336, and half the rows, scaled.
     assert sorted(key[0]["items"][:3] for key in keys) == [[2, 8, 14], [4, 8, 14]]

@@ -17,6 +17,7 @@ import triton
 
 import triton_dist
 from tests.architecture.source import ROOT
+from tests.docs.run_blocks import run_program
 from tests.tuning import ops
 from triton_dist.cli import listing
 from triton_dist.cli.main import main
@@ -40,7 +41,7 @@ def cache() -> Path:
     return Path(os.environ["TRITON_DIST_CACHE_DIR"])
 
 
-def test_it_runs_as_a_module_and_imports_the_file_that_is_named(tmp_path):
+def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from triton_dist.tune import autotune\n\n"
@@ -56,7 +57,7 @@ def test_it_runs_as_a_module_and_imports_the_file_that_is_named(tmp_path):
             cwd=tmp_path, capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    assert python(str(script)).returncode == 0
+    spawn_ranks(1, run_program, str(script), init=False)
     explained = python("-m", "triton_dist", "explain", "scale", "--module", "script.py")
     assert explained.returncode == 0, explained.stderr
     assert "\n  used\n" in explained.stdout

@@ -94,19 +94,21 @@ def test_a_rank_that_calls_alone_ends(spawn_ranks):
 
 
 @pytest.mark.parametrize(
-    ("method", "left_out"),
+    ("method", "left_out", "world_size"),
     [
-        (PUSH, "the first run"),
-        (PUSH, "a sample"),
-        (PULL, "a sample"),
-        (RING, "the first run"),
-        (FUSED, "a sample"),
-        (SERIAL, "a sample"),
+        (PUSH, "the first run", 2),
+        (PUSH, "a sample", 3),
+        (PULL, "a sample", 2),
+        (RING, "the first run", 3),
+        (FUSED, "a sample", 2),
+        (SERIAL, "a sample", 2),
     ],
 )
-def test_a_rank_that_leaves_out_a_trial_costs_only_that_candidate(spawn_ranks, method, left_out):
-    limits = {"TRITON_DIST_AUTOTUNE_TIMEOUT": "6"}
+def test_a_rank_that_leaves_out_a_trial_costs_only_that_candidate(
+    spawn_ranks, method, left_out, world_size
+):
     trials = spawn_ranks(
-        3, failing_ranks.one_rank_leaves_out_a_trial, method, left_out, env=limits, timeout=60
-    )
-    assert trials == [["timeout", "measured"]] * 3
+        world_size, failing_ranks.one_rank_leaves_out_a_trial, method, left_out,
+        env={"TRITON_DIST_AUTOTUNE_TIMEOUT": "4"}, timeout=60,
+    )  # fmt: skip
+    assert trials == [["timeout", "measured"]] * world_size

@@ -11,7 +11,8 @@ import pytest
 
 from tests import commands
 from tests.architecture.source import ROOT
-from tests.docs.run_blocks import run_program
+from tests.docs.run_blocks import run_program, run_program_in_ascii
+from triton_dist.errors import RanksFailed
 
 SCRIPTS = ROOT / "python" / "triton_dist" / "test" / "nvidia"
 
@@ -61,17 +62,18 @@ def test_check_tunes_then_uses_the_cache(launch, run_script):
     assert "tuned now" not in second
 
 
-def test_check_without_tuning(launch, tmp_path):
+def test_check_without_tuning(spawn_ranks, tmp_path, cache):
     """Into a pipe that takes no check mark."""
     options = (
         "--no-autotune", "--no-persistent", "--no-local-copy", "--no-trans_b", "--debug",
         "--dtype", "bfloat16",
     )  # fmt: skip
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    run = launch("test_ag_gemm.py", "--case", "check", *options, **ascii_only)
-    assert run.returncode == 0, run.stderr
-    assert "no tuning" in run.stdout
-    assert "\ncheck passed: 2 ranks, cpu" in run.stdout
+    path = str(SCRIPTS / "test_ag_gemm.py")
+    printed, _ = spawn_ranks(
+        2, run_program_in_ascii, path, "--case", "check", *options, init=False, env=cache
+    )
+    assert "no tuning" in printed
+    assert "\ncheck passed: 2 ranks, cpu" in printed
     assert not (tmp_path / "cache").exists()
 
 
@@ -133,10 +135,11 @@ def test_a_rank_that_dies_fails_the_command(launch, tmp_path):
     run = launch("failing.py", TRITON_DIST_WAIT_TIMEOUT="5")
     assert run.returncode == 3, "the status of the rank that failed"
     assert run.stderr.endswith("launch.sh: rank 1 ended with status 3; what it said is above\n")
+    assert "ChildFailedError" not in run.stderr
     assert "reached the end" not in run.stdout
 
 
-def test_a_wrong_result_fails_the_command(launch, tmp_path):
+def test_a_wrong_result_is_an_error(spawn_ranks, tmp_path, cache):
     script = tmp_path / "broken.py"
     script.write_text(
         "import torch\n"
@@ -145,8 +148,6 @@ def test_a_wrong_result_fails_the_command(launch, tmp_path):
         "test_ag_gemm.run_ag_gemm = lambda *args: run(*args) * 1.01\n"
         "test_ag_gemm.main()\n"
     )
-    run = launch("broken.py", "--case", "check", "--no-autotune")
-    assert run.returncode != 0
-    assert "check passed" not in run.stdout
-    assert "values differ by more than" in run.stdout + run.stderr
-    assert "ChildFailedError" not in run.stderr
+    arguments = (str(script), "--case", "check", "--no-autotune")
+    with pytest.raises(RanksFailed, match="values differ by more than"):
+        spawn_ranks(2, run_program, *arguments, init=False, env=cache)

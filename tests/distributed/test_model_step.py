@@ -36,9 +36,7 @@ def test_a_race_takes_fewer_calls(spawn_ranks):
     importlib.util.find_spec("fla") is None, reason="needs fla-core, of the test extra"
 )
 def test_kernels_of_a_library(spawn_ranks):
-    # The library asks Triton's driver for the GPU when it is imported; in a process that has
-    # kernels already, a driver for the interpreter stands there.
-    fresh = {"timeout": 110, "fresh": True}
-    (first, second) = spawn_ranks(2, ranks.train, "--kernels", "fla", "--race", **fresh)
-    assert first == second > 0
-    assert spawn_ranks(2, ranks.train, "--kernels", "fla", "--race", **fresh) == [0, 0]
+    first, second = spawn_ranks(2, ranks.two_starts_with_a_library, timeout=110, fresh=True)
+    assert first == second
+    assert first[0] > 0
+    assert first[1] == 0

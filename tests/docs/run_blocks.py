@@ -42,11 +42,23 @@ def run_page(path: str, blocks: list[tuple[int, str]]) -> list[str]:
 
 def run_program(path: str, *arguments: str) -> str:
     """What a terminal shows of the program at ``path`` in this rank."""
+    with _shown() as output:
+        _run(path, *arguments)
+    return output.getvalue()
+
+
+def run_program_in_ascii(path: str, *arguments: str) -> str:
+    """The same of a terminal that knows no other characters."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with redirect_stdout(output), redirect_stderr(output):
+        _run(path, *arguments)
+    return output.buffer.getvalue().decode()  # type: ignore[attr-defined]
+
+
+def _run(path: str, *arguments: str) -> None:
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
-    with _shown() as output:
-        runpy.run_path(path, run_name="__main__")
-    return output.getvalue()
+    runpy.run_path(path, run_name="__main__")
 
 
 @contextmanager

@@ -51,6 +51,11 @@ SHOWN = {
     "test_gemm_rs.py --case check\n": ["config (tuned now): "],
     "correctness_tma_autotune": ["calls to tune: ", "✅ check passed: 2 ranks, cpu"],
 }  # fmt: skip
+TUNED = re.compile(
+    r".*(launch\.sh test_gemm_rs\.py --case check|correctness_tma_autotune)$|.*CACHE_DIR=tuned "
+)
+"""All others take the first config: they show another option or op, and that an op is tuned over
+ranks is tested where the op is."""
 RATES = ("TFLOP", "GB/s", "peaks", "x serial", "limit", " library")
 
 
@@ -87,7 +92,8 @@ COMMANDS = list(
 )
 RUN = [command for command in COMMANDS if command.reason is None]
 LAUNCHED = [command for command in RUN if "scripts/launch.sh" in command.line]
-OTHERS = [command for command in RUN if command not in LAUNCHED]
+PYTHON = [command for command in RUN if command.line.startswith("scripts/python ")]
+OTHERS = [command for command in RUN if command not in [*LAUNCHED, *PYTHON]]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +125,8 @@ def test_launched(command: Command, spawn_ranks, folder: Path, monkeypatch) -> N
     monkeypatch.chdir(folder)
     ranks, script, arguments = launched(command)
     env = {"TRITON_DIST_CACHE_DIR": str(folder / "cache")} | command.variables
+    if not TUNED.match(command.line):
+        env["TRITON_DIST_AUTOTUNE"] = "0"
     (printed, *_) = spawn_ranks(
         ranks, run_program, script, *arguments, init=False, timeout=150, env=env
     )
@@ -130,6 +138,15 @@ def test_launched(command: Command, spawn_ranks, folder: Path, monkeypatch) -> N
         assert [rate for rate in RATES if rate in printed] == [], "of a GPU that is not there"
     shown = [lines for part, lines in SHOWN.items() if part in f"{command.line}\n"]
     assert [line for lines in shown for line in lines if f"\n{line}" not in f"\n{printed}"] == []
+
+
+@pytest.mark.parametrize("command", PYTHON, ids=lambda command: command.line)
+def test_program(command: Command, spawn_ranks, folder: Path, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    script, *arguments = command.words[1:]
+    env = {"TRITON_DIST_CACHE_DIR": str(folder / "cache")}
+    (printed,) = spawn_ranks(1, run_program, script, *arguments, init=False, env=env)
+    assert printed.strip()
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.line)

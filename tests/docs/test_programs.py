@@ -19,6 +19,8 @@ from tests.docs.run_blocks import run_program
 PYTHON = all_blocks("python")
 PROGRAMS = [block for block in PYTHON if block.is_program and "gpu" not in block.words]
 ON_RANKS = [block for block in PROGRAMS if block.ranks]
+IN_A_RANK = [block for block in PROGRAMS if not block.ranks and "spawn_ranks(" in block.text]
+ALONE = [block for block in PROGRAMS if not block.ranks and block not in IN_A_RANK]
 GPU = [block for block in PYTHON if "gpu" in block.words]
 
 
@@ -56,8 +58,15 @@ def test_program_on_gpus(block: Block, spawn_ranks, tmp_path: Path) -> None:
     check_output(block, "".join(printed))
 
 
-@pytest.mark.parametrize("block", [b for b in PROGRAMS if not b.ranks], ids=lambda block: block.id)
-def test_program(block: Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", IN_A_RANK, ids=lambda block: block.id)
+def test_program(block: Block, spawn_ranks, tmp_path: Path) -> None:
+    """In a process that is there at once: the program starts its ranks itself."""
+    file, options = file_of(block, tmp_path), {"init": False, "poison_empty": False}
+    check_output(block, *spawn_ranks(1, run_program, file, timeout=150, **options))
+
+
+@pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)
+def test_program_alone(block: Block, tmp_path: Path) -> None:
     interpreted = {} if "compiled" in block.words else {"TRITON_INTERPRET": "1"}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | interpreted
     check_output(block, run_alone(block, tmp_path, environment))

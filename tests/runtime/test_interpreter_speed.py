@@ -10,9 +10,12 @@ import sys
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from tests.runtime import speed_probes
+from triton_dist.runtime.interpreter_operators import Operators
 
 
 def test_results_are_those_of_the_interpreter_as_it_is():
@@ -36,6 +39,32 @@ def test_results_are_those_of_the_interpreter_as_it_is():
     ours = speed_probes.digests()
     assert ours == upstream
     assert len(set(ours.values())) > len(ours) // 2, "inputs that show nothing"
+
+
+def block(dtype, shape, data=1):
+    kind = tl.block_type(dtype, list(shape)) if shape else dtype
+    numpy_type = np.int64 if dtype == tl.int64 else np.int32 if dtype == tl.int32 else np.float32
+    return tl.tensor(TensorHandle(np.full(shape or (1,), data, numpy_type), dtype), kind)
+
+
+def test_only_what_types_leave_open_goes_the_slow_way():
+    operators = Operators(interpreter, TritonSemantic(interpreter_builder))
+    add = operators.of("__add__", lambda left, right: "slow")
+    rsub = operators.of("__rsub__", lambda left, right: "slow")
+    integers, floats = block(tl.int32, (4, 1), 3), block(tl.float32, (4, 8))
+    for right in (integers, block(tl.int64, (1, 8)), block(tl.int32, ()), 7, tl.constexpr(-1)):
+        total = add(integers, right)
+        other = right if isinstance(right, (int, tl.constexpr)) else right.handle.data.flat[0]
+        assert (total.handle.data == 3 + getattr(other, "value", other)).all()
+    assert str(add(integers, block(tl.int64, (1, 8))).type) == str(tl.block_type(tl.int64, [4, 8]))
+    assert (rsub(integers, 10).handle.data == 7).all()
+    for right in (floats, 2.5, True, 2**31, block(tl.int32, (2, 1)), block(tl.int32, (1, 4, 1))):
+        assert add(integers, right) == "slow"
+    for right in (1, 1e-300, float("inf")):
+        assert add(floats, right) == "slow"
+    shift = operators.of("__lshift__", lambda left, right: "slow")
+    assert (shift(integers, 2).handle.data == 12).all()
+    assert shift(integers, 32) == shift(integers, -1) == "slow"
 
 
 def test_types_of_blocks_are_shared_and_keep_pointers_apart():

@@ -21,8 +21,9 @@ PAUSE_SECONDS = 50e-6
 """First pause of a waiting program when nothing else of its grid can run. Long enough for a
 copy thread to take the GIL and for another process to take the core, short against a spin's own
 cost."""
-LONGEST_PAUSE_SECONDS = 1e-3
-"""The same once it has looked in vain for some time."""
+LONGEST_PAUSE_SECONDS = 5e-3
+"""The same once it has looked in vain for a quarter of a second: always little against the time
+waited."""
 
 
 class _Stop(BaseException):
@@ -174,7 +175,7 @@ def pause(looks: int = 0) -> bool:
 
     Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
     copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``
-    from 50 µs to 1 ms: a look costs more than the first sleep, and with more ranks than cores,
+    from 50 µs to 5 ms: a look costs more than the first sleep, and with more ranks than cores,
     polling takes the core away from the very rank that is waited for.
     """
     seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)

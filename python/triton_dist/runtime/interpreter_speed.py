@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 
+from triton_dist.runtime.interpreter_operators import Operators
+
 
 def install(upstream: Any) -> None:
     """Make Triton's interpreter, the module ``upstream``, faster."""
@@ -23,6 +25,7 @@ def install(upstream: Any) -> None:
     share_block_types(upstream)
     keep_dtypes(upstream)
     keep_promotions()
+    leave_what_agrees()
     compare_types_by_identity()
     unwrap_by_type()
     broadcast_what_differs()
@@ -33,17 +36,22 @@ def install(upstream: Any) -> None:
 def share_shapes() -> None:
     """Share shape and size among tensors of one shape; nothing changes them."""
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
-    base = tl.tensor.__mro__[1]
 
-    def init(self: Any, handle: Any, type: Any) -> None:
-        base.__init__(self)
+    def shape_of(type: Any) -> tuple[Any, Any, Any]:
         shape = tuple(map(_number, type.shape)) if type.is_block() else ()
         known = made.get(shape)
         if known is None:
             constants = tl.tuple([tl.constexpr(size) for size in shape])
             known = made[shape] = tl.constexpr(math.prod(shape)), constants
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = known
+        type.of_tensors = type.scalar, *known
+        return type.of_tensors  # type: ignore[no-any-return]
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type = handle, type
+        try:
+            self.dtype, self.numel, self.shape = type.of_tensors
+        except AttributeError:
+            self.dtype, self.numel, self.shape = shape_of(type)
 
     tl.tensor.__init__ = init
 
@@ -73,17 +81,32 @@ def keep_dtypes(upstream: Any) -> None:
 
 def share_block_types(upstream: Any) -> None:
     """Share the types of blocks of one shape and element type, which are made for a value and once
-    more when it is handed to the builder; nothing changes them."""
+    more when it is handed to the builder, and what is known of those that are made anew; nothing
+    changes them."""
     made: dict[tuple[Any, ...], Any] = {}
+    unmended = tl.block_type.__init__
+
+    def key_of(element_ty: Any, shape: Any) -> tuple[Any, ...]:
+        # A pointer has no hash; its name says all but the address space.
+        return element_ty.name, getattr(element_ty, "address_space", 0), *shape
 
     def block(element_ty: Any, shape: Any) -> Any:
-        # A pointer has no hash; its name says all but the address space.
-        key = (element_ty.name, getattr(element_ty, "address_space", 0), *shape)
+        key = key_of(element_ty, shape)
         found = made.get(key)
         if found is None:
             found = made[key] = tl.block_type(element_ty, shape)
         return found
 
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        known = None
+        if type(shape) is list and all(type(size) is int for size in shape):
+            known = made.get(key_of(element_ty, shape))
+        if known is None:
+            unmended(self, element_ty, shape)
+        else:
+            vars(self).update(vars(known))
+
+    tl.block_type.__init__ = init
     tl.block_type.with_element_ty = lambda self, scalar_ty: block(scalar_ty, self.shape)
     upstream.InterpreterBuilder.get_block_ty = lambda self, dtype, shape: block(dtype, shape)
 
@@ -100,6 +123,26 @@ def keep_promotions() -> None:
         return found
 
     TritonSemantic.computation_type_impl = promoted
+
+
+def leave_what_agrees() -> None:
+    """Leave operands of one type, and a value of the type that it is to have, as they are."""
+    check, cast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
+    tensor, plain = tl.tensor, {"int32", "int64", "fp32"}
+
+    def checked(self: Any, lhs: Any, rhs: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+        if type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype:  # noqa: SIM102
+            if lhs.dtype.name in plain:
+                return self.broadcast_impl_value(lhs, rhs)  # type: ignore[no-any-return]
+        return check(self, lhs, rhs, *rest, **options)  # type: ignore[no-any-return]
+
+    def converted(self: Any, input: Any, dst_ty: Any, *rounding: Any, **options: Any) -> Any:
+        if input.dtype is dst_ty:
+            return input
+        return cast(self, input, dst_ty, *rounding, **options)
+
+    TritonSemantic.binary_op_type_checking_impl = checked
+    TritonSemantic.cast = converted
 
 
 def compare_types_by_identity() -> None:
@@ -156,6 +199,7 @@ def call_builtins_directly(upstream: Any) -> None:
     two functions around it."""
     builtins: dict[Any, list[tuple[str, Any, Callable[..., Any]]]] = {}
     semantic = TritonSemantic(upstream.interpreter_builder)
+    operators = Operators(upstream, semantic)
 
     def direct(member: Any) -> Callable[..., Any]:
         function = inspect.unwrap(member, stop=lambda each: not core.is_builtin(each))
@@ -166,10 +210,13 @@ def call_builtins_directly(upstream: Any) -> None:
 
         return call
 
+    def fast(package: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return operators.of(name, call) if package is tl.tensor else call
+
     def patch(package: Any, _builder: Any, scope: Any) -> None:
         if package not in builtins:
             builtins[package] = [
-                (name, member, direct(member))
+                (name, member, fast(package, name, direct(member)))
                 for name, member in inspect.getmembers(package)
                 if core.is_builtin(member)
             ]

@@ -1,7 +1,9 @@
-"""Kernels, imported and rewritten as Triton's interpreter runs them: importing this module does it.
+"""Kernels, imported and rewritten as Triton's interpreter runs them, and the sources of all that is
+tuned, read and parsed: importing this module does it.
 
 The server that ranks are forked from imports it where they interpret. Each rank otherwise spends
-half a second on the same, more than most of what it is started for.
+half a second on the kernels, and one that tunes a second and a half on the sources: more than most
+of what it is started for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import sys
 
 from triton.runtime.interpreter import InterpretedFunction
 
-import triton_dist.kernels.nvidia  # noqa: F401  # all kernels
+import triton_dist.kernels.nvidia as ops  # all kernels
+from triton_dist._tuning.source import source_of
+from triton_dist.tune import AutoTuner
 
 
 def rewrite() -> int:
@@ -29,5 +33,14 @@ def rewrite() -> int:
     return len(found)
 
 
+def read_sources() -> int:
+    """Read what each op's records depend on; how many ops there are. What a file says is kept."""
+    found = [value for value in vars(ops).values() if isinstance(value, AutoTuner)]
+    for op in found:
+        source_of([op.fn])
+    return len(found)
+
+
 rewrite()
+read_sources()
 gc.freeze()  # nothing of it is garbage: a collection in a rank would only copy it

@@ -1,0 +1,213 @@
+"""Operators of Triton's interpreter on numbers, without what follows from their types.
+
+``a + b`` of two blocks of ``int32`` passes a dozen functions upstream: checks of types that agree,
+conversions that convert nothing, a block that is filled with a constant, and two objects around the
+result of numpy's one operation. Most of what a kernel computes is of this kind (rows, columns,
+offsets, flags), so here the operation is called at once. All else goes the way that it went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+Operator = Callable[[Any, Any], Any]
+_Kinds = dict[str, "np.dtype[Any]"]
+
+_INTEGERS: _Kinds = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+_SINGLE: _Kinds = {"fp32": np.dtype(np.float32)}
+_NUMBERS: _Kinds = {**_INTEGERS, **_SINGLE, "fp16": np.dtype(np.float16)}
+_BITS: _Kinds = {**_INTEGERS, "int1": np.dtype(np.bool_)}
+
+
+def _quotient(left: Any, right: Any) -> Any:
+    """Divide and round towards zero, as upstream does."""
+    return (left - np.fmod(left, right)) // right
+
+
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+_SHIFTS: dict[str, Callable[..., Any]] = {"lshift": np.left_shift, "rshift": np.right_shift}
+_OPERATIONS: dict[str, tuple[Callable[..., Any], _Kinds]] = {
+    "add": (np.add, _NUMBERS),
+    "sub": (np.subtract, _NUMBERS),
+    "mul": (np.multiply, _NUMBERS),
+    "truediv": (np.divide, _SINGLE),
+    "floordiv": (_quotient, _INTEGERS),
+    "mod": (np.fmod, _INTEGERS),
+    "and": (np.bitwise_and, _BITS),
+    "or": (np.bitwise_or, _BITS),
+    **{name: (operation, _INTEGERS) for name, operation in _SHIFTS.items()},
+    **{name: (operation, _NUMBERS) for name, operation in _COMPARISONS.items()},
+}
+"""By the middle of a method's name: numpy's operation, and the types on which it is all that
+upstream does, each with numpy's own."""
+
+_MOST_CONSTANTS = 4096
+_FLOAT32 = np.finfo(np.float32)
+
+
+class Operators:
+    """Operators as ``upstream``, the module ``triton.runtime.interpreter``, has them, but fast."""
+
+    def __init__(self, upstream: Any, semantic: Any) -> None:
+        self._semantic = semantic
+        self._handle = upstream.TensorHandle
+        self._constants: dict[tuple[str, Any], Any] = {}
+        self._results: dict[tuple[str, str], Any] = {}
+
+    def of(self, method: str, slow: Operator) -> Operator:
+        """What ``tl.tensor.<method>`` is to be in a launch; ``slow`` is what it is upstream."""
+        name = method.strip("_") if method.startswith("__") else ""
+        if name == "add":
+            slow = self._addresses(slow)
+        if name in _OPERATIONS:
+            return self._forward(name, slow)
+        if name[:1] == "r" and name[1:] in _OPERATIONS and name[1:] not in _SHIFTS:
+            return self._reflected(name[1:], slow)
+        return slow
+
+    def _forward(self, name: str, slow: Operator) -> Operator:
+        operation, kinds = _OPERATIONS[name]
+        compares, tensor, int1, made = name in _COMPARISONS, tl.tensor, tl.int1, self._made
+        constant = self._distance if name in _SHIFTS else self._constant
+        result_type = self._result_type
+
+        def call(self: Any, other: Any) -> Any:
+            dtype, left, kind = self.dtype, self.handle, self.type
+            numbers, held = left.data, left.dtype
+            if numbers.dtype is not kinds.get(dtype.name):
+                return slow(self, other)
+            if type(other) is tensor:
+                others = other.handle.data
+                if others.dtype is not kinds.get(other.dtype.name):
+                    return slow(self, other)
+                if other.type is not kind:
+                    kind = result_type(kind, other.type)
+                    if kind is None:
+                        return slow(self, other)
+                    if kind.scalar is not dtype:
+                        held = kind.scalar
+            else:
+                others = constant(other, dtype)
+                if others is None:
+                    return slow(self, other)
+            if compares:
+                kind = kind.with_element_ty(int1) if kind.is_block() else int1
+            return made(operation(numbers, others), held, kind)
+
+        return call
+
+    def _reflected(self, name: str, slow: Operator) -> Operator:
+        operation, kinds = _OPERATIONS[name]
+        compares, int1, made, constant = name in _COMPARISONS, tl.int1, self._made, self._constant
+
+        def call(self: Any, other: Any) -> Any:
+            dtype, numbers, kind = self.dtype, self.handle.data, self.type
+            if numbers.dtype is not kinds.get(dtype.name):
+                return slow(self, other)
+            others = constant(other, dtype)
+            if others is None:
+                return slow(self, other)
+            if compares:
+                kind = kind.with_element_ty(int1) if kind.is_block() else int1
+            return made(operation(others, numbers), dtype, kind)
+
+        return call
+
+    def _addresses(self, slow: Operator) -> Operator:
+        """Add offsets to addresses."""
+        tensor, pointer, int32 = tl.tensor, tl.pointer_type, tl.int32
+        made, constant = self._made, self._constant
+
+        def call(self: Any, other: Any) -> Any:
+            dtype, kind = self.dtype, self.type
+            if type(dtype) is not pointer:
+                return slow(self, other)
+            if type(other) is tensor:
+                offsets, others = other.handle.data, other.type
+                if offsets.dtype is not _INTEGERS.get(other.dtype.name):
+                    return slow(self, other)
+                if others.is_block():
+                    if not kind.is_block():
+                        kind = others.with_element_ty(dtype)
+                    elif kind.shape.values != others.shape.values:
+                        return slow(self, other)
+            else:
+                offsets = constant(other, int32)
+                if offsets is None:
+                    return slow(self, other)
+            size = max(1, dtype.element_ty.primitive_bitwidth // 8)
+            addresses = self.handle.data + size * offsets.astype(np.uint64)
+            return made(addresses, self.handle.dtype, kind)
+
+        return call
+
+    def _made(self, data: Any, dtype: Any, kind: Any) -> Any:
+        """Wrap ``data``, which fits ``dtype``, as a tensor of type ``kind``."""
+        handle = object.__new__(self._handle)
+        handle.data, handle.dtype, handle.attr = data, dtype, {}
+        return tl.tensor(handle, kind)
+
+    def _constant(self, value: Any, dtype: Any) -> Any:
+        """Return an array of one, or None where upstream has to decide on its type."""
+        if type(value) is tl.constexpr:
+            value = value.value
+        if type(value) is int:
+            if dtype.name not in _INTEGERS:
+                return None
+        elif type(value) is not float or dtype.name != "fp32":
+            return None
+        known = self._constants.get((dtype.name, value))
+        if known is None and _is_plain(value):
+            if len(self._constants) >= _MOST_CONSTANTS:
+                self._constants.clear()
+            known = self._semantic.scalar_constant(value, dtype).handle.data
+            self._constants[dtype.name, value] = known
+        return known
+
+    def _distance(self, value: Any, dtype: Any) -> Any:
+        """Return the same of how far to shift; upstream warns of what is too far."""
+        bits = value.value if type(value) is tl.constexpr else value
+        return self._constant(value, dtype) if type(bits) is int and 0 <= bits < 32 else None
+
+    def _result_type(self, left: Any, right: Any) -> Any:
+        """Return the type of what blocks or numbers give, or None where upstream refuses, adds
+        dimensions, or has more to say on the element type."""
+        key = left.name, right.name
+        if key not in self._results:
+            self._results[key] = _broadcast(left, right)
+        return self._results[key]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether upstream takes a number for an int32 or a float32."""
+    if type(value) is int:
+        return -(2**31) <= value < 2**31
+    return value == 0.0 or bool(_FLOAT32.tiny <= abs(value) <= _FLOAT32.max)
+
+
+def _broadcast(left: Any, right: Any) -> Any:
+    element, other = left.scalar, right.scalar
+    if element.name != other.name:
+        if element.name not in _INTEGERS or other.name not in _INTEGERS:
+            return None
+        element = tl.int64
+    shapes = [tuple(each.shape) if each.is_block() else () for each in (left, right)]
+    if not any(shapes):
+        return element
+    if all(shapes) and len(shapes[0]) != len(shapes[1]):
+        return None
+    try:
+        return tl.block_type(element, list(np.broadcast_shapes(*shapes)))
+    except ValueError:
+        return None
