@@ -177,6 +177,7 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
         f"  on      {record.key.hardware}",
         f"  winner  {best}, {best.outcome.median:.4f} ms",  # type: ignore[union-attr]
         f"  tuned   {tuned}",
+        *([f"  how     {record.carried}"] if record.carried else []),
         f"  file    {where}",
     ]
 
