@@ -21,11 +21,11 @@ recorded; after the last the first comes again. What a run takes is the recorded
 
 True is the median of all recorded runs, without what was added. *Near* is the part of the draws in
 which the winner is within max(1 %, half of the 95 % interval of the best config's median) of the
-best; *regret*, by how much it is slower; *cost*, the time of all runs, the untimed ones too, relative
-to 5 + 10's.
+best; *regret*, by how much it is slower (p95: its 95th percentile); *cost*, the time of all runs,
+the untimed ones too, relative to 5 + 10's.
 
-The folder has files in the T4 format, as for ``bench_tuning.py``. ``--noisy`` adds to each space one
-more: its medians with the noise of another, to which it is a flat space on a restless device.
+The folder has files in the T4 format, as for ``bench_tuning.py``. ``--noisy`` adds to each space
+one more: its medians with the noise of another, to be as restless as that one's device.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Space:
         best = np.sort(self.recorded[np.median(self.recorded, axis=1).argmin()])
         runs = len(best)
         below = np.cumsum([math.comb(runs, k) / 2**runs for k in range(runs)])
-        out = int((below <= 0.025).sum())  # so many runs lie outside of the interval on each side
+        out = int((below <= 0.025).sum()) - 1  # runs outside of the interval, on each side
         return max(0.01, float(best[runs - 1 - out] - best[out]) / 2 / float(np.median(best)))
 
 
@@ -229,7 +229,8 @@ def racing(space: Space, draw: Draw) -> tuple[int, float]:
         samples[place] += outcome.samples
         search.tell(request, outcome)
     tried = sorted(samples)
-    first = winner([Measurement(samples[each], policy.warmup) for each in tried], policy.indifference)
+    outcomes = [Measurement(samples[each], policy.warmup) for each in tried]
+    first = winner(outcomes, policy.indifference)
     assert first is not None
     return tried[first], draw.cost
 

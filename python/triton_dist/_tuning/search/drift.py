@@ -1,9 +1,9 @@
 """Clocks that drift while candidates are measured once or twice each.
 
-In the early rounds of a race, a lap over hundreds of candidates takes long, and a candidate's first
-sample shares its clocks with the few that were measured beside it, not with all. So time is cut into
-*blocks* of consecutive samples. Those that were measured in two blocks and more tell how these
-differ; that is fitted, and taken out of everybody's samples.
+In the early rounds of a race, a lap over hundreds of candidates takes long, and a candidate's
+first sample shares its clocks with the few that were measured beside it, not with all. So time is
+cut into *blocks* of consecutive samples. Those that were measured in two blocks and more tell how
+these differ; that is fitted, and taken out of everybody's samples.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class Drift:
             # take sides come to rest far from what fits.
             for block, each in ratios.items():
                 self._speed[block] = self._speed.get(block, 1.0) * statistics.fmean(each)
+            # Only how they differ is known; what is not known is in the middle.
+            mean = statistics.fmean(self._speed.values()) if self._speed else 1.0
+            self._speed = {block: speed / mean for block, speed in self._speed.items()}
 
     def steadied(self, digest: str) -> list[float]:
         """Its samples without the drift, as far as it is known."""

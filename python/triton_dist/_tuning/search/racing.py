@@ -12,27 +12,27 @@ round  samples in all   leaves
                         are close, and a quarter of the space at least
 3      5, one a lap     who is behind by more than the noise explains, after each lap; after the
                         last all but the first 16
-final  5 + ``repeat``,  who is behind for sure, after each lap; all, when it is sure enough who is
-       and ``doubt``    first. After ``repeat`` laps only finalists that noise does not tell apart
-       more             are left, and they go on, for ``doubt`` laps at most
+final  11, and at most  who is behind by more than three standard errors, after each lap; all, when
+       5 + ``repeat``   two standard errors are less than a quarter of the indifference zone. So
+       + ``doubt``      more samples are taken only of those whose order is in doubt
 =====  ===============  ==========================================================================
 
-A *lap* is a sample of each that is left, forward, the next lap backward (A B C C B A). So samples of
-one candidate are spread over time, and those of different candidates lie side by side: what a lap
-has in common is the clocks', and is taken out (:mod:`~triton_dist._tuning.values.laps`). In rounds
-1 and 2, where a lap takes long, :mod:`~triton_dist._tuning.search.drift` does it.
+A *lap* is a sample of each that is left, forward, the next lap backward (A B C C B A). So samples
+of one candidate are spread over time, and those of different candidates lie side by side: what a
+lap has in common is the clocks', and is taken out (:mod:`~triton_dist._tuning.values.laps`). Before
+the final, where a lap takes long, :mod:`~triton_dist._tuning.search.drift` does it.
 
-Until the final a candidate leaves when its better half (of two samples the lower) is behind the
-worse half of another by more than ``4 * noise * sqrt(2 / samples)``: four standard errors of the
-difference of two means, because the leader of many is partly a lucky one. Noise is mostly delay, and
-one hiccup must neither end a race nor make a leader. *Noise* is the relative standard deviation of
-the samples of one candidate, the third quartile over those in the round (a few samples tell little
-about one candidate's own noise, but the candidates together tell it well; the quartile is for spaces
-in which some are noisier). It is never less than the indifference zone.
+Until the final a candidate leaves when it is behind another by more than ``4 * noise * sqrt(2 /
+samples)``: four standard errors of the difference of two means, because the leader of many is
+partly a lucky one. One hiccup must neither end a race nor make a leader: of few samples the lower
+of the middle two count for who may leave, and the higher for who leads. *Noise* is the relative
+standard deviation of the samples of one candidate, the third quartile over those in the round (a
+few samples tell little about one candidate's own noise, but many candidates together tell it well;
+of few candidates more is made). The margin is never less than the indifference zone.
 
-The first config of the space (the default) and the incumbent are in the final, so a tuning cannot do
-worse than not tuning. What failed leaves at once, and whom it put out of the race is called back.
-Who wins is not decided here: :func:`triton_dist._tuning.values.winner`.
+The first config of the space (the default) and the incumbent are in the final, so a tuning cannot
+do worse than not tuning. What failed leaves at once, and whom it put out of the race is called
+back. Who wins is not decided here: :func:`triton_dist._tuning.values.winner`.
 
 ``benchmarks/bench_racing.py`` replays all this on recorded spaces under clocks that drift, with
 heavy tails and in two states, and ``docs/explanation/measuring.md`` says what comes of it.
@@ -59,9 +59,12 @@ CLOCKS = 0.06
 TELLERS = 3
 """So many of each block of the first round tell by a second sample how fast its clocks were."""
 STANDARD_ERRORS = 4.0
+FEW_TELL_LITTLE = 3.0
+"""So many candidates more would have to be asked, if it were as many again, how noisy it is."""
 FINALISTS = 16
-LEAST_LAPS = 4
-"""Laps of the final before anybody leaves it."""
+LEAST_LAPS = 6
+"""Laps of the final before anybody leaves it: more than the samples before it, so that who was not
+in it does not win by samples of which none was taken beside the others' (it has less than half)."""
 STANDARD_ERRORS_IN_FINAL = 3.0
 SURE = 0.25
 """Part of the indifference zone below which two standard errors decide nothing any more."""
@@ -144,7 +147,8 @@ class Racing:
         # In turn, so that each block of the second round meets many of the first.
         columns = itertools.zip_longest(*(block[:TELLERS] for block in blocks.values()))
         seen = [config for column in columns for config in column if config is not None]
-        others = [config for config in candidates if config not in seen]
+        told = {config.digest for config in seen}
+        others = [config for config in candidates if config.digest not in told]
         yield from self._each(seen, 2)
         while others:
             self._drift.fit(self._digests(seen))
@@ -247,7 +251,8 @@ class Racing:
             if len(own) > 1
         )
         third_quartile = noise[3 * (len(noise) - 1) // 4] if noise else 0.0
-        margin = STANDARD_ERRORS * third_quartile * math.sqrt(2 / max(samples, 1))
+        sureness = 1 + FEW_TELL_LITTLE / max(len(noise), 1)
+        margin = STANDARD_ERRORS * sureness * third_quartile * math.sqrt(2 / max(samples, 1))
         fastest = min(map(self._worse, digests), default=math.inf)
         return fastest * (1 + max(margin, self._policy.indifference, least))
 

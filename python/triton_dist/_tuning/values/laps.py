@@ -1,9 +1,9 @@
 """Candidates that were measured in turn: what is the device's that day, and what is theirs.
 
-Clocks and temperature drift while candidates are measured, by more than candidates differ. A search
-that measures them in turn gives each its n-th sample at about the same time, in the n-th *lap*, so
-what all have in common in a lap is no candidate's. It is estimated and taken out. Where samples were
-not taken in turn, laps have nothing in common, and nothing is taken out.
+Clocks and temperature drift while candidates are measured, by more than candidates differ. A
+search that measures them in turn gives each its n-th sample at about the same time, in the n-th
+*lap*, so what all have in common in a lap is no candidate's. It is estimated and taken out. Where
+samples were not taken in turn, laps have nothing in common, and nothing is taken out.
 """
 
 from __future__ import annotations

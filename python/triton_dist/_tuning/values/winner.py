@@ -19,10 +19,10 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     """Index of the outcome that wins; ``None`` if all are failures.
 
     The fastest by what its samples are without the drift that all have in common
-    (:func:`~triton_dist._tuning.values.laps.levels`); of those that noise does not tell from it, the
-    earliest. This zone is as wide as the noise, half a standard error of the difference, and never
-    wider than ``indifference``: a difference that was measured is not given away, and one that was
-    not decides nothing. (Replayed on recorded spaces, a fixed zone of 1 % doubles the mean regret.)
+    (:func:`~triton_dist._tuning.values.laps.levels`); of those that noise does not tell from it,
+    the earliest. This zone is as wide as the noise, half a standard error of the difference, and
+    never wider than ``indifference``: a difference that was measured is not given away, and one
+    that was not decides nothing.
 
     A search that drops losers early leaves some with few samples. Those with fewer than half as
     many as the most measured one do not count: their times say little, and the search had its
