@@ -81,7 +81,7 @@ class Neighbours:
             if far > REACH:
                 continue
             if not validity(record, fingerprint, subject.space, parts.settings.strict).reasons:
-                found[sizes] = Neighbour(sizes, far, record, _slowdowns(record))
+                found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
         nearest = sorted(found.values(), key=lambda each: (each.distance, each.sizes))
         return cls(family, nearest, subject.is_safe)
 
@@ -166,7 +166,8 @@ class Neighbours:
         return {digest: total / weights for digest, (total, weights) in sums.items()}
 
 
-def _slowdowns(record: TuningRecord) -> dict[str, float]:
+def slowdowns(record: TuningRecord) -> dict[str, float]:
+    """By digest, the log of each config's median over the winner's."""
     medians = {
         trial.digest: trial.outcome.median
         for trial in record.trials

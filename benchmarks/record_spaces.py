@@ -1,0 +1,130 @@
+"""Record the whole tuning space of an op at many sizes, for replays without its hardware.
+
+    bash scripts/launch.sh benchmarks/record_spaces.py --op ag_gemm --out ag_gemm_sizes.json.gz
+    bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --out matmul_sizes.json.gz
+
+At each M every config that pruning leaves is run ``--runs`` times: interleaved, cold L2, ranks
+lined up, the slowest rank counts. The file is what ``bench_transfer.py`` replays: by M, milliseconds of
+each config, by its place in ``configs``; one that fails has the reason instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap.results import software
+from overlap.shapes import parse_numbers
+
+from triton_dist.kernels.common.gemm_case import Shape
+from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.timing import interleaved
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
+
+CASES = gemm_cases()
+_SIZES = [64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+_SIZES += [2560, 3072, 3584, 4096]
+_CPU_SCALE = 256
+_SECONDS = 30.0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", choices=["matmul", *CASES], default="matmul")
+    parser.add_argument("--M", type=parse_numbers, default=_SIZES)
+    parser.add_argument("--N", type=int, default=28672)
+    parser.add_argument("--K", type=int, default=8192)
+    parser.add_argument("--runs", type=int, default=16)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+class Recorder:
+    """The space of one op, at one size after another. Collective."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.case = CASES.get(options.op)
+        self.op = matmul if self.case is None else self.case.op
+        self.configs = list(self.op.config_space)
+
+    def record(self) -> dict[str, Any]:
+        """Runs of all configs, by M."""
+        scale = 1 if is_cuda() else _CPU_SCALE
+        shape = functools.partial(Shape, N=self.options.N // scale, K=self.options.K // scale)
+        sizes = {}
+        if self.case is None:
+            for M in self.options.M:
+                sizes[str(M)] = self._runs(*self._matrices(shape(M)))
+        else:
+            dtype, ranks = torch.bfloat16, dist.get_world_size()
+            with self.case.context(shape(max(self.options.M)), dtype) as ctx:
+                for M in self.options.M:
+                    operands = self.case.operands(shape(M), dtype, ranks)
+                    sizes[str(M)] = self._runs(*self.case.arguments(operands, ctx))
+        safe = [place for place, each in enumerate(self.configs) if self.op.is_safe(each)]
+        return {
+            "op": self.options.op, "N": self.options.N, "K": self.options.K,
+            "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
+            "software": software(), "configs": [str(each) for each in self.configs],
+            "safe": safe, "sizes": sizes,
+        }  # fmt: skip
+
+    def _matrices(self, shape: Shape) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = current_device().torch_device
+        A = torch.randn(shape.M, shape.K, dtype=torch.bfloat16, device=place)
+        B = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=place).T
+        return (A, B), {}
+
+    def _runs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        kept, _ = self.op.config_space.prune(self.op.prune_fn, args, kwargs)
+        calls: dict[str, Callable[[], Any]] = {}
+        runs: dict[str, Any] = {}
+        for config in kept:
+            name = str(self.configs.index(config))
+            call = functools.partial(self.op.fn, *args, **kwargs, **config)
+            reason = self._first_run(call)
+            if reason:
+                runs[name] = reason
+            else:
+                calls[name] = call
+        samples = interleaved(calls, self.options.runs, warmup_rounds=1)
+        runs |= {name: [round(ms, 5) for ms in each.milliseconds] for name, each in samples.items()}
+        dist_print(f"M = {args[0].shape[0]}: {len(calls)} configs, {len(kept) - len(calls)} failed")
+        return runs
+
+    def _first_run(self, call: Callable[[], Any]) -> str:
+        """Why it fails on some rank; nothing if it does not."""
+        reason = ""
+        try:
+            call()
+            current_device().synchronize(_SECONDS)
+        except Exception as error:  # one config's failure is not the space's
+            reason = f"{type(error).__name__}: {error}"[:200]
+        return next(filter(None, group_for().gather("first run", reason)), "")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    initialize_distributed()
+    tree = Recorder(options).record()
+    if dist.get_rank() == 0:
+        options.out.write_bytes(gzip.compress(json.dumps(tree).encode(), mtime=0))
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()
