@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from triton_dist import knobs
 from triton_dist.errors import RankFailure
+from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
 from triton_dist.testing.poison import poisoned_empty
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -71,10 +72,11 @@ def main(task: RankTask, reports: connection.Connection[Any, Any]) -> None:
 
 def _run(task: RankTask) -> bytes:
     if task.device == "cuda":
-        torch.cuda.set_device(task.rank)
+        torch.cuda.set_device(gpu_of(task.rank))
     fn, args = pickle.loads(task.call)
     if task.init:
-        backend = "gloo" if task.device == "cpu" else "cpu:gloo,cuda:nccl"
+        has_nccl = task.device == "cuda" and ranks_per_gpu() == 1
+        backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=task.timeout))
         # No rank runs, and perhaps ends, while another is still connecting to it.
         dist.all_reduce(torch.zeros(1))

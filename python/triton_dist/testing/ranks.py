@@ -44,6 +44,7 @@ def spawn_ranks(
     grace: float = 10.0,
     env: Mapping[str, str] | None = None,
     device: str = "cpu",
+    share_gpus: bool = False,
     init: bool = True,
     poison_empty: bool = True,
     fresh: bool = False,
@@ -59,7 +60,9 @@ def spawn_ranks(
         timeout: seconds for everything, start included.
         grace: seconds that the other ranks have to end by themselves once one has failed.
         device: ``"cpu"``: ranks interpret kernels. ``"cuda"``: rank i compiles and runs on GPU i.
-        init: initialise the default process group: gloo on CPU ranks, gloo and NCCL on GPUs.
+        share_gpus: with fewer GPUs than ranks, several ranks have a GPU.
+        init: initialise the default process group: gloo on CPU ranks and where ranks share GPUs,
+            gloo and NCCL on GPUs.
         poison_empty: ranks run under :func:`triton_dist.testing.poisoned_empty`.
         fresh: ranks are new interpreters that have imported no kernel, for libraries that must be
             imported before any; takes some seconds.
@@ -76,6 +79,8 @@ def spawn_ranks(
     # The ranks' rendezvous, on a port that the system chose and that nobody can take meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     base = _environment(world_size, store.port, device) | dict(env or {})
+    if share_gpus:
+        base |= {"TRITON_DIST_SHARE_GPUS": "1"}
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="triton_dist_ranks_") as folder:
         try:

@@ -347,7 +347,7 @@ class Collective(WholeProduct[Call, Sizes]):
 
     def suits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks are there to run our kernels.
-        is_tried = sizes.num_ranks == 1 or current_device().has_libraries
+        is_tried = sizes.num_ranks == 1 or current_device().has_nccl
         return sizes.asked == self.name or (sizes.asked is None and is_tried)
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
