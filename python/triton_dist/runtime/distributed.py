@@ -98,8 +98,7 @@ def _settle_on(gpu: int) -> None:
             raise refused
     failed = ""
     try:
-        torch.cuda.set_device(gpu)
-        torch.zeros(1, device="cuda")
+        _use(gpu)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
         failed = str(error).partition("\n")[0]
     for rank, failure in enumerate(ranks.gather("ranks have settled on their GPUs", failed)):
@@ -109,6 +108,12 @@ def _settle_on(gpu: int) -> None:
                 f"rank {ranks.named(rank)} cannot use its GPU beside the others: {failure}",
                 "Start fewer ranks: each takes about 0.5 GB before it allocates anything.",
             )
+
+
+def _use(gpu: int) -> None:
+    """Make ``gpu`` the current device, and its context now."""
+    torch.cuda.set_device(gpu)
+    torch.zeros(1, device="cuda")
 
 
 def finalize_distributed() -> None:

@@ -22,5 +22,7 @@ def ranks_per_gpu() -> int:
 
 
 def gpu_of(local_rank: int) -> int:
-    """CUDA ordinal of the GPU of a rank; past the last one if there are too few."""
-    return local_rank // ranks_per_gpu()
+    """CUDA ordinal of a rank's GPU, past the last one if there are too few; neighbours share."""
+    if ranks_per_gpu() == 1:
+        return local_rank
+    return local_rank * torch.cuda.device_count() // knobs.local_world_size.get()
