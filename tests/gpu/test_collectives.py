@@ -10,7 +10,7 @@ import pytest
 from tests.distributed import collective_ranks
 from tests.distributed.collective_calls import OPS, WAYS
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
 
 
@@ -54,8 +54,8 @@ def test_every_candidate_gives_the_same(on_gpus, op):
 
 
 @EACH_OP
-def test_tuned_over_the_ranks(on_gpus, op):
-    assert set(on_gpus(collective_ranks.tuned, op)) == {(2, 6)}
+def test_tuned_over_the_ranks(on_new_gpus, op):
+    assert set(on_new_gpus(collective_ranks.tuned, op)) == {(2, 6)}
 
 
 @EACH_OP

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed import gemm_ar_ranks
 from tests.distributed.gemm_ar_calls import TILED, WAYS
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 def test_any_number_of_rows(on_gpus):

@@ -11,9 +11,8 @@ import torch
 
 from tests.distributed import overlap_stress
 from tests.distributed.overlap_stress import Load, summarise
-from triton_dist.testing import spawn_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 CALLS = 1000
 LOADS = {
     "bfloat16": Load(CALLS, 1024, 1024, 2048, torch.bfloat16, configs=16),
@@ -29,22 +28,13 @@ LOADS = {
 }
 
 
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def num_ranks(request):
-    return request.param
-
-
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_thousand_calls(num_ranks, load):
-    results = spawn_ranks(num_ranks, overlap_stress.random_calls, load, device="cuda", timeout=500)
+def test_a_thousand_calls(on_gpus, load):
+    results = on_gpus(overlap_stress.random_calls, load)
     assert summarise(results, CALLS) == ""
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_thousand_replays(num_ranks, load):
-    results = spawn_ranks(
-        num_ranks, overlap_stress.random_replays, load, 24, device="cuda", timeout=500
-    )
+def test_a_thousand_replays(on_gpus, load):
+    results = on_gpus(overlap_stress.random_replays, load, 24)
     assert summarise(results, CALLS) == ""

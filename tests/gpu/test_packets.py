@@ -3,23 +3,13 @@ all ways have in common."""
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
 
 from tests.distributed import packet_ranks
-from triton_dist.testing import spawn_ranks
 
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def on_gpus(request):
-    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
-    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 def test_no_word_is_left_behind(on_gpus):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import gemm_ar_calls, gemm_rs_calls, summed_gemm_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 @pytest.fixture(params=[gemm_ar_calls.Calls, gemm_rs_calls.Calls], ids=lambda kind: kind.name)
@@ -65,9 +65,9 @@ def test_every_candidate_gives_the_same(on_gpus, kind):
     assert count > kind.fewest_configs
 
 
-def test_tuned_over_the_ranks(on_gpus, kind):
+def test_tuned_over_the_ranks(on_new_gpus, kind):
     tunings = len(kind.tuned_calls)
-    assert set(on_gpus(summed_gemm_ranks.tuned, kind)) == {(tunings, 3 * tunings)}
+    assert set(on_new_gpus(summed_gemm_ranks.tuned, kind)) == {(tunings, 3 * tunings)}
 
 
 def test_captured_in_graphs(on_gpus, kind):
