@@ -7,7 +7,6 @@ import pytest
 from tests.distributed import ag_gemm_ranks, collective_ranks, gemm_ar_calls, gemm_rs_calls
 from tests.distributed import summed_gemm_ranks as summed
 from tests.distributed.collective_calls import OPS
-from triton_dist.testing.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 SUMMED = pytest.mark.parametrize(
@@ -15,11 +14,10 @@ SUMMED = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def on_eight():
+@pytest.fixture
+def on_eight(on_ranks):
     """``on_eight(fn, *args)``: what ``fn`` returns on each of eight ranks."""
-    with RankPool(8, device="cuda", share_gpus=True) as pool:
-        yield lambda fn, *args: pool.run(fn, *args, timeout=500)
+    return on_ranks(8)
 
 
 def test_every_schedule_of_the_all_gather(on_eight):
