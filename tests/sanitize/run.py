@@ -65,13 +65,17 @@ class Ranks:
         went on for long after another had failed."""
         deadline = time.monotonic() + seconds
         failed = False
-        while any(process.poll() is None for process in self._processes):
-            if not failed and any(process.poll() not in (None, 0) for process in self._processes):
-                failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        return [self._end(process) for process in self._processes]
+        try:
+            while any(process.poll() is None for process in self._processes):
+                statuses = [process.poll() for process in self._processes]
+                if not failed and any(status not in (None, 0) for status in statuses):
+                    failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+        finally:
+            ended = [self._end(process) for process in self._processes]
+        return ended
 
     def _end(self, process: subprocess.Popen[bytes]) -> int | None:
         status = process.poll()
@@ -138,6 +142,7 @@ def main() -> int:
     if program is None:
         print(reports.missing(), file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ranks are ended on the way out
     print(f"using {program}", flush=True)
     options.logs = options.logs or Path(tempfile.mkdtemp(prefix="triton_dist_sanitize_"))
     options.logs.mkdir(parents=True, exist_ok=True)
