@@ -4,7 +4,7 @@
     bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --out matmul_sizes.json.gz
 
 At each M every config that pruning leaves is run ``--runs`` times: interleaved, cold L2, ranks
-lined up, the slowest rank counts. The file is what ``bench_transfer.py`` replays: by M, milliseconds of
+lined up, the slowest rank counts. The file is what ``bench_transfer.py`` replays: by M, times of
 each config, by its place in ``configs``; one that fails has the reason instead.
 """
 

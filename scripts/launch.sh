@@ -7,12 +7,14 @@ usage() {
 Usage: bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS OF SCRIPT]
 
 Runs SCRIPT in one process per rank with torchrun. Uses the current python3 if it has all that is
-needed, else sets up .venv in the repository first. With NVIDIA GPUs there is one rank per GPU; without,
-2 ranks on the CPU, where Triton's interpreter runs the same kernels.
+needed, else sets up .venv in the repository first. With NVIDIA GPUs there is one rank per GPU, or with
+--share-gpus more; without, 2 ranks on the CPU, where Triton's interpreter runs the same kernels.
 
 SCRIPT is looked for as given; a bare name then in tests/ and python/triton_dist/test/*/.
 
   --nproc_per_node=N     ranks on this host (also --nproc_per_node N, --nproc-per-node)
+  --share-gpus           several ranks on each GPU where there are more ranks than GPUs; to see that
+                         programs are right, not how fast they are
   --help                 this text
 
 Options before SCRIPT that are not listed here go to torchrun: --max-restarts=1, --tee 3, ...
@@ -33,6 +35,7 @@ END
 
 nproc=${ARNOLD_WORKER_GPU:-}
 options=()
+case ${TRITON_DIST_SHARE_GPUS:-} in 1 | true | on | yes) share=asked ;; *) share="" ;; esac
 is_path=1 # of what follows the options; a module or another program is not looked for
 while (($# > 0)); do
     case $1 in
@@ -46,6 +49,7 @@ while (($# > 0)); do
             nproc=$2
             shift
             ;;
+        --share-gpus | --share_gpus) share=option ;;
         -m | --module | --no-python | --no_python)
             is_path=0
             options+=("$1")
@@ -83,12 +87,20 @@ fi
 
 choose_device
 if [[ $DEVICE == cuda ]]; then
+    if [[ -n $share ]] && ((GPU_COUNT == 1)); then nproc=${nproc:-2}; fi
     nproc=${nproc:-$GPU_COUNT}
+    ranks_per_gpu=one
     if [[ $nproc =~ ^[0-9]+$ ]] && ((nproc > GPU_COUNT)); then
-        die "--nproc_per_node=$nproc, but there are $GPU_COUNT GPU(s) ($GPU_REASON); each rank needs its own"
+        if [[ -z $share ]]; then
+            die "--nproc_per_node=$nproc, but there are $GPU_COUNT GPU(s) ($GPU_REASON); each rank needs its own." \
+                "With --share-gpus several ranks share a GPU, to see that a program is right"
+        fi
+        ranks_per_gpu="up to $(((nproc + GPU_COUNT - 1) / GPU_COUNT))"
+        export TRITON_DIST_SHARE_GPUS=1
     fi
-    say "device: cuda, $nproc rank(s), one per GPU, because $DEVICE_REASON"
+    say "device: cuda, $nproc rank(s), $ranks_per_gpu per GPU, because $DEVICE_REASON"
 else
+    if [[ $share == option ]]; then die "--share-gpus, but ranks would be on the CPU, because $DEVICE_REASON"; fi
     nproc=${nproc:-2}
     say "device: cpu, $nproc rank(s) in Triton's interpreter, because $DEVICE_REASON"
 fi

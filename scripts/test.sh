@@ -26,7 +26,7 @@ print("Python", platform.python_version(), *(f"{name} {installed.version(name)}"
 
 if ((gpu)); then
     unset TRITON_INTERPRET
-    exec "$PYTHON" -m pytest -m gpu "${@:-tests}"
+    exec "$PYTHON" -m pytest -m "gpu and not stress" --durations=25 "${@:-tests}"
 fi
 
 # Triton decides between interpreting and compiling when a kernel is decorated, so tests/compile has a

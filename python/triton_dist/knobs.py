@@ -117,6 +117,11 @@ device = Knob(
     "auto, cuda or cpu",
     "Where kernels run: NVIDIA GPUs, CPU ranks in Triton's interpreter, or whichever is there.",
 )
+share_gpus = flag(
+    "TRITON_DIST_SHARE_GPUS",
+    "Put several ranks on each GPU where there are more ranks than GPUs, as launch.sh --share-gpus "
+    "asks for.",
+)
 cache_dir = Knob(
     "TRITON_DIST_CACHE_DIR",
     Path("~/.triton_dist"),

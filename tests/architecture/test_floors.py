@@ -62,7 +62,7 @@ def test_kernels_ask_a_device_what_it_can_not_what_it_is() -> None:
         for line, code in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r"device(\(\))?\.name\b", code)
     ]
-    assert not found, "ask for interprets, has_libraries, …:\n" + "\n".join(found)
+    assert not found, "ask for interprets, has_nccl, …:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,47 @@ def test_mistakes_are_said(
     assert not (launch.folder / "arguments").exists()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "options", "ranks", "each"),
+    [
+        (1, ["--share-gpus", "--nproc_per_node=4"], "4", "up to 4"),
+        (1, ["--nproc_per_node=2", "--share_gpus"], "2", "up to 2"),
+        (2, ["--share-gpus", "--nproc_per_node=3"], "3", "up to 2"),
+        (1, ["--share-gpus"], "2", "up to 2"),
+    ],
+)
+def test_ranks_share_gpus_if_asked(
+    launch: Launcher, gpus: int, options: list[str], ranks: str, each: str
+) -> None:
+    launch.gpus(gpus)
+    assert option(launch.handed_over(*options, "script.py"), "nproc_per_node") == ranks
+    assert launch.exported()["TRITON_DIST_SHARE_GPUS"] == "1"
+    assert f"device: cuda, {ranks} rank(s), {each} per GPU" in launch(*options, "script.py").stderr
+
+
+def test_with_enough_gpus_nothing_is_shared(launch: Launcher) -> None:
+    launch.gpus(4)
+    handed_over = launch.handed_over("--share-gpus", "--nproc_per_node=2", "script.py")
+    assert option(handed_over, "nproc_per_node") == "2"
+    assert "TRITON_DIST_SHARE_GPUS" not in launch.exported()
+    assert option(launch.handed_over("--share-gpus", "script.py"), "nproc_per_node") == "4"
+
+
+def test_the_variable_asks_for_it_too(launch: Launcher) -> None:
+    launch.gpus(1)
+    asked = {"TRITON_DIST_SHARE_GPUS": "1"}
+    handed_over = launch.handed_over("--nproc_per_node=3", "script.py", **asked)
+    assert option(handed_over, "nproc_per_node") == "3"
+    handed_over = launch.handed_over("script.py", TRITON_DIST_DEVICE="cpu", **asked)
+    assert option(handed_over, "nproc_per_node") == "2"
+
+
+def test_cpu_ranks_share_no_gpu(launch: Launcher) -> None:
+    result = launch("--share-gpus", "script.py")
+    assert result.returncode == 2
+    assert "--share-gpus, but ranks would be on the CPU, because there is no" in result.stderr
+
+
 def test_more_ranks_than_gpus_is_a_mistake(launch: Launcher) -> None:
     launch.gpus(2)
     result = launch("--nproc_per_node=3", "script.py")

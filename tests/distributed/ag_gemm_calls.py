@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from tests.distributed.compiled_ahead import is_rehearsal, note
 from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
@@ -37,6 +38,10 @@ def default_tiles(dtype: torch.dtype = torch.float16) -> triton.Config:
 def uniform(seed: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     values = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return values.to(dtype).to(current_device().torch_device)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=current_device().torch_device)
 
 
 def _inside(matrix: torch.Tensor, margin: int, step: int = 1) -> torch.Tensor:
@@ -105,6 +110,9 @@ class Calls:
         self._number += 1
         if op is ag_gemm.fn:
             options.setdefault("gemm_config", default_tiles(self.dtype))
+        if is_rehearsal():
+            self._note(rows, layout, options)
+            return
         shards = [
             uniform(1000 * self._number + member, (rows, self.K), self.dtype)
             for member in self.members
@@ -122,6 +130,10 @@ class Calls:
         self.ctx.symm_workspace.fill_(NAN)
         what = f"call {self._number}: {rows} rows a rank, B {layout}, {options}"
         self._results.append((what, C, expected))
+
+    def _note(self, rows: int, layout: str, options: dict[str, Any]) -> None:
+        A, B = empty((rows, self.K), self.dtype), empty((self.K, self.columns), self.dtype)
+        note(lambda: ag_gemm._hooks.prepare(A, LAYOUTS[layout](B), self.ctx, **options))
 
     def skip(self) -> None:
         """Leave out the call that other ranks make now."""

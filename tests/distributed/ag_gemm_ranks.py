@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
+from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, WaitTimeout
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
@@ -37,6 +38,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCHEDULES = ((1, 1), (2, 2), (1, 3), (3, 8))
 
 
+@compiled_ahead
 def every_schedule() -> int:
     """Methods x streams and chunks x kernels, M changing from call to call."""
     calls = Calls(max_rows=37, columns=40, K=72)
@@ -54,6 +56,7 @@ def every_schedule() -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def every_operand(dtypes: Sequence[torch.dtype] = DTYPES) -> int:
     """Dtypes x sizes x layouts of B x kernels; no size is a multiple of a tile's."""
     count = 0
@@ -68,6 +71,7 @@ def every_operand(dtypes: Sequence[torch.dtype] = DTYPES) -> int:
     return count
 
 
+@compiled_ahead
 def back_to_back(rounds: int) -> int:
     """Different calls one after another on two contexts; nothing lines the ranks up in between."""
     first = Calls(max_rows=37, columns=40, K=72)
@@ -88,6 +92,7 @@ def back_to_back(rounds: int) -> int:
     return first.finish() + second.finish()
 
 
+@compiled_ahead
 def stragglers() -> int:
     """Each rank in turn is late: on its stream within a call, and on the host before one."""
     cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
@@ -102,6 +107,7 @@ def stragglers() -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def every_config() -> int:
     """Every candidate of the tuner, and the defaults of those that are not given."""
     calls = Calls(max_rows=37, columns=136, K=96)
@@ -112,6 +118,7 @@ def every_config() -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def split_tiles() -> int:
     """Tiles that are cut along K, and shards that are visited together: odd sizes, each rank late
     in turn, other schedules, and configs that take turns with others on the same workspace.
@@ -141,6 +148,7 @@ def split_tiles() -> int:
     return count
 
 
+@compiled_ahead
 def fused_push(rounds: int) -> int:
     """Shards that the consumer sends itself: odd sizes, chunks that are empty, both kernels, each
     rank late in turn, and configs that take turns with each other and with other methods."""
@@ -173,6 +181,7 @@ def fused_push(rounds: int) -> int:
     return calls.finish() + narrow.finish()
 
 
+@compiled_ahead
 def specialized_warps() -> list[int]:
     """Every tile for specialised warps, which only GPUs have: shards of a few clipped tiles and
     such of more tiles than a GPU has SMs, each rank late in turn, on all schedules."""
@@ -241,11 +250,12 @@ def counts_are_reset() -> list[int]:
 
 def tuned() -> tuple[int, int]:
     """Tuned calls, each layout and ``local_copy`` on its own; (tunings, checked calls)."""
+    before = ag_gemm.tuning_count
     calls = Calls(max_rows=11, columns=40, K=72)
     for _ in range(3):
         calls(11, "column-major", op=ag_gemm)
         calls(5, op=ag_gemm, local_copy=False)
-    return ag_gemm.tuning_count, calls.finish()
+    return ag_gemm.tuning_count - before, calls.finish()
 
 
 def in_groups(members: Sequence[Sequence[int]], tune: bool) -> int:
@@ -313,6 +323,7 @@ def context_ends() -> list[str]:
     return seen
 
 
+@compiled_ahead
 def give_up_and_start_again() -> list[str]:
     """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
     overdue = []
@@ -477,6 +488,7 @@ def from_another_thread() -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def many_tiles(rounds: int) -> int:
     """Shapes that keep a whole GPU busy while shards arrive; too much for the interpreter."""
     calls = Calls(max_rows=1021, columns=1536, K=1024)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.compiled_ahead import is_rehearsal, note
 from triton_dist.kernels.common.exchange.buffer import shard_elements
 from triton_dist.kernels.common.exchange.trees import NOBODY, place_in
 from triton_dist.kernels.nvidia import (
@@ -150,6 +151,9 @@ class Calls:
         self._number += 1
         size = len(self.members)
         length = elements * size if self.name == "reduce_scatter" else elements
+        if is_rehearsal():
+            self._note(length, dtype, misaligned, in_place, options)
+            return
         parts = [addend(1000 * self._number + rank, length, dtype) for rank in self.members]
         rank = self.ctx.rank
         method, step = options.get("method"), None
@@ -171,6 +175,20 @@ class Calls:
         what = f"{self.name} {self._number}: {elements} {dtype}, {options}"
         exact = self.name == "all_gather" or asked != "collective"
         self.results.append((what, result, expected, exact))
+
+    def _note(
+        self,
+        length: int,
+        dtype: torch.dtype,
+        misaligned: bool,
+        in_place: bool,
+        options: dict[str, Any],
+    ) -> None:
+        around = torch.empty(length + 1, dtype=dtype, device=current_device().torch_device)
+        x = around[1:] if misaligned else around[:length]
+        if in_place:
+            options["output"] = x
+        note(lambda: self.op._hooks.prepare(x, self.ctx, **options))
 
     def skip(self) -> None:
         """Leave out the call that other ranks make now."""

@@ -21,6 +21,7 @@ from tests.distributed.collective_calls import (
     sum_in_order,
     way,
 )
+from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.collective.case import Size
 from triton_dist.kernels.common.exchange import kernels as exchange_kernels
@@ -46,6 +47,7 @@ def shape(number: int) -> dict[str, int]:
     return dict(zip(names, SHAPES[number % len(SHAPES)], strict=True))
 
 
+@compiled_ahead
 def every_size(op: str, dtypes: Sequence[torch.dtype] = DTYPES, turns: int = 2) -> int:
     """Ways x dtypes x sizes x shapes of the launch, whole vectors and not; in each turn a size has
     another shape."""
@@ -61,6 +63,7 @@ def every_size(op: str, dtypes: Sequence[torch.dtype] = DTYPES, turns: int = 2) 
     return calls.finish()
 
 
+@compiled_ahead
 def back_to_back(op: str, rounds: int) -> int:
     """Different calls one after another in two contexts; nothing lines the ranks up in between."""
     first, second = Calls(op, ROOM), Calls(op, ROOM)
@@ -74,6 +77,7 @@ def back_to_back(op: str, rounds: int) -> int:
     return first.finish() + second.finish()
 
 
+@compiled_ahead
 def in_place_and_large() -> int:
     """Sums that replace x, and sums that take several launches."""
     calls = Calls("all_reduce", 4096)
@@ -85,6 +89,7 @@ def in_place_and_large() -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def stragglers(op: str) -> int:
     """Each rank in turn is late: on its stream within a call, and on the host before one."""
     cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
@@ -132,6 +137,7 @@ def late_readers(op: str) -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def poisoned(rounds: int) -> int:
     """What peers write to is overwritten between calls, when no rank is in one: nothing of a call
     before is read."""
@@ -169,6 +175,7 @@ def same_bits(rounds: int) -> int:
     return seen
 
 
+@compiled_ahead
 def every_config(op: str, elements: int = 3000) -> int:
     """Every candidate of the tuner, and the defaults of those that are not given."""
     calls = Calls(op, ROOM)
@@ -185,10 +192,11 @@ def every_config(op: str, elements: int = 3000) -> int:
 def tuned(op: str) -> tuple[int, int]:
     """Tuned calls of two sizes, of an all-reduce in place; (tunings, checked calls)."""
     calls = Calls(op, ROOM)
+    before = calls.op.tuning_count
     for _ in range(3):
         calls(400, tuned=True, in_place=op == "all_reduce")
         calls(33, torch.float32, tuned=True)
-    return calls.op.tuning_count, calls.finish()
+    return calls.op.tuning_count - before, calls.finish()
 
 
 def tuned_for_a_method() -> list[str]:
@@ -455,6 +463,7 @@ def every_bad_context(op: str) -> dict[str, tuple[str, str]]:
     return seen
 
 
+@compiled_ahead
 def large_calls(rounds: int) -> int:
     """Sizes that keep a whole GPU and its links busy; too much for the interpreter."""
     count = 0

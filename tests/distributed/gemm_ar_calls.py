@@ -100,7 +100,7 @@ class Calls(SummedCalls):
             super().__call__(*args, **options)
         finally:
             self._keep_borrowed()
-        if options.get("copy_to_local") is False:
+        if options.get("copy_to_local") is False and self.results:
             self._borrowed = len(self.results) - 1
 
     def skip(self) -> None:

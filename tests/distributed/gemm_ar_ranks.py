@@ -6,12 +6,14 @@ from __future__ import annotations
 import torch
 
 from tests.distributed.ag_gemm_calls import default_tiles
+from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, TILED, WAYS, Calls
 from tests.distributed.summed_gemm_ranks import matrix, refusal
 from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.runtime.ranks import group_for
 
 
+@compiled_ahead
 def every_size(world: int) -> int:
     """Every way at sizes round multiples of the ranks and of slabs."""
     calls = Calls(max_rows=16 * world + 1, columns=40, K=24)

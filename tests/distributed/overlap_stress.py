@@ -6,6 +6,7 @@ what makes them differ (data, and who is late, and by how much) from one of each
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.compiled_ahead import compile_together
 from triton_dist.kernels.common.case import Operands
 from triton_dist.kernels.common.gemm_case import GEMMCase, Shape
 from triton_dist.runtime.device import current_device
@@ -185,8 +187,14 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     ways = {case.way(config): config for config in own}
     ordered = list(dict.fromkeys([*ways.values(), *own]))
     drawn: list[dict[str, Any]] = []
+    most = max(load.configs, len(ways))
+    if stress.device.name == "cuda":
+        compile_together(
+            functools.partial(_compiles, case, args, kwargs, config.arguments())
+            for config in ordered[:most]
+        )
     for config in ordered:
-        if len(drawn) == max(load.configs, len(ways)):
+        if len(drawn) == most:
             break
         compiles = _compiles(case, args, kwargs, config.arguments())
         if all(group_for().gather("config compiles", compiles)):

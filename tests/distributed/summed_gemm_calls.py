@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
+from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, empty, uniform
+from tests.distributed.compiled_ahead import is_rehearsal, note
 from triton_dist.kernels.common.case import tolerance
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -153,6 +154,9 @@ class SummedCalls(ABC):
             op = self.op.fn
             options.setdefault("gemm_config", default_tiles(self.dtype))
         M = self.rows_of_a(rows, len(self.members))
+        if is_rehearsal():
+            self._note(M, layout, a_layout, has_bias, options)
+            return
         seed = 1000 * self._number
         operands = [
             (
@@ -175,6 +179,15 @@ class SummedCalls(ABC):
         shown = {name: value for name, value in options.items() if name != "bias"}
         what = f"call {self._number}: {rows} rows, A {a_layout}, B {layout}, {shown}"
         self.results.append((what, C, total.to(self.dtype)))
+
+    def _note(
+        self, M: int, layout: str, a_layout: str, has_bias: bool, options: dict[str, Any]
+    ) -> None:
+        A, B = empty((M, self.K), self.dtype), empty((self.K, self.columns), self.dtype)
+        if has_bias:
+            options["bias"] = empty((self.columns,), self.dtype)
+        prepare = self.op._hooks.prepare
+        note(lambda: prepare(LAYOUTS[a_layout](A), LAYOUTS[layout](B), self.ctx, **options))
 
     def skip(self) -> None:
         """Leave out the call that other ranks make now."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
+from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
@@ -33,6 +34,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Kind: TypeAlias = type[SummedCalls]
 
 
+@compiled_ahead
 def every_way(kind: Kind, turns: int) -> int:
     """Ways x kernels x bias, M changing from call to call: no multiples of anything, slabs that are
     short or empty, tiles that are clipped."""
@@ -45,6 +47,7 @@ def every_way(kind: Kind, turns: int) -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def every_operand(kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
     """Dtypes x sizes x layouts of B x kernels, and layouts of A."""
     count = 0
@@ -62,6 +65,7 @@ def every_operand(kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
     return count
 
 
+@compiled_ahead
 def back_to_back(kind: Kind, rounds: int) -> int:
     """Different calls one after another on two contexts; nothing lines the ranks up in between."""
     first = kind(max_rows=kind.many, columns=72, K=72, **kind.options)
@@ -75,6 +79,7 @@ def back_to_back(kind: Kind, rounds: int) -> int:
     return first.finish() + second.finish()
 
 
+@compiled_ahead
 def stragglers(kind: Kind) -> int:
     """Each rank in turn is late: on its stream within a call, and on the host before one."""
     cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks
@@ -120,6 +125,7 @@ def same_bits(kind: Kind, rounds: int) -> int:
     return count
 
 
+@compiled_ahead
 def every_config(kind: Kind) -> int:
     """Every candidate of the tuner, and the defaults of those that are not given."""
     calls = kind(max_rows=kind.many, columns=136, K=96)
@@ -132,13 +138,15 @@ def every_config(kind: Kind) -> int:
 
 def tuned(kind: Kind) -> tuple[int, int]:
     """Tuned calls, each layout on its own; (tunings, checked calls)."""
+    before = kind.op.tuning_count
     calls = kind(max_rows=11, columns=72, K=72, **kind.options)
     for _ in range(3):
         for arguments in kind.tuned_calls:
             calls(op=kind.op, **arguments)
-    return kind.op.tuning_count, calls.finish()
+    return kind.op.tuning_count - before, calls.finish()
 
 
+@compiled_ahead
 def chunked(kind: Kind, rounds: int) -> int:
     """Slabs in any number of chunks, some of them clipped, and in fewer than asked for."""
     calls = kind(max_rows=kind.chunked_rows[0], columns=72, K=40)
@@ -163,6 +171,7 @@ def a_kernel_that_raises(kind: Kind) -> int:
     return calls.finish()
 
 
+@compiled_ahead
 def many_tiles(kind: Kind, rounds: int) -> int:
     """Shapes that keep a whole GPU busy while tiles travel; too much for the interpreter."""
     most = max(kind.full_rows(way) for way in kind.ways)
@@ -275,6 +284,7 @@ def looks_at_peers(kind: Kind) -> list[int]:
     return looks
 
 
+@compiled_ahead
 def give_up_and_start_again(kind: Kind) -> list[str]:
     """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again."""
     overdue = []

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 NOT_RUN = {
     r"make |(TRITON_VERSION=\S+ )?bash scripts/test\.sh": "the test suite, of which this is a part",
     r"NNODES=": "needs several hosts",
+    r".*--share-gpus": "needs a GPU; tests/gpu runs it",
     r"PIP_|pip install |triton-dist list": "needs a package index and what it installs",
     r"tail ": "looks at the log of a tuning that is stuck",
     r"python -m triton_dist|.*triton-dist \w+ (mypackage|matmul)": "names the reader's functions",

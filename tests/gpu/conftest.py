@@ -5,13 +5,54 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
-from triton_dist.testing import spawn_ranks
+from triton_dist.testing.rank_pool import RankPool
+
+SECONDS = 500
 
 
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def on_gpus(request):
-    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
-    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
+@pytest.fixture(scope="session")
+def _pools():
+    """Ranks that stay from test to test, by how many: kernels are loaded once for all tests."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools):
+    """``on_ranks(num_ranks)``: a function ``run(fn, *args)`` that returns what ``fn`` does, by
+    rank."""
+
+    def on(num_ranks: int):
+        pool = _pools.setdefault(num_ranks, RankPool(num_ranks, device="cuda", share_gpus=True))
+        return functools.partial(pool.run, timeout=SECONDS)
+
+    return on
+
+
+@pytest.fixture(params=[2, 3, 4])
+def num_ranks(request):
+    """Ranks, one per GPU where there are so many, else several on each."""
+    return request.param
+
+
+@pytest.fixture
+def on_gpus(on_ranks, num_ranks):
+    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank."""
+    return on_ranks(num_ranks)
+
+
+@pytest.fixture
+def take_turns(num_ranks):
+    """True if several ranks share a GPU."""
+    return torch.cuda.device_count() < num_ranks
+
+
+@pytest.fixture
+def rounds(take_turns):
+    """``rounds(n)``: ``n``, or a fifth of it where an exchange takes milliseconds because ranks
+    share a GPU."""
+    return lambda number: -(-number // 5) if take_turns else number

@@ -16,9 +16,8 @@ from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, WARP_SPECIALIZED_SPLIT_K_TILES
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
-from triton_dist.testing import spawn_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 def test_every_schedule_and_both_kernels(on_gpus):
@@ -30,12 +29,14 @@ def test_every_size_and_layout(on_gpus, dtype):
     assert set(on_gpus(ag_gemm_ranks.every_operand, (dtype,))) == {48}
 
 
-def test_calls_need_nothing_between_them(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.back_to_back, 60)) == {80}
+def test_calls_need_nothing_between_them(on_gpus, rounds):
+    number = rounds(60)
+    assert set(on_gpus(ag_gemm_ranks.back_to_back, number)) == {number + number // 3}
 
 
-def test_shapes_that_fill_the_gpu(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.many_tiles, 6)) == {150}
+def test_shapes_that_fill_the_gpu(on_gpus, rounds):
+    number = rounds(6)
+    assert set(on_gpus(ag_gemm_ranks.many_tiles, number)) == {25 * number}
 
 
 def test_any_rank_may_be_late(on_gpus):
@@ -48,8 +49,10 @@ def test_every_candidate_gives_the_same(on_gpus):
     assert count > 20
 
 
-def test_shards_that_the_consumer_sends_itself(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.fused_push, 8)) == {8 * (4 * len(FUSED_TILES) + 4)}
+def test_shards_that_the_consumer_sends_itself(on_gpus, rounds):
+    number = rounds(8)
+    calls = 4 * len(FUSED_TILES) + 4
+    assert set(on_gpus(ag_gemm_ranks.fused_push, number)) == {number * calls}
 
 
 hopper = pytest.mark.skipif(
@@ -75,12 +78,14 @@ def test_tuned_over_the_ranks(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.tuned)) == {(2, 6)}
 
 
-def test_captured_in_graphs(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.replayed, 20)) == {200}
+def test_captured_in_graphs(on_gpus, rounds):
+    number = rounds(20)
+    assert set(on_gpus(ag_gemm_ranks.replayed, number)) == {10 * number}
 
 
 def test_vendor_methods_take_turns_with_ours(on_gpus):
-    assert set(on_gpus(ag_gemm_ranks.vendor_in_turn, 6)) == {24}
+    counts = on_gpus(ag_gemm_ranks.vendor_in_turn, 6)
+    assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
 
 
 def test_only_calls_out_of_turn_look_at_their_peers(on_gpus):
@@ -98,9 +103,8 @@ def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
     assert not any(overdue[1:])
 
 
-@pytest.mark.gpu(count=4)
-def test_a_reset_lets_copies_go_on():
-    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up, device="cuda", timeout=500) == [6] * 4
+def test_a_reset_lets_copies_go_on(on_ranks):
+    assert on_ranks(4)(ag_gemm_ranks.copies_held_up) == [6] * 4
 
 
 def test_a_context_ends_once(on_gpus):
@@ -122,12 +126,9 @@ def test_odd_uses(on_gpus, function):
     on_gpus(function)
 
 
-@pytest.mark.gpu(count=4)
 @pytest.mark.parametrize("tune", [False, True])
-def test_disjoint_groups_work_at_once(tune):
-    counts = spawn_ranks(
-        4, ag_gemm_ranks.in_groups, [[0, 2], [1, 3]], tune, device="cuda", timeout=500
-    )
+def test_disjoint_groups_work_at_once(on_ranks, tune):
+    counts = on_ranks(4)(ag_gemm_ranks.in_groups, [[0, 2], [1, 3]], tune)
     assert counts == ([6] * 4 if tune else [5, 6, 5, 6])
 
 
@@ -155,12 +156,11 @@ def test_too_little_memory_says_how_much_is_missing(on_gpus):
         assert f"needs {needed} bytes" in message
 
 
-@pytest.mark.gpu(count=2)
 @pytest.mark.parametrize(
     "options",
     [
         ["--debug"],
-        ["--no-trans_b", "--no-local-copy"],
+        ["--no-trans_b", "--no-local-copy", "--no-autotune"],
         ["--no-autotune", "--dtype", "bfloat16"],
         ["--no-persistent", "--no-autotune"],
     ],
@@ -170,12 +170,15 @@ def test_the_check_of_the_launcher(options, tmp_path):
     unwanted = ("TRITON_INTERPRET", "TRITON_DIST_DEVICE")
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     run = subprocess.run(
-        ["bash", str(ROOT / "scripts/launch.sh"), "test_ag_gemm.py", "--case", "check", *options],
+        [
+            "bash", str(ROOT / "scripts/launch.sh"), "--nproc_per_node=2", "--share-gpus",
+            "test_ag_gemm.py", "--case", "check", *options,
+        ],
         env=kept | {"PYTHON": sys.executable},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=500,
-    )
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"✅ check passed: {torch.cuda.device_count()} ranks, cuda" in run.stdout
+    assert "✅ check passed: 2 ranks, cuda" in run.stdout

@@ -6,11 +6,13 @@ The functions of the ranks are those of tests/distributed.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed import gemm_rs_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 def test_vendor_methods_take_turns_with_ours(on_gpus):
-    assert set(on_gpus(gemm_rs_ranks.vendor_in_turn, 6)) == {24}
+    counts = on_gpus(gemm_rs_ranks.vendor_in_turn, 6)
+    assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}

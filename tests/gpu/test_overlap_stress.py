@@ -1,4 +1,5 @@
 """A thousand random calls of each overlapped op, eager and in graphs: none wrong, none that hangs.
+Where ranks share a GPU, and take milliseconds a call, as many with ``-m "gpu and stress"`` alone.
 
 Rows, configs, stragglers and data change from call to call; calls of a batch follow one another
 with nothing in between. Ranks that hang are ended by ``spawn_ranks``, with their stacks.
@@ -6,14 +7,15 @@ with nothing in between. Ranks that hang are ended by ``spawn_ranks``, with thei
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from tests.distributed import overlap_stress
 from tests.distributed.overlap_stress import Load, summarise
-from triton_dist.testing import spawn_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 CALLS = 1000
 LOADS = {
     "bfloat16": Load(CALLS, 1024, 1024, 2048, torch.bfloat16, configs=16),
@@ -29,22 +31,32 @@ LOADS = {
 }
 
 
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def num_ranks(request):
-    return request.param
+EACH_LOAD = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
 
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_thousand_calls(num_ranks, load):
-    results = spawn_ranks(num_ranks, overlap_stress.random_calls, load, device="cuda", timeout=500)
-    assert summarise(results, CALLS) == ""
+@EACH_LOAD
+def test_random_calls(on_gpus, load, take_turns):
+    load = fewer(load) if take_turns else load
+    results = on_gpus(overlap_stress.random_calls, load)
+    assert summarise(results, load.calls) == ""
 
 
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_thousand_replays(num_ranks, load):
-    results = spawn_ranks(
-        num_ranks, overlap_stress.random_replays, load, 24, device="cuda", timeout=500
-    )
-    assert summarise(results, CALLS) == ""
+@EACH_LOAD
+def test_random_replays(on_gpus, load, take_turns):
+    load = fewer(load) if take_turns else load
+    results = on_gpus(overlap_stress.random_replays, load, 8 if take_turns else 24)
+    assert summarise(results, load.calls) == ""
+
+
+def fewer(load: Load) -> Load:
+    return dataclasses.replace(load, calls=40, configs=min(load.configs, 8))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("num_ranks", [2, 4], indirect=True)
+@EACH_LOAD
+def test_a_thousand_calls_where_ranks_share_a_gpu(on_gpus, load, take_turns):
+    if not take_turns:
+        pytest.skip("each rank has a GPU: the tests above make a thousand")
+    assert summarise(on_gpus(overlap_stress.random_calls, load), CALLS) == ""
+    assert summarise(on_gpus(overlap_stress.random_replays, load, 24), CALLS) == ""

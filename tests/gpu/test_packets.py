@@ -3,28 +3,19 @@ all ways have in common."""
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
 
 from tests.distributed import packet_ranks
-from triton_dist.testing import spawn_ranks
 
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count=count)) for count in (2, 4)]
-)
-def on_gpus(request):
-    """``on_gpus(fn, *args)``: what ``fn`` returns, by rank; one rank per GPU."""
-    return functools.partial(spawn_ranks, request.param, device="cuda", timeout=500)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
-def test_no_word_is_left_behind(on_gpus):
-    (count,) = set(on_gpus(packet_ranks.many_sizes, 3000))
-    assert count > 3000
+def test_no_word_is_left_behind(on_gpus, take_turns):
+    number = 200 if take_turns else 3000
+    (count,) = set(on_gpus(packet_ranks.many_sizes, number))
+    assert count > number
 
 
 @pytest.mark.parametrize("before", [2**31 - 3, 2**32 - 3, 2**40 - 3])

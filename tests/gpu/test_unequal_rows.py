@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import unequal_rows_ranks
 from tests.distributed.unequal_rows_ranks import OPS
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["eager", "graph"])

@@ -58,7 +58,9 @@ def test_the_first_config_is_the_default_of_all_arguments():
 
 def on_gpus(monkeypatch):
     """Whose torch has no async tensor parallelism."""
-    gpu = SimpleNamespace(interprets=False, has_libraries=True, prefers_descriptors=True)
+    gpu = SimpleNamespace(
+        interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True
+    )
     for module in (vendor, allgather_gemm_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: False)

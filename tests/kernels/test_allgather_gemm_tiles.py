@@ -22,7 +22,9 @@ from triton_dist.kernels.nvidia import ag_gemm
 
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch):
-    gpu = SimpleNamespace(name="cuda", interprets=False, has_libraries=True, num_sms=132)
+    gpu = SimpleNamespace(
+        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, num_sms=132
+    )
     monkeypatch.setattr(gemm_launch, "current_device", lambda: gpu)
 
 

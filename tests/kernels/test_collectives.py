@@ -91,7 +91,7 @@ def test_the_space_has_every_way_once_a_shape(op):
 def test_torch_is_a_candidate_on_gpus(monkeypatch):
     x = torch.empty(64, dtype=torch.float16)
     for is_gpu in (False, True):
-        device = SimpleNamespace(interprets=not is_gpu, has_libraries=is_gpu)
+        device = SimpleNamespace(interprets=not is_gpu, has_nccl=is_gpu, has_async_tp=is_gpu)
         for op, ways in OP_WAYS.items():
             module = sys.modules[type(ways["collective"]).__module__]
             monkeypatch.setattr(module, "current_device", lambda d=device: d)

@@ -62,7 +62,7 @@ def test_the_space_has_tiles_and_ways():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     gpu = SimpleNamespace(
-        name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True,
+        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True,
         shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip

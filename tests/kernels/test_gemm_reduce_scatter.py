@@ -62,7 +62,7 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     assert {config["way"] for config in space} == {"fused", "one_launch", "copy_engine", "serial"}
     assert gemm_rs.config_space.names == set().union(*space)
     gpu = SimpleNamespace(
-        name="cuda", interprets=False, has_libraries=True, prefers_descriptors=True
+        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True
     )
     for module in (vendor, gemm_reduce_scatter_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)

@@ -48,7 +48,7 @@ class FakeGpu(CpuDevice):
 
     name = "cuda"
     interprets = False
-    has_libraries = True
+    has_nccl = has_async_tp = True
     num_sms = 132
     torch_device = torch.device("meta")
 

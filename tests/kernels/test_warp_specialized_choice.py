@@ -69,7 +69,7 @@ def test_interpreted_the_ordinary_kernel_takes_its_place():
 
 def test_on_hopper_each_is_a_candidate_once_in_one_chunk(hopper, monkeypatch):
     gpu = SimpleNamespace(
-        interprets=False, has_libraries=True, num_sms=132, prefers_descriptors=True
+        interprets=False, has_nccl=True, has_async_tp=True, num_sms=132, prefers_descriptors=True
     )
     for function in (WAYS["full_mesh_push"].candidates, get_config_space, fits_shape):
         monkeypatch.setattr(sys.modules[function.__module__], "current_device", lambda: gpu)
@@ -157,7 +157,9 @@ def test_elsewhere_it_is_pruned():
 
 def test_cuts_are_tried_where_they_save_waves(hopper, monkeypatch):
     """4 x 512 rows: 448 tiles are 3.39 waves. 4 x 2048: 13.58, and cut as many."""
-    gpu = SimpleNamespace(name="cuda", interprets=False, has_libraries=True, num_sms=132)
+    gpu = SimpleNamespace(
+        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, num_sms=132
+    )
     monkeypatch.setattr(sys.modules[fits_shape.__module__], "current_device", lambda: gpu)
 
     for config in WARP_SPECIALIZED_SPLIT_K_TILES:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.architecture.source import ROOT
+from triton_dist.errors import DeviceUnavailable
+from triton_dist.runtime import distributed
+from triton_dist.runtime.device.place import Place
 from triton_dist.runtime.distributed import (
     dist_print,
     finalize_distributed,
     initialize_distributed,
 )
+from triton_dist.runtime.sharing import ranks_per_gpu
 
 
 def join_and_leave():
@@ -80,6 +87,61 @@ def test_cuda_ranks_without_a_gpu_say_so():
     run = run_alone(PROGRAM, TRITON_DIST_DEVICE="cuda")
     assert run.returncode != 0
     assert "DeviceUnavailable: device 'cuda' cannot be used" in run.stderr
+
+
+def join_on_one_gpu(mistakes):
+    """Ranks join as if they had one GPU; ``mistakes``: of ranks, in their place or its use."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    mistake, used = mistakes.get(rank, {}), []
+
+    def use(gpu):
+        used.append(gpu)
+        if "memory" in mistake:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore lines")
+
+    distributed.current_device = lambda: SimpleNamespace(name="cuda", synchronize=lambda: None)
+    distributed.torch.cuda.device_count = lambda: 1
+    distributed._use = use
+    place = Place("a", "boot", ("", ""), "gpu", "0:1", ("gpu",), ranks_per_gpu())
+    if "visible" in mistake:
+        place = replace(place, visible=("gpu", "another"))
+    distributed.Place = SimpleNamespace(of=lambda gpu: place)
+    try:
+        initialize_distributed()
+    except DeviceUnavailable as error:
+        assert not dist.is_initialized()
+        return str(error)
+    seen = used, dist.get_backend()
+    dist.destroy_process_group()
+    return seen
+
+
+SHARED = {"init": False, "env": {"TRITON_DIST_SHARE_GPUS": "1"}}
+
+
+def test_ranks_that_share_a_gpu_join_without_nccl(spawn_ranks):
+    assert spawn_ranks(3, join_on_one_gpu, {}, **SHARED) == [([0], "gloo")] * 3
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("visible", "rank 0 and rank 1 see different GPUs, .* same CUDA_VISIBLE_DEVICES"),
+        ("memory", "rank 1 cannot use its GPU beside the others: CUDA out of memory.. Start fewer"),
+    ],
+)
+def test_what_keeps_one_rank_from_sharing_is_said_on_all(spawn_ranks, mistake, message):
+    said = spawn_ranks(2, join_on_one_gpu, {1: {mistake: True}}, **SHARED)
+    assert said[0] == said[1]
+    assert re.search(message, said[0])
+
+
+def test_a_rank_without_a_gpu_says_how_to_share(monkeypatch):
+    monkeypatch.setattr(distributed, "current_device", lambda: SimpleNamespace(name="cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(DeviceUnavailable, match=r"'cuda:1' .* has 1 GPU.* launch.sh --share-gpus"):
+        initialize_distributed()
 
 
 def print_from_ranks():

@@ -6,9 +6,20 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import waits
+
+
+def test_a_rank_that_shares_its_gpu_looks_in_its_turns_only(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with waits.bounded_waits(1.0):
+        alone = waits.limit_polls()
+        monkeypatch.setenv("TRITON_DIST_SHARE_GPUS", "1")
+        assert waits.limit_polls() == alone // 4
+        assert waits.limit_seconds() == 1.0
 
 
 def test_kernels_on_gpus_wait_as_long_as_it_takes():

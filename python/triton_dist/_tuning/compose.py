@@ -26,6 +26,7 @@ from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import default_group, group_for
+from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.tracing import is_traced
 from triton_dist.runtime.untraced import untraced
 
@@ -200,8 +201,8 @@ class _Composer:
     """Puts the parts together for one tuned function."""
 
     scope: str
-    policy: Callable[[str], Policy]
-    """Policy of a device, by its name."""
+    policy: Callable[..., Policy]
+    """Policy of a device, by its name and by whether ranks take turns on it."""
     judges: tuple[Callable[..., object], ...]
     """Functions that decide which configs can win, besides their times."""
     version: str
@@ -212,7 +213,8 @@ class _Composer:
     def compose(self, process_group: Any, verbose: bool) -> Parts:
         """The parts for a first call over ``process_group``, as the environment is now."""
         ranks: RankGroup = group_for(process_group, self.scope)
-        policy = self.policy(current_device().name)
+        takes_turns = current_device().name == "cuda" and ranks_per_gpu() > 1
+        policy = self.policy(current_device().name, takes_turns=takes_turns)
         packs = map(pack_store, pack_folders(knobs.autotune_readonly_dirs.get()))
         common = common_parts(policy, ranks, verbose, self.memory, *packs)
         files = file_store(knobs.cache_dir.get())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from triton_dist import knobs
@@ -21,8 +21,11 @@ from triton_dist._tuning.store import (
     ReadOnlyStore,
 )
 from triton_dist._tuning.values import Fingerprint, Key, Policy
+from triton_dist._warn import warn
+from triton_dist.errors import TuningWarning
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
 
@@ -88,10 +91,29 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
         journal=functools.partial(_journal_of, files),
         # Ranks wait for one another for so long: a wait in a kernel must end before.
-        quiet=functools.partial(bounded_waits, seconds / 2),
+        quiet=functools.partial(_trials, device, ranks, seconds / 2),
         settling=functools.partial(settling, device, seconds),
         gate=gate_of(ranks),
         compiler=CompilePool if device.name == "cuda" else None,
+    )
+
+
+@contextmanager
+def _trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
+    """Within, candidates are tried, and a wait in a kernel ends after ``seconds``."""
+    if device.name == "cuda" and ranks_per_gpu() > 1 and ranks.is_leader:
+        _warn_of_shared_gpus(ranks_per_gpu())
+    with bounded_waits(seconds):
+        yield
+
+
+@functools.cache
+def _warn_of_shared_gpus(ranks: int) -> None:
+    """Once in a process."""
+    warn(
+        f"{ranks} ranks share a GPU and take turns on it: what is tuned now works, but times mean "
+        "little. Its records are kept apart from those of one rank per GPU.",
+        TuningWarning,
     )
 
 

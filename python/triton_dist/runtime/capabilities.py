@@ -48,12 +48,8 @@ def supports_p2p_native_atomic() -> bool:
 
 @functools.cache
 def _has_native_atomics(source: int, target: int) -> bool:
-    value, ends = ctypes.c_int(), []
-    for ordinal in (source, target):
-        end = ctypes.c_int()
-        status = cuda_driver.function("cuDeviceGet")(ctypes.byref(end), ordinal)
-        cuda_driver.check(status, f"find GPU {ordinal}")
-        ends.append(end)
+    value = ctypes.c_int()
+    ends = cuda_driver.device(source), cuda_driver.device(target)
     ask = cuda_driver.function("cuDeviceGetP2PAttribute")
     status = ask(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *ends)
     cuda_driver.check(status, f"tell how GPU {source} reaches GPU {target}")

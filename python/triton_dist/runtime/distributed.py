@@ -12,7 +12,10 @@ import torch.distributed as dist
 from triton_dist import knobs
 from triton_dist.errors import DeviceUnavailable
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.place import Place, refusal
 from triton_dist.runtime.random import init_seed
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
 from triton_dist.runtime.triton_compat import is_interpreting
 
 _TIMEOUT = datetime.timedelta(minutes=5)
@@ -24,8 +27,8 @@ def initialize_distributed(
     """Join the world that the launcher's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, …).
 
     With GPUs: this rank's GPU becomes the current device, CPU tensors go over gloo and GPU tensors
-    over NCCL. Without: gloo. A process that no launcher started becomes a world of one. Calling it
-    again gives the same group.
+    over NCCL. Without: gloo; also where ranks share GPUs, which NCCL refuses. A process that no
+    launcher started becomes a world of one. Calling it again gives the same group.
 
     Args:
         seed: for ``init_seed``; default: the rank.
@@ -36,7 +39,8 @@ def initialize_distributed(
         The group of all ranks.
 
     Raises:
-        DeviceUnavailable: fewer GPUs than ranks on this host, or CPU ranks without the interpreter.
+        DeviceUnavailable: fewer GPUs than ranks on this host, and sharing them was not asked for
+            or cannot be; or CPU ranks without the interpreter.
     """
     if not dist.is_initialized():
         _join_world()
@@ -47,19 +51,20 @@ def initialize_distributed(
 
 
 def _join_world() -> None:
-    local_rank = knobs.local_rank.get()
-    if current_device().name == "cuda":
-        if local_rank >= torch.cuda.device_count():
+    on_gpu, is_shared = current_device().name == "cuda", ranks_per_gpu() > 1
+    gpu = gpu_of(knobs.local_rank.get())
+    options: dict[str, Any] = {"backend": "gloo"}
+    if on_gpu:
+        if gpu >= torch.cuda.device_count():
             raise DeviceUnavailable(
-                f"cuda:{local_rank}",
+                f"cuda:{gpu}",
                 f"this host has {torch.cuda.device_count()} GPU(s)",
-                "Start at most one rank per GPU.",
+                "Start at most one rank per GPU; or let ranks share GPUs: launch.sh --share-gpus, "
+                "which sets TRITON_DIST_SHARE_GPUS=1.",
             )
-        torch.cuda.set_device(local_rank)
-        options: dict[str, Any] = {
-            "backend": "cpu:gloo,cuda:nccl",
-            "device_id": torch.device("cuda", local_rank),
-        }
+        if not is_shared:
+            torch.cuda.set_device(gpu)
+            options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", gpu)}
     else:
         if not is_interpreting():
             raise DeviceUnavailable(
@@ -67,10 +72,48 @@ def _join_world() -> None:
                 "kernels were not decorated for Triton's interpreter",
                 "Set TRITON_INTERPRET=1 before importing kernels, as scripts/launch.sh does.",
             )
-        options = {"backend": "gloo"}
     if not knobs.is_set("RANK"):
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(timeout=_TIMEOUT, **options)
+    if on_gpu and is_shared:
+        try:
+            _settle_on(gpu)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+
+def _settle_on(gpu: int) -> None:
+    """Make ``gpu``, which others of the world use too, the current device. Collective.
+
+    Raises:
+        DeviceUnavailable: on every rank, when some ranks cannot.
+    """
+    ranks = group_for()
+    places = ranks.gather("GPUs of the ranks", Place.of(gpu))
+    for machine in sorted({place.machine for place in places}):
+        here = [rank for rank, place in enumerate(places) if place.machine == machine]
+        refused = refusal([places[rank] for rank in here], lambda n: ranks.named(here[n]))  # noqa: B023
+        if refused is not None:
+            raise refused
+    failed = ""
+    try:
+        _use(gpu)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+        failed = str(error).partition("\n")[0]
+    for rank, failure in enumerate(ranks.gather("ranks have settled on their GPUs", failed)):
+        if failure:
+            raise DeviceUnavailable(
+                f"cuda:{gpu}",
+                f"rank {ranks.named(rank)} cannot use its GPU beside the others: {failure}",
+                "Start fewer ranks: each takes about 0.5 GB before it allocates anything.",
+            )
+
+
+def _use(gpu: int) -> None:
+    """Make ``gpu`` the current device, and its context now."""
+    torch.cuda.set_device(gpu)
+    torch.zeros(1, device="cuda")
 
 
 def finalize_distributed() -> None:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 from triton_dist import knobs
 from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.runtime.sharing import ranks_per_gpu
 
 Check: TypeAlias = Callable[[], WaitTimeout | RankDisagreement | None]
 """Called once the device is done: the error of the first wait that gave up since the last time, or
@@ -56,11 +57,16 @@ def limit_seconds() -> float | None:
 
 
 def limit_polls() -> int:
-    """The same, in looks at a flag, as kernels count it; 0: no limit."""
+    """The same, in looks at a flag, as kernels count it; 0: no limit.
+
+    A rank that shares its GPU looks in its turns only, so it counts fewer in the same time.
+    """
     if not _limits:  # in production, at each call of an op
         return 0
     limit = limit_seconds()
-    return 0 if limit is None else min(int(limit * _POLLS_PER_SECOND), 2**31 - 1)
+    if limit is None:
+        return 0
+    return min(int(limit * _POLLS_PER_SECOND / ranks_per_gpu()), 2**31 - 1)
 
 
 def interpreted_limit_seconds() -> float:

@@ -44,6 +44,7 @@ class Policy:
         *,
         timing: str,
         search: str,
+        takes_turns: bool = False,
         max_seconds: float | None = None,
         max_trials: int | None = None,
     ) -> Policy:
@@ -54,15 +55,17 @@ class Policy:
         A captured graph is replayed once untimed, since its first launch uploads it.
 
         On CPU ranks a run takes 10 to 100 ms in the interpreter and no user minds which config
-        wins: few runs. Nor does one sample show a clear loser there: processes share the cores.
+        wins: few runs. Nor does one sample show a clear loser there: processes share the cores. Nor
+        on a GPU that ranks share (``takes_turns``), where a run takes as long and its time says how
+        often it waited for a turn.
         """
         racing, cpu = search == "racing", device == "cpu"
-        warmup = 0 if racing else 1 if cpu else 3
+        warmup = 0 if racing else 1 if cpu or takes_turns else 3
         return cls(
             warmup=max(warmup, 1) if timing == "graph" and not cpu else warmup,
-            repeat=4 if cpu else 10,
-            doubt=0 if cpu else 20,
-            rounds=(2,) if cpu else (1, 2, 5),
+            repeat=4 if cpu or takes_turns else 10,
+            doubt=0 if cpu or takes_turns else 20,
+            rounds=(2,) if cpu or takes_turns else (1, 2, 5),
             timing=timing,
             search=search,
             max_seconds=max_seconds,

@@ -217,7 +217,7 @@ def symmetric_all_reduces(
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """torch's all-reduces of a tensor like ``like`` in symmetric memory, by name; ``fill`` writes
     it at each call. None on CPU ranks, and for one rank. Collective over ``group``."""
-    if not current_device().has_libraries or dist.get_world_size(group) == 1:
+    if not current_device().has_async_tp or dist.get_world_size(group) == 1:
         return {}
     import torch.distributed._symmetric_memory as symm_mem  # registers the operators
 

@@ -55,7 +55,9 @@ class Launch:
         if is_interpreting():
             return
         try:
-            self.kernel.warmup(*self.args, grid=self.grid, **self.options)._init_handles()
+            compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+            if compiled is not None:  # None: somebody only looks what there is to compile
+                compiled._init_handles()
         except Exception as failure:  # Triton's compiler raises whatever its passes raise
             raise CandidateFailed(f"{type(failure).__name__}: {failure}") from failure
 

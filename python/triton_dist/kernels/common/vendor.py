@@ -21,8 +21,8 @@ class VendorMethod(enum.Enum):
     """A GEMM across ranks by libraries of others; has no tiles, streams or chunks."""
 
     COLLECTIVE = "collective"
-    """The group's collective (NCCL; gloo on CPU ranks) and ``torch.matmul``, one after the other:
-    no overlap."""
+    """The group's collective (NCCL; gloo on CPU ranks and on shared GPUs) and ``torch.matmul``, one
+    after the other: no overlap."""
     ASYNC_TP = "async_tp"
     """The op's operator of async tensor parallelism; on GPUs, in builds of torch that have it."""
 
@@ -33,15 +33,16 @@ class VendorMethod(enum.Enum):
 def methods_here(operator: str) -> list[VendorMethod]:
     """Methods that work on this process's device with this torch; ``operator``: the op's own."""
     device = current_device()
-    if device.has_libraries and _has_async_tp(operator):
+    if device.has_async_tp and _has_async_tp(operator):
         return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
     return [VendorMethod.COLLECTIVE]
 
 
 def candidates_here(operator: str) -> list[VendorMethod]:
     """Candidates of a tuning: on GPUs all that works there. None on CPU ranks, which are there to
-    run our kernels, and where an interpreted kernel would never win."""
-    return methods_here(operator) if current_device().has_libraries else []
+    run our kernels, and where an interpreted kernel would never win; nor where ranks share a GPU,
+    and the collective would go through the host."""
+    return methods_here(operator) if current_device().has_nccl else []
 
 
 def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:

@@ -37,7 +37,8 @@ class CpuDevice:
     # Kernels are interpreted, to see that they work, not how fast they are: a few configs show it.
     interprets: bool = True
     # Libraries are no candidates here: CPU ranks are there to run our kernels, which would not win.
-    has_libraries: bool = False
+    has_nccl: bool = False
+    has_async_tp: bool = False
 
     @property
     def runs_kernels(self) -> bool:

@@ -26,6 +26,7 @@ from triton_dist.runtime.device.cuda_launch import (
     scratch_bytes,
 )
 from triton_dist.runtime.device.transfer import Step
+from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import is_interpreting
 
 _SPIN_SECONDS = 5e-3
@@ -43,7 +44,6 @@ class CudaDevice:
     name = "cuda"
     # What kernels ask for, instead of which device it is (see ``CpuDevice``).
     interprets: bool = False
-    has_libraries: bool = True
     runs_kernels: bool = True
 
     def __init__(self, index: int) -> None:
@@ -101,13 +101,23 @@ class CudaDevice:
     def facts(self) -> Mapping[str, str]:
         capability = f"{self._properties.major}.{self._properties.minor}"
         return {
-            "gpu": self._properties.name + (" (interpreter)" if is_interpreting() else ""),
+            "gpu": self._properties.name + _manner(),
             "gpus_on_host": str(torch.cuda.device_count()),
             "capability": capability,
             "sms": str(self.num_sms),
             "driver": _driver_version(),
             "peer_access": _peer_access(),
         }
+
+    @property
+    def has_nccl(self) -> bool:
+        """NCCL takes one rank a GPU."""
+        return ranks_per_gpu() == 1
+
+    @property
+    def has_async_tp(self) -> bool:
+        """torch's own symmetric memory, on which its async tensor parallelism stands, too."""
+        return ranks_per_gpu() == 1
 
     def shared_memory_bytes(self) -> int:
         """Largest dynamic shared memory of one block, in bytes (opt-in limit)."""
@@ -237,6 +247,15 @@ class CudaTimer:
 
     def milliseconds(self) -> float:
         return float(self._begin.elapsed_time(self._end))
+
+
+def _manner() -> str:
+    """What sets this process's use of a GPU apart from that of one rank a GPU, for which results
+    are."""
+    if is_interpreting():
+        return " (interpreter)"
+    ranks = ranks_per_gpu()
+    return f" (shared by {ranks} ranks)" if ranks > 1 else ""
 
 
 @functools.cache

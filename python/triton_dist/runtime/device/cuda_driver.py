@@ -9,6 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 WAIT_VALUE_EQ = 0x1  # CU_STREAM_WAIT_VALUE_EQ
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class IpcHandle(ctypes.Structure):
+    """What another process of the host needs to map memory: CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class Uuid(ctypes.Structure):
+    """CUuuid."""
+
+    _fields_ = (("bytes", ctypes.c_uint8 * 16),)
+
 
 # Handles (streams, events, functions) are c_void_p, device addresses c_uint64.
 _HANDLE, _ADDRESS, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
@@ -16,14 +30,29 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),
     "cuCtxSetCurrent": (_HANDLE,),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    # value, attribute, device
+    "cuDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
+    "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
     # value, attribute, source, target
     "cuDeviceGetP2PAttribute": (ctypes.POINTER(ctypes.c_int), *[ctypes.c_int] * 3),
+    # text, its length at most, device
+    "cuDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cuDeviceGetUuid_v2": (ctypes.POINTER(Uuid), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
     "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "cuEventRecord": (_HANDLE, _HANDLE),
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuInit": (_UINT,),
+    "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), _ADDRESS),
+    # address, handle, flags
+    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(ctypes.c_uint64), IpcHandle, _UINT),
     # function, grid, block, shared memory bytes, stream, parameters, extra
     "cuLaunchKernel": (_HANDLE, *[_UINT] * 6, _UINT, _HANDLE, ctypes.c_void_p, ctypes.c_void_p),
+    "cuMemAlloc_v2": (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t),
+    "cuMemFree_v2": (_ADDRESS,),
+    # free, total
+    "cuMemGetInfo_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, _UINT),
     "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, _UINT),
@@ -51,7 +80,10 @@ def arguments(name: str, *values: Any) -> tuple[Any, ...]:
 
 
 def check(status: int, what: str) -> None:
-    """Raise ``RuntimeError`` with the error's name and ``what`` was asked, unless it is 0."""
+    """Raise ``RuntimeError`` with the error's name and ``what`` was asked, unless it is 0;
+    ``MemoryError``, which is none, if memory is what was missing."""
+    if status == OUT_OF_MEMORY:
+        raise MemoryError(f"the CUDA driver refused to {what}: out of memory")
     if status != 0:
         name = ctypes.c_char_p()
         function("cuGetErrorName")(status, ctypes.byref(name))
@@ -59,12 +91,18 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"the CUDA driver refused to {what}: {said} ({status})")
 
 
+def device(ordinal: int) -> int:
+    """The driver's number for the GPU with CUDA ordinal ``ordinal``."""
+    found = ctypes.c_int()
+    check(function("cuDeviceGet")(ctypes.byref(found), ordinal), f"find GPU {ordinal}")
+    return found.value
+
+
 def primary_context(ordinal: int) -> int:
     """The context that the runtime, and so torch, uses on the GPU with CUDA ordinal ``ordinal``."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    check(function("cuDeviceGet")(ctypes.byref(device), ordinal), f"find GPU {ordinal}")
+    context = ctypes.c_void_p()
     retain = function("cuDevicePrimaryCtxRetain")
-    check(retain(ctypes.byref(context), device), f"give the context of GPU {ordinal}")
+    check(retain(ctypes.byref(context), device(ordinal)), f"give the context of GPU {ordinal}")
     return context.value or 0
 
 

@@ -44,9 +44,13 @@ class ProcessGroupRanks(StoreRanks):
         return min(seconds, default=1800.0)
 
     def line_up(self) -> None:
-        """On GPUs queue a one-element all-reduce on the current stream. All ranks must be about to
-        queue it, as after a barrier; else it would wait for the process group's timeout."""
-        if torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.process_group):
+        """On GPUs queue a one-element all-reduce on the current stream; gloo, which ranks have
+        that share GPUs, waits for the stream and for the ranks. All ranks must be about to queue
+        it, as after a barrier; else it would wait for the process group's timeout."""
+        if not torch.cuda.is_available():
+            return
+        is_on_gpu = knobs.share_gpus.get() and torch.cuda.is_initialized()
+        if is_on_gpu or "nccl" in dist.get_backend_config(self.process_group):
             if self._met_on_device is None:
                 self._met_on_device = torch.zeros(1, device="cuda")
             dist.all_reduce(self._met_on_device, group=self.process_group)

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.ranks import Group, process_group_of
+from triton_dist.runtime.device.place import Place, refusal, share_a_gpu
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
 from triton_dist.runtime.symmetric.block import Layout, Region, SymmetricMemory
 from triton_dist.runtime.symmetric.cuda import CudaSymmetricMemory
 from triton_dist.runtime.symmetric.host import HostSymmetricMemory
+from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory
 from triton_dist.runtime.symmetric.solo import SoloSymmetricMemory
 
 __all__ = ["Region", "SymmetricMemory", "allocate"]
@@ -32,6 +34,7 @@ def allocate(
     Raises:
         RankDisagreement: ranks ask for different regions.
         SymmetricMemoryFull: on every rank, when some rank has too little memory.
+        DeviceUnavailable: on every rank, when ranks that share a GPU cannot share its memory.
     """
     layout = Layout.of(name, regions)
     device = current_device()
@@ -41,5 +44,16 @@ def allocate(
         if group is None or dist.get_world_size(group) == 1:
             return SoloSymmetricMemory(layout, device.torch_device)
         if device.name == "cuda":
-            return CudaSymmetricMemory(layout, device.torch_device, group)
+            return _on_gpus(layout, device.torch_device, group)
         return HostSymmetricMemory(layout, group)
+
+
+def _on_gpus(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
+    ranks = group_for(group)
+    places = ranks.gather("GPUs of the ranks", Place.of(device.index))
+    if not share_a_gpu(places):
+        return CudaSymmetricMemory(layout, device, group)
+    refused = refusal(places, ranks.named)
+    if refused is not None:
+        raise refused
+    return SharedGpuSymmetricMemory(layout, device, group)

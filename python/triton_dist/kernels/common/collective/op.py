@@ -256,7 +256,7 @@ class Collective(_Way):
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
         # CPU ranks are there to run our kernels.
-        return [()] if current_device().has_libraries else []
+        return [()] if current_device().has_nccl else []
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         return sizes.num_ranks > 1

@@ -315,7 +315,7 @@ class Collective(_Way):
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         # CPU ranks are there to run our kernels.
-        return sizes.asked == self.name or current_device().has_libraries
+        return sizes.asked == self.name or current_device().has_nccl
 
     def sum(self, call: Call, x: torch.Tensor, sums: torch.Tensor, in_place: bool) -> None:
         if not in_place:

@@ -298,7 +298,7 @@ class Collective(WholeProduct[Call]):
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         # CPU ranks are there to run our kernels.
-        return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_libraries
+        return sizes.num_ranks == 1 or sizes.asked is not None or current_device().has_nccl
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)

@@ -1,0 +1,159 @@
+"""The place of a rank: its host, its GPU, and whether ranks at several places can share memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton_dist.errors import DeviceUnavailable
+from triton_dist.runtime.device import cuda_driver
+from triton_dist.runtime.sharing import ranks_per_gpu
+
+_COMPUTE_MODE, _MPS_ENABLED = 20, 133  # CU_DEVICE_ATTRIBUTE_…
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES = Path("/proc/self/ns")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The process of a rank, and the GPU that it uses."""
+
+    host: str
+    machine: str
+    """The same for all containers of a machine, until it is booted again."""
+    namespaces: tuple[str, str]
+    """Of process numbers, and of IPC."""
+    gpu: str
+    """UUID of the GPU, or of the part of it that a process of MIG has."""
+    bus: str
+    """Where the GPU is on its machine: the same for all parts of it."""
+    visible: tuple[str, ...]
+    """UUIDs of all GPUs that the process sees, in CUDA's order."""
+    ranks_per_gpu: int = 1
+    """Ranks that the process takes a GPU to have, at most."""
+    is_exclusive: bool = False
+    """True if the GPU takes one process only (compute mode)."""
+    is_mps: bool = False
+    """True if processes use the GPU through MPS, at the same time instead of in turn."""
+
+    @classmethod
+    def of(cls, ordinal: int) -> Place:
+        """The place of this process on the GPU with this CUDA ordinal; makes no CUDA context."""
+        cuda_driver.check(cuda_driver.function("cuInit")(0), "start")
+        count = ctypes.c_int()
+        status = cuda_driver.function("cuDeviceGetCount")(ctypes.byref(count))
+        cuda_driver.check(status, "count GPUs")
+        visible = tuple(_uuid(each) for each in range(count.value))
+        bus = ctypes.create_string_buffer(32)
+        status = cuda_driver.function("cuDeviceGetPCIBusId")(bus, 32, cuda_driver.device(ordinal))
+        cuda_driver.check(status, f"tell where GPU {ordinal} is")
+        machine = ""
+        with suppress(OSError):
+            machine = _BOOT.read_text().strip()
+        return cls(
+            host=socket.gethostname(),
+            machine=machine,
+            namespaces=(_namespace("pid"), _namespace("ipc")),
+            gpu=visible[ordinal],
+            bus=bus.value.decode(),
+            visible=visible,
+            ranks_per_gpu=ranks_per_gpu(),
+            is_exclusive=_attribute(_COMPUTE_MODE, ordinal) != 0,
+            is_mps=_attribute(_MPS_ENABLED, ordinal) == 1,
+        )
+
+    def is_gpu_of(self, other: Place) -> bool:
+        """True if both are on one GPU, or on parts of one."""
+        return (self.machine, self.bus) == (other.machine, other.bus)
+
+
+def share_a_gpu(places: Sequence[Place]) -> bool:
+    """Tell whether some of these ranks are on one GPU."""
+    return len({(place.machine, place.bus) for place in places}) < len(places)
+
+
+def refusal(places: Sequence[Place], named: Callable[[int], object]) -> DeviceUnavailable | None:
+    """The reason for which ranks, some of which are on one GPU, cannot share memory; the same on
+    all of them. ``named`` names a rank in errors."""
+    first = places[0]
+    on_gpu = Counter((place.machine, place.bus) for place in places)
+    for rank, place in enumerate(places):
+        pair = f"rank {named(0)} and rank {named(rank)}"
+        if place.machine != first.machine:
+            return DeviceUnavailable(
+                "cuda",
+                f"{pair} are on different hosts, {first.host} and {place.host}, and ranks that "
+                "share GPUs have to be on one",
+                "Start all ranks on one host, or one rank per GPU.",
+            )
+        if place.namespaces != first.namespaces:
+            return DeviceUnavailable(
+                "cuda",
+                f"{pair} are in containers that do not see one another's processes and memory",
+                "Start all ranks in one container, or these with --ipc=host --pid=host.",
+            )
+        if place.is_gpu_of(first) and place.gpu != first.gpu:
+            return DeviceUnavailable(
+                "cuda",
+                f"{pair} are on different MIG instances of one GPU, which share no memory",
+                "Give all ranks of the host the same instance, or the GPU without MIG.",
+            )
+        if place.visible != first.visible:
+            return DeviceUnavailable(
+                "cuda",
+                f"{pair} see different GPUs, the former {len(first.visible)}, the latter "
+                f"{len(place.visible)} of them",
+                "Give all ranks of the host the same CUDA_VISIBLE_DEVICES.",
+            )
+        if on_gpu[place.machine, place.bus] > place.ranks_per_gpu:
+            return DeviceUnavailable(
+                "cuda",
+                f"rank {named(rank)} is not alone on its GPU, and sharing was not asked for",
+                "Start one rank per GPU; or let ranks share the GPUs that there are: launch.sh "
+                "--share-gpus, which sets TRITON_DIST_SHARE_GPUS=1.",
+            )
+        if place.is_exclusive:
+            return DeviceUnavailable(
+                "cuda",
+                f"the GPU of rank {named(rank)} takes one process only: its compute mode is not "
+                "'Default'",
+                "Let it take several: nvidia-smi --compute-mode=DEFAULT.",
+            )
+        if place.is_mps:
+            return DeviceUnavailable(
+                "cuda",
+                f"rank {named(rank)} uses its GPU through MPS, where kernels that wait for one "
+                "another may take each other's multiprocessors for ever",
+                "End MPS (echo quit | nvidia-cuda-mps-control), so that ranks take turns.",
+            )
+    return None
+
+
+def _uuid(ordinal: int) -> str:
+    uuid = cuda_driver.Uuid()
+    status = cuda_driver.function("cuDeviceGetUuid_v2")(
+        ctypes.byref(uuid), cuda_driver.device(ordinal)
+    )
+    cuda_driver.check(status, f"name GPU {ordinal}")
+    return bytes(uuid.bytes).hex()
+
+
+def _attribute(attribute: int, ordinal: int) -> int:
+    """Value of a device's attribute; 0 for one that this driver does not know."""
+    value = ctypes.c_int()
+    status = cuda_driver.function("cuDeviceGetAttribute")(
+        ctypes.byref(value), attribute, cuda_driver.device(ordinal)
+    )
+    return value.value if status == 0 else 0
+
+
+def _namespace(kind: str) -> str:
+    with suppress(OSError):
+        return os.readlink(_NAMESPACES / kind)
+    return ""

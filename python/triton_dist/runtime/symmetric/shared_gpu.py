@@ -1,0 +1,165 @@
+"""Symmetric memory of ranks some of which are on one GPU: each maps the others' by CUDA IPC.
+
+torch's own refuses two ranks on a GPU. Between GPUs the same works where they reach one another.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import DeviceUnavailable, RankDisagreement, SymmetricMemoryFull
+from triton_dist.runtime.device import cuda_ipc, current_device
+from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank, group_for
+from triton_dist.runtime.symmetric import lease
+from triton_dist.runtime.symmetric.block import Layout, SymmetricMemory
+from triton_dist.runtime.symmetric.lease import HeldLease, LeaseOffer, OwnLease
+
+_QUEUE_SECONDS = 10.0
+
+
+class _Offer(NamedTuple):
+    """A rank's memory, or the reason why it has none."""
+
+    handle: bytes = b""
+    lease: LeaseOffer = LeaseOffer(0, 0)
+    refusal: str = ""
+    free: int | None = None
+    """Bytes that are free, where too few are."""
+
+
+class SharedGpuSymmetricMemory(SymmetricMemory):
+    """Memory of the driver, of which every rank has a block.
+
+    A rank that frees it closes what it has open of the others. Its own block goes when they have
+    closed that too, or have ended: then, or at the next allocation.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._ranks, self._device = group_for(group), device
+        asked = self._ranks.gather("symmetric allocation", layout.describe())
+        if len(set(asked)) > 1:
+            by_rank = {self._ranks.named(rank): what for rank, what in enumerate(asked)}
+            raise RankDisagreement("symmetric regions", by_rank)
+        cuda_ipc.use_gpu(device.index)
+        lease.end_retired()  # all ranks are here, so all have closed what they freed before
+        with ExitStack() as undone:
+            self._own = 0
+            offers = self._ranks.gather("shared GPU memory", self._offer(layout.nbytes, undone))
+            _raise_refusal(layout, offers, self._ranks)
+            closing = undone.enter_context(ExitStack())  # before the own block is given back
+            addresses, refusal = self._open(offers, closing)
+            # Blocks are zero before any rank is told that it may use them.
+            refusals = self._ranks.gather("shared GPU memory is mapped", refusal)
+            for rank, refusal in enumerate(refusals):
+                if refusal:
+                    raise DeviceUnavailable(
+                        str(device),
+                        f"rank {self._ranks.named(rank)} cannot map the memory of another rank: "
+                        f"{refusal}",
+                        "Start all ranks in one container, as one user, or one rank per GPU.",
+                    )
+            self._release = weakref.finalize(self, _release, undone.pop_all(), os.getpid())
+        self._release.atexit = False  # the driver cleans up after a process, also a killed one
+        blocks = [_tensor(address, layout.nbytes, device) for address in addresses]
+        super().__init__(layout, self._ranks.rank, blocks)
+
+    def _offer(self, nbytes: int, undone: ExitStack) -> _Offer:
+        """Allocate this rank's block, and what others need to map it."""
+        try:
+            self._own = _allocate(nbytes)
+        except MemoryError as failure:
+            return _Offer(refusal=str(failure), free=cuda_ipc.free_bytes())
+        except RuntimeError as failure:
+            return _Offer(refusal=str(failure))
+        own = self._own
+        try:
+            leased = OwnLease(lambda: cuda_ipc.free(own))
+        except OSError as failure:
+            cuda_ipc.free(own)
+            return _Offer(refusal=str(failure))
+        undone.callback(lease.retire, leased)
+        try:
+            handle = cuda_ipc.export(own)
+        except RuntimeError as failure:
+            return _Offer(refusal=str(failure))
+        _tensor(own, nbytes, self._device).zero_()
+        current_device().synchronize()
+        return _Offer(handle, leased.offer)
+
+    def _open(self, offers: Sequence[_Offer], closing: ExitStack) -> tuple[list[int], str]:
+        """Addresses of all blocks, and why there are none."""
+        addresses = []
+        for rank, offer in enumerate(offers):
+            if rank == self._ranks.rank:
+                addresses.append(self._own)
+                continue
+            try:
+                closing.callback(HeldLease(offer.lease).close)
+                address = cuda_ipc.open_(offer.handle)
+            except (OSError, RuntimeError, MemoryError) as failure:
+                return [], str(failure)
+            closing.callback(cuda_ipc.close, address)  # before the lease is: last in, first out
+            addresses.append(address)
+        return addresses, ""
+
+    def barrier(self) -> None:
+        """As of the others; the host waits too."""
+        current_device().synchronize()
+        self._ranks.barrier(f"barrier of {self.name}")
+
+    def free(self) -> None:
+        if self._release.alive:
+            super().free()
+            self._release()
+
+
+def _release(mapped: ExitStack, pid: int) -> None:
+    """Give back what is mapped, once the GPU has done all that is queued."""
+    if os.getpid() != pid:  # a fork has mapped nothing
+        return
+    try:
+        current_device().synchronize(_QUEUE_SECONDS)
+    except (TimeoutError, RuntimeError):
+        return  # a kernel waits for a rank that has ended, or failed: the process has to end too
+    mapped.close()
+
+
+def _allocate(nbytes: int) -> int:
+    try:
+        return cuda_ipc.allocate(nbytes)
+    except MemoryError:
+        torch.cuda.empty_cache()  # torch keeps what it does not use
+        return cuda_ipc.allocate(nbytes)
+
+
+def _raise_refusal(
+    layout: Layout, offers: Sequence[_Offer], ranks: ProcessGroupRanks | SoloRank
+) -> None:
+    for rank, offer in enumerate(offers):
+        if offer.free is not None:
+            raise SymmetricMemoryFull(
+                f"{layout.name}, rank {ranks.named(rank)}, which shares a GPU ({offer.refusal})",
+                layout.nbytes,
+                offer.free,
+                "Use a smaller context or fewer ranks, or free GPU memory.",
+            )
+        if offer.refusal:
+            raise DeviceUnavailable(
+                "cuda",
+                f"rank {ranks.named(rank)} cannot share memory: {offer.refusal}",
+                "CUDA IPC needs Linux, and a driver and container that allow it; or start one rank "
+                "per GPU.",
+            )
+
+
+def _tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes at ``address`` as a tensor of ``device``, wherever they lie; owns nothing."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

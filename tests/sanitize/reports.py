@@ -1,0 +1,107 @@
+"""Where compute-sanitizer is, how it is called, and what its report of one process says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = ("memcheck", "initcheck", "racecheck")
+"""Accesses outside of what was allocated; reads of what nobody wrote; races on shared memory."""
+FOUND = 88
+"""Exit status of a process of which something was reported."""
+_WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
+_NAME = "compute-sanitizer"
+_SUMMARY = re.compile(
+    r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE
+)
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def missing() -> str:
+    """A sentence for those who have no compute-sanitizer."""
+    return (
+        f"{_NAME} is neither on PATH, nor in CUDA_HOME or /usr/local/cuda, nor in a wheel: "
+        f"python3 -m pip install {_WHEELS[0]}, of the same major version as torch.version.cuda."
+    )
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The program: of PATH, else of CUDA, else of a wheel."""
+    return next((path for path in _places(environment) if os.access(path, os.X_OK)), None)
+
+
+def _places(environment: Mapping[str, str]) -> Iterator[Path]:
+    on_path = shutil.which(_NAME, path=environment.get("PATH", ""))
+    if on_path is not None:
+        yield Path(on_path)
+    for home in (environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home:
+            yield Path(home, "bin", _NAME)
+    for wheel in _WHEELS:
+        try:
+            files = importlib.metadata.files(wheel) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        yield from (Path(file.locate()) for file in files if file.name == _NAME)
+
+
+def command(program: Path, tool: str, log: Path) -> list[str]:
+    """What stands before the command of a process."""
+    return [
+        str(program), "--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND),
+        "--target-processes", "application-only", "--report-api-errors", "no",
+        "--print-limit", "20",
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the tool says of one process.
+
+    Attributes:
+        count: of errors or hazards; ``None``: it came to no end.
+        kinds: first lines of findings, without addresses, and how often each was printed.
+    """
+
+    count: int | None
+    kinds: Mapping[str, int]
+
+    @property
+    def is_clean(self) -> bool:
+        return self.count == 0
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return "; ".join(["came to no end", *self.kinds])
+        found = (f"{times} x {kind}" for kind, times in self.kinds.items())
+        return "; ".join([f"{self.count} found", *found])
+
+
+def report_of(text: str) -> Report:
+    """The report that a log file holds."""
+    summaries = _SUMMARY.findall(text)
+    kinds = Counter(map(_kind, _findings(text)))
+    return Report(int(summaries[-1]) if summaries else None, dict(kinds))
+
+
+def _findings(text: str) -> Iterator[str]:
+    """First lines of paragraphs. In one, the lines after the first are indented."""
+    before = ""
+    for line in text.splitlines():
+        prefix, _, said = line.partition("========= ")
+        if prefix == "" and said and not said.startswith((" ", "COMPUTE-SANITIZER")):
+            if not before and "SUMMARY:" not in said:
+                yield said.strip()
+            before = said
+        elif line.strip() == "=========":
+            before = ""
+
+
+def _kind(line: str) -> str:
+    return _ADDRESS.sub("…", line)
