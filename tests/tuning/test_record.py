@@ -44,6 +44,21 @@ def test_the_best_has_the_lowest_median_and_of_equals_is_the_first():
     )
 
 
+def test_a_winner_by_an_earlier_rule_stays_the_winner():
+    """A preferred one within 1 % of the best was written down; now the best itself would be."""
+    times = [Measurement((each,) * 3, 0) for each in (1.009, 1.0, 1.02)]
+    tree = json.loads(json.dumps(record(*times).to_tree()))
+    assert tree["best"]["digest"] == tree["trials"][1]["digest"]
+    tree["fingerprint"]["policy"]["indifference"] = "0.01"
+    tree["best"]["digest"] = tree["trials"][0]["digest"]
+    read = TuningRecord.from_tree(tree)
+    assert read.best is read.trials[0]
+    assert read.to_tree()["best"]["digest"] == tree["trials"][0]["digest"]
+    tree["best"]["digest"] = tree["trials"][2]["digest"]
+    with pytest.raises(ValueError, match="not the fastest"):
+        TuningRecord.from_tree(tree)
+
+
 def test_the_best_of_failures_raises_with_every_cause():
     failed = record(Failure("compile", "no such register", 1), Failure("pruned", "too big"))
     with pytest.raises(NoValidConfig) as raised:

@@ -8,8 +8,8 @@ round  samples in all   leaves
 =====  ===============  ==========================================================================
 1      1                who took more than three times as long as the fastest, by half a millisecond
 2      2                who is behind by more than clocks and noise explain: asked for are the three
-                        fastest of each part of round 1, then the fastest of all, as long as they
-                        are close, and a quarter of the space at least
+                        fastest of each part of round 1, then the fastest of all: who is close, and
+                        so many that they take a sixth of the time of round 1
 3      5, one a lap     who is behind by more than the noise explains, after each lap; after the
                         last all but the first 16
 final  11, and at most  who is behind by more than three standard errors, after each lap; all, when
@@ -56,6 +56,9 @@ HICCUP = 0.5
 busy. Behind by less, nobody leaves after one sample; the second costs no more than that."""
 CLOCKS = 0.06
 """Relative delay of a single sample that may be the clocks', of a block in which they jumped."""
+SPARE = 1 / 6
+"""Part of the time of the first round that is spent on second samples in any case, of the fastest:
+one that is good and was late once may stand far behind the others in a space with few good ones."""
 TELLERS = 3
 """So many of each block of the first round tell by a second sample how fast its clocks were."""
 STANDARD_ERRORS = 4.0
@@ -150,13 +153,15 @@ class Racing:
         told = {config.digest for config in seen}
         others = [config for config in candidates if config.digest not in told]
         yield from self._each(seen, 2)
+        spare = SPARE * self._time_of(self._field)
         while others:
             self._drift.fit(self._digests(seen))
-            limit, sure = self._limit(seen, 1, CLOCKS), len(self._field) // 4 - len(seen)
+            limit, ranked = self._limit(seen, 1, CLOCKS), self._ranked(others)
+            spent = itertools.accumulate(map(self._better, ranked), initial=self._time_of(seen))
             others = [
                 config
-                for place, config in enumerate(self._ranked(others))
-                if place < sure or self._stays(config, limit)
+                for config, before in zip(ranked, spent, strict=False)
+                if before <= spare or self._stays(config, limit)
             ]
             now, others = others[: len(seen)], others[len(seen) :]
             yield from self._each(now, 2)
@@ -221,6 +226,10 @@ class Racing:
     def _least(self, candidates: Iterable[Config]) -> int:
         """Samples of the one with the fewest."""
         return min((len(self._samples[each]) for each in self._digests(candidates)), default=0)
+
+    def _time_of(self, candidates: Iterable[Config]) -> float:
+        """Milliseconds of a run of each."""
+        return sum(self._samples[digest][0] for digest in self._digests(candidates))
 
     def _ranked(self, candidates: Iterable[Config]) -> list[Config]:
         """Candidates that did not fail, the fastest first; equals keep their places, which began as
