@@ -6,8 +6,10 @@ no collective of a check lines the ranks up, and calls follow one another as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,21 @@ def default_tiles(dtype: torch.dtype = torch.float16) -> triton.Config:
         for config in get_config_space(persistent=True) + get_config_space(persistent=False)
         if prune_fn_by_shared_memory({"config": config}, matrix)
     )
+
+
+@contextmanager
+def some_configs(op: Any) -> Iterator[None]:
+    """Tune ``op`` over two configs of each way on CPU ranks, where each takes long to interpret:
+    what a tuning does does not depend on their number, and each is called on its own elsewhere."""
+    if not current_device().interprets:
+        yield
+        return
+    by_way: dict[str, list[Any]] = {}
+    for config in op.config_space:
+        by_way.setdefault(config["way"], []).append(config)
+    few = [config for configs in by_way.values() for config in configs[:2]]
+    with mock.patch.object(op, "config_space", type(op.config_space)(few)):
+        yield
 
 
 def uniform(seed: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, Calls, default_tiles, uniform
+from tests.distributed.ag_gemm_calls import (
+    LAYOUTS,
+    NAN,
+    Calls,
+    default_tiles,
+    some_configs,
+    uniform,
+)
 from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, WaitTimeout
 from triton_dist.kernels.common import vendor
@@ -252,9 +259,10 @@ def tuned() -> tuple[int, int]:
     """Tuned calls, each layout and ``local_copy`` on its own; (tunings, checked calls)."""
     before = ag_gemm.tuning_count
     calls = Calls(max_rows=11, columns=40, K=72)
-    for _ in range(3):
-        calls(11, "column-major", op=ag_gemm)
-        calls(5, op=ag_gemm, local_copy=False)
+    with some_configs(ag_gemm):
+        for _ in range(3):
+            calls(11, "column-major", op=ag_gemm)
+            calls(5, op=ag_gemm, local_copy=False)
     return ag_gemm.tuning_count - before, calls.finish()
 
 
@@ -265,7 +273,8 @@ def in_groups(members: Sequence[Sequence[int]], tune: bool) -> int:
     calls = Calls(max_rows=5 + mine, columns=40, K=72 - 8 * mine, group=groups[mine])
     for number in range(6):
         if tune:
-            calls(5 + mine, op=ag_gemm, autotune_pg=groups[mine])
+            with some_configs(ag_gemm):
+                calls(5 + mine, op=ag_gemm, autotune_pg=groups[mine])
         else:
             calls(1 + number, num_chunks=1 + number % 2) if number < 5 + mine else None
     return calls.finish()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, uniform
+from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, some_configs, uniform
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
@@ -140,9 +140,10 @@ def tuned(kind: Kind) -> tuple[int, int]:
     """Tuned calls, each layout on its own; (tunings, checked calls)."""
     before = kind.op.tuning_count
     calls = kind(max_rows=11, columns=72, K=72, **kind.options)
-    for _ in range(3):
-        for arguments in kind.tuned_calls:
-            calls(op=kind.op, **arguments)
+    with some_configs(kind.op):
+        for _ in range(3):
+            for arguments in kind.tuned_calls:
+                calls(op=kind.op, **arguments)
     return kind.op.tuning_count - before, calls.finish()
 
 

@@ -19,17 +19,14 @@ def test_own_kernels_compute_what_torch_does(spawn_ranks):
     assert max(differences) < 2e-4
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks, world_size):
-    """Four kernels with four configs: 4 * (3 + 5) extra calls."""
-    assert spawn_ranks(world_size, ranks.train, "--kernels", "own") == [32] * world_size
-    assert spawn_ranks(world_size, ranks.train, "--kernels", "own") == [0] * world_size
-
-
-def test_a_race_takes_fewer_calls(spawn_ranks):
-    (first, second) = spawn_ranks(2, ranks.train, "--kernels", "own", "--race")
+def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
+    """Four kernels with four configs: 4 * (3 + 5) extra calls; a race takes fewer."""
+    assert spawn_ranks(2, ranks.train, "--kernels", "own") == [32] * 2
+    first, second = spawn_ranks(2, ranks.train_again_then_race)
     assert first == second
-    assert 4 * 2 < first < 32
+    again, raced = first
+    assert again == 0
+    assert 4 * 2 < raced < 32
 
 
 @pytest.mark.skipif(
