@@ -89,6 +89,15 @@ def summary(points: Sequence[Tree]) -> list[str]:
         lines.append(
             f"{band:>14} {len(inside):>7} {ratios[0]:>7.3f} {fifth:>8.3f} {mean:>8.3f} {own:>8.0%}"
         )
+    first = [
+        each["first_call"] for each in points if "carried" in each["how"] and "first_call" in each
+    ]
+    for name in ("host", "device") if first else ():
+        times = sorted(each[name] for each in first)
+        lines.append(
+            f"{len(first)} first calls of a range beside tuned ones, {name}: median "
+            f"{statistics.median(times):.1f} ms, worst {times[-1]:.1f} ms"
+        )
     regrets = sorted(each["regret"] for each in points if "regret" in each)
     if regrets:
         few = sum(each <= 0.03 for each in regrets) / len(regrets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist._tuning.values import TuningRecord
 from triton_dist.kernels.common.case import Case, Peer
 
 from .workload import TUNED, TUNED_AGAIN, Choice
@@ -28,11 +30,14 @@ class TunedOp:
         self._ctx, self._choice = ctx, choice
         self._operands = case.operands(shape, dtype, size)
         self._args, self._kwargs = case.arguments(self._operands, ctx)
-        before = case.op.tuning_count
+        before, begin = case.op.tuning_count, time.perf_counter()
         self._record = case.op.tune(*self._args, **self._kwargs)
+        took = time.perf_counter() - begin
         self._winner = case.op.best_config(*self._args, **self._kwargs)
         tuned_now = case.op.tuning_count > before
         self.how = self._record.carried or "tuned at a size of this range"
+        self.first_call = _cost(self._record, took) if tuned_now else None
+        """What choosing took now: milliseconds of the host, and of the device."""
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
     def raced(self, number: int = 3) -> list[Peer]:
@@ -104,6 +109,16 @@ class TunedOp:
             if seen[way] <= self._choice.best:
                 best[f"{way} {seen[way]}"] = config
         return best
+
+
+def _cost(record: TuningRecord, seconds: float) -> dict[str, float]:
+    """Each config is run once to the end before its samples."""
+    device = sum(
+        (1 + len(trial.outcome.samples)) * trial.outcome.median
+        for trial in record.trials
+        if hasattr(trial.outcome, "samples")
+    )
+    return {"host": round(1e3 * seconds, 1), "device": round(device, 2)}
 
 
 @contextmanager

@@ -63,9 +63,12 @@ def test_a_point_is_low_only_if_it_surely_is():
 
 def test_the_summary_has_the_worst_and_says_which_are_behind():
     points = [found(30, 1.0, 1.1), found(100, 1.0, 1.04), found(2000, 1.0, 0.9, before=0.89)]
+    points[0]["first_call"] = {"host": 70.0, "device": 20.5}
+    points[0]["how"] = "carried over from M=512"
     points += [found(4000, 1.0, 1.0, own=False, regret=0.05), found(5000, 1.0, 1.2, regret=0.01)]
     text = "\n".join(any_m.summary(points))
     assert "512-" in text
+    assert "1 first calls of a range beside tuned ones, device: median 20.5 ms" in text
     assert "M = 2000: 0.9" in text
     assert "behind, before 0.890" in text
     assert "M = 4000" not in text

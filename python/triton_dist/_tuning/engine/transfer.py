@@ -30,6 +30,8 @@ REACH = 1.0
 _CANDIDATES = 6
 """Raced, besides two that are safe everywhere."""
 _SAFE = 2
+_NEIGHBOURS, _IN_FULL = 6, 3
+"""So many, the nearest, have a say, and so many of those that were tuned in full."""
 _HOPELESS = 1.0
 """Relative distance from the best beyond which a config at its neighbours is no candidate here."""
 _NEAR_BEST = 0.1
@@ -72,18 +74,23 @@ class Neighbours:
         if subject.sizes is None:
             return None
         family = subject.sizes.family(value)
-        found: dict[tuple[int, ...], Neighbour] = {}
+        relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
         for record, _ in parts.store.records_of(key):
             sizes = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
-            if sizes is None or sizes in found or sizes == family.sizes:
-                continue
-            far = distance(sizes, family.sizes)
-            if far > REACH:
+            if sizes is not None and sizes != family.sizes:
+                far = distance(sizes, family.sizes)
+                relatives += [(far, sizes, record)] if far <= REACH else []
+        found: dict[tuple[int, ...], Neighbour] = {}
+        full = 0
+        for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
+            if sizes in found or (len(found) >= _NEIGHBOURS and record.carried):
                 continue
             if not validity(record, fingerprint, subject.space, parts.settings.strict).reasons:
                 found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
-        nearest = sorted(found.values(), key=lambda each: (each.distance, each.sizes))
-        return cls(family, nearest, subject.is_safe)
+                full += not record.carried
+            if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
+                break
+        return cls(family, list(found.values()), subject.is_safe)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])

@@ -39,6 +39,8 @@ class ReadOnlyStore:
 
     def __init__(self, root: Path) -> None:
         self.root = expanded(root) / "autotune"
+        self._known: dict[Path, tuple[tuple[int, int], TuningRecord]] = {}
+        """Records of other keys than the one that is looked up, with the state of their files."""
         self._warned: set[Path] = set()
         self._refused: set[str] = set()
 
@@ -69,9 +71,27 @@ class ReadOnlyStore:
             yield from self._records_in(self.root / folder)
 
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        for record, where in self._records_in(self.folder(key.function_name)):
-            if record.key.function == key.function:
-                yield StoredRecord(record, where)
+        folder = self.folder(key.function_name)
+        for name in self._names_in(folder):
+            record = self._unchanged(folder / name) if name.endswith(".json") else None
+            if record is not None and record.key.function == key.function:
+                yield StoredRecord(record, str(folder / name))
+
+    def _unchanged(self, path: Path) -> TuningRecord | None:
+        """The record in ``path``, read again only if the file is another one: a function may have
+        a hundred, which are looked at at each new key."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        state = (found.st_mtime_ns, found.st_ino)
+        known = self._known.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
+        record = self._read(path)
+        if record is not None:
+            self._known[path] = state, record
+        return record
 
     def _records_in(self, folder: Path) -> Iterator[StoredRecord]:
         for name in self._names_in(folder):
