@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,3 +33,8 @@ class Clock:
         finally:
             self._running = False
             self.seconds[name] += time.monotonic() - begin
+
+
+def timestamp() -> str:
+    """Now, as records have it: UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -94,17 +94,14 @@ class AutoTuner(Decorated):
         self._sizes, self.is_safe = sizes, is_safe
         self._first_call = self._surroundings.untraced(self._call_first)
         self._chosen: dict[Any, Choice] = {}
-        # Views of it for the hot path: arguments by key, of calls without and with a group. A
-        # choice belongs to the group that agreed on it: these hold while ``_world`` is the group of
-        # all ranks, and none is made before the first call.
+        # Views of it for the hot path: arguments by key, of calls without and with a group. They
+        # hold while ``_world``, whose ranks agreed, is the group of all; none comes before a call.
         self._default_group = self._surroundings.default_group
         self._is_compiled = self._surroundings.is_compiled
         self._world = self._default_group.WORLD
         self._hits: dict[Any, dict[str, Any]] = {}
         self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
-        # By the range of a key and the group. Ranks agreed on these, so none is ever dropped; of
-        # the exact keys above the oldest are.
-        self._ranges: dict[Any, Choice] = {}
+        self._ranges: dict[Any, Choice] = {}  # by group and range: no exact key, none is dropped
         self._most_hits = 0
         self._noted: set[tuple[int, str]] = set()
         self._calls = 0
@@ -238,18 +235,16 @@ class AutoTuner(Decorated):
     def _served(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
-        """Arguments of a call whose exact sizes are new, in a range that is tuned: no word to other
-        ranks is needed. ``None`` where it is not, or the call is refused."""
-        if self._sizes is None or not self._ranges or not self._names.isdisjoint(kwargs):
-            return None
-        if self._default_group.WORLD is not self._world:
+        """Arguments of a call whose exact sizes are new, in a range that is tuned, which takes no
+        word to other ranks; ``None`` where it is not, or the call is refused."""
+        if self._sizes is None or not self._names.isdisjoint(kwargs):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
             choice = self._ranges.get((process_group, self._sizes.range_of(key)))
+            if choice is None or self._default_group.WORLD is not self._world:
+                return None
         except Exception:  # comes again, and is told to all ranks
-            return None
-        if choice is None:
             return None
         self._calls += 1
         arguments = choice.of(self._sizes.values(key)).arguments
@@ -257,9 +252,9 @@ class AutoTuner(Decorated):
         return arguments
 
     def _keep(self, process_group: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Have the arguments of an exact key at hand, if need be in place of the oldest."""
-        group = self._group_hits.setdefault(process_group, {})
-        hits = self._hits if process_group is None else group
+        """Have the arguments of an exact key at hand, in place of the oldest if there are many."""
+        groups = self._group_hits
+        hits = self._hits if process_group is None else groups.setdefault(process_group, {})
         while len(hits) >= self._most_hits:
             with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
                 del hits[next(iter(hits))]
@@ -286,9 +281,8 @@ class AutoTuner(Decorated):
                 return Choice(space[0], {}, None)
             self._check_arguments(args, kwargs, self._default())
             exact = self._key(args, kwargs, fixed)
-            key, sizes = exact, tuple[int, ...]()
-            if self._sizes is not None:
-                key, sizes = self._sizes.range_of(exact), self._sizes.values(exact)
+            key = exact if self._sizes is None else self._sizes.range_of(exact)
+            sizes = () if self._sizes is None else self._sizes.values(exact)
             known = self._chosen.get((ranks, key))
             if known is not None:
                 return known.of(sizes)

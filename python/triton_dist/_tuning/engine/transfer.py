@@ -10,10 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
-from triton_dist._tuning.engine.parts import Parts, Subject
-from triton_dist._tuning.engine.span import Times, times_of
+from triton_dist._tuning.engine.clock import timestamp
+from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.span import Span, Times, times_of
 from triton_dist._tuning.values import (
     Config,
     Fingerprint,
@@ -25,6 +29,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.sizes import Family, distance
 
+T = TypeVar("T")
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
 _CANDIDATES = 6
@@ -38,6 +43,65 @@ _NEAR_BEST = 0.1
 """The same, beyond which it is not trusted without measuring."""
 _IN_DOUBT = 0.3
 """Doublings to the only neighbour from which on its winner is not trusted without measuring."""
+
+
+class Transfer:
+    """What one call takes over; every method is called on all ranks, and the leader's records
+    count."""
+
+    def __init__(self, parts: Parts, subject: Subject, call: Call, ranks: Conversation) -> None:
+        self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
+
+    @property
+    def measured_at(self) -> tuple[int, ...]:
+        """The exact sizes of the call, where they are not the ends of their ranges."""
+        sizes, call = self._subject.sizes, self._call
+        return () if sizes is None or sizes.values(call.key) == call.sizes else call.sizes
+
+    def few(
+        self, key: Key, fingerprint: Fingerprint, kept: list[Config]
+    ) -> tuple[list[Config], str]:
+        """On the leader: the candidates of ``kept`` that neighbours leave, and which neighbours;
+        all, if there are none."""
+        settings = self._parts.settings
+        if settings.transfer_ms > 0 and not settings.always_tune:
+            near = self._neighbours(key, fingerprint)
+            few = near.candidates(kept, settings.transfer_ms) if near is not None else []
+            if near is not None and few:
+                return few, f"carried over from {near}"
+        return kept, ""
+
+    def predicted(self, key: Key, fingerprint: Fingerprint) -> TuningRecord | None:
+        """The record for ``key`` by its neighbours, without measuring; ``None`` if there are none,
+        or they cannot say."""
+        subject, call = self._subject, self._call
+        if subject.sizes is None:
+            return None
+        record: TuningRecord | None = None
+        if self._ranks.is_leader:
+            # What prune_fn raises is told where it is tuned.
+            with suppress(Exception):
+                kept, _ = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
+                near = self._neighbours(key, fingerprint)
+                record = near.predict(key, kept, timestamp()) if near is not None else None
+        return self._told("predict", record)
+
+    def span(self, key: Key, fingerprint: Fingerprint, record: TuningRecord) -> Span | None:
+        """Configs by exact size, of a function with one size."""
+        subject = self._subject
+        if subject.sizes is None or len(self._call.sizes) != 1:
+            return None
+        near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
+        own = None if near is None else near.times(record, subject.space)
+        times = self._told("sizes", own)
+        return None if times is None else Span.of(times, subject.space)
+
+    def _told(self, phase: str, own: T) -> T:
+        """The leader's value."""
+        return self._ranks.decide(Situation(phase), (own,), self._parts.settings.seconds)[0]
+
+    def _neighbours(self, key: Key, fingerprint: Fingerprint) -> Neighbours | None:
+        return Neighbours.of(self._parts, self._subject, key, self._call.key, fingerprint)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, own_record
 from triton_dist._tuning.engine.attempt import Attempts
+from triton_dist._tuning.engine.clock import timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -20,7 +20,7 @@ from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.span import Span
-from triton_dist._tuning.engine.transfer import Neighbours
+from triton_dist._tuning.engine.transfer import Transfer
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
@@ -107,6 +107,7 @@ class _FirstCall:
         self._progress: Progress | None = None
         self._incumbent: Config | None = None
         self._restless = Restless(subject.name)
+        self._transfer = Transfer(parts, subject, call, self.ranks)
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
@@ -127,7 +128,7 @@ class _FirstCall:
             return self._resolution(key, meeting.fingerprint, record, tuned=False)
 
         if meeting.frozen or meeting.capturing:
-            predicted = self._predicted(key, meeting.fingerprint)
+            predicted = self._transfer.predicted(key, meeting.fingerprint)
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
                 config = self._config(predicted.best.digest)
@@ -150,17 +151,7 @@ class _FirstCall:
         self, key: Key, fingerprint: Fingerprint, record: TuningRecord, tuned: bool
     ) -> Resolution:
         config = self._config(record.best.digest)
-        return Resolution(config, record, tuned, span=self._span(key, fingerprint, record))
-
-    def _span(self, key: Key, fingerprint: Fingerprint, record: TuningRecord) -> Span | None:
-        """Configs by exact size, as the leader's records have it; of a function with one size."""
-        subject, ranks = self._subject, self._ranks
-        if subject.sizes is None or len(self._call.sizes) != 1:
-            return None
-        near = self._neighbours(key, fingerprint) if ranks.is_leader else None
-        own = None if near is None else near.times(record, subject.space)
-        times = ranks.decide(Situation("sizes"), (own,), self._parts.settings.seconds)[0]
-        return None if times is None else Span.of(times, subject.space)
+        return Resolution(config, record, tuned, span=self._transfer.span(key, fingerprint, record))
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
@@ -247,11 +238,9 @@ class _FirstCall:
                         restorer.restore()
                 trials = progress.trials(candidates)
                 trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
-                timestamp, seconds = ranks.decide(Situation("end"), (_now(), progress.seconds))
-                at = self._measured_at()
-                record = TuningRecord(
-                    key, fingerprint, tuple(trials), timestamp, seconds, carried, at
-                )
+                ended, seconds = ranks.decide(Situation("end"), (timestamp(), progress.seconds))
+                about = (ended, seconds, carried, self._transfer.measured_at)
+                record = TuningRecord(key, fingerprint, tuple(trials), *about)
                 try:
                     _ = record.best
                 except NoValidConfig:  # on every rank; what failed is tried again by the next start
@@ -264,11 +253,6 @@ class _FirstCall:
         finally:
             journal.close()
         return StoredRecord(record, where)
-
-    def _measured_at(self) -> tuple[int, ...]:
-        """The exact sizes of the call, where they are not the ends of their ranges."""
-        sizes, call = self._subject.sizes, self._call
-        return () if sizes is None or sizes.values(call.key) == call.sizes else call.sizes
 
     def _quarantine(self, config: Config, failure: Failure) -> None:
         if self._progress is not None:  # else none was tried yet
@@ -321,25 +305,6 @@ class _FirstCall:
         assert prepare is not None
         prepare(*self._call.args, **self._call.kwargs, **config.arguments())
 
-    def _predicted(self, key: Key, fingerprint: Fingerprint) -> TuningRecord | None:
-        """The leader's record for ``key`` by its neighbours, without measuring; ``None`` if there
-        are none, or it cannot say."""
-        subject, ranks = self._subject, self._ranks
-        if subject.sizes is None:
-            return None
-        record: TuningRecord | None = None
-        if ranks.is_leader:
-            try:
-                kept, _ = subject.space.prune(subject.prune_fn, self._call.args, self._call.kwargs)
-                near = self._neighbours(key, fingerprint)
-                record = near.predict(key, kept, _now()) if near is not None else None
-            except Exception:  # what prune_fn raises is told where it is tuned
-                record = None
-        return ranks.decide(Situation("predict"), (record,), self._parts.settings.seconds)[0]
-
-    def _neighbours(self, key: Key, fingerprint: Fingerprint) -> Neighbours | None:
-        return Neighbours.of(self._parts, self._subject, key, self._call.key, fingerprint)
-
     def _candidates(
         self, key: Key, fingerprint: Fingerprint
     ) -> tuple[list[Config], list[Pruned], str]:
@@ -355,7 +320,12 @@ class _FirstCall:
                     kept, pruned = subject.space.prune(
                         subject.prune_fn, self._call.args, self._call.kwargs
                     )
-                plan = self._plan(key, fingerprint, kept, pruned)
+                few, carried = self._transfer.few(key, fingerprint, kept)
+                plan = _Plan(
+                    tuple(config.digest for config in few),
+                    tuple((each.config.digest, each.reason) for each in pruned),
+                    carried,
+                )
             except Exception as error:
                 failure, plan = error, _Plan(failure=f"{type(error).__name__}: {error}")
         decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
@@ -370,21 +340,6 @@ class _FirstCall:
             causes = {str(each.config): each.reason for each in pruned}
             raise NoValidConfig(subject.name, key, causes)
         return candidates, pruned, decided.carried
-
-    def _plan(
-        self, key: Key, fingerprint: Fingerprint, kept: list[Config], pruned: list[Pruned]
-    ) -> _Plan:
-        settings, carried = self._parts.settings, ""
-        if settings.transfer_ms > 0 and not settings.always_tune:
-            near = self._neighbours(key, fingerprint)
-            few = near.candidates(kept, settings.transfer_ms) if near is not None else []
-            if few:
-                kept, carried = few, f"carried over from {near}"
-        return _Plan(
-            tuple(config.digest for config in kept),
-            tuple((each.config.digest, each.reason) for each in pruned),
-            carried,
-        )
 
     def _next(
         self, search: Search | None, progress: Progress
@@ -412,7 +367,3 @@ class _FirstCall:
         if config is None:
             raise LookupError(f"{self._subject.name}: no config of the space has digest {digest}")
         return config
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -250,21 +250,16 @@ def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 class ProductKey(NamedTuple):
-    """All that a tuning of a GEMM over ranks depends on, but for options of the op."""
+    """All that a tuning of a GEMM over ranks depends on, but for options of the op. M: of all
+    ranks; N, K, layout of B, and whether A is contiguous: of this one. num_ranks: the context's."""
 
     M: int
-    """Rows of all ranks. The tuner rounds it up: a tuning serves a range."""
     N: int
-    """Columns of B, on this rank."""
     K: int
-    """Of the product on this rank."""
     dtype: torch.dtype
     layout: str
-    """Of B."""
     contiguous: bool
-    """A is."""
     num_ranks: int
-    """Of the context; those that tune together may be more."""
 
 
 def accept(

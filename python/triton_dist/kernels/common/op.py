@@ -34,7 +34,7 @@ class Way(ABC, Generic[C, S]):
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
     is_safe: ClassVar[bool] = False
-    """Far from the best nowhere, as a library's product and collective: raced at every size."""
+    """Far from the best nowhere, as a library's: raced at every size."""
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -137,8 +137,7 @@ def op(
     Args:
         sizes: ``sizes(*args, **kwargs)`` of a call: what ``Way.suits`` goes by. The same for all
             calls of a key, since a winner serves all of them.
-        key_fn, agree_fn: as of ``tune.autotune``.
-        key_sizes: names of the sizes in keys, the ``sizes`` of ``tune.autotune``.
+        key_fn, agree_fn, key_sizes: ``key_fn``, ``agree_fn`` and ``sizes`` of ``tune.autotune``.
         version: another one when results that are shipped (records/) must not be used any more.
     """
 

@@ -25,8 +25,7 @@ _COMPUTE_BOUND = 2.0
 
 
 def most_rows(rows: int, num_ranks: int = 1) -> int:
-    """The most rows of a shard, a row block or a product in the range that ``rows`` is in: the
-    tuner's ranges are of M, which ``num_ranks`` share."""
+    """The most rows of each of ``num_ranks`` in the range of M that the tuner puts ``rows`` in."""
     return tune.fine_bucket(rows * num_ranks) // num_ranks
 
 

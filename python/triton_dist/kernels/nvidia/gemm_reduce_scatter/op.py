@@ -66,13 +66,11 @@ def key_fn(
     reduce_st: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for. Of M the rows of a rank count, in buckets: a tile belongs to one
-    rank. A way that older keywords ask for is tuned by itself."""
+    """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
     key = (Call.accept(A, B, bias, ctx), adds(ctx, reduce_st))
     if not kwargs:
         return key
-    keywords = ("fuse_scatter", "exchange", "method", "serial")
-    asked = way_of(*(kwargs.get(keyword) for keyword in keywords))
+    asked = way_of(*map(kwargs.get, ("fuse_scatter", "exchange", "method", "serial")))
     return key if asked is None else (*key, asked)
 
 

@@ -131,10 +131,9 @@ def sizes_of(
     **__: Any,
 ) -> SummingSizes:
     """Say what decides which configs are worth trying for a call."""
-    M = most_rows(A.shape[0] // ctx.num_ranks, ctx.num_ranks) * ctx.num_ranks
+    M = most_rows(A.shape[0]) // ctx.num_ranks * ctx.num_ranks
     asked = way_of(fuse_scatter, exchange, method, serial)
-    adds = ctx.reduce_st if reduce_st is None else reduce_st
-    return SummingSizes(A, B, M, ctx.num_ranks, asked, adds)
+    return SummingSizes(A, B, M, ctx.num_ranks, asked, adds(ctx, reduce_st))
 
 
 class _ToOwners(Overlapped[Call]):
