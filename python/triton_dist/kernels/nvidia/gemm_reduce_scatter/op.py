@@ -25,9 +25,8 @@ Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
     and rounded once to the output's dtype, in which it travels; the own tile too. The W parts are
     added in fp32 in the order of ranks, the bias comes last, and the result is rounded once. Same
-    operands and config: same bits, whoever is late. With ``reduce_st=True`` unrounded fp32 tiles
-    are added in the order of their arrival: not deterministic. Serial: products are the library's,
-    and the bias is added to the rounded sum. Vendor methods add as the vendor does.
+    operands and config: same bits, whoever is late; not with ``reduce_st=True``: unrounded fp32
+    tiles are added as they arrive. Products by a library: the bias is added to the rounded sum.
 
 Built this way because (more, with measurements: docs/explanation/gemm_reduce_scatter.md)
     * whoever waits has announced all its tiles for others before: no circle of waits;
