@@ -70,7 +70,8 @@ def test_a_rank_is_right_if_it_says_so_and_nothing_was_reported():
     assert "2 x Invalid __global__ write" in run.verdict(reports.FOUND, found, said)
     assert "came to no end" in run.verdict(0, reports.report_of(""), said)
     assert run.verdict(1, clean, "Traceback\nKeyError: 3\n") == "exited with status 1: KeyError: 3"
-    assert run.verdict(None, clean, said) == "did not end"
+    assert run.verdict(None, clean, said) == "did not end: 12 calls are right"
+    assert run.verdict(None, clean, "") == "did not end"
     assert run.verdict(0, clean, "") == "made no calls"
 
 
