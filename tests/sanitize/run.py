@@ -53,7 +53,7 @@ class Ranks:
         arguments = [op, "--seconds", str(max(options.seconds - _STACKS, 1.0))]
         if program is None:
             arguments.append("--compile")
-        else:
+        elif not options.torch_cache:
             # A tensor, an allocation: else all lie in large ones of torch's.
             world["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         inherited = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -146,6 +146,10 @@ def main() -> int:
     parser.add_argument("--tools", default=",".join(reports.TOOLS), help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0, help="of one run at most")
+    parser.add_argument(
+        "--torch-cache", action="store_true",
+        help="torch's allocator as it is: quicker, but between its tensors nothing is out of bounds",
+    )  # fmt: skip
     parser.add_argument("--logs", type=Path, help="folder; default: a new one")
     options = parser.parse_args()
     tools = options.tools.split(",")
