@@ -47,9 +47,13 @@ class Ranks:
         world = {
             "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TRITON_DIST_DEVICE": "cuda", "TRITON_DIST_SHARE_GPUS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "TRITON_DIST_DEVICE": options.device, "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": f"{ROOT / 'python'}:{os.environ.get('PYTHONPATH', '')}",
         }  # fmt: skip
+        if options.device == "cpu":
+            world |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        else:
+            world["TRITON_DIST_SHARE_GPUS"] = "1"
         arguments = [op, "--seconds", str(max(options.seconds - _STACKS, 1.0))]
         if program is None:
             arguments.append("--compile")
@@ -148,9 +152,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="of one run at most")
     parser.add_argument(
         "--torch-cache", action="store_true",
-        help="torch's allocator as it is: quicker, but between its tensors nothing is out of bounds",
+        help="torch's allocator as it is: quicker, but one tensor's end is another's start",
     )  # fmt: skip
     parser.add_argument("--logs", type=Path, help="folder; default: a new one")
+    parser.set_defaults(device="cuda")
     options = parser.parse_args()
     tools = options.tools.split(",")
     unknown = [f"{each!r}" for each in tools if each not in reports.TOOLS]
