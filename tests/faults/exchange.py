@@ -1,6 +1,7 @@
 """A small exchange between ranks, right or with one fault, and how often the fault is noticed.
 
-Each rank sends a row to every rank, its own included, and waits for theirs. Two slots take turns,
+Each rank sends every rank a row, itself included, and waits for theirs. No two rows of a run are
+alike, so a row is wrong where another rank, or another call, should have it. Two slots take turns,
 and flags count calls, so calls follow one another with nothing in between. In each run another rank
 is late: it delays between the two halves of what is broken.
 """
@@ -51,10 +52,10 @@ def kernel_exchange(
     epoch, rank, late,
     FAULT: tl.constexpr, DELAY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program p sends this rank's row to rank p, and awaits the row of rank p.
+    """Program p sends row p to rank p, and awaits the row that rank p sends here.
 
-    x: [SIZE]. slots: symmetric, [2, ranks, SIZE]. flags: symmetric, int32 [ranks], of which number
-    p is the last call of which the row of rank p is there. out: [ranks, SIZE].
+    x: [ranks, SIZE]. slots: symmetric, [2, ranks, SIZE]. flags: symmetric, int32 [ranks], of which
+    number p is the last call of which the row of rank p is there. out: [ranks, SIZE].
     """
     peer = tl.program_id(0)
     place = tl.arange(0, SIZE)
@@ -66,7 +67,7 @@ def kernel_exchange(
         to = (peer + 1) % tl.num_programs(0)
     theirs = dl.symm_at(slots_ptr, slots_table, to) + slot + rank * SIZE
     flag = dl.symm_at(flags_ptr, flags_table, peer) + rank
-    row = tl.load(x_ptr + place)
+    row = tl.load(x_ptr + peer * SIZE + place)
 
     if FAULT == "flag reset too early":
         delay(count, scratch_ptr)
@@ -107,32 +108,40 @@ def caught(fault: str, count: int, runs: int) -> int:
     scratch = torch.zeros(size, dtype=torch.int32, device=device)
     outs = torch.empty(CALLS, size, SIZE, device=device)
     numbers = torch.arange(SIZE, dtype=torch.float32, device=device)
-    senders = torch.arange(size, dtype=torch.float32, device=device)[:, None]
     noticed = torch.zeros(runs, dtype=torch.int32)
 
-    def launch(call: int, row: torch.Tensor, late: int) -> Launch:
+    def row(run: int, call: int, sender: int, receiver: int) -> torch.Tensor:
+        return numbers + ((run * CALLS + call) * size + sender) * size + receiver
+
+    def sent(run: int, call: int) -> torch.Tensor:
+        return torch.stack([row(run, call, rank, receiver) for receiver in range(size)])
+
+    def due(run: int, call: int) -> torch.Tensor:
+        return torch.stack([row(run, call, sender, rank) for sender in range(size)])
+
+    def launch(call: int, x: torch.Tensor, late: int) -> Launch:
         args = (
-            row, slots.local, slots.pointers, flags.local, flags.pointers, outs[call], guard,
+            x, slots.local, slots.pointers, flags.local, flags.pointers, outs[call], guard,
             scratch, call + 1, rank, late,
         )  # fmt: skip
         options = {"FAULT": fault, "DELAY": count, "SIZE": SIZE}
         return Launch(kernel_exchange, (size,), args, options)
 
-    launch(0, numbers, 0).compile()  # else one rank waits for another's compiler
+    launch(0, sent(0, 0), 0).compile()  # else one rank waits for another's compiler
     for run in range(runs):
         slots.local.fill_(float("nan"))
         flags.local.zero_()
         outs.fill_(float("nan"))
         with bounded_waits(_WAIT_SECONDS):
             guard.copy_(torch.tensor([limit_polls(), 0]))
-            rows = [numbers + 10 * rank + 100 * call + run for call in range(CALLS)]
+            rows = [sent(run, call) for call in range(CALLS)]
             current_device().synchronize()
             dist.barrier()
             with suppress(WaitTimeout):  # of the interpreter: the call's row is missing then
-                for call, row in enumerate(rows):
-                    launch(call, row, run % size).run()
+                for call, x in enumerate(rows):
+                    launch(call, x, run % size).run()
         current_device().synchronize()
-        expected = torch.stack([numbers + 10 * senders + 100 * call + run for call in range(CALLS)])
+        expected = torch.stack([due(run, call) for call in range(CALLS)])
         noticed[run] = not (torch.equal(outs, expected) and int(guard[1]) == 0)
         dist.barrier()
     dist.all_reduce(noticed, dist.ReduceOp.MAX)

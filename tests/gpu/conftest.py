@@ -7,9 +7,10 @@ import functools
 import pytest
 import torch
 
+from tests.gpu.ranks import EVERY
 from triton_dist.testing.rank_pool import RankPool
 
-SECONDS = 500
+SECONDS = 240
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +34,10 @@ def on_ranks(_pools):
     return on
 
 
-@pytest.fixture(params=[2, 3, 4])
+@pytest.fixture(params=EVERY)
 def num_ranks(request):
-    """Ranks, one per GPU where there are so many, else several on each."""
+    """Ranks, one per GPU where there are so many, else several on each. ``few_ranks`` before a test
+    limits them where they share."""
     return request.param
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.architecture.source import ROOT
 from tests.distributed import ag_gemm_ranks, bad_input_ranks
+from tests.gpu.ranks import few_ranks
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, WARP_SPECIALIZED_SPLIT_K_TILES
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 
@@ -24,6 +25,7 @@ def test_every_schedule_and_both_kernels(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.every_schedule)) == {40}
 
 
+@few_ranks
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
 def test_every_size_and_layout(on_gpus, dtype):
     assert set(on_gpus(ag_gemm_ranks.every_operand, (dtype,))) == {48}
@@ -34,6 +36,7 @@ def test_calls_need_nothing_between_them(on_gpus, rounds):
     assert set(on_gpus(ag_gemm_ranks.back_to_back, number)) == {number + number // 3}
 
 
+@few_ranks
 def test_shapes_that_fill_the_gpu(on_gpus, rounds):
     number = rounds(6)
     assert set(on_gpus(ag_gemm_ranks.many_tiles, number)) == {25 * number}
@@ -44,11 +47,13 @@ def test_any_rank_may_be_late(on_gpus):
     assert counts == [7 * len(counts)] * len(counts)
 
 
+@few_ranks
 def test_every_candidate_gives_the_same(on_gpus):
     (count,) = set(on_gpus(ag_gemm_ranks.every_config))
     assert count > 20
 
 
+@few_ranks
 def test_shards_that_the_consumer_sends_itself(on_gpus, rounds):
     number = rounds(8)
     calls = 4 * len(FUSED_TILES) + 4
@@ -61,12 +66,14 @@ hopper = pytest.mark.skipif(
 )
 
 
+@few_ranks
 @hopper
 def test_specialized_warps(on_gpus):
     tiles = len(WARP_SPECIALIZED_TILES) + len(WARP_SPECIALIZED_SPLIT_K_TILES)
     assert on_gpus(ag_gemm_ranks.specialized_warps)[0] == [3 * tiles] * 3
 
 
+@few_ranks
 @hopper
 def test_specialized_warps_that_gave_up_leave_nothing_behind(on_gpus):
     overdue = on_gpus(ag_gemm_ranks.specialized_warps_give_up)
@@ -74,6 +81,7 @@ def test_specialized_warps_that_gave_up_leave_nothing_behind(on_gpus):
     assert not any(overdue[1:])
 
 
+@few_ranks
 def test_tuned_over_the_ranks(on_gpus):
     assert set(on_gpus(ag_gemm_ranks.tuned)) == {(2, 6)}
 
@@ -83,6 +91,7 @@ def test_captured_in_graphs(on_gpus, rounds):
     assert set(on_gpus(ag_gemm_ranks.replayed, number)) == {10 * number}
 
 
+@few_ranks
 def test_vendor_methods_take_turns_with_ours(on_gpus):
     counts = on_gpus(ag_gemm_ranks.vendor_in_turn, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
@@ -107,11 +116,13 @@ def test_a_reset_lets_copies_go_on(on_ranks):
     assert on_ranks(4)(ag_gemm_ranks.copies_held_up) == [6] * 4
 
 
+@few_ranks
 def test_a_context_ends_once(on_gpus):
     for seen in on_gpus(ag_gemm_ranks.context_ends):
         assert len(seen) == 7
 
 
+@few_ranks
 @pytest.mark.parametrize(
     "function",
     [
@@ -132,6 +143,7 @@ def test_disjoint_groups_work_at_once(on_ranks, tune):
     assert counts == ([6] * 4 if tune else [5, 6, 5, 6])
 
 
+@few_ranks
 def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus):
     for seen in on_gpus(bad_input_ranks.every_bad_call):
         for case, (argument, _, launched) in seen.items():
@@ -139,17 +151,20 @@ def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus):
             assert launched == 0, case
 
 
+@few_ranks
 def test_a_bad_context_names_the_argument(on_gpus):
     for seen in on_gpus(bad_input_ranks.every_bad_context):
         for case, (argument, _) in seen.items():
             assert argument == case.split(" (")[0]
 
 
+@few_ranks
 def test_one_rank_that_differs_is_an_error_on_all(on_gpus):
     for seen in on_gpus(bad_input_ranks.one_rank_differs):
         assert {kind for kind, _ in seen} <= {"InvalidArgument", "RankDisagreement"}
 
 
+@few_ranks
 def test_too_little_memory_says_how_much_is_missing(on_gpus):
     for kind, needed, _, message in on_gpus(bad_input_ranks.too_large):
         assert kind == "SymmetricMemoryFull"

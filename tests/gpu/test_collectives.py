@@ -9,11 +9,13 @@ import pytest
 
 from tests.distributed import collective_ranks
 from tests.distributed.collective_calls import OPS, WAYS
+from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
 
 
+@few_ranks
 @EACH_OP
 def test_every_size_and_shape(on_gpus, op):
     assert set(on_gpus(collective_ranks.every_size, op)) == {36 * len(WAYS[op])}
@@ -26,11 +28,13 @@ def test_calls_need_nothing_between_them(on_gpus, op, rounds):
     assert set(on_gpus(collective_ranks.back_to_back, op, number)) == {calls}
 
 
+@few_ranks
 def test_sizes_that_fill_gpu_and_links(on_gpus, take_turns):
     number = 12 if take_turns else 30  # each way of the op with most has each of three shapes
     assert set(on_gpus(collective_ranks.large_calls, number)) == {3 * number}
 
 
+@few_ranks
 def test_in_place_and_in_several_launches(on_gpus):
     assert set(on_gpus(collective_ranks.in_place_and_large)) == {5 * len(WAYS["all_reduce"]) + 1}
 
@@ -52,12 +56,14 @@ def test_all_ranks_and_ways_give_the_same_bits(on_gpus, rounds):
     assert set(on_gpus(collective_ranks.same_bits, number)) == {number * len(WAYS["all_reduce"])}
 
 
+@few_ranks
 @EACH_OP
 def test_every_candidate_gives_the_same(on_gpus, op):
     (count,) = set(on_gpus(collective_ranks.every_config, op))
     assert count > 15
 
 
+@few_ranks
 @EACH_OP
 def test_tuned_over_the_ranks(on_gpus, op):
     assert set(on_gpus(collective_ranks.tuned, op)) == {(2, 6)}
@@ -88,6 +94,7 @@ def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus, op):
     assert others == [[]] * len(others)
 
 
+@few_ranks
 @EACH_OP
 def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus, op):
     for seen in on_gpus(collective_ranks.every_bad_call, op):

@@ -9,22 +9,27 @@ import pytest
 
 from tests.distributed import gemm_ar_ranks
 from tests.distributed.gemm_ar_calls import TILED, WAYS
+from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
+@few_ranks
 def test_any_number_of_rows(on_gpus):
     assert set(on_gpus(gemm_ar_ranks.every_size, 4)) == {8 * len(TILED)}
 
 
+@few_ranks
 def test_every_rank_has_the_same_bits(on_gpus):
     assert set(on_gpus(gemm_ar_ranks.same_bits_on_all_ranks)) == {2 * len(WAYS)}
 
 
+@few_ranks
 def test_a_result_without_a_copy_outlives_the_next_call(on_gpus):
     assert set(on_gpus(gemm_ar_ranks.borrowed_results)) == {7}
 
 
+@few_ranks
 def test_whole_products_take_turns_with_tiles(on_gpus, take_turns):
     number = 8 if take_turns else 12  # the ways are 8
     assert set(on_gpus(gemm_ar_ranks.whole_in_turn, number)) == {3 * number}

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from tests.distributed import gemm_rs_ranks
+from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
+@few_ranks
 def test_vendor_methods_take_turns_with_ours(on_gpus):
     counts = on_gpus(gemm_rs_ranks.vendor_in_turn, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}

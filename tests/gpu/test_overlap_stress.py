@@ -14,6 +14,7 @@ import torch
 
 from tests.distributed import overlap_stress
 from tests.distributed.overlap_stress import Load, summarise
+from tests.gpu.ranks import few_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 CALLS = 1000
@@ -34,6 +35,7 @@ LOADS = {
 EACH_LOAD = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
 
+@few_ranks
 @EACH_LOAD
 def test_random_calls(on_gpus, load, take_turns):
     load = fewer(load) if take_turns else load
@@ -41,6 +43,7 @@ def test_random_calls(on_gpus, load, take_turns):
     assert summarise(results, load.calls) == ""
 
 
+@few_ranks
 @EACH_LOAD
 def test_random_replays(on_gpus, load, take_turns):
     load = fewer(load) if take_turns else load

@@ -1,30 +1,50 @@
-"""A rank under compute-sanitizer: some calls of each way of an op, their results checked.
+"""A rank under compute-sanitizer: a call or two of each way of an op, their results checked.
 
-RANK=0 WORLD_SIZE=2 … python tests/sanitize/rank.py gemm_rs
+RANK=0 WORLD_SIZE=2 … python tests/sanitize/rank.py gemm_rs --compile
+
+Ranks line up after each call. So memory is freed, for which CUDA waits until the rank's kernels are
+done, while no kernel waits for a peer. A wait gives up in the end, and says which flag is late.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.distributed import ag_gemm_calls, collective_calls, gemm_ar_calls, gemm_rs_calls
 from tests.distributed.collective_calls import way
+from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal
 from tests.distributed.summed_gemm_calls import SummedCalls
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.runtime.waits import bounded_waits
 from triton_dist.utils import finalize_distributed, initialize_distributed
 
 ROWS, COLUMNS, K = 37, 72, 72
+_WAIT_SECONDS = 30.0  # as counted without a tool, which makes each look at a flag take longer
+
+
+def lined_up(calls: Any, *args: Any, **options: Any) -> None:
+    """One call, which all ranks have done when this returns; a line in the output says so."""
+    calls(*args, **options)
+    current_device().synchronize()
+    group_for().barrier("a call under a sanitizer is done")
+    if not is_rehearsal():
+        print("done:", *args, options, flush=True)
 
 
 def ag_gemm() -> int:
     calls = ag_gemm_calls.Calls(ROWS, COLUMNS, K)
     for method in AllGatherMethod:
         for rows in (ROWS, 5):
-            calls(rows, method=method, num_chunks=2, persistent=rows == ROWS)
+            lined_up(calls, rows, method=method, num_chunks=2, persistent=rows == ROWS)
     return calls.finish()
 
 
@@ -32,7 +52,7 @@ def _summed(kind: type[SummedCalls]) -> int:
     calls = kind(ROWS, COLUMNS, K, **kind.options)
     for each in kind.ways:
         for rows in (ROWS, 5):
-            calls(rows, has_bias=rows == 5, persistent=rows == ROWS, **each)
+            lined_up(calls, rows, has_bias=rows == 5, persistent=rows == ROWS, **each)
     return calls.finish()
 
 
@@ -40,7 +60,7 @@ def _collective(op: str) -> int:
     calls = collective_calls.Calls(op, 1 << 16)
     for name in collective_calls.WAYS[op]:
         for elements in (1000, 7):
-            calls(elements, num_ctas=3, block_bytes=1024, **way(op, name))
+            lined_up(calls, elements, num_ctas=3, block_bytes=1024, **way(op, name))
     return calls.finish()
 
 
@@ -53,7 +73,23 @@ OPS: dict[str, Callable[[], int]] = {
     "all_gather": lambda: _collective("all_gather"),
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("op", choices=list(OPS))
+    parser.add_argument("--compile", action="store_true", help="first, on all processors")
+    parser.add_argument("--seconds", type=float, help="then print the stacks")
+    options = parser.parse_args()
+    if options.seconds:
+        faulthandler.dump_traceback_later(options.seconds)
     initialize_distributed()
-    print(sum(OPS[name]() for name in sys.argv[1:]), "calls are right")
+    print("ranks have met", flush=True)
+    with bounded_waits(_WAIT_SECONDS):
+        calls = OPS[options.op]
+        count = (compiled_ahead(calls) if options.compile else calls)()
+    print(count, "calls are right", flush=True)
     finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

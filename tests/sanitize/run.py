@@ -3,8 +3,9 @@
     python tests/sanitize/run.py                              all tools, all ops, 2 ranks
     python tests/sanitize/run.py --tools racecheck gemm_rs    one tool, one op
 
-First without a tool, so that kernels are compiled and the run is known to be right. The exit status
-is the number of runs of which something was reported, that failed, or that did not end.
+Each op in runs of its own: the first without a tool, so that kernels are compiled and the op is
+known to be right, then one with each tool, which finds the kernels on disk. The exit status is the
+number of runs of which something was reported, that failed, or that did not end.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ import torch.distributed as dist  # noqa: E402
 from tests.sanitize import reports  # noqa: E402
 
 _GRACE = 20.0  # seconds for the others once a rank has failed
+_STACKS = 5.0  # seconds before the end of a run in which ranks say where they are
+_NO_TOOL = "no tool"
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather")
 
 
 class Ranks:
     """Processes of one world, each with a tool before its command, or none."""
 
-    def __init__(self, size: int, program: Path | None, tool: str, ops: list[str], folder: Path):
-        self.logs = [folder / f"{tool.replace(' ', '-')}-{rank}.log" for rank in range(size)]
+    def __init__(self, size: int, program: Path | None, tool: str, op: str, options: Any):
+        name = f"{op}-{tool.replace(' ', '-')}"
+        self.logs = [options.logs / f"{name}-{rank}.log" for rank in range(size)]
         self.outputs = [log.with_suffix(".out") for log in self.logs]
         # Torch's rendezvous, on a port that nobody can take meanwhile.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -43,18 +47,26 @@ class Ranks:
         world = {
             "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TRITON_DIST_DEVICE": "cuda", "TRITON_DIST_SHARE_GPUS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "TRITON_DIST_DEVICE": options.device, "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": f"{ROOT / 'python'}:{os.environ.get('PYTHONPATH', '')}",
-            # A tensor, an allocation: else all lie in large ones of torch's.
-            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         }  # fmt: skip
+        if options.device == "cpu":
+            world |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        else:
+            world["TRITON_DIST_SHARE_GPUS"] = "1"
+        arguments = [op, "--seconds", str(max(options.seconds - _STACKS, 1.0))]
+        if program is None:
+            arguments.append("--compile")
+        elif not options.torch_cache:
+            # A tensor, an allocation: else all lie in large ones of torch's.
+            world["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         inherited = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
         for rank, (log, output) in enumerate(zip(self.logs, self.outputs, strict=True)):
             before = reports.command(program, tool, log) if program else []
             with output.open("w") as file:
                 self._processes.append(
                     _start(
-                        [*before, sys.executable, str(ROOT / "tests/sanitize/rank.py"), *ops],
+                        [*before, sys.executable, str(ROOT / "tests/sanitize/rank.py"), *arguments],
                         inherited | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         file,
                     )
@@ -95,20 +107,20 @@ def verdict(status: int | None, report: reports.Report | None, output: str) -> s
     """What is wrong with a rank; empty: nothing."""
     if report is not None and not report.is_clean:
         return str(report)
+    last = "".join([line for line in output.splitlines() if line.strip()][-1:])
     if status is None:
-        return "did not end"
+        return f"did not end: {last}" if last else "did not end"
     if status != 0:
-        last = [line for line in output.splitlines() if line.strip()][-1:]
-        return f"exited with status {status}: {''.join(last)}"
+        return f"exited with status {status}: {last}"
     if "calls are right" not in output:
         return "made no calls"
     return ""
 
 
-def _run(size: int, program: Path | None, tool: str, ops: list[str], options: Any) -> bool:
+def _run(program: Path | None, tool: str, op: str, options: Any) -> bool:
     """One run; prints its line, and below it what was found. True if all is well."""
     begin = time.monotonic()
-    ranks = Ranks(size, program, tool, ops, options.logs)
+    ranks = Ranks(options.ranks, program, tool, op, options)
     statuses = ranks.wait(options.seconds)
     found = {}
     for rank, status in enumerate(statuses):
@@ -119,10 +131,17 @@ def _run(size: int, program: Path | None, tool: str, ops: list[str], options: An
             found[rank] = wrong
     seconds = time.monotonic() - begin
     state = "reported" if found else "clean" if program else "right"
-    print(f"{tool:<10} {', '.join(ops):<40} {state:<9} {seconds:6.1f} s", flush=True)
+    print(f"{op:<16} {tool:<10} {state:<9} {seconds:6.1f} s", flush=True)
     for rank, wrong in found.items():
-        print(f"    rank {rank}: {wrong} (see {ranks.logs[rank]})", flush=True)
+        print(f"    rank {rank}: {wrong} (see {ranks.outputs[rank]})", flush=True)
     return not found
+
+
+def _sanitized(op: str, tools: list[str], program: Path, options: Any) -> int:
+    """Runs of ``op`` that were not well; where the first is not, the others would not be."""
+    if not _run(None, _NO_TOOL, op, options):
+        return 1
+    return sum(not _run(program, tool, op, options) for tool in tools)
 
 
 def main() -> int:
@@ -130,8 +149,13 @@ def main() -> int:
     parser.add_argument("ops", nargs="*", default=list(OPS), help=f"of {', '.join(OPS)}")
     parser.add_argument("--tools", default=",".join(reports.TOOLS), help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of one run at most")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of one run at most")
+    parser.add_argument(
+        "--torch-cache", action="store_true",
+        help="torch's allocator as it is: quicker, but one tensor's end is another's start",
+    )  # fmt: skip
     parser.add_argument("--logs", type=Path, help="folder; default: a new one")
+    parser.set_defaults(device="cuda")
     options = parser.parse_args()
     tools = options.tools.split(",")
     unknown = [f"{each!r}" for each in tools if each not in reports.TOOLS]
@@ -146,9 +170,7 @@ def main() -> int:
     print(f"using {program}", flush=True)
     options.logs = options.logs or Path(tempfile.mkdtemp(prefix="triton_dist_sanitize_"))
     options.logs.mkdir(parents=True, exist_ok=True)
-    if not _run(options.ranks, None, "no tool", options.ops, options):
-        return 1
-    return sum(not _run(options.ranks, program, tool, options.ops, options) for tool in tools)
+    return sum(_sanitized(op, tools, program, options) for op in options.ops)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import re
 import subprocess
 import sys
 
@@ -70,7 +72,8 @@ def test_a_rank_is_right_if_it_says_so_and_nothing_was_reported():
     assert "2 x Invalid __global__ write" in run.verdict(reports.FOUND, found, said)
     assert "came to no end" in run.verdict(0, reports.report_of(""), said)
     assert run.verdict(1, clean, "Traceback\nKeyError: 3\n") == "exited with status 1: KeyError: 3"
-    assert run.verdict(None, clean, said) == "did not end"
+    assert run.verdict(None, clean, said) == "did not end: 12 calls are right"
+    assert run.verdict(None, clean, "") == "did not end"
     assert run.verdict(0, clean, "") == "made no calls"
 
 
@@ -123,6 +126,16 @@ def test_what_is_unknown_is_refused(arguments):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"{arguments[-1]!r}: expected tools of" in done.stderr
+
+
+def test_a_run_without_a_tool_is_right(tmp_path, capsys):
+    op = "all_gather"
+    options = argparse.Namespace(device="cpu", ranks=2, seconds=60.0, logs=tmp_path)
+    assert run._sanitized(op, [], tmp_path / "compute-sanitizer", options) == 0
+    assert re.fullmatch(rf"{op} +no tool +right +[\d.]+ s\n", capsys.readouterr().out)
+    for output in tmp_path.glob("*.out"):
+        done = output.read_text().count("done: ")
+        assert f"{done} calls are right" in output.read_text()
 
 
 def test_ops_are_those_that_a_rank_knows():
