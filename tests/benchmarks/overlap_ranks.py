@@ -103,7 +103,7 @@ def recovered(op: str) -> tuple[list[str], dict[str, str]]:
     case, dtype = gemm_cases()[op], torch.float16
     shape = case.of_rank(5, 40, 72, dist.get_world_size())
     config = {"gemm_config": default_tiles(), **IN_ONE_LAUNCH[op]}
-    record = SimpleNamespace(seconds=0.0, trials=[])
+    record = SimpleNamespace(seconds=0.0, trials=[], carried="")
     with (
         mock.patch.object(case.op, "tune", return_value=record),
         mock.patch.object(case.op, "best_config", return_value=config),
