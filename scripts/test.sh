@@ -29,6 +29,10 @@ if ((gpu)); then
     exec "$PYTHON" -m pytest -m "gpu and not stress" --durations=25 "${@:-tests}"
 fi
 
+# Where ranks connect, torch looks up the names of addresses. A name server that does not answer would
+# cost each start of ranks five seconds.
+export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:1}"
+
 # Triton decides between interpreting and compiling when a kernel is decorated, so tests/compile has a
 # process of its own.
 interpreted=() compiled=() options=()
