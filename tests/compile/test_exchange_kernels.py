@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-import triton
 
 from triton_dist.kernels.common.exchange import kernels
 from triton_dist.kernels.common.exchange.buffer import (
@@ -15,8 +14,10 @@ from triton_dist.kernels.common.exchange.buffer import (
     LARGE_SHAPES,
     SMALL_SHAPES,
     Shape,
+    plan_of,
     shard_elements,
 )
+from triton_dist.kernels.common.exchange.protocol import Lengths, Peers, Slots
 from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.triton_compat import triton_version
@@ -50,24 +51,19 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
         return torch.empty(count, dtype=of, device="meta")
 
     total = elements * {"one shot": 1, "double tree": 2}.get(name, num_ranks)
-    block = shape.block_bytes // dtype.itemsize
-    counts = shard_elements(elements), elements, total, 100, rank
-    options = {"NUM_RANKS": num_ranks, "BLOCK": block, "num_warps": shape.num_warps}
+    lengths = Lengths(elements, shard_elements(elements), total)
     pieces = 1 if name == "one shot" else shape.num_pieces
+    plan = plan_of(num_ranks, shape, meta(1), pieces)
+    options = {"plan": plan, "num_warps": shape.num_warps}
+    table, words = meta(num_ranks, torch.int64), meta(256, torch.int64)
     if name in PUSHED:
-        words = meta(256, torch.int64)
-        arguments = (meta(1), meta(1), meta(1), words, words, *counts)
-        return Launch(PUSHED[name], (64,), arguments, {**options, "NUM_PIECES": pieces})
-    table, flags, guard = (
-        meta(num_ranks, torch.int64),
-        meta(256, torch.int64),
-        meta(32, torch.int64),
-    )
+        arguments = (meta(1), meta(1), kernels.Pushed(meta(1), words, words), lengths, 100, rank)
+        return Launch(PUSHED[name], (64,), arguments, options)
     arguments = (
-        meta(1), meta(1), meta(1), table, flags, table, flags, guard, 1 << 26, *counts,
+        meta(1), meta(1), Slots(meta(1), table, 1 << 26), Peers(words, table, words, words),
+        lengths, 100, rank,
         *(role_of(rank, num_ranks).arguments if name == "double tree" else ()),
     )  # fmt: skip
-    options |= {"LANES": triton.next_power_of_2(num_ranks), "NUM_PIECES": pieces}
     return Launch(ONE_LAUNCH[name], (shape.num_ctas,), arguments, options)
 
 

@@ -20,6 +20,7 @@ from tests.compile.scattered import (
     assert_announced_later,
     compile_launch,
 )
+from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.gemm.spaces import (
     PERSISTENT_TILES,
     POINTER_TILES,
@@ -77,7 +78,9 @@ def prepared(
     if kind in IN_ONE_LAUNCH:
         flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
         words = matrix(32, of=torch.int64)
-        slots = (matrix(1 << 23, of=dtype), table, flags, table, flags, words, 1 << 22)
+        slots = (
+            Slots(matrix(1 << 23, of=dtype), table, 1 << 22), Peers(flags, table, flags, words)
+        )  # fmt: skip
         return exchanged_gemm(
             A, B, C, vector, config, slots, 1 << 20,
             rank=rank, num_ranks=num_ranks, num_sms=132, persistent=persistent,

@@ -96,7 +96,7 @@ def test_slabs_are_counted_and_chunks_awaited(sm90, persistent, columns):
     assert ACQUIRE in kernel.ptx
     assert re.search(r"sys\.release\.add", kernel.ptx)
     if persistent:
-        assert launch.options["ANNOUNCE_LATER"] is (columns == 65536)
+        assert launch.options["summing"].LATER is (columns == 65536)
         assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
         check = assert_announced_later if columns == 65536 else assert_announced_at_once
         check(kernel.ptx)
@@ -128,7 +128,7 @@ def test_the_parts_of_a_tile_are_read_together(sm90, num_ranks):
     assert kernel.stack_bytes == 0
     loads = re.findall(r"ld\.global\.cg\S*", kernel.ptx)
     # 128 KB, or less where registers would not do, on their way for each program.
-    assert len(loads) == launch.options["REDUCE_ROWS"] * 256 * num_ranks // (8 * 256)
+    assert len(loads) == launch.options["summing"].ROWS * 256 * num_ranks // (8 * 256)
     assert set(loads) == {"ld.global.cg.v4.b32"}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.compile.scattered import compile_launch
+from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.gemm.spaces import LOW, POINTER_TILES_TO_ALL, TILES_TO_ALL
 from triton_dist.kernels.common.scatter.packets import packet_gemm
 from triton_dist.runtime.triton_compat import triton_version
@@ -33,7 +34,7 @@ def prepared(persistent, config, rows=1, N=8192, dtype=torch.bfloat16, rank=1, n
     table, guard = matrix(num_ranks, of=torch.int64), matrix(32, of=torch.int64)
     return packet_gemm(
         matrix(rows, 4096, of=dtype), matrix(N, 4096, of=dtype).T, matrix(rows, N, of=dtype),
-        matrix(N, of=dtype), config, (words, table, words, guard, 1 << 16),
+        matrix(N, of=dtype), config, Packets(words, table, words, guard, 1 << 16),
         rank=rank, num_ranks=num_ranks, num_sms=132, persistent=persistent,
     )  # fmt: skip
 

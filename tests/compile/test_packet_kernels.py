@@ -8,8 +8,9 @@ import re
 import pytest
 import torch
 
-from triton_dist.kernels.common.exchange.buffer import PACKET_SHAPES, Shape
+from triton_dist.kernels.common.exchange.buffer import PACKET_SHAPES, Shape, plan_of
 from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
+from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.testing.compile_only import compile_kernel, compile_only
 
@@ -26,14 +27,11 @@ def prepared(shape, elements=1 << 14, num_ranks=4, dtype=torch.bfloat16, rank=1)
     def meta(count, of=dtype):
         return torch.empty(count, dtype=of, device="meta")
 
-    words = meta(64, torch.int64)
-    arguments = (
-        meta(1), meta(1), words, meta(num_ranks, torch.int64), words, meta(32, torch.int64),
-        1 << 16, elements, 100, rank,
-    )  # fmt: skip
+    words, table = meta(64, torch.int64), meta(num_ranks, torch.int64)
+    packets = Packets(words, table, words, meta(32, torch.int64), 1 << 16)
+    arguments = (meta(1), meta(1), packets, elements, 100, rank)
     options = {
-        "NUM_RANKS": num_ranks,
-        "BLOCK": shape.block_bytes // dtype.itemsize,
+        "plan": plan_of(num_ranks, shape, meta(1)),
         "num_warps": shape.num_warps_in_packets,
     }
     return Launch(kernel_all_reduce_packets, (shape.num_ctas,), arguments, options)

@@ -7,10 +7,13 @@ import torch
 import triton.language as tl
 
 from triton_dist import jit
+from triton_dist.kernels.common.scatter.partials import Out, Slot
 from triton_dist.kernels.common.scatter.tiles import (
     BEGUN,
     LEAVES,
     STAYS,
+    Summing,
+    Tile,
     begin_program,
     kernel_add_left,
     stay_or_leave,
@@ -48,10 +51,10 @@ def test_what_was_left_is_added_once_and_the_next_call_counts_anew(has_left):
     epoch[BEGUN.value] = PROGRAMS
     flags = torch.zeros(8, dtype=torch.int64)
     left = torch.full((1,), int(has_left), dtype=torch.int32)
+    slot = Slot(partials, rows * N, flags, flags, flags, epoch, left)
     kernel_add_left[(1,)](
-        C, C, partials, flags, epoch, left, flags, flags, rows, rows, N, rows * N, 1, 0,
-        NUM_RANKS=1, SCATTER="tile", HAS_BIAS=False, NUM_SMS=1, BLOCK_SIZE_M=16, BLOCK_SIZE_N=16,
-        GROUP_SIZE_M=1, REDUCE_ROWS=16,
+        slot, Out(C, None, None, None), N, rows, rows, 1, 0, NUM_SMS=1,
+        tile=Tile(16, 16, 0, 1, False, False, "tf32"), summing=Summing(1, "tile", False, 16),
     )  # fmt: skip
     assert torch.equal(C, partials) if has_left else bool(C.isnan().all())
     assert int(epoch[BEGUN.value]) == 0

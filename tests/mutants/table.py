@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "release: every rank is told",
         _PROTOCOL,
-        "there = tl.arange(0, LANES) < NUM_RANKS\n    values",
-        "there = tl.arange(0, LANES) < NUM_RANKS - 1\n    values",
+        "there = tl.arange(0, plan.LANES) < plan.NUM_RANKS\n    values",
+        "there = tl.arange(0, plan.LANES) < plan.NUM_RANKS - 1\n    values",
         COLLECTIVES,
     ),
     Mutant(
@@ -175,8 +175,8 @@ MUTANTS = (
     Mutant(
         "row mask: the last element of a shard is copied",
         _PROTOCOL,
-        "inside = index < elements\n        from_ptr",
-        "inside = index < elements - 1\n        from_ptr",
+        "inside = index < lengths.shard\n        from_ptr",
+        "inside = index < lengths.shard - 1\n        from_ptr",
         COLLECTIVES,
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = (
     Mutant(
         "deferred tiles: programs that have begun are counted anew in each call",
         _TILES,
-        "        tl.store(epoch_ptr + BEGUN, 0)\n",
-        "        tl.store(epoch_ptr + BEGUN, tl.load(epoch_ptr + BEGUN))\n",
+        "        tl.store(slot.epoch + BEGUN, 0)\n",
+        "        tl.store(slot.epoch + BEGUN, tl.load(slot.epoch + BEGUN))\n",
         ("tests/kernels/test_deferred.py",),
     ),
     Mutant(

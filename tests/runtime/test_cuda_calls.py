@@ -134,10 +134,48 @@ def test_what_only_triton_can_launch():
     assert not can_repeat(compiled(num_ctas=2), arguments)
     assert not can_repeat(compiled(profile_scratch_size=8), arguments)
     assert not can_repeat(compiled(), {"a_ptr": 1})
-    for kind in ("fp32", ("*bf16", "i32"), "tensordesc<bf16[8, 8]>"):
+    for kind in ("fp32", "tensordesc<bf16[8, 8]>"):
         kernel = compiled()
         kernel.src.signature["n"] = kind
         assert not can_repeat(kernel, arguments)
+
+
+Slot = namedtuple("Slot", "data elements bias")
+WITH_TUPLES = {
+    "slot": Slot("*bf16", "i64", "constexpr"), "n": "i32", "tile": "constexpr",
+    "pair": ("constexpr", "*i32"), "out": ("*fp32",),
+}  # fmt: skip
+
+
+def with_tuples():
+    kernel = compiled()
+    kernel.src.signature = dict(WITH_TUPLES)
+    return kernel
+
+
+def test_members_of_tuples_are_parameters_in_their_order_but_for_constants(driver):
+    data, words, out = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    arguments = {
+        "slot": Slot(data, 1 << 40, None), "n": 7, "tile": Slot(1, 2, 3), "pair": (1, words),
+        "out": (out,),
+    }  # fmt: skip
+    assert can_repeat(with_tuples(), arguments)
+    launch = RepeatedLaunch(with_tuples(), (3,), arguments, ["out.0", "slot.data"], None)
+    launch(CURRENT, [1 << 33, 1 << 34])
+    address = ctypes.c_uint64
+    kinds = [address, ctypes.c_int64, ctypes.c_int32, address, address, address, address]
+    expected = [1 << 34, 1 << 40, 7, words.data_ptr(), 1 << 33, 0, 0]
+    assert read(driver.calls[0][-2], kinds) == expected
+
+
+def test_a_tuple_with_a_member_that_only_triton_can_launch():
+    arguments = {"slot": Slot(1, 2, 3), "n": 7, "tile": 0, "pair": (1, 2), "out": (3,)}
+    for kind in ("fp32", ("*bf16", "fp32"), "tensordesc<bf16[8, 8]>"):
+        kernel = with_tuples()
+        kernel.src.signature["slot"] = Slot("*bf16", kind, "constexpr")
+        assert not can_repeat(kernel, arguments | {"slot": Slot(1, (2, 3), 4)})
+    missing = {name: value for name, value in arguments.items() if name != "slot"}
+    assert not can_repeat(with_tuples(), missing)
 
 
 def test_a_profiler_sees_every_launch(monkeypatch):

@@ -97,7 +97,8 @@ class Launcher:
             key: equal only for launches that differ in nothing but the addresses of ``tensors``.
                 May hold the ``id`` of what is in ``alive``.
             launch: makes the launch, the first time.
-            tensors: by the names of the kernel's arguments, those that may lie elsewhere each time.
+            tensors: those that may lie elsewhere each time, by the names of the kernel's arguments;
+                a member of a tuple by both names, as in ``"out.c"``.
         """
         addresses, bits = [], 0
         for tensor in tensors.values():

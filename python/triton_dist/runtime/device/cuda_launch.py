@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ _INTEGERS: dict[str, Any] = {
     "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
     "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
 }  # fmt: skip
+_MISSING = object()
 
 
 class RepeatedLaunch:
     """A compiled kernel and its parameters; ``varying`` names the pointers that change.
 
-    Parameters are those of the kernel's signature that are no constants, then the addresses of two
-    scratch buffers: so in Triton 3.6 to 3.9.
+    Parameters are those of the kernel's signature that are no constants (``parameters``), then the
+    addresses of two scratch buffers: so in Triton 3.6 to 3.9.
     """
 
     def __init__(
@@ -41,9 +42,8 @@ class RepeatedLaunch:
     ) -> None:
         metadata = compiled.metadata
         cells = {
-            name: _cell(kind, arguments[name])
-            for name, kind in compiled.src.signature.items()
-            if kind != "constexpr"
+            name: _cell(kind, value)
+            for name, kind, value in parameters(compiled.src.signature, arguments)
         }
         self._varying = [cells[name] for name in varying]
         scratches = ctypes.c_uint64(0 if scratch is None else scratch.data_ptr()), ctypes.c_uint64()
@@ -70,6 +70,24 @@ class RepeatedLaunch:
             cuda_driver.check(status, f"launch {self._name}")
 
 
+def parameters(
+    signature: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield (name, kind, value) of each parameter: of the arguments that are no constants, those
+    that are tuples member by member, named ``slot.epoch``, or ``pair.0`` where members have no
+    names. The value is not there where ``arguments`` has none: see ``can_repeat``."""
+    for name, kind in signature.items():
+        value = arguments.get(name, _MISSING)
+        if isinstance(kind, tuple):
+            members = getattr(value, "_fields", range(len(kind)))
+            values = [_MISSING] * len(kind) if value is _MISSING else value
+            names = [f"{name}.{member}" for member in members]
+            kinds = dict(zip(names, kind, strict=True))
+            yield from parameters(kinds, dict(zip(names, values, strict=True)))
+        elif kind != "constexpr":
+            yield name, kind, value
+
+
 def _cell(kind: str, value: Any) -> Any:
     return ctypes.c_uint64(value.data_ptr()) if kind[0] == "*" else _INTEGERS[kind](value)
 
@@ -86,9 +104,8 @@ def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:
         and not getattr(metadata, "profile_scratch_size", 0)
     )
     return plain and all(
-        isinstance(kind, str)
-        and (kind == "constexpr" or (name in arguments and (kind[0] == "*" or kind in _INTEGERS)))
-        for name, kind in compiled.src.signature.items()
+        value is not _MISSING and (kind[0] == "*" or kind in _INTEGERS)
+        for _, kind, value in parameters(compiled.src.signature, arguments)
     )
 
 

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.exchange.buffer import MAX_PIECES, Exchange, shard_elements
-from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed
+from triton_dist.kernels.common.exchange.buffer import (
+    MAX_PIECES,
+    Exchange,
+    lengths_of,
+    plan_of,
+    shard_elements,
+)
+from triton_dist.kernels.common.exchange.kernels import Pushed, kernel_add_pushed
 from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots
@@ -50,18 +56,13 @@ class PushedShards(InSlots):
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of what adds or copies the shards that come."""
-        arguments = (
-            x, out, self.slots["shards"].local.view(x.dtype), self.slots["arrivals"].local,
-            self.slots.epoch, shard_elements(exchange.elements), exchange.elements,
-            exchange.total, exchange.size, self.rank,
-        )  # fmt: skip
-        options = {
-            "NUM_RANKS": self.num_ranks,
-            "BLOCK": exchange.shape.block_bytes // x.element_size(),
-            "NUM_PIECES": exchange.shape.num_pieces,
-            "num_warps": exchange.shape.num_warps,
-        }
-        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+        slots, shape = self.slots, exchange.shape
+        shards, arrivals = slots["shards"].local.view(x.dtype), slots["arrivals"].local
+        pushed = Pushed(shards, arrivals, slots.epoch)
+        arguments = (x, out, pushed, lengths_of(exchange), exchange.size, self.rank)
+        plan = plan_of(self.num_ranks, shape, x, shape.num_pieces)
+        options = {"plan": plan, "num_warps": shape.num_warps}
+        return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
         """Push x and add (``kernel_add_pushed``) or copy (``kernel_copy_pushed``) what comes; x and

@@ -13,6 +13,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange import protocol
+from triton_dist.kernels.common.exchange.protocol import Lengths, Packets, Peers, Plan, Slots
 from triton_dist.kernels.common.guard import AWAITED, FLAG, Disagreements, Flags, Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.peers import size_in
@@ -157,6 +158,17 @@ def shard_elements(elements: int) -> int:
     return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
 
 
+def lengths_of(exchange: Exchange) -> Lengths:
+    """Lengths of an exchange, as its kernel takes them."""
+    return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)
+
+
+def plan_of(num_ranks: int, shape: Shape, x: torch.Tensor, num_pieces: int = 1) -> Plan:
+    """Constants of an exchange of elements like those of x, as its kernel takes them."""
+    lanes = triton.next_power_of_2(num_ranks)
+    return Plan(num_ranks, lanes, shape.block_bytes // x.element_size(), num_pieces)
+
+
 class ExchangeBuffer:
     """Two slots of ``slot_bytes`` bytes that peers write to, and the flags of the exchanges that
     use them (``kernels/common/exchange/protocol.py``). Creation is collective.
@@ -215,53 +227,35 @@ class ExchangeBuffer:
         )  # fmt: skip
         self._last: tuple[int, int, int, Sources | None] | None = None
 
-    def regions(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Arguments of every kernel: slots, flags, count of calls and guard, and how many elements
-        of ``dtype`` a slot holds."""
+    def regions(self, dtype: torch.dtype) -> tuple[Slots, Peers]:
+        """Arguments of every kernel; slots as of ``dtype``."""
         slots, arrivals = self.memory["slots"], self.memory["arrivals"]
         slots_table, arrivals_table = self._tables
+        calls, guard = self.memory["calls"].local, self.memory["guard"].local
+        elements = self.slot_bytes // dtype.itemsize
         return (
-            slots.local.view(dtype), slots_table, arrivals.local, arrivals_table,
-            self.memory["calls"].local, self.memory["guard"].local,
-            self.slot_bytes // dtype.itemsize,
-        )  # fmt: skip
+            Slots(slots.local.view(dtype), slots_table, elements),
+            Peers(arrivals.local, arrivals_table, calls, guard),
+        )
 
-    def packet_regions(self) -> tuple[Any, ...]:
-        """Arguments of every kernel that sends packets: those, count of calls and guard, and how
-        many int64 a rank's packets take."""
-        slots = self.memory["packets"]
-        return (
-            slots.local, slots.pointers, self.memory["calls"].local, self.memory["guard"].local,
-            self.part_words,
-        )  # fmt: skip
+    def packet_regions(self) -> Packets:
+        """Argument of every kernel that sends packets."""
+        words = self.memory["packets"]
+        calls, guard = self.memory["calls"].local, self.memory["guard"].local
+        return Packets(words.local, words.pointers, calls, guard, self.part_words)
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of an exchange; x and out contiguous."""
+        shape, last = exchange.shape, (exchange.size, self.rank, *exchange.arguments)
         if exchange.in_packets:
-            return self._launch_in_packets(exchange, x, out)
-        arguments = (
-            x, out, *self.regions(x.dtype), shard_elements(exchange.elements),
-            exchange.elements, exchange.total, exchange.size, self.rank, *exchange.arguments,
-        )  # fmt: skip
-        options = {
-            "NUM_RANKS": self.num_ranks,
-            "LANES": triton.next_power_of_2(self.num_ranks),
-            "BLOCK": exchange.shape.block_bytes // x.element_size(),
-            "NUM_PIECES": exchange.shape.num_pieces,
-            "num_warps": exchange.shape.num_warps,
-        }
-        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
-
-    def _launch_in_packets(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
-        arguments = (
-            x, out, *self.packet_regions(), exchange.elements, exchange.size, self.rank
-        )  # fmt: skip
-        options = {
-            "NUM_RANKS": self.num_ranks,
-            "BLOCK": exchange.shape.block_bytes // x.element_size(),
-            "num_warps": exchange.shape.num_warps_in_packets,
-        }
-        return Launch(exchange.kernel, (exchange.shape.num_ctas,), arguments, options)
+            arguments = (x, out, self.packet_regions(), exchange.elements, *last)
+            plan, num_warps = plan_of(self.num_ranks, shape, x), shape.num_warps_in_packets
+        else:
+            arguments = (x, out, *self.regions(x.dtype), lengths_of(exchange), *last)
+            plan = plan_of(self.num_ranks, shape, x, shape.num_pieces)
+            num_warps = shape.num_warps
+        options = {"plan": plan, "num_warps": num_warps}
+        return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
         """Launch an exchange; every rank launches the same.

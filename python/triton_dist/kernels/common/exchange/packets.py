@@ -34,6 +34,16 @@ together, and no thread waits for another one. These are ``ld.relaxed.sys``, for
 word that keeps a block in registers over a loop (Triton 3.6), hence the assembly. Two threads may
 have the same words, of blocks smaller than the program; so they are cleared after a barrier, and
 sent by ``tl.store``, which knows such threads.
+
+===================  ======  ======================================  ==================
+argument             dtype   shape                                   who writes
+===================  ======  ======================================  ==================
+packets.words        int64   [2, NUM_RANKS, part_words]              the sources' kernels
+packets.table        int64   [NUM_RANKS], addresses of ``words``     the host, once
+packets.calls        int64   a word, as of ``exchange/protocol.py``  this rank's kernels
+packets.guard        int64   as of ``language.wait``                 this rank, and its host
+packets.part_words   int     words of a part                         the host
+===================  ======  ======================================  ==================
 """
 
 from __future__ import annotations
@@ -98,12 +108,12 @@ def values_of(payload, DTYPE: tl.constexpr):
 
 
 @jit
-def peers_at(packets_ptr, packets_table, rank, NUM_RANKS: tl.constexpr):
+def peers_at(packets, rank, NUM_RANKS: tl.constexpr):
     """The packets of each peer, NUM_RANKS - 1 pointers. Looked up before there is anything to send:
     a look-up takes as long as a load."""
     targets = tl.tuple([])
     for step in tl.static_range(1, NUM_RANKS):
-        target = target_at(packets_table, (rank + step) % NUM_RANKS, packets_ptr)
+        target = target_at(packets.table, (rank + step) % NUM_RANKS, packets.words)
         targets = targets + (target,)  # noqa: RUF005  # a star is no Triton
     return targets
 
@@ -124,9 +134,7 @@ def send_lines(targets, offset, payload, line, mask, tag):
 
 
 @jit
-def await_lines(
-    packets_ptr, guard_ptr, epoch, tag, part_words, line, mask, rank, NUM_RANKS: tl.constexpr
-):
+def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
     """Wait until the lines ``line`` [lines] of every peer's part are there; gives their payloads,
     NUM_RANKS - 1 of int32 [lines, 2], in the order of ranks.
 
@@ -137,12 +145,12 @@ def await_lines(
     lines = tl.tuple([])
     for peer in tl.static_range(NUM_RANKS - 1):
         source = peer + (peer >= rank).to(tl.int32)
-        part_ptr = packets_ptr + part_offset(epoch, source, part_words, NUM_RANKS)
+        part_ptr = packets.words + part_offset(epoch, source, packets.part_words, NUM_RANKS)
         lines = lines + (part_ptr + line * LINE_WORDS,)  # noqa: RUF005
     if INTERPRETED:
-        payloads = _poll_in_turn(lines, tag, mask, guard_ptr)
+        payloads = _poll_in_turn(lines, tag, mask, packets.guard)
     else:
-        payloads = _poll_together(lines, tag, mask, guard_ptr)
+        payloads = _poll_together(lines, tag, mask, packets.guard)
     return payloads
 
 
@@ -212,13 +220,13 @@ def add_lines(payload, payloads, rank, NUM_RANKS: tl.constexpr, DTYPE: tl.conste
 
 
 @jit
-def clear_lines(packets_ptr, epoch, part_words, line, mask, rank, NUM_RANKS: tl.constexpr):
+def clear_lines(packets, epoch, line, mask, rank, NUM_RANKS: tl.constexpr):
     """Set what ``await_lines`` was given to 0, once all threads have it."""
     tl.debug_barrier()
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
     for peer in tl.static_range(NUM_RANKS - 1):
         source = peer + (peer >= rank).to(tl.int32)
-        part_ptr = packets_ptr + part_offset(epoch, source, part_words, NUM_RANKS)
+        part_ptr = packets.words + part_offset(epoch, source, packets.part_words, NUM_RANKS)
         tl.store(part_ptr + word, tl.zeros(word.shape, tl.int64), mask=mask[:, None])
 
 
@@ -318,50 +326,38 @@ def _polling(peers: int) -> str:
 
 @jit(do_not_specialize=["size", "rank"])
 def kernel_all_reduce_packets(
-    x_ptr,
-    out_ptr,
-    packets_ptr,
-    packets_table,
-    calls_ptr,
-    guard_ptr,
-    part_words,
-    elements,
-    size,
-    rank,
-    NUM_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every rank sends all of x [elements] to all, and adds what it gets; ``size`` is what ranks
-    have to agree on.
+    x_ptr, out_ptr, packets, elements, size, rank, plan: tl.constexpr
+):  # fmt: skip
+    """Every rank sends all of x [elements] to all, and adds what it gets into out [elements];
+    ``size`` is what ranks have to agree on.
 
     Blocks of ``BLOCK`` elements go round the programs. Grid: (up to ``MAX_CTAS``,).
     """
+    BLOCK: tl.constexpr = plan.BLOCK
     LINES: tl.constexpr = BLOCK * x_ptr.dtype.element_ty.primitive_bitwidth // 8 // LINE_BYTES
     PER_LINE: tl.constexpr = BLOCK // LINES
     # What needs no number of the call comes first, so that it is under way while that is counted.
-    targets = peers_at(packets_ptr, packets_table, rank, NUM_RANKS)
+    targets = peers_at(packets, rank, plan.NUM_RANKS)
     index = first_of(0, BLOCK) + tl.arange(0, BLOCK)
-    values = tl.load(x_ptr + index, mask=index < elements, other=0.0)
-    epoch = begin_call(calls_ptr)
+    x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
+    epoch = begin_call(packets.calls)
     tag = tag_of(epoch, size)
-    offset = part_offset(epoch, rank, part_words, NUM_RANKS)
+    offset = part_offset(epoch, rank, packets.part_words, plan.NUM_RANKS)
     # Of this program's share, not of the largest: no flag has to say that there was none.
     blocks = tl.cdiv(tl.cdiv(elements, BLOCK) - tl.program_id(0), tl.num_programs(0))
     for block in range(blocks):
         if block > 0:
             index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
-            values = tl.load(x_ptr + index, mask=index < elements, other=0.0)
+            x = tl.load(x_ptr + index, mask=index < elements, other=0.0)
         line = first_of(block, LINES) + tl.arange(0, LINES)
-        send_lines(targets, offset, payload_of(values), line, line * PER_LINE < elements, tag)
+        send_lines(targets, offset, payload_of(x), line, line * PER_LINE < elements, tag)
     for block in range(blocks):
         line = first_of(block, LINES) + tl.arange(0, LINES)
         there = line * PER_LINE < elements
         index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
         mask = index < elements
         own = payload_of(tl.load(x_ptr + index, mask=mask, other=0.0))
-        payloads = await_lines(
-            packets_ptr, guard_ptr, epoch, tag, part_words, line, there, rank, NUM_RANKS
-        )
-        sums = add_lines(own, payloads, rank, NUM_RANKS, x_ptr.dtype.element_ty)
+        payloads = await_lines(packets, epoch, tag, line, there, rank, plan.NUM_RANKS)
+        sums = add_lines(own, payloads, rank, plan.NUM_RANKS, x_ptr.dtype.element_ty)
         tl.store(out_ptr + index, sums.to(out_ptr.dtype.element_ty), mask=mask)
-        clear_lines(packets_ptr, epoch, part_words, line, there, rank, NUM_RANKS)
+        clear_lines(packets, epoch, line, there, rank, plan.NUM_RANKS)

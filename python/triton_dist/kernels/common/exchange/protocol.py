@@ -31,9 +31,29 @@ for another; a flag counts ``epoch * MAX_PIECES + pieces - 1``.
 with its own. A peer may be one call ahead, which may be of another size: so calls take turns with
 their flags, as with slots. 40 bits are left for the epoch: a flag that smaller calls leave alone
 would count as new after 2**39 of them, which are more than a month without a pause.
+
+What kernels of exchanges take, in tuples (``how-to/wait-for-a-peer.md`` has their rules); x, out
+and slots are of one dtype:
+
+================  ==============  ==========================================  ====================
+argument          dtype           shape                                       who writes
+================  ==============  ==========================================  ====================
+slots.data        of x            [2, slots.elements]                         peers' kernels
+slots.table       int64           [NUM_RANKS], addresses of ``data``          the host, once
+peers.arrivals    int64           [2, PHASES, MAX_CTAS, NUM_RANKS]            their sources' kernels
+peers.table       int64           [NUM_RANKS], addresses of ``arrivals``      the host, once
+peers.calls       int64           a word                                      this rank's kernels
+peers.guard       int64           as of ``language.wait``                     this rank, its host
+lengths           ints            shard, room, total: elements                the host
+size, rank        int             what ranks have to agree on; not            the host
+                                  specialised
+plan              constants       NUM_RANKS, LANES, BLOCK, NUM_PIECES         the host
+================  ==============  ==========================================  ====================
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -56,6 +76,77 @@ LINE_WORDS = tl.constexpr(2)
 PART_ALIGNMENT = tl.constexpr(16)
 
 
+class Slots(NamedTuple):
+    """Where parts arrive. data: this rank's two slots. table: by rank, where those are. elements:
+    of a slot."""
+
+    data: Any
+    table: Any
+    elements: Any
+
+
+class Peers(NamedTuple):
+    """What ranks tell one another by. arrivals: this rank's flags. table: by rank, where those are.
+    calls: the count of calls. guard: of waits."""
+
+    arrivals: Any
+    table: Any
+    calls: Any
+    guard: Any
+
+
+class Packets(NamedTuple):
+    """Where words arrive (``exchange/packets.py``); calls and guard as of ``Peers``."""
+
+    words: Any
+    table: Any
+    calls: Any
+    guard: Any
+    part_words: Any
+
+
+class Lengths(NamedTuple):
+    """Elements of a shard, those that it takes in a slot, and those of the whole: x of an
+    all-reduce and a reduce-scatter, out of an all-gather."""
+
+    shard: Any
+    room: Any
+    total: Any
+
+
+class Plan(NamedTuple):
+    """How programs are laid out: constants. LANES: ranks, rounded up to a power of two. BLOCK:
+    elements that a program moves at a time. NUM_PIECES: in which its share travels."""
+
+    NUM_RANKS: Any
+    LANES: Any
+    BLOCK: Any
+    NUM_PIECES: Any
+
+
+class Call(NamedTuple):
+    """A call under way, in a kernel. flags: by which this program tells each rank of its first
+    phase, [LANES]. epoch: its number. offset: of its slot, in elements."""
+
+    flags: Any
+    epoch: Any
+    offset: Any
+    size: Any
+    rank: Any
+
+
+@jit
+def begin(slots, peers, size, rank, plan: tl.constexpr):
+    """Begin a call of ``size``; once in each program. Flags are looked up before there is anything
+    to tell: a look-up takes as long as a load."""
+    peer = tl.arange(0, plan.LANES)
+    table = tl.load(peers.table + peer, mask=peer < plan.NUM_RANKS, other=0)
+    flags = table.to(peers.arrivals.dtype) + tl.program_id(0) * plan.NUM_RANKS + rank
+    epoch = begin_call(peers.calls)
+    offset = slot_offset(epoch, slots.elements)
+    return Call(flags=flags, epoch=epoch, offset=offset, size=size, rank=rank)
+
+
 @jit
 def begin_call(calls_ptr):
     """The number of this call, from 1; once in each program."""
@@ -71,9 +162,9 @@ def slot_offset(epoch, slot_elements):
 
 
 @jit
-def flag_of_piece(epoch, pieces, size):
-    """Value of the flag of a program that has got through ``pieces`` of call ``epoch``."""
-    return sized(epoch * MAX_PIECES + pieces - 1, size)
+def flag_of_piece(call, piece):
+    """Value of the flag of a program that has got through ``piece`` of ``call``; the first is 0."""
+    return sized(call.epoch * MAX_PIECES + piece, call.size)
 
 
 @jit
@@ -85,19 +176,7 @@ def flag_offset(phase, value, NUM_RANKS: tl.constexpr):
 
 
 @jit
-def flags_at_ranks(
-    arrivals_ptr, arrivals_table, rank, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
-):
-    """Flags by which this program tells each rank of its first phase, [LANES]: the ranks, rounded
-    up to a power of two. Looked up before there is anything to tell: a look-up takes as long as a
-    load."""
-    peer = tl.arange(0, LANES)
-    table = tl.load(arrivals_table + peer, mask=peer < NUM_RANKS, other=0)
-    return table.to(arrivals_ptr.dtype) + tl.program_id(0) * NUM_RANKS + rank
-
-
-@jit
-def tell_ranks(flags, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr):
+def tell_ranks(call, phase, value, plan: tl.constexpr):
     """Set the flag of this program at every rank, the own one too, whose other programs may want to
     know, after everything that it stored (release).
 
@@ -105,51 +184,38 @@ def tell_ranks(flags, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
     have crossed the link.
     """
     tl.debug_barrier()  # a release is one thread's; all threads' stores come before it
-    there = tl.arange(0, LANES) < NUM_RANKS
-    values = tl.zeros((LANES,), tl.int64) + value
+    there = tl.arange(0, plan.LANES) < plan.NUM_RANKS
+    values = tl.full((plan.LANES,), 0, tl.int64) + value
     tl.atomic_xchg(
-        flags + flag_offset(phase, value, NUM_RANKS), values, mask=there,
+        call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=there,
         sem="release", scope="sys",
     )  # fmt: skip
 
 
 @jit
-def await_programs(arrivals_ptr, guard_ptr, phase, programs, value, NUM_RANKS: tl.constexpr):
-    """Wait until of each rank that of ``programs``, [ranks, rounded up to a power of two], has got
-    to ``value`` (acquire); gives a token.
+def await_programs(peers, phase, programs, value, plan: tl.constexpr):
+    """Wait until of each rank that of ``programs``, [LANES], has got to ``value`` (acquire); gives
+    a token.
 
     All flags are looked at together: one after another, each look takes as long as the first.
     """
-    sources = tl.arange(0, programs.shape[0])
-    flags = arrivals_ptr + flag_offset(phase, value, NUM_RANKS) + programs * NUM_RANKS + sources
-    return dl.wait(flags, NUM_RANKS, value, guard_ptr, True)
+    first = peers.arrivals + flag_offset(phase, value, plan.NUM_RANKS)
+    flags = first + programs * plan.NUM_RANKS + tl.arange(0, plan.LANES)
+    return dl.wait(flags, plan.NUM_RANKS, value, peers.guard, True)
 
 
 @jit
-def await_peers(
-    arrivals_ptr, guard_ptr, phase, value, NUM_RANKS: tl.constexpr, LANES: tl.constexpr
-):
+def await_peers(peers, phase, value, plan: tl.constexpr):
     """Wait until this program of every rank has got to ``value`` (acquire); gives a token."""
-    same = tl.zeros((LANES,), tl.int32) + tl.program_id(0)
-    return await_programs(arrivals_ptr, guard_ptr, phase, same, value, NUM_RANKS)
+    same = tl.full((plan.LANES,), 0, tl.int32) + tl.program_id(0)
+    return await_programs(peers, phase, same, value, plan)
 
 
 @jit
-def await_pushed(arrivals_ptr, epoch_ptr, value, piece, rank, NUM_RANKS: tl.constexpr):
-    """Wait until a copy engine of every peer has brought ``piece``; gives a token. The flags,
-    [piece, source rank], are set to ``value``, that of the slot."""
-    token = 0
-    for step in range(1, NUM_RANKS):
-        source = (rank + step) % NUM_RANKS
-        flag = arrivals_ptr + piece * NUM_RANKS + source
-        token += dl.wait(flag, 1, value, epoch_ptr + 1, True)
-    return token
-
-
-@jit
-def pieces_of(elements, BLOCK: tl.constexpr, NUM_PIECES: tl.constexpr):
+def pieces_of(elements, plan: tl.constexpr):
     """Blocks of a program's share in one piece, the same in all programs and on all ranks."""
-    return tl.cdiv(tl.cdiv(tl.cdiv(elements, BLOCK), tl.num_programs(0)), NUM_PIECES)
+    blocks = tl.cdiv(elements, plan.BLOCK)
+    return tl.cdiv(tl.cdiv(blocks, tl.num_programs(0)), plan.NUM_PIECES)
 
 
 @jit
@@ -166,155 +232,112 @@ def behind(offset, token):
 
 
 @jit
-def send_block(
-    values,
-    index,
-    mask,
-    slots_ptr,
-    slots_table,
-    offset,
-    shard_elements,
-    rank,
-    NUM_RANKS: tl.constexpr,
-):
+def send_block(values, index, mask, slots, offset, room, rank, plan: tl.constexpr):
     """Store ``values``, at ``index`` of a shard, into every peer's slot, as this rank's part."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for step in tl.static_range(1, NUM_RANKS):
-        target = target_at(slots_table, (rank + step) % NUM_RANKS, slots_ptr) + offset
-        tl.store(target + rank.to(tl.int64) * shard_elements + index, values, mask=mask)
+        target = target_at(slots.table, (rank + step) % NUM_RANKS, slots.data) + offset
+        tl.store(target + rank.to(tl.int64) * room + index, values, mask=mask)
 
 
 @jit
 def send_copies(
-    x_ptr,
-    slots_ptr,
-    own_ptr,
-    slots_table,
-    offset,
-    elements,
-    shard_elements,
-    first_block,
-    end_block,
-    rank,
-    NUM_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEEP: tl.constexpr,
-):
-    """Store this program's blocks of x [elements] into every peer's slot, as the part of this rank;
-    with ``KEEP`` also to ``own``."""
+    x_ptr, own_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr
+):  # fmt: skip
+    """Store this program's blocks of x [shard] into every peer's slot, as the part of this rank;
+    and to ``own``, unless that is ``None``."""
     for block in range(first_block, end_block):
-        index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
-        mask = index < elements
-        values = tl.load(x_ptr + index, mask=mask)
-        send_block(
-            values, index, mask, slots_ptr, slots_table, offset, shard_elements, rank, NUM_RANKS
-        )
-        if KEEP:
-            tl.store(own_ptr + index, values, mask=mask)
+        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        mask = index < lengths.shard
+        x = tl.load(x_ptr + index, mask=mask)
+        send_block(x, index, mask, slots, call.offset, lengths.room, call.rank, plan)
+        if own_ptr is not None:
+            tl.store(own_ptr + index, x, mask=mask)
 
 
 @jit
-def push_shards(
-    x_ptr,
-    slots_ptr,
-    slots_table,
-    offset,
-    elements,
-    total,
-    shard_elements,
-    first_block,
-    end_block,
-    rank,
-    NUM_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.constexpr):
     """Store this program's blocks of each peer's shard of x [total] into that peer's slot, as the
-    part of this rank. Shards of ``elements`` follow one another in x."""
+    part of this rank. Shards follow one another in x."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
-        index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
+        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
         for step in tl.static_range(1, NUM_RANKS):
-            peer = (rank + step) % NUM_RANKS
-            source = peer.to(tl.int64) * elements + index
-            mask = (index < elements) & (source < total)
-            values = tl.load(x_ptr + source, mask=mask)
-            target = target_at(slots_table, peer, slots_ptr) + offset
-            tl.store(target + rank.to(tl.int64) * shard_elements + index, values, mask=mask)
+            peer = (call.rank + step) % NUM_RANKS
+            source = peer.to(tl.int64) * lengths.shard + index
+            mask = (index < lengths.shard) & (source < lengths.total)
+            x = tl.load(x_ptr + source, mask=mask)
+            target = target_at(slots.table, peer, slots.data) + call.offset
+            tl.store(target + call.rank.to(tl.int64) * lengths.room + index, x, mask=mask)
 
 
 @jit
 def add_parts(
     x_ptr,
-    slots_ptr,
     out_ptr,
-    slots_table,
+    parts_ptr,
     offset,
-    gathered_offset,
-    x_first,
-    out_first,
-    elements,
-    total,
-    shard_elements,
+    own,
     first_block,
     end_block,
     token,
+    lengths,
     rank,
-    NUM_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PASS_ON: tl.constexpr,
+    plan: tl.constexpr,
+    slots=None,
+    passed_on=None,
 ):
     """Add this program's blocks of a shard over all ranks, in their order and in fp32, and store
-    them, rounded once, to ``out[out_first:]``; with ``PASS_ON`` also into every peer's slot.
+    them, rounded once, to out; with ``slots`` also into every peer's, ``passed_on`` elements from
+    their begin.
 
-    The own part is ``x[x_first:]``; ``total`` limits both.
+    x, out: where the own shard begins; ``own``: in the whole, whose end limits it. The peers' parts
+    are ``offset`` elements from ``parts_ptr``.
     """
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
-        index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
-        mask = (index < elements) & (x_first + index < total)
-        parts_ptr = slots_ptr + behind(offset, token)
-        sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        mask = (index < lengths.shard) & (own + index < lengths.total)
+        from_ptr = parts_ptr + behind(offset, token)
+        sums = tl.full((plan.BLOCK,), 0.0, tl.float32)
         for source in tl.static_range(NUM_RANKS):
-            part_ptr = parts_ptr + source * shard_elements.to(tl.int64)
+            part_ptr = from_ptr + source * lengths.room.to(tl.int64)
             # A pointer that is chosen, not a branch: all loads are under way at once. From L2,
             # where peers' stores are; L1 may know these addresses from before.
-            part_ptr = tl.where(rank == source, x_ptr + x_first, part_ptr)
+            part_ptr = tl.where(rank == source, x_ptr, part_ptr)
             sums += tl.load(part_ptr + index, mask=mask, cache_modifier=".cg").to(tl.float32)
-        values = sums.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_first + index, values, mask=mask)
-        if PASS_ON:
-            send_block(
-                values, index, mask, slots_ptr, slots_table, gathered_offset, shard_elements, rank,
-                NUM_RANKS,
-            )  # fmt: skip
+        total = sums.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + index, total, mask=mask)
+        if passed_on is not None:
+            send_block(total, index, mask, slots, passed_on, lengths.room, rank, plan)
 
 
 @jit
 def copy_shards(
-    slots_ptr,
     out_ptr,
+    parts_ptr,
     offset,
-    elements,
-    total,
-    shard_elements,
     first_block,
     end_block,
     token,
+    lengths,
     rank,
-    NUM_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    plan: tl.constexpr,
 ):
-    """Copy this program's blocks of every peer's shard out of the slot, to
-    ``out[peer * elements:]``; out: [total]."""
+    """Copy this program's blocks of every peer's shard, ``offset`` elements from ``parts_ptr``, to
+    ``out[peer * shard:]``; out: [total]."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
-        index = first_of(block, BLOCK) + tl.arange(0, BLOCK)
-        inside = index < elements
-        from_ptr = slots_ptr + behind(offset, token)
+        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        inside = index < lengths.shard
+        from_ptr = parts_ptr + behind(offset, token)
         for step in tl.static_range(1, NUM_RANKS):
             peer = ((rank + step) % NUM_RANKS).to(tl.int64)
-            target = peer * elements + index
-            mask = inside & (target < total)
-            values = tl.load(
-                from_ptr + peer * shard_elements + index, mask=mask, cache_modifier=".cg"
-            )
-            tl.store(out_ptr + target, values, mask=mask)
+            target = peer * lengths.shard + index
+            mask = inside & (target < lengths.total)
+            part_ptr = from_ptr + peer * lengths.room
+            shard = tl.load(part_ptr + index, mask=mask, cache_modifier=".cg")
+            tl.store(out_ptr + target, shard, mask=mask)
 
 
 def tag_number(epoch: int, size: int) -> int:

@@ -54,6 +54,17 @@ and rounds the sum to x's dtype, in which it travels. So there are as many round
 high, floor(log2(ranks)): one of up to three ranks, two of up to seven. The shape of the trees
 depends on the number of ranks alone, and all get what the root rounded: the same bits on every rank
 and at every call, but of three ranks and more not those of a sum in the order of ranks.
+
+*Arguments* are those of ``exchange/protocol.py``, and the seven numbers of a ``Role``:
+
+=====================  ======  ======================================  ==================
+argument               dtype   shape                                   who writes
+=====================  ======  ======================================  ==================
+x, out                 one     [total]                                 the caller; this kernel
+slots.data             of x    [2, 4, room], see *Memory*              peers' kernels
+peers.arrivals         int64   as there                                parents, children
+leaf_tree to right     int     of a ``Role``; not specialised          the host
+=====================  ======  ======================================  ==================
 """
 
 from __future__ import annotations
@@ -66,14 +77,12 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     ONE_PIECE,
-    begin_call,
+    begin,
     behind,
     first_of,
     flag_of_piece,
     flag_offset,
-    flags_at_ranks,
     pieces_of,
-    slot_offset,
 )
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.language.signals import wait_for_size
@@ -154,35 +163,35 @@ def role_of(rank: int, num_ranks: int) -> Role:
 
 
 @jit
-def slot_at(slots_table, peer, slots_ptr, offset):
+def slot_at(slots, peer, offset):
     """The slot of ``peer``; of nobody, one that nothing is stored to."""
-    return target_at(slots_table, tl.maximum(peer, 0), slots_ptr) + offset
+    return target_at(slots.table, tl.maximum(peer, 0), slots.data) + offset
 
 
 @jit
-def await_neighbour(arrivals_ptr, guard_ptr, phase, value, source, NUM_RANKS: tl.constexpr):
+def await_neighbour(peers, phase, value, source, NUM_RANKS: tl.constexpr):
     """Wait until this program of ``source`` has got to ``value`` (acquire); gives a token, and 0,
     or 1 if it came with another size. For nobody, do not wait."""
     token, differs = 0, 0
     if source >= 0:
         program = tl.program_id(0) * NUM_RANKS
-        flag = arrivals_ptr + flag_offset(phase, value, NUM_RANKS) + program + source
-        waited, agrees = wait_for_size(flag, value, guard_ptr)
+        flag = peers.arrivals + flag_offset(phase, value, NUM_RANKS) + program + source
+        waited, agrees = wait_for_size(flag, value, peers.guard)
         token += waited
         differs += 1 - agrees.to(tl.int32)
     return token, differs
 
 
 @jit
-def tell_two(flags, phase, value, first, second, NUM_RANKS: tl.constexpr, LANES: tl.constexpr):
+def tell_two(call, phase, value, first, second, plan: tl.constexpr):
     """Set the flag of this program at two ranks, of which either may be nobody, after everything
     that it stored (release)."""
     tl.debug_barrier()  # a release is one thread's; all threads' stores come before it
-    peer = tl.arange(0, LANES)
+    peer = tl.arange(0, plan.LANES)
     there = (peer == first) | (peer == second)
-    values = tl.zeros((LANES,), tl.int64) + value
+    values = tl.full((plan.LANES,), 0, tl.int64) + value
     tl.atomic_xchg(
-        flags + flag_offset(phase, value, NUM_RANKS), values, mask=there,
+        call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=there,
         sem="release", scope="sys",
     )  # fmt: skip
 
@@ -270,16 +279,9 @@ def pass_on(
 def kernel_all_reduce_double_tree(
     x_ptr,
     out_ptr,
-    slots_ptr,
-    slots_table,
-    arrivals_ptr,
-    arrivals_table,
-    calls_ptr,
-    guard_ptr,
-    slot_elements,
-    shard_elements,
-    elements,
-    total,
+    slots,
+    peers,
+    lengths,
     size,
     rank,
     leaf_tree,
@@ -289,68 +291,63 @@ def kernel_all_reduce_double_tree(
     is_right,
     left,
     right,
-    NUM_RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PIECES: tl.constexpr,
+    plan: tl.constexpr,
 ):
-    """Sum x [total] over all ranks into out; ``elements`` is what a half has, of which the second
-    may have less. What follows ``rank`` is its ``Role``: the tree in which it is a leaf, the parent
-    there and whether this rank is its right child; the same of the other tree, and the children."""
-    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
-    epoch = begin_call(calls_ptr)
-    offset = slot_offset(epoch, slot_elements)
-    shard = shard_elements.to(tl.int64)
+    """Sum x [total] over all ranks into out; ``lengths.shard`` is what a half has, of which the
+    second may have less. ``exchange/protocol.py`` says what it takes.
+
+    What follows ``rank`` is its ``Role``, numbers by themselves, since a member of a tuple would be
+    specialised: the tree in which it is a leaf, the parent there and whether this rank is its right
+    child; the same of the other tree, and the children."""
+    call = begin(slots, peers, size, rank, plan)
+    offset, room = call.offset, lengths.room.to(tl.int64)
     tree = 1 - leaf_tree
-    leaf_begin, begin = leaf_tree * elements, tree * elements
-    leaf_length = tl.minimum(total - leaf_begin, elements)
-    length = tl.minimum(total - begin, elements)
-    leaf_sums, sums = (FIRST_SUM + leaf_tree) * shard, (FIRST_SUM + tree) * shard
-    leaf_parent_ptr = slot_at(slots_table, leaf_parent, slots_ptr, offset) + leaf_is_right * shard
-    parent_ptr = slot_at(slots_table, parent, slots_ptr, offset) + is_right * shard
-    left_ptr = slot_at(slots_table, left, slots_ptr, offset) + sums
-    right_ptr = slot_at(slots_table, right, slots_ptr, offset) + sums
+    leaf_begin, own_begin = leaf_tree * lengths.shard, tree * lengths.shard
+    leaf_length = tl.minimum(lengths.total - leaf_begin, lengths.shard)
+    length = tl.minimum(lengths.total - own_begin, lengths.shard)
+    leaf_sums, sums = (FIRST_SUM + leaf_tree) * room, (FIRST_SUM + tree) * room
+    leaf_parent_ptr = slot_at(slots, leaf_parent, offset) + leaf_is_right * room
+    parent_ptr = slot_at(slots, parent, offset) + is_right * room
+    left_ptr = slot_at(slots, left, offset) + sums
+    right_ptr = slot_at(slots, right, offset) + sums
     # Whom a sum of children's parts is told, and in which phase.
     is_root = parent < 0
     told, also_told = tl.where(is_root, left, parent), tl.where(is_root, right, _NOBODY)
     up_phase = is_root.to(tl.int32)
-    blocks = pieces_of(elements, BLOCK, NUM_PIECES)
-    value = flag_of_piece(epoch, 1, size)
+    blocks = pieces_of(lengths.shard, plan)
+    value = flag_of_piece(call, 0)
     differs = 0  # the size of what has come, from this one's: all that passes on says so
-    for piece in range(NUM_PIECES + 1):
+    for piece in range(plan.NUM_PIECES + 1):
         first = piece * blocks
-        if piece < NUM_PIECES:
+        if piece < plan.NUM_PIECES:
             pass_on(
                 x_ptr + leaf_begin, leaf_parent_ptr, leaf_parent_ptr, leaf_parent_ptr, leaf_length,
-                first, first + blocks, _NOBODY, _NOBODY, BLOCK,
+                first, first + blocks, _NOBODY, _NOBODY, plan.BLOCK,
             )  # fmt: skip
-            tell_two(flags, 0, value ^ differs, leaf_parent, _NOBODY, NUM_RANKS, LANES)
-            token, of_left = await_neighbour(arrivals_ptr, guard_ptr, 0, value, left, NUM_RANKS)
-            waited, of_right = await_neighbour(arrivals_ptr, guard_ptr, 0, value, right, NUM_RANKS)
+            tell_two(call, 0, value ^ differs, leaf_parent, _NOBODY, plan)
+            token, of_left = await_neighbour(peers, 0, value, left, plan.NUM_RANKS)
+            waited, of_right = await_neighbour(peers, 0, value, right, plan.NUM_RANKS)
             differs |= of_left | of_right
             add_children(
-                x_ptr + begin, slots_ptr, out_ptr + begin, parent_ptr, left_ptr, right_ptr, offset,
-                length, shard, first, first + blocks, token + waited, parent, left, right, BLOCK,
+                x_ptr + own_begin, slots.data, out_ptr + own_begin, parent_ptr, left_ptr,
+                right_ptr, offset, length, room, first, first + blocks, token + waited, parent,
+                left, right, plan.BLOCK,
             )  # fmt: skip
-            tell_two(flags, up_phase, value ^ differs, told, also_told, NUM_RANKS, LANES)
+            tell_two(call, up_phase, value ^ differs, told, also_told, plan)
         if piece >= 1:
             before = value - ONE_PIECE
             if parent >= 0:
-                token, of_parent = await_neighbour(
-                    arrivals_ptr, guard_ptr, 1, before, parent, NUM_RANKS
-                )
+                token, of_parent = await_neighbour(peers, 1, before, parent, plan.NUM_RANKS)
                 differs |= of_parent
                 pass_on(
-                    slots_ptr + behind(offset + sums, token), out_ptr + begin, left_ptr, right_ptr,
-                    length, first - blocks, first, left, right, BLOCK,
+                    slots.data + behind(offset + sums, token), out_ptr + own_begin, left_ptr,
+                    right_ptr, length, first - blocks, first, left, right, plan.BLOCK,
                 )  # fmt: skip
-                tell_two(flags, 1, before ^ differs, left, right, NUM_RANKS, LANES)
-            token, of_parent = await_neighbour(
-                arrivals_ptr, guard_ptr, 1, before, leaf_parent, NUM_RANKS
-            )
+                tell_two(call, 1, before ^ differs, left, right, plan)
+            token, of_parent = await_neighbour(peers, 1, before, leaf_parent, plan.NUM_RANKS)
             differs |= of_parent
             pass_on(
-                slots_ptr + behind(offset + leaf_sums, token), out_ptr + leaf_begin,
-                out_ptr, out_ptr, leaf_length, first - blocks, first, _NOBODY, _NOBODY, BLOCK,
+                slots.data + behind(offset + leaf_sums, token), out_ptr + leaf_begin,
+                out_ptr, out_ptr, leaf_length, first - blocks, first, _NOBODY, _NOBODY, plan.BLOCK,
             )  # fmt: skip
         value += ONE_PIECE

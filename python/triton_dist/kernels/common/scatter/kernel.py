@@ -4,10 +4,10 @@
 ``rows`` rows, one owned by each rank; the last ones may be short, or empty. A tile belongs to one
 slab and is stored, rounded to the output's dtype, into this rank's part of the owner's slot:
 
-    partials of a slot, on each rank: [source rank, max_rows, N], ``slot_stride`` elements a rank
+    partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements a rank
 
-Where the tiles of slab s go is ``targets_ptr[s]``, an address; what says that they are there are
-int32 from ``flags_ptr[s]`` on, also an address. Four ways (``SCATTER``):
+Where the tiles of slab s go is ``slot.targets[s]``, an address; what says that they are there are
+flags from ``slot.flags[s]`` on, also an address. Four ways (``SCATTER``):
 
 ``"tile"``      target: the owner's slot; flag ``[tile * NUM_RANKS + rank]`` on the owner is set to
                 the epoch.
@@ -17,8 +17,8 @@ int32 from ``flags_ptr[s]`` on, also an address. Four ways (``SCATTER``):
 ``"add"``       target: one fp32 sum on the owner, to which tiles are added by atomics; flags as of
                 ``"tile"``. Who finishes a tile of the own slab waits, rounds, and leaves zeros.
 ``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own slab
-                stores the sum to C and to ``sums_ptr[p]`` of each peer p, addresses, and then sets
-                flag ``[tile * NUM_RANKS + rank]`` from ``sum_flags_ptr[p]`` on.
+                stores the sum to C and to ``out.sums[p]`` of each peer p, addresses, and then sets
+                flag ``[tile * NUM_RANKS + rank]`` from ``out.sum_flags[p]`` on.
                 ``scatter/tiles.py`` brings what arrives there to C.
 
 The own slab comes last: the program that has computed one of its tiles waits for the same tile, or
@@ -34,11 +34,30 @@ these waits keeps it from its next tile. So of all that wait in the end, the one
 place would have nobody left to wait for, but programs that have not begun. Of one tile a program,
 these come later in the order. A persistent program waits only where all have begun, and else leaves
 its own tiles to a kernel behind this one (``scatter/tiles.py``).
+
+What kernels take; the rules of their tuples are in ``docs/how-to/wait-for-a-peer.md``:
+
+==============  ==========  =======================================  ============================
+argument        dtype       shape                                    who writes
+==============  ==========  =======================================  ============================
+slot.partials   of C; fp32  [NUM_RANKS, slot.stride]; of ``"add"``   the sources' GEMMs, or their
+                            [rows, N]                                copy engines
+slot.targets    int64       [NUM_RANKS], addresses by owner          the host, once
+slot.flags      int64       the same, of flags or counters           the host, once
+slot.arrivals   int64       [unit, NUM_RANKS], by source rank        as ``partials``
+slot.epoch      int64       the line of the slot                     this rank's kernels
+slot.left       int32       [programs]                               this rank's kernels
+out.c           of A        [rows, N]; of an all-reduce [M, N]       this kernel
+out.bias        of A        [N], or ``None``                         the caller
+out.sums        int64       [NUM_RANKS], addresses of [M, N]; or     the host, once
+                            ``None``: no all-reduce
+out.sum_flags   int64       the same, of their flags                 the host, once
+M, rows         int         of A, of a slab; not specialised         the host
+tile, summing   constants   ``Tile``, ``Summing``                    the host
+==============  ==========  =======================================  ============================
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -46,275 +65,277 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import (
     multiply_tile,
     multiply_tile_by_pointers,
+    operands_at,
     store_tile,
     tile_in_scatter_order,
 )
-from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
+from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_slab
 from triton_dist.kernels.common.scatter.tiles import (
     STAYS,
-    add_partials,
+    Strides,
+    add_own_tile,
     announce_tile,
     announce_to_all,
     await_partials,
     begin_program,
     stay_or_leave,
     store_tile_by_pointers,
-    summing_options,
+    summing_of,
+    tile_of,
 )
 
 # Waves of tiles of a slab from which on a chunk is worth more waiting than each of its tiles.
 _MANY_WAVES = 2
 
 
+@jit
+def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """A descriptor of this rank's part of each owner's slot, to choose from: made in the loop, each
+    would lie in the place of the last one, which a store may still be reading."""
+    STORE_N: tl.constexpr = tile.N // 2 if tile.SUBTILE else tile.N
+    descs = tl.tuple([])
+    for owner in tl.static_range(NUM_RANKS):
+        desc = tl.make_tensor_descriptor(
+            target_at(slot.targets, owner, slot.partials), [1, rows, N],
+            [rows.to(tl.int64) * N, N, 1], [1, tile.M, STORE_N],
+        )  # fmt: skip
+        descs = descs + (desc,)  # noqa: RUF005  # a star is no Triton
+    return descs
+
+
+@jit
+def store_to_owner(
+    descs, slab, accumulator, row, column, tile: tl.constexpr, NUM_RANKS: tl.constexpr
+):
+    """Store a tile of ``slab`` through its owner's descriptor."""
+    desc = descs[0]
+    for owner in tl.static_range(1, NUM_RANKS):
+        if slab == owner:
+            desc = descs[owner]
+    store_tile(desc, accumulator, 0, row, column, tile.SUBTILE, tile.M, tile.N)
+
+
+@jit
+def multiply_described(a_desc, b_desc, row, column, K, tile: tl.constexpr):
+    """The tile of the product at ``row`` and ``column``, fp32."""
+    PRECISION: tl.constexpr = tile.PRECISION
+    return multiply_tile(
+        a_desc, b_desc, row, column, K, 0, 1,
+        tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
+    )  # fmt: skip
+
+
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
 def kernel_gemm_scatter_persistent(
     a_ptr,
     b_ptr,
-    c_ptr,
-    bias_ptr,
-    partials_ptr,
-    targets_ptr,
-    flags_ptr,
-    arrivals_ptr,
-    epoch_ptr,
-    left_ptr,
-    sums_ptr,
-    sum_flags_ptr,
-    M,
-    rows,
+    stride_b,
+    slot,
+    out,
     N,
     K,
-    stride_b,
-    slot_stride,
+    M,
+    rows,
     chunk_tiles_m,
     rank,
-    NUM_RANKS: tl.constexpr,
-    SCATTER: tl.constexpr,
-    ANNOUNCE_LATER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
     NUM_SMS: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
-    EPILOGUE_SUBTILE: tl.constexpr,
-    REDUCE_ROWS: tl.constexpr,
+    tile: tl.constexpr,
+    summing: tl.constexpr,
 ):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid (min(NUM_SMS, tiles),).
+    """Persistent kernel on tensor descriptors (TMA from sm_90 on), but for all-reduces; grid
+    (min(NUM_SMS, tiles),).
 
     One loop over the tiles of all slabs: no wave is lost between slabs, and no store is waited for
     there (behind a loop with TMA stores, Triton waits until they have read shared memory).
 
-    ``ANNOUNCE_LATER``: a tile is announced when its program has multiplied its next one. Then its
-    TMA store, which takes 10 us and more over NVLink, is complete, and nobody waits for it.
-
-    Of ``"all"``, a tile of the own slab is added when the next tile is stored, and its sum is
-    announced when the one after that is multiplied: the own slab comes in the middle of the work,
-    where the peers' parts are announced no sooner. The tile that is stored by then is unannounced
-    yet, but its place is later than that of the sum.
+    ``LATER``: a tile is announced when its program has multiplied its next one. Then its TMA store,
+    which takes 10 us and more over NVLink, is complete, and nobody waits for it.
     """
+    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     stays = STAYS  # or leaves, or 0: has not looked yet
     if NUM_RANKS > 1:
-        begin_program(epoch_ptr)
+        begin_program(slot.epoch)
         stays = 0
-    tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
-    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
-    tiles_per_slab = tiles_m * tiles_n
-    store_n: tl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
-
-    a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
-    if B_COLUMN_MAJOR:
-        b_desc = tl.make_tensor_descriptor(
-            b_ptr, [N, K], [stride_b, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K]
-        )
-    else:
-        b_desc = tl.make_tensor_descriptor(
-            b_ptr, [K, N], [stride_b, 1], [BLOCK_SIZE_K, BLOCK_SIZE_N]
-        )
-    # One for each slab, to choose from: made in the loop, each would lie in the place of the last
-    # one, which a store may still be reading.
+    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
+    a_desc, b_desc = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
+        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
+    )  # fmt: skip
     target_descs = tl.tuple([])
-    if SCATTER != "add":
-        for owner in tl.static_range(NUM_RANKS):
-            desc = tl.make_tensor_descriptor(
-                target_at(targets_ptr, owner, partials_ptr), [1, rows, N],
-                [rows.to(tl.int64) * N, N, 1], [1, BLOCK_SIZE_M, store_n],
-            )  # fmt: skip
-            target_descs = target_descs + (desc,)  # noqa: RUF005  # a star is no Triton
-
-    own_begin = 0  # of the own rows in C
-    if SCATTER == "all":
-        own_begin = rank.to(tl.int64) * rows * N
-    own_rows = min(rows, M - rank * rows)
+    if summing.SCATTER != "add":
+        target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     stored_slab, stored_unit = rank, 0  # what is to be announced yet; of the own slab: nothing
     awaited = -1
-    # Of "all": an own tile that is to be added yet, and one whose sum is to be announced yet.
-    due, due_row, due_column, summed = -1, 0, 0, -1
-    for index in range(tl.program_id(0), NUM_RANKS * tiles_per_slab, NUM_SMS):
-        slab, tile, m, n = tile_in_scatter_order(
-            index, rank, NUM_RANKS, tiles_m, tiles_n,
-            chunk_tiles_m if SCATTER == "all" else tiles_m, GROUP_SIZE_M,
-        )  # fmt: skip
-        unit = m // chunk_tiles_m if SCATTER == "slab" else tile
-        row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
-        accumulator = multiply_tile(
-            a_desc, b_desc, slab * rows + row, column, K, 0, 1,
-            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
-        )  # fmt: skip
-        if ANNOUNCE_LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
+    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
+        slab, number, m, n = tile_in_scatter_order(
+            index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
+        )
+        unit = m // chunk_tiles_m if summing.SCATTER == "slab" else number
+        row, column = m * tile.M, n * tile.N
+        accumulator = multiply_described(a_desc, b_desc, slab * rows + row, column, K, tile)
+        if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
             if stored_slab != rank:
                 dl.publish_tile()
-                announce_tile(
-                    flags_ptr, epoch_ptr, M, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER
-                )
+                announce_tile(slot, M, stored_slab, stored_unit, rank, summing)
                 stored_slab = rank
-        if SCATTER == "all":  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-            if summed >= 0:
-                announce_to_all(sum_flags_ptr, epoch_ptr, M, summed, rank, NUM_RANKS)
-                summed = -1
-        if SCATTER == "add":
+        if summing.SCATTER == "add":
             store_tile_by_pointers(
-                target_at(targets_ptr, slab, partials_ptr), accumulator, row, column, rows, N,
-                SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N,
+                target_at(slot.targets, slab, slot.partials), accumulator, row, column, rows, N,
+                True, tile.M, tile.N,
             )  # fmt: skip
         else:
-            target_desc = target_descs[0]
-            for owner in tl.static_range(1, NUM_RANKS):
-                if slab == owner:
-                    target_desc = target_descs[owner]
-            store_tile(
-                target_desc, accumulator, 0, row, column,
-                EPILOGUE_SUBTILE, BLOCK_SIZE_M, BLOCK_SIZE_N,
-            )  # fmt: skip
-            if not ANNOUNCE_LATER:
+            store_to_owner(target_descs, slab, accumulator, row, column, tile, NUM_RANKS)
+            if not summing.LATER:
                 dl.publish_tile()
         if slab != rank:
-            if ANNOUNCE_LATER:
+            if summing.LATER:
                 stored_slab, stored_unit = slab, unit
             else:
-                announce_tile(flags_ptr, epoch_ptr, M, slab, unit, rank, NUM_RANKS, SCATTER)
+                announce_tile(slot, M, slab, unit, rank, summing)
         else:
-            if ANNOUNCE_LATER:
+            if summing.LATER:
                 dl.publish_tile()  # to the other threads of this program
             if stays == 0:
-                stays = stay_or_leave(epoch_ptr, left_ptr)
-            if SCATTER != "all":  # noqa: SIM102  # a constexpr: not to be joined with the other one
-                if stays == STAYS:
-                    token = 0
-                    if unit != awaited:  # tiles of a chunk arrive together
-                        token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
-                        awaited = unit
-                    add_partials(
-                        partials_ptr, slot_stride, bias_ptr, c_ptr, row, column, rows, N, token,
-                        rank, sums_ptr, own_begin,
-                        NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
-                    )  # fmt: skip
-        if SCATTER == "all":
-            if due >= 0:
-                token = await_partials(arrivals_ptr, epoch_ptr, M, due, rank, NUM_RANKS)
-                add_partials(
-                    partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, due_row, due_column,
-                    own_rows, N, token, rank, sums_ptr, own_begin,
-                    NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
-                )  # fmt: skip
-                summed, due = due, -1
-            if (slab == rank) & (stays == STAYS):
-                due, due_row, due_column = tile, row, column
-    if ANNOUNCE_LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
+                stays = stay_or_leave(slot.epoch, slot.left)
+            if stays == STAYS:
+                token = 0
+                if unit != awaited:  # tiles of a chunk arrive together
+                    token = await_partials(slot, M, unit, rank, NUM_RANKS)
+                    awaited = unit
+                add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
+    if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
         if stored_slab != rank:  # of a program whose last tile is for others
             dl.publish_tile()
-            announce_tile(
-                flags_ptr, epoch_ptr, M, stored_slab, stored_unit, rank, NUM_RANKS, SCATTER
-            )
-    if SCATTER == "all":
+            announce_tile(slot, M, stored_slab, stored_unit, rank, summing)
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_gemm_all_reduce_persistent(
+    a_ptr,
+    b_ptr,
+    stride_b,
+    slot,
+    out,
+    N,
+    K,
+    M,
+    rows,
+    chunk_tiles_m,
+    rank,
+    NUM_SMS: tl.constexpr,
+    tile: tl.constexpr,
+    summing: tl.constexpr,
+):
+    """The same for an all-reduce, which sends sums of a chunk while the next ones are multiplied.
+
+    A tile for others is announced later, as there. A tile of the own slab is added when the next
+    tile is stored, and its sum is announced when the one after that is multiplied: the own slab
+    comes in the middle of the work, where the peers' parts are announced no sooner. The tile that
+    is stored by then is unannounced yet, but its place is later than that of the sum.
+    """
+    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
+    stays = STAYS  # or leaves, or 0: has not looked yet
+    if NUM_RANKS > 1:
+        begin_program(slot.epoch)
+        stays = 0
+    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
+    a_desc, b_desc = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
+        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
+    )  # fmt: skip
+    target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
+    own_rows = min(rows, M - rank * rows)
+    stored_slab, stored = rank, 0  # what is to be announced yet; of the own slab: nothing
+    # An own tile that is to be added yet, and one whose sum is to be announced yet.
+    due, due_row, due_column, summed = -1, 0, 0, -1
+    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
+        slab, number, m, n = tile_in_scatter_order(
+            index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
+        )
+        row, column = m * tile.M, n * tile.N
+        accumulator = multiply_described(a_desc, b_desc, slab * rows + row, column, K, tile)
+        if stored_slab != rank:
+            dl.publish_tile()
+            announce_tile(slot, M, stored_slab, stored, rank, summing)
+            stored_slab = rank
         if summed >= 0:
-            announce_to_all(sum_flags_ptr, epoch_ptr, M, summed, rank, NUM_RANKS)
+            announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
+            summed = -1
+        store_to_owner(target_descs, slab, accumulator, row, column, tile, NUM_RANKS)
+        if slab != rank:
+            stored_slab, stored = slab, number
+        else:
+            dl.publish_tile()  # to the other threads of this program
+            if stays == 0:
+                stays = stay_or_leave(slot.epoch, slot.left)
         if due >= 0:
-            token = await_partials(arrivals_ptr, epoch_ptr, M, due, rank, NUM_RANKS)
-            add_partials(
-                partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, due_row, due_column,
-                own_rows, N, token, rank, sums_ptr, own_begin,
-                NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
-            )  # fmt: skip
-            announce_to_all(sum_flags_ptr, epoch_ptr, M, due, rank, NUM_RANKS)
+            token = await_partials(slot, M, due, rank, NUM_RANKS)
+            add_own_tile(
+                slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing
+            )
+            summed, due = due, -1
+        if (slab == rank) & (stays == STAYS):
+            due, due_row, due_column = number, row, column
+    if stored_slab != rank:  # of a program whose last tile is for others
+        dl.publish_tile()
+        announce_tile(slot, M, stored_slab, stored, rank, summing)
+    if summed >= 0:
+        announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
+    if due >= 0:
+        token = await_partials(slot, M, due, rank, NUM_RANKS)
+        add_own_tile(slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing)
+        announce_to_all(out, slot, M, due, rank, NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
 def kernel_gemm_scatter_non_persistent(
     a_ptr,
     b_ptr,
-    c_ptr,
-    bias_ptr,
-    partials_ptr,
-    targets_ptr,
-    flags_ptr,
-    arrivals_ptr,
-    epoch_ptr,
-    sums_ptr,
-    sum_flags_ptr,
-    M,
-    rows,
+    strides,
+    slot,
+    out,
     N,
     K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    slot_stride,
+    M,
+    rows,
     chunk_tiles_m,
     rank,
-    NUM_RANKS: tl.constexpr,
-    SCATTER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
-    REDUCE_ROWS: tl.constexpr,
+    tile: tl.constexpr,
+    summing: tl.constexpr,
 ):
     """One tile a program on pointers, for any strides of A and B; grid (tiles,)."""
-    tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
-    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
-    slab, tile, m, n = tile_in_scatter_order(
+    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
+    PRECISION: tl.constexpr = tile.PRECISION
+    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
+    slab, number, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
-        chunk_tiles_m if SCATTER == "all" else tiles_m, GROUP_SIZE_M,
+        chunk_tiles_m if summing.SCATTER == "all" else tiles_m, tile.GROUP_M,
     )  # fmt: skip
-    unit = m // chunk_tiles_m if SCATTER == "slab" else tile
-    row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
-    a_slab_ptr = a_ptr + slab.to(tl.int64) * rows * stride_am
+    unit = m // chunk_tiles_m if summing.SCATTER == "slab" else number
+    row, column = m * tile.M, n * tile.N
+    a_slab_ptr = a_ptr + slab.to(tl.int64) * rows * strides.am
     rows_left = min(rows, M - slab * rows) - row
     accumulator = multiply_tile_by_pointers(
         a_slab_ptr, b_ptr, row, rows_left, column, N, K,
-        stride_am, stride_ak, stride_bk, stride_bn,
-        INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        strides.am, strides.ak, strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K,
     )  # fmt: skip
-    target_ptr = target_at(targets_ptr, slab, partials_ptr)
     store_tile_by_pointers(
-        target_ptr, accumulator, row, column, rows, N, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N
-    )
+        target_at(slot.targets, slab, slot.partials), accumulator, row, column, rows, N,
+        summing.SCATTER == "add", tile.M, tile.N,
+    )  # fmt: skip
     if slab != rank:
-        announce_tile(flags_ptr, epoch_ptr, M, slab, unit, rank, NUM_RANKS, SCATTER)
+        announce_tile(slot, M, slab, unit, rank, summing)
     else:
-        own_begin = 0  # of the own rows in C
-        if SCATTER == "all":
-            own_begin = rank.to(tl.int64) * rows * N
-        token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
-        add_partials(
-            partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, row, column,
-            min(rows, M - rank * rows), N, token, rank, sums_ptr, own_begin,
-            NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N, REDUCE_ROWS,
-        )  # fmt: skip
-        if SCATTER == "all":
-            announce_to_all(sum_flags_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
+        token = await_partials(slot, M, unit, rank, NUM_RANKS)
+        own_rows = min(rows, M - rank * rows)
+        add_own_tile(slot, out, row, column, rows, own_rows, N, token, rank, tile, summing)
+        if summing.SCATTER == "all":
+            announce_to_all(out, slot, M, unit, rank, NUM_RANKS)
 
 
 def scattered_gemm(
@@ -343,40 +364,31 @@ def scattered_gemm(
     A = as_rows(A)
     M, K = A.shape
     rows, N = to.rows(M), C.shape[1]
-    precision = dot_precision(A.dtype)
     tiles_per_slab = tiles_of_slab(config, rows, N)
     tiles = to.num_ranks * tiles_per_slab
-    slots = (A, B, C, C if bias is None else bias, to.partials, to.targets, to.flags, to.arrivals)
-    sums = (to.sums, to.sum_flags, M, rows, N, K)
-    chunk_tiles_m, summing = summing_options(C, bias, config, to, rows, num_chunks)
-    options: dict[str, Any] = {
-        **config_for(config, A.dtype).all_kwargs(),
-        "INPUT_PRECISION": precision,
-        **summing,
-    }
-    where = (to.slot_stride, chunk_tiles_m, to.rank)
+    tile, options = tile_of(config, A, B)
+    summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
+    tile = tile._replace(GROUP_M=group_size_m)
+    memory, where = to.regions(C, bias), (N, K, M, rows, chunk_tiles_m, to.rank)
     # A slab of partials is a matrix like C: what TMA can do with one, it can do with the other.
-    by_descriptor = persistent and precision != "ieee" and A.is_contiguous()
+    by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
-        options.setdefault("EPILOGUE_SUBTILE", False)
         # A chunk is pushed after its last tile, which is to be announced at once where the next one
         # is a large part of all.
         later = to.scatter in ("tile", "all") or tiles_per_slab >= _MANY_WAVES * num_sms
-        options |= {
-            "B_COLUMN_MAJOR": B.stride(0) == 1,
-            "NUM_SMS": num_sms,
-            "ANNOUNCE_LATER": later and to.scatter != "add",
-        }
+        summing = summing._replace(LATER=later and to.scatter != "add")
+        all_reduce, scatter = kernel_gemm_all_reduce_persistent, kernel_gemm_scatter_persistent
         return Launch(
-            kernel_gemm_scatter_persistent,
+            all_reduce if to.scatter == "all" else scatter,
             (min(num_sms, tiles),),
-            (*slots, to.epoch, to.left, *sums, max(B.stride()), *where),
-            options,
+            (A, B, max(B.stride()), *memory, *where),
+            {**options, "NUM_SMS": num_sms, "tile": tile, "summing": summing},
         )
-    options.pop("EPILOGUE_SUBTILE", None)
+    # By pointers it is read and stored in one way.
+    tile = tile._replace(SUBTILE=False, B_COLUMN_MAJOR=False)
     return Launch(
         kernel_gemm_scatter_non_persistent,
         (tiles,),
-        (*slots, to.epoch, *sums, *A.stride(), *B.stride(), *where),
-        options,
+        (A, B, Strides(*A.stride(), *B.stride()), *memory, *where),
+        {**options, "tile": tile, "summing": summing},
     )

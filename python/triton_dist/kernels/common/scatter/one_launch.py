@@ -48,6 +48,22 @@ those of the smallest number have peers that are running or will run, and smalle
 
 Tiles are stored by ordinary stores: they are few, and a release orders such stores, while a TMA
 store has to be waited for first, and needs a descriptor for each peer.
+
+==============  ==========  =======================================  ============================
+argument        dtype       shape                                    who writes
+==============  ==========  =======================================  ============================
+a, b            of A        [M, K], [K, N] with ``strides``          the caller
+out.c           of A        [M, N], or with ``TO_OWNERS`` alone      this kernel
+                            [M / NUM_RANKS, N]
+out.bias        of A        [N], or ``None``                         the caller
+out.sums        int64       ``slots.table``, or ``None``: nothing    the host, once
+                            is passed on
+slots, peers                as of ``exchange/protocol.py``; a slot is parts [NUM_RANKS,
+                            shard_elements], then with ``PASS_ON`` sums [M, N]
+M, rank         int         not specialised                          the host
+tile, plan      constants   ``Tile``; ``Plan``, whose BLOCK is       the host
+                            STRIP_ROWS
+==============  ==========  =======================================  ============================
 """
 
 from __future__ import annotations
@@ -61,23 +77,26 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     MAX_CTAS,
+    Peers,
+    Plan,
+    Slots,
     await_peers,
     await_programs,
-    begin_call,
+    begin,
     behind,
     flag_of_piece,
-    flags_at_ranks,
-    slot_offset,
     tell_ranks,
 )
-from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at
-from triton_dist.kernels.common.launch import Launch, as_rows, dot_precision, fits_descriptor
+from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
+    Strides,
     add_partials,
     rows_at_once,
     store_tile_by_pointers,
+    tile_of,
 )
 
 
@@ -171,106 +190,90 @@ def programs_for(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> i
 def kernel_gemm_exchange(
     a_ptr,
     b_ptr,
-    c_ptr,
-    bias_ptr,
-    slots_ptr,
-    slots_table,
-    arrivals_ptr,
-    arrivals_table,
-    calls_ptr,
-    guard_ptr,
-    slot_elements,
+    strides,
+    out,
+    slots,
+    peers,
     shard_elements,
-    M,
     N,
     K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
+    M,
     rank,
-    NUM_RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    TO_OWNERS: tl.constexpr,
-    PASS_ON: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
     NUM_SMS: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-    STRIP_ROWS: tl.constexpr,
+    TO_OWNERS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    tile: tl.constexpr,
+    plan: tl.constexpr,
 ):
     """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
-    pointers, of any strides. ``STRIP_ROWS``: a power of two. Grid (programs,), up to NUM_SMS; fewer
-    only if none has to multiply twice."""
+    pointers, of any strides. ``plan.BLOCK``: STRIP_ROWS, a power of two. ``PASS_ON``: where there
+    are ``out.sums``. Grid (programs,), up to NUM_SMS; fewer only if none has to multiply twice."""
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    PRECISION: tl.constexpr = tile.PRECISION
+    STRIP_ROWS: tl.constexpr = plan.BLOCK
+    PASS_ON: tl.constexpr = out.sums is not None
     # What needs no product comes first, so that it is under way meanwhile.
-    flags = flags_at_ranks(arrivals_ptr, arrivals_table, rank, NUM_RANKS, LANES)
-    epoch = begin_call(calls_ptr)
-    offset = slot_offset(epoch, slot_elements)
-    tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
-    tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
+    call = begin(slots, peers, M, rank, plan)
+    tiles_m, tiles_n = tl.cdiv(M, tile.M), tl.cdiv(N, tile.N)
     rows, own_begin, own_end = M, 0, M  # what a rank adds
     if TO_OWNERS:
         rows = tl.cdiv(M, NUM_RANKS)
         own_begin = rank * rows
         own_end = min(own_begin + rows, M)
     a, b = operands_at(
-        a_ptr, b_ptr, M, N, K, stride_bk, stride_bn,
-        DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        a_ptr, b_ptr, M, N, K, strides.bk, strides.bn,
+        DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
     )  # fmt: skip
     tiles = tiles_m * tiles_n
-    for tile in range(tl.program_id(0), tiles, NUM_SMS):
-        row, column = tile % tiles_m * BLOCK_SIZE_M, tile // tiles_m * BLOCK_SIZE_N
+    for number in range(tl.program_id(0), tiles, NUM_SMS):
+        row, column = number % tiles_m * tile.M, number // tiles_m * tile.N
         accumulator = multiply_operands(
-            a, b, row, column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, DESCRIPTORS,
-            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+            a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
+            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
         )  # fmt: skip
         for step in tl.static_range(1, NUM_RANKS + 1):
             adds = (rank + step) % NUM_RANKS
             first_row = row
             if TO_OWNERS:  # before its first row, or behind its last one, nothing is stored
                 first_row = row - adds * rows
-            if (first_row < rows) & (first_row > -BLOCK_SIZE_M):
-                target_ptr = target_at(slots_table, adds, slots_ptr) + offset
+            if (first_row < rows) & (first_row > -tile.M):
+                target_ptr = target_at(slots.table, adds, slots.data) + call.offset
                 store_tile_by_pointers(
                     target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
-                    rows, N, "tile", BLOCK_SIZE_M, BLOCK_SIZE_N,
+                    rows, N, False, tile.M, tile.N,
                 )  # fmt: skip
-    value = flag_of_piece(epoch, 1, M)
-    tell_ranks(flags, 0, value, NUM_RANKS, LANES)
-    sums_offset = offset + NUM_RANKS * shard_elements.to(tl.int64)  # with PASS_ON: [M, N]
+    value = flag_of_piece(call, 0)
+    tell_ranks(call, 0, value, plan)
+    # With PASS_ON: [M, N]
+    sums_offset = call.offset + NUM_RANKS * shard_elements.to(tl.int64)
     own_offset = 0  # of the own rows in C
     if PASS_ON:
         own_offset = rank.to(tl.int64) * rows * N
     for wave in range(0, tiles, NUM_SMS):
-        begin, end = strips_of_program(
-            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
+        begin_strip, end = strips_of_program(
+            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, tile.M, STRIP_ROWS
         )
-        for strip in range(begin, end):
-            row, end_row, n, number = place_of_strip(
-                strip, own_begin, own_end, tiles_m, BLOCK_SIZE_M, STRIP_ROWS
+        for strip in range(begin_strip, end):
+            row, end_row, n, of_tile = place_of_strip(
+                strip, own_begin, own_end, tiles_m, tile.M, STRIP_ROWS
             )
             if row < end_row:
-                multiplied = tl.zeros((LANES,), tl.int32) + number % NUM_SMS
-                token = await_programs(arrivals_ptr, guard_ptr, 0, multiplied, value, NUM_RANKS)
+                multiplied = tl.full((plan.LANES,), 0, tl.int32) + of_tile % NUM_SMS
+                token = await_programs(peers, 0, multiplied, value, plan)
                 add_partials(
-                    slots_ptr + offset, shard_elements, bias_ptr, c_ptr + own_offset, row,
-                    n * BLOCK_SIZE_N, end_row, N, token, rank, slots_table,
-                    sums_offset + own_offset, NUM_RANKS, HAS_BIAS, "all" if PASS_ON else "tile",
-                    STRIP_ROWS, BLOCK_SIZE_N, STRIP_ROWS,
+                    slots.data + call.offset, shard_elements, out, own_offset,
+                    sums_offset + own_offset, row, n * tile.N, end_row, N, token, rank,
+                    NUM_RANKS, False, STRIP_ROWS, tile.N, STRIP_ROWS,
                 )  # fmt: skip
     if PASS_ON:
-        tell_ranks(flags, 1, value, NUM_RANKS, LANES)
-        token = await_peers(arrivals_ptr, guard_ptr, 1, value, NUM_RANKS, LANES)
+        tell_ranks(call, 1, value, plan)
+        token = await_peers(peers, 1, value, plan)
         for step in tl.static_range(1, NUM_RANKS):
-            begin = (rank + step) % NUM_RANKS * rows
-            first = begin.to(tl.int64) * N
+            begin_row = (rank + step) % NUM_RANKS * rows
+            first = begin_row.to(tl.int64) * N
             _copy_strips(
-                slots_ptr + behind(sums_offset, token) + first, c_ptr + first, begin,
-                min(begin + rows, M), N, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, BLOCK_SIZE_N,
+                slots.data + behind(sums_offset, token) + first, out.c + first, begin_row,
+                min(begin_row + rows, M), N, tiles_m, tiles_n, NUM_SMS, tile.M, tile.N,
                 STRIP_ROWS,
             )  # fmt: skip
 
@@ -320,28 +323,14 @@ def programs_of(
 
 
 def options_of(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: triton.Config,
-    num_ranks: int,
-    persistent: bool,
+    A: torch.Tensor, B: torch.Tensor, config: triton.Config, persistent: bool
 ) -> dict[str, Any]:
-    """Arguments of every kernel that multiplies tiles and sums them in one launch."""
-    precision = dot_precision(A.dtype)
-    options = {
-        **config_for(config, A.dtype).all_kwargs(),
-        "NUM_RANKS": num_ranks,
-        "DESCRIPTORS": persistent
-        and precision != "ieee"
-        and A.is_contiguous()
-        and fits_descriptor(A, B),
-        "HAS_BIAS": bias is not None,
-        "B_COLUMN_MAJOR": B.stride(0) == 1,
-        "INPUT_PRECISION": precision,
-    }
-    options.pop("EPILOGUE_SUBTILE", None)  # of TMA stores
-    return options
+    """Constants of every kernel that multiplies tiles and sums them in one launch."""
+    tile, options = tile_of(config, A, B)
+    may = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
+    # Halves of a tile are for TMA stores.
+    constants = {"DESCRIPTORS": may and fits_descriptor(A, B), "tile": tile._replace(SUBTILE=False)}
+    return options | constants
 
 
 def exchanged_gemm(
@@ -350,7 +339,7 @@ def exchanged_gemm(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
-    slots: tuple[Any, ...],
+    slots: tuple[Slots, Peers],
     shard_elements: int,
     *,
     rank: int,
@@ -377,17 +366,16 @@ def exchanged_gemm(
     strip_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
     if to_owners:  # as many strips as there are programs that multiply a column of tiles
         strip_rows = min(strip_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
-    options: dict[str, Any] = {
-        **options_of(A, B, bias, config, num_ranks, persistent),
+    options = options_of(A, B, config, persistent)
+    options |= {
         "NUM_SMS": min(num_sms, MAX_CTAS.value),
-        "LANES": triton.next_power_of_2(num_ranks),
         "TO_OWNERS": to_owners,
-        "PASS_ON": pass_on,
-        "STRIP_ROWS": strip_rows,
+        "tile": options["tile"]._replace(GROUP_M=0),  # all rows of tiles, see above
+        "plan": Plan(num_ranks, triton.next_power_of_2(num_ranks), strip_rows, 1),
     }
-    del options["GROUP_SIZE_M"]  # all rows of tiles, see above
     arguments = (
-        A, B, C, C if bias is None else bias, *slots, shard_elements, M, N, K, *A.stride(),
-        *B.stride(), rank,
+        A, B, Strides(*A.stride(), *B.stride()),
+        Out(C, bias, slots[0].table if pass_on else None, None), *slots, shard_elements,
+        N, K, M, rank,
     )  # fmt: skip
     return Launch(kernel_gemm_exchange, (num_ctas,), arguments, options)

@@ -15,11 +15,20 @@ the bits of ``exchanged_gemm``.
 all ranks, and send one before they wait for that of their peers. Of all programs that wait, take
 those of the smallest number, and of them the one at the earliest tile. Its peers are past this tile
 or run, or have yet to start behind programs of smaller numbers, none of which waits.
+
+===================  =========  ==============================  ======================
+argument             dtype      shape                           who writes
+===================  =========  ==============================  ======================
+a, b                 of A       [M, K], [K, N], ``strides``     the caller
+out.c                of A       [M, N]                          this kernel
+out.bias             of A       [N], or ``None``                the caller
+packets              int64      as of ``exchange/packets.py``   the sources' kernels
+M, rank              int        not specialised                 the host
+tile                 constants  ``Tile``                        the host
+===================  =========  ==============================  ======================
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -36,10 +45,12 @@ from triton_dist.kernels.common.exchange.packets import (
     send_lines,
     tag_of,
 )
-from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, begin_call
+from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, begin_call
 from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at, tile_in_group
 from triton_dist.kernels.common.launch import Launch, as_rows
 from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
+from triton_dist.kernels.common.scatter.partials import Out
+from triton_dist.kernels.common.scatter.tiles import Strides
 from triton_dist.kernels.common.scatter.ways import Exchanged
 
 
@@ -47,52 +58,41 @@ from triton_dist.kernels.common.scatter.ways import Exchanged
 def kernel_gemm_packets(
     a_ptr,
     b_ptr,
-    c_ptr,
-    bias_ptr,
-    packets_ptr,
-    packets_table,
-    calls_ptr,
-    guard_ptr,
-    part_words,
-    M,
+    strides,
+    out,
+    packets,
     N,
     K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
+    M,
     rank,
     NUM_RANKS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    BLOCK_SIZE_K: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
+    tile: tl.constexpr,
 ):
     """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
     pointers, of any strides. Grid (programs,), up to ``MAX_CTAS``."""
-    DTYPE: tl.constexpr = c_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = tile.PRECISION
+    BLOCK_SIZE_M: tl.constexpr = tile.M
+    BLOCK_SIZE_N: tl.constexpr = tile.N
+    DTYPE: tl.constexpr = out.c.dtype.element_ty
     PER_LINE: tl.constexpr = LINE_BYTES // (DTYPE.primitive_bitwidth // 8)
     LINES_N: tl.constexpr = BLOCK_SIZE_N // PER_LINE  # of a row of a tile
     # What needs no product comes first, so that it is under way meanwhile.
-    targets = peers_at(packets_ptr, packets_table, rank, NUM_RANKS)
-    epoch = begin_call(calls_ptr)
+    targets = peers_at(packets, rank, NUM_RANKS)
+    epoch = begin_call(packets.calls)
     tag = tag_of(epoch, M)
     tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
     a, b = operands_at(
-        a_ptr, b_ptr, M, N, K, stride_bk, stride_bn,
-        DESCRIPTORS, B_COLUMN_MAJOR, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        a_ptr, b_ptr, M, N, K, strides.bk, strides.bn,
+        DESCRIPTORS, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
     )  # fmt: skip
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
+    for number in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = tile_in_group(number, tiles_m, tiles_n, tile.GROUP_M)
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         product = multiply_operands(
-            a, b, row, column, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, DESCRIPTORS,
-            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+            a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
+            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
         )  # fmt: skip
         own = payload_of(product.to(DTYPE))
         inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)
@@ -102,20 +102,18 @@ def kernel_gemm_packets(
         line = line_row * lines_n + line_column
         there = (line_row < M) & (line_column < lines_n)
         own = _in_lines(own, there)
-        offset = part_offset(epoch, rank, part_words, NUM_RANKS)
+        offset = part_offset(epoch, rank, packets.part_words, NUM_RANKS)
         send_lines(targets, offset, own, line, there, tag)
-        payloads = await_lines(
-            packets_ptr, guard_ptr, epoch, tag, part_words, line, there, rank, NUM_RANKS
-        )
+        payloads = await_lines(packets, epoch, tag, line, there, rank, NUM_RANKS)
         sums = add_lines(own, payloads, rank, NUM_RANKS, DTYPE)
         # Line by line, too: who has polled a line stores its sums.
         sums = tl.reshape(sums, [BLOCK_SIZE_M * LINES_N, PER_LINE])
         columns = (line_column * PER_LINE)[:, None] + tl.arange(0, PER_LINE)[None, :]
         mask = there[:, None] & (columns < N)
-        if HAS_BIAS:
-            sums += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(c_ptr + (line_row * N)[:, None] + columns, sums.to(DTYPE), mask=mask)
-        clear_lines(packets_ptr, epoch, part_words, line, there, rank, NUM_RANKS)
+        if out.bias is not None:
+            sums += tl.load(out.bias + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out.c + (line_row * N)[:, None] + columns, sums.to(DTYPE), mask=mask)
+        clear_lines(packets, epoch, line, there, rank, NUM_RANKS)
 
 
 @jit
@@ -138,7 +136,7 @@ def packet_gemm(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
-    packets: tuple[Any, ...],
+    packets: Packets,
     *,
     rank: int,
     num_ranks: int,
@@ -156,11 +154,10 @@ def packet_gemm(
     """
     A = as_rows(A)
     (M, K), N = A.shape, B.shape[1]
-    arguments = (
-        A, B, C, C if bias is None else bias, *packets, M, N, K, *A.stride(), *B.stride(), rank,
-    )  # fmt: skip
-    options = options_of(A, B, bias, config, num_ranks, persistent)
+    strides, out = Strides(*A.stride(), *B.stride()), Out(C, bias, None, None)
+    options = options_of(A, B, config, persistent) | {"NUM_RANKS": num_ranks}
     num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners=False)
+    arguments = (A, B, strides, out, packets, N, K, M, rank)
     return Launch(kernel_gemm_packets, (num_ctas,), arguments, options)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,7 @@ from triton_dist.kernels.common.context import (
     kernel_checks,
 )
 from triton_dist.kernels.common.guard import Disagreements
-from triton_dist.kernels.common.launch import (
-    Bounded,
-)
+from triton_dist.kernels.common.launch import Bounded
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
@@ -58,6 +56,27 @@ _SMALLEST_TILE = 16
 _PART_ALIGNMENT = 128
 MAX_CHUNKS = 16
 """Most chunks in which a row block can be pushed."""
+
+
+class Slot(NamedTuple):
+    """Where tiles go, and where those of the own slab arrive."""
+
+    partials: Any
+    stride: Any
+    targets: Any
+    flags: Any
+    arrivals: Any
+    epoch: Any
+    left: Any
+
+
+class Out(NamedTuple):
+    """Where sums go, and what is added to them."""
+
+    c: Any
+    bias: Any
+    sums: Any
+    sum_flags: Any
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,15 @@ class Scattering:
     def rows(self, M: int) -> int:
         """Rows of a slab of a product of M rows."""
         return slab_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
+
+    def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, Out]:
+        """Memory, as kernels take it."""
+        slot = Slot(
+            self.partials, self.slot_stride, self.targets, self.flags, self.arrivals, self.epoch,
+            self.left,
+        )  # fmt: skip
+        to_all = (self.sums, self.sum_flags) if self.scatter == "all" else (None, None)
+        return slot, Out(C, bias, *to_all)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Life of a tile of the scattered GEMM (``scatter/kernel.py``): it is stored, announced to the rank
 that owns its rows, and there awaited and added, by the GEMM or by a later launch; of an all-reduce,
-the sum goes to all.
+the sum goes to all. ``scatter/kernel.py`` says what kernels take.
 
 A *unit* is what has a flag: a tile, or a chunk of a slab.
 
@@ -24,7 +24,7 @@ the end, and one program for each multiprocessor copies at half the speed of man
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,8 +32,9 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
-from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.peers import flag_of, target_at
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
@@ -52,72 +53,101 @@ BEGUN = tl.constexpr(12)
 STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
 
 
+class Tile(NamedTuple):
+    """Constants of a tile: sizes, as in a config, and how it is read, multiplied and stored."""
+
+    M: Any
+    N: Any
+    K: Any
+    GROUP_M: Any
+    SUBTILE: Any
+    B_COLUMN_MAJOR: Any
+    PRECISION: Any
+
+
+class Strides(NamedTuple):
+    """Of A along M and K, and of B along K and N; in elements."""
+
+    am: Any
+    ak: Any
+    bk: Any
+    bn: Any
+
+
+class Summing(NamedTuple):
+    """How tiles are summed: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
+    announced when the next one is multiplied. ROWS: of a tile, summed at a time."""
+
+    NUM_RANKS: Any
+    SCATTER: Any
+    LATER: Any
+    ROWS: Any
+
+
 @jit
-def announce_tile(
-    flags_ptr, epoch_ptr, M, slab, unit, rank, NUM_RANKS: tl.constexpr, SCATTER: tl.constexpr
-):
+def announce_tile(slot, M, slab, unit, rank, summing: tl.constexpr):
     """Say that a tile of another rank's ``slab``, of a product of ``M`` rows, is stored: to that
     rank, or to the copy engine."""
-    flag = tl.load(flags_ptr + slab)
-    if SCATTER == "slab":
+    flag = tl.load(slot.flags + slab)
+    if summing.SCATTER == "slab":
         dl.notify(flag.to(tl.pointer_type(tl.int32)) + unit, 1, "add")
     else:
-        flag_ptr = flag.to(epoch_ptr.dtype) + unit * NUM_RANKS + rank
-        dl.notify(flag_ptr, flag_of(epoch_ptr, M))
+        flag_ptr = flag.to(slot.epoch.dtype) + unit * summing.NUM_RANKS + rank
+        dl.notify(flag_ptr, flag_of(slot.epoch, M))
 
 
 @jit
-def announce_to_all(flags_ptr, epoch_ptr, M, unit, rank, NUM_RANKS: tl.constexpr):
+def announce_to_all(out, slot, M, unit, rank, NUM_RANKS: tl.constexpr):
     """Set this rank's flag of ``unit`` on every rank, the own one too, after everything that the
-    program stored; ``flags_ptr``: addresses of the flags by rank.
+    program stored.
 
     All at once, a thread each: one after another, each release would wait for the one before it to
     have crossed the link.
     """
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     there = peer < NUM_RANKS
-    flags = tl.load(flags_ptr + peer, mask=there, other=0).to(epoch_ptr.dtype)
-    dl.notify(flags + unit * NUM_RANKS + rank, flag_of(epoch_ptr, M), mask=there)
+    flags = tl.load(out.sum_flags + peer, mask=there, other=0).to(slot.epoch.dtype)
+    dl.notify(flags + unit * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=there)
 
 
 @jit
-def await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS: tl.constexpr):
+def await_partials(slot, M, unit, rank, NUM_RANKS: tl.constexpr):
     """Wait for ``unit`` of every peer, of a product of ``M`` rows; gives a token."""
-    value = flag_of(epoch_ptr, M)
+    value = flag_of(slot.epoch, M)
     token = 0
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
-        token += dl.wait(arrivals_ptr + unit * NUM_RANKS + source, 1, value, epoch_ptr + 1, True)
+        flag_ptr = slot.arrivals + unit * NUM_RANKS + source
+        token += dl.wait(flag_ptr, 1, value, slot.epoch + 1, True)
     return token
 
 
 @jit
 def add_partials(
     partials_ptr,
-    slot_stride,
-    bias_ptr,
-    c_ptr,
+    stride,
+    out,
+    own_begin,
+    sums_begin,
     row,
     column,
     rows,
     N,
     token,
     rank,
-    sums_ptr,
-    sums_begin,
     NUM_RANKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SCATTER: tl.constexpr,
+    IN_ONE_SUM: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     REDUCE_ROWS: tl.constexpr,
 ):
-    """Sum a tile over all ranks and store it to C [rows, N], some rows at a time, so that the
-    parts fit in registers.
+    """Sum a tile over all ranks and store it to the own rows [rows, N], ``own_begin`` elements from
+    ``out.c`` on; some rows at a time, so that the parts fit in registers.
 
-    With ``"all"`` also to each peer, ``sums_begin`` elements from ``sums_ptr[peer]``, an address,
-    on.
+    Where there are ``out.sums``, addresses, also to each peer, ``sums_begin`` elements from its own
+    on. ``IN_ONE_SUM``: the partials are one sum already, which is set to 0.
     """
+    c_ptr = out.c + own_begin
     column_index = column + tl.arange(0, BLOCK_SIZE_N)
     column_mask = column_index < N
     inside = tl.arange(0, REDUCE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
@@ -127,7 +157,7 @@ def add_partials(
         begin = first_row.to(tl.int64) * N + column
         # Not from L1, where what the last use left may be. All loads come before the first add, so
         # that they are in flight together.
-        if SCATTER == "add":
+        if IN_ONE_SUM:
             sums = partials_ptr + begin + inside
             total = tl.load(sums, mask=mask, other=0.0, cache_modifier=".cg")
             # The compiler gives loads and stores of zeros different layouts: without the barrier a
@@ -137,21 +167,36 @@ def add_partials(
         else:
             parts = tl.tuple([])
             for source in tl.static_range(NUM_RANKS):
-                part_ptr = partials_ptr + source * slot_stride.to(tl.int64) + begin + inside
+                part_ptr = partials_ptr + source * stride.to(tl.int64) + begin + inside
                 part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                 parts = parts + (part,)  # noqa: RUF005  # a star is no Triton
             total = parts[0].to(tl.float32)
             for source in tl.static_range(1, NUM_RANKS):
                 total += parts[source].to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + column_index, mask=column_mask, other=0.0)
+        if out.bias is not None:
+            bias = tl.load(out.bias + column_index, mask=column_mask, other=0.0)
             total += bias.to(tl.float32)[None, :]
         value = total.to(c_ptr.dtype.element_ty)
         tl.store(c_ptr + begin + inside, value, mask=mask)
-        if SCATTER == "all":
+        if out.sums is not None:
             for step in tl.static_range(1, NUM_RANKS):
-                peer_ptr = target_at(sums_ptr, (rank + step) % NUM_RANKS, c_ptr)
+                peer_ptr = target_at(out.sums, (rank + step) % NUM_RANKS, c_ptr)
                 tl.store(peer_ptr + sums_begin + begin + inside, value, mask=mask)
+
+
+@jit
+def add_own_tile(
+    slot, out, row, column, rows, own_rows, N, token, rank, tile: tl.constexpr,
+    summing: tl.constexpr,
+):  # fmt: skip
+    """Sum a tile of the own slab; of the last ones, ``own_rows`` may be fewer than ``rows``."""
+    own_begin = 0  # of the own rows in C
+    if out.sums is not None:
+        own_begin = rank.to(tl.int64) * rows * N
+    add_partials(
+        slot.partials, slot.stride, out, own_begin, own_begin, row, column, own_rows, N, token,
+        rank, summing.NUM_RANKS, summing.SCATTER == "add", tile.M, tile.N, summing.ROWS,
+    )  # fmt: skip
 
 
 @jit
@@ -162,7 +207,7 @@ def store_tile_by_pointers(
     column,
     rows,
     N,
-    SCATTER: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
 ):
@@ -174,7 +219,7 @@ def store_tile_by_pointers(
     # 64-bit only where it must be: an offset of 64 bits for each element would cost registers.
     tile_ptr = target_ptr + (row.to(tl.int64) * N + column)
     block = tile_ptr + (local_row[:, None] * N + local_column[None, :])
-    if SCATTER == "add":
+    if ADD:
         tl.atomic_add(block, accumulator, mask=mask, sem="relaxed", scope="sys")
     else:
         tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
@@ -207,58 +252,40 @@ def _begun(epoch_ptr):
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
 def kernel_add_left(
-    c_ptr,
-    bias_ptr,
-    partials_ptr,
-    arrivals_ptr,
-    epoch_ptr,
-    left_ptr,
-    sums_ptr,
-    sum_flags_ptr,
+    slot,
+    out,
+    N,
     M,
     rows,
-    N,
-    slot_stride,
     chunk_tiles_m,
     rank,
-    NUM_RANKS: tl.constexpr,
-    SCATTER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NUM_SMS: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
-    REDUCE_ROWS: tl.constexpr,
+    tile: tl.constexpr,
+    summing: tl.constexpr,
 ):
     """Add the own tiles that programs of the GEMM have left, each by the program of its number.
     Grid: the GEMM's."""
     if tl.program_id(0) == 0:
-        tl.store(epoch_ptr + BEGUN, 0)
-    has_left = tl.load(left_ptr + tl.program_id(0)) != 0
+        tl.store(slot.epoch + BEGUN, 0)
+    has_left = tl.load(slot.left + tl.program_id(0)) != 0
     tl.debug_barrier()  # else the first warp's store may come before the last one's load
     if has_left:
-        tl.store(left_ptr + tl.program_id(0), 0)
-        tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
-        tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
-        own_begin = 0  # of the own rows in C
-        if SCATTER == "all":
-            own_begin = rank.to(tl.int64) * rows * N
-        for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-            slab, tile, m, n = tile_in_scatter_order(
-                index, rank, NUM_RANKS, tiles_m, tiles_n,
-                chunk_tiles_m if SCATTER == "all" else tiles_m, GROUP_SIZE_M,
-            )  # fmt: skip
+        tl.store(slot.left + tl.program_id(0), 0)
+        tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
+        order = chunk_tiles_m if summing.SCATTER == "all" else tiles_m
+        for index in range(tl.program_id(0), summing.NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
+            slab, number, m, n = tile_in_scatter_order(
+                index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order, tile.GROUP_M
+            )
             if slab == rank:
-                unit = m // chunk_tiles_m if SCATTER == "slab" else tile
-                token = await_partials(arrivals_ptr, epoch_ptr, M, unit, rank, NUM_RANKS)
-                add_partials(
-                    partials_ptr, slot_stride, bias_ptr, c_ptr + own_begin, m * BLOCK_SIZE_M,
-                    n * BLOCK_SIZE_N, min(rows, M - rank * rows), N, token, rank, sums_ptr,
-                    own_begin, NUM_RANKS, HAS_BIAS, SCATTER, BLOCK_SIZE_M, BLOCK_SIZE_N,
-                    REDUCE_ROWS,
+                unit = m // chunk_tiles_m if summing.SCATTER == "slab" else number
+                token = await_partials(slot, M, unit, rank, summing.NUM_RANKS)
+                add_own_tile(
+                    slot, out, m * tile.M, n * tile.N, rows, min(rows, M - rank * rows), N, token,
+                    rank, tile, summing,
                 )  # fmt: skip
-                if SCATTER == "all":
-                    announce_to_all(sum_flags_ptr, epoch_ptr, M, tile, rank, NUM_RANKS)
+                if summing.SCATTER == "all":
+                    announce_to_all(out, slot, M, number, rank, summing.NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -306,28 +333,30 @@ def kernel_copy_sums(
                 tl.store(c_ptr + begin + inside, block, mask=mask)
 
 
-def summing_options(
-    C: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: triton.Config,
-    to: Scattering,
-    rows: int,
-    num_chunks: int,
-) -> tuple[int, dict[str, Any]]:
-    """Rows of tiles of a chunk, and how kernels are told to add slabs of ``rows`` rows."""
+def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Tile, dict[str, Any]]:
+    """The tile that is launched for ``A @ B``, and the options of the launch."""
+    launched = config_for(config, A.dtype)
+    sizes, every = launched.kwargs, launched.all_kwargs()
+    tile = Tile(
+        sizes["BLOCK_SIZE_M"], sizes["BLOCK_SIZE_N"], sizes["BLOCK_SIZE_K"], sizes["GROUP_SIZE_M"],
+        sizes.get("EPILOGUE_SUBTILE", False), B.stride(0) == 1, dot_precision(A.dtype),
+    )  # fmt: skip
+    return tile, {name: option for name, option in every.items() if name not in sizes}
+
+
+def summing_of(
+    C: torch.Tensor, config: triton.Config, to: Scattering, rows: int, num_chunks: int
+) -> tuple[Summing, int, int]:
+    """How slabs of ``rows`` rows are summed; the rows of tiles of a chunk, and the GROUP_SIZE_M
+    with which chunks are complete one after another."""
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
     if to.scatter in ("slab", "all"):
         chunks = chunks_of_slab(config, rows, C.shape[1], num_chunks)
         chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
     part_bytes = to.num_ranks * C.element_size()
-    return chunk_tiles_m, {
-        "NUM_RANKS": to.num_ranks,
-        "SCATTER": to.scatter,
-        "HAS_BIAS": bias is not None,
-        "GROUP_SIZE_M": group_size_m,
-        "REDUCE_ROWS": rows_at_once(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes),
-    }
+    at_once = rows_at_once(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes)
+    return Summing(to.num_ranks, to.scatter, False, at_once), chunk_tiles_m, group_size_m
 
 
 def add_left(
@@ -343,20 +372,13 @@ def add_left(
     """The launch that adds what the GEMM ``scattered_gemm(A, B, C, bias, config, to, …)`` on
     descriptors, with an A of M rows, has left (``scatter/tiles.py``)."""
     rows, N = to.rows(M), C.shape[1]
-    chunk_tiles_m, summing = summing_options(C, bias, config, to, rows, num_chunks)
+    summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = to.num_ranks * tiles_of_slab(config, rows, N)
-    arguments = (
-        C, C if bias is None else bias, to.partials, to.arrivals, to.epoch, to.left, to.sums,
-        to.sum_flags, M, rows, N, to.slot_stride, chunk_tiles_m, to.rank,
-    )  # fmt: skip
-    options = {
-        **summing,
-        "NUM_SMS": num_sms,
-        "BLOCK_SIZE_M": block_m,
-        "BLOCK_SIZE_N": block_n,
-        "num_warps": 8,
-    }
+    arguments = (*to.regions(C, bias), N, M, rows, chunk_tiles_m, to.rank)
+    # Nothing is multiplied: one kernel for all tiles of the same area.
+    tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32")
+    options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
     return Launch(kernel_add_left, (min(num_sms, tiles),), arguments, options)
 
 

@@ -108,6 +108,11 @@ class SummingCall(OpCall):
             raise InvalidArgument(self.kind.function, "way", self.chosen.name, expected)
 
 
+def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What may lie elsewhere at each call, by the names that kernels have for it."""
+    return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
+
+
 @dataclass  # made at each call: freezing it would take a us
 class Scattered:
     """Launches of a call whose tiles go ``to`` others and are summed into C (``scattered_gemm``),
@@ -152,8 +157,7 @@ class Scattered:
         self.call.ctx.buffer.slots.launcher.run(key, make, tensors, self._alive)
 
     def _summed(self) -> dict[str, torch.Tensor]:
-        bias = self.call.bias
-        return {"c_ptr": self.C, "bias_ptr": self.C if bias is None else bias}
+        return outputs(self.C, self.call.bias)
 
     def _may_leave(self) -> bool:
         return self.call.persistent and self.to.num_ranks > 1
@@ -236,14 +240,13 @@ class Exchanged:
             self.to_owners,
         )  # fmt: skip
         buffer.begin(self.phases(), num_ctas, num_pieces=1)
-        bias = C if call.bias is None else call.bias
         buffer.launcher.run(
             (
                 type(self), id(call.looks), id(call.gemm_config), dot_precision(call.A.dtype),
                 call.persistent, self.to_owners, self.pass_on,
             ),
             lambda: self.gemm(C),
-            {"a_ptr": call.A, "b_ptr": call.B, "c_ptr": C, "bias_ptr": bias},
+            {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
             alive=(call.looks, call.gemm_config),
         )  # fmt: skip
         buffer.end()
