@@ -16,6 +16,7 @@ MOST = {
     "gemm_reduce_scatter": (20, 5500),
     "gemm_allreduce": (26, 7050),
     "gemm": (10, 2450),
+    "grouped_gemm": (13, 2750),
     "allreduce": (14, 3450),
     "reduce_scatter": (14, 3200),
     "allgather": (14, 3200),

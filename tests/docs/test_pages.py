@@ -31,6 +31,7 @@ PUBLIC_MODULES = [
     "triton_dist.kernels.nvidia.gemm",
     "triton_dist.kernels.nvidia.gemm_allreduce",
     "triton_dist.kernels.nvidia.gemm_reduce_scatter",
+    "triton_dist.kernels.nvidia.grouped_gemm",
     "triton_dist.kernels.nvidia.allreduce",
     "triton_dist.kernels.nvidia.reduce_scatter",
     "triton_dist.kernels.nvidia.allgather",

@@ -33,6 +33,7 @@ from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.gemm import spaces as gemm_spaces
 from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
@@ -40,6 +41,7 @@ from triton_dist.runtime.ranks.solo import SoloRank
 from triton_dist.testing.cases import all_cases
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
+KEYS: dict[str, Any] = {"ProductKey": ProductKey, "GroupedKey": GroupedKey}
 FOUR = {"world_size": "4", "local_world_size": "4"}
 
 
@@ -111,8 +113,8 @@ def read(tree: Any) -> Any:
         case {"tuple": items}:
             return tuple(read(item) for item in items)
         case {"namedtuple": name, "items": items}:
-            assert name.endswith(":ProductKey")
-            return ProductKey(*(read(item) for item in items))
+            kind = KEYS[name.rpartition(":")[2]]
+            return kind(*(read(item) for item in items))
         case {"dtype": name}:
             return getattr(torch, name.removeprefix("torch."))
         case None | bool() | int() | str():

@@ -16,6 +16,8 @@ _CONTEXT = "kernels/common/context.py"
 _SUMMING = "kernels/common/scatter/ways.py"
 _GATHERED = "kernels/common/slots/gathered.py"
 _SHARDED = "kernels/common/gemm/sharded.py"
+_ROUTING = "kernels/common/moe/routing.py"
+_PRODUCT = "kernels/common/moe/product.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
 _STORE = "_tuning/store/file.py"
 
@@ -24,6 +26,8 @@ COLLECTIVES = ("tests/distributed/test_collectives.py",)
 GEMM_RS = ("tests/distributed/test_gemm_rs.py", "tests/distributed/test_summed_gemm.py")
 GEMM_AR = ("tests/distributed/test_gemm_ar.py", "tests/distributed/test_summed_gemm.py")
 AG_GEMM = ("tests/distributed/test_ag_gemm.py",)
+ROUTING = ("tests/kernels/test_routing.py",)
+GROUPED = ("tests/kernels/test_grouped_gemm.py",)
 STORE = ("tests/tuning/test_store.py",)
 MEETINGS = ("tests/tuning",)
 
@@ -220,6 +224,34 @@ MUTANTS = (
         "if verdict.winner and verdict.bound in (None, counted)",
         "if verdict.winner",
         MEETINGS,
+    ),
+    Mutant(
+        "routing: a route goes behind those of its block before it",
+        _ROUTING,
+        "(lane[None, :] < lane[:, None])",
+        "(lane[None, :] > lane[:, None])",
+        ROUTING,
+    ),
+    Mutant(
+        "routing: a block goes behind those of its chunk before it",
+        _ROUTING,
+        "next_row += tl.histogram(expert, E_PAD)",
+        "next_row += 0 * tl.histogram(expert, E_PAD)",
+        ROUTING,
+    ),
+    Mutant(
+        "routing: an id below 0 is nobody's",
+        _ROUTING,
+        "(expert >= 0) & (expert < E)",
+        "(expert >= -1) & (expert < E)",
+        ROUTING,
+    ),
+    Mutant(
+        "routing: a product goes where its route is, unless sorted",
+        _PRODUCT,
+        "out = rows if SORTED else route",
+        "out = rows",
+        GROUPED,
     ),
     Mutant(
         "store lock: under it a file is looked at again",

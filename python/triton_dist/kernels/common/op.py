@@ -126,8 +126,9 @@ def op(
     sizes: Callable[..., Any],
     key_fn: Callable[..., Any],
     version: str,
-    agree_fn: Callable[..., object],
+    agree_fn: Callable[..., object] | None = None,
     key_sizes: Sequence[str] = (),
+    scope: str = "world",
 ) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
 
@@ -138,6 +139,7 @@ def op(
         sizes: ``sizes(*args, **kwargs)`` of a call: what ``Way.suits`` goes by. The same for all
             calls of a key, since a winner serves all of them.
         key_fn, agree_fn, key_sizes: ``key_fn``, ``agree_fn`` and ``sizes`` of ``tune.autotune``.
+        scope: as of ``tune.autotune``: ``"rank"`` for an op of one rank, which has no context.
         version: another one when results that are shipped (records/) must not be used any more.
     """
 
@@ -166,7 +168,8 @@ def op(
             key_fn=key_fn,
             prune_fn=prune,
             prepare_fn=prepare,
-            recover_fn=recover,
+            recover_fn=recover if "ctx" in signature.parameters else None,
+            scope=scope,
             agree_fn=agree_fn,
             version=version,
             sizes=key_sizes,

@@ -41,6 +41,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
     create_gemm_rs_context,
     gemm_rs,
 )
+from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.reduce_scatter.op import (
     ReduceScatterContext,
     ReduceScatterMethod,
@@ -75,6 +76,7 @@ __all__ = [
     "gemm_persistent",
     "gemm_rs",
     "get_allreduce_methods",
+    "grouped_gemm",
     "matmul",
     "reduce_scatter",
     "to_allreduce_method",

@@ -1,0 +1,415 @@
+"""The block map: which row of a grouped product is which route, and which tiles it is made of.
+
+Words
+    route: one (token, choice) pair; choice j of token t is route ``t * topk + j``. Its expert is
+    ``topk_ids[t, j]``; a route whose id is not one of 0 to E - 1 (padding) is *nobody's*, and
+    counts as one of expert E, which has no weights: its rows come last, and are zero.
+    row: place of a route when all are sorted by expert.
+    source: a rank that tokens come from. Its *position* is its place in the order of arrival: the
+    own one first, then rank + 1, rank + 2, … Tokens are numbered by source.
+    group: a range of positions. Tiles of a group come before those of the next.
+    run: the tiles of one expert in one group. They follow one another.
+
+How
+    Nothing goes by the host: no count is read back, buffers have the size that the worst routing
+    needs, the number of tiles is a word in memory. So a captured graph serves any routing. Sums
+    of integers only, nobody's turn decides: the same ids always give the same map.
+
+    Routes are cut in chunks of one source each, in order of arrival. The first launch counts the
+    routes of each expert in each chunk. In the second one program a chunk places its routes behind
+    those of smaller experts, earlier chunks and earlier routes; and one program an expert
+    writes the expert's tiles.
+
+    Inside an expert rows stand in order of arrival. So when a group has come, the first
+    ``arrived // block_m`` tiles of an expert are complete, and only its very last tile is not full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.launch import Launch
+
+RECORD = tl.constexpr(8)
+"""int32 words of a tile: expert, first and end row of its run, first tile of the run, tiles of the
+run, first and last position whose rows it has, and one that is unused."""
+MOST_EXPERTS, MOST_TOPK, MOST_GROUPS = 512, 10, 4
+_BLOCK = 128
+"""Routes that a program places at a time."""
+_WIDER = 4
+_LEAST_CHUNK, _MOST_CHUNKS = 512, 64
+_COUNTS_AT_ONCE = 8192
+
+
+@jit
+def routes_of_block(
+    ids_ptr,
+    chunk,
+    step,
+    chunks,
+    steps,
+    routes,
+    rank,
+    E,
+    NUM_SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(routes, which of them are there, their experts): the ``step``-th of ``steps`` blocks of a
+    chunk, of ``chunks`` that a source has for its ``routes``. Lanes without a route have expert
+    E + 1."""
+    source = (rank + chunk // chunks) % NUM_SOURCES
+    inside = (chunk % chunks * steps + step) * BLOCK + tl.arange(0, BLOCK)
+    there = inside < routes
+    route = source * routes + inside
+    expert = tl.load(ids_ptr + route, mask=there, other=0)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+    return route, there, tl.where(there, expert, E + 1)
+
+
+@jit(do_not_specialize=["chunks", "steps", "routes", "rank", "E"])
+def kernel_count_routes(
+    ids_ptr,
+    counts_ptr,
+    chunks,
+    steps,
+    routes,
+    rank,
+    E,
+    E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """counts[chunk, expert], [all chunks, E_PAD]; grid (all chunks,)."""
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, E_PAD)
+    count = tl.zeros((E_PAD,), tl.int32)
+    for step in range(steps):
+        _, _, expert = routes_of_block(
+            ids_ptr, chunk, step, chunks, steps, routes, rank, E, NUM_SOURCES, BLOCK
+        )
+        count += tl.histogram(expert, E_PAD)
+    tl.store(counts_ptr + chunk * E_PAD + experts, tl.where(experts <= E, count, 0))
+
+
+@jit
+def sum_of_chunks(counts_ptr, begin, end, E_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """[E_PAD]: routes of each expert in the chunks from ``begin`` to ``end``."""
+    experts = tl.arange(0, E_PAD)
+    total = tl.zeros((E_PAD,), tl.int32)
+    for first in range(begin, end, ROWS):
+        chunk = first + tl.arange(0, ROWS)
+        counts = tl.load(
+            counts_ptr + chunk[:, None] * E_PAD + experts[None, :],
+            mask=(chunk < end)[:, None],
+            other=0,
+        )
+        total += tl.sum(counts, 0)
+    return total
+
+
+@jit
+def place_routes(
+    ids_ptr,
+    counts_ptr,
+    routes_ptr,
+    rows_ptr,
+    chunk,
+    chunks,
+    steps,
+    routes,
+    rank,
+    E,
+    E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store the row of each route of a chunk, and the route of each such row."""
+    earlier = sum_of_chunks(counts_ptr, 0, chunk, E_PAD, ROWS)
+    total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E_PAD, ROWS)
+    next_row = tl.cumsum(total, 0) - total + earlier
+    lane = tl.arange(0, BLOCK)
+    for step in range(steps):
+        route, there, expert = routes_of_block(
+            ids_ptr, chunk, step, chunks, steps, routes, rank, E, NUM_SOURCES, BLOCK
+        )
+        same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
+        row = tl.gather(next_row, expert, 0) + tl.sum(same_before.to(tl.int32), 1)
+        tl.store(routes_ptr + row, route, mask=there)
+        tl.store(rows_ptr + route, row, mask=there)
+        next_row += tl.histogram(expert, E_PAD)
+
+
+@jit
+def rows_by_position(
+    counts_ptr,
+    expert,
+    chunks,
+    E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    SOURCES_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """[SOURCES_PAD]: rows of an expert that came up to and with each position."""
+    position = tl.arange(0, SOURCES_PAD)
+    rows = tl.zeros((SOURCES_PAD,), tl.int32)
+    for first in range(0, chunks, ROWS):
+        piece = first + tl.arange(0, ROWS)
+        counts = tl.load(
+            counts_ptr + (position[:, None] * chunks + piece[None, :]) * E_PAD + expert,
+            mask=(position < NUM_SOURCES)[:, None] & (piece < chunks)[None, :],
+            other=0,
+        )
+        rows += tl.sum(counts, 1)
+    return tl.cumsum(rows, 0)
+
+
+@jit
+def write_tiles(
+    counts_ptr,
+    ends_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    expert,
+    chunks,
+    group_ends,
+    block_m,
+    E,
+    E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    SOURCES_PAD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store the tiles of an expert, and the row behind its last."""
+    experts = tl.arange(0, E_PAD)
+    position = tl.arange(0, SOURCES_PAD)
+    total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E_PAD, ROWS)
+    rows = tl.sum(tl.where(experts == expert, total, 0), 0)
+    row = tl.sum(tl.where(experts < expert, total, 0), 0)
+    tl.store(ends_ptr + expert, row + rows)
+    by_position = tl.zeros((SOURCES_PAD,), tl.int32)
+    if NUM_SOURCES > 1:
+        by_position = rows_by_position(
+            counts_ptr, expert, chunks, E_PAD, NUM_SOURCES, SOURCES_PAD, 128 // SOURCES_PAD
+        )
+    arrived = tl.zeros((E_PAD,), tl.int32)
+    done = tl.zeros((E_PAD,), tl.int32)  # tiles of earlier groups
+    written = 0  # of all experts
+    end = 0
+    for group in tl.static_range(NUM_GROUPS):
+        begin = end
+        end = ((group_ends >> (8 * group)) & 255) * chunks
+        if group == NUM_GROUPS - 1:
+            ready = tl.cdiv(total, block_m)
+        else:
+            arrived += sum_of_chunks(counts_ptr, begin, end, E_PAD, ROWS)
+            ready = arrived // block_m
+        number = ready - done
+        first = written + tl.sum(tl.where(experts < expert, number, 0), 0)
+        tiles = tl.sum(tl.where(experts == expert, number, 0), 0)
+        low = tl.sum(tl.where(experts == expert, done, 0), 0) * block_m
+        high = tl.minimum(low + tiles * block_m, rows)
+        for begun in range(0, tiles, BLOCK):
+            tile = begun + tl.arange(0, BLOCK)
+            mask = tile < tiles
+            tile_low = (low + tile * block_m)[:, None]
+            tile_high = tl.minimum(tile_low + block_m, high)
+            others = (position < NUM_SOURCES - 1)[None, :]
+            record = tiles_ptr + (first + tile) * RECORD
+            tl.store(record, expert, mask=mask)
+            tl.store(record + 1, row + low, mask=mask)
+            tl.store(record + 2, row + high, mask=mask)
+            tl.store(record + 3, first, mask=mask)
+            tl.store(record + 4, tiles, mask=mask)
+            early = (others & (by_position[None, :] <= tile_low)).to(tl.int32)
+            late = (others & (by_position[None, :] < tile_high)).to(tl.int32)
+            tl.store(record + 5, tl.sum(early, 1), mask=mask)
+            tl.store(record + 6, tl.sum(late, 1), mask=mask)
+        written += tl.sum(number, 0)
+        done = ready
+    if expert == E:
+        tl.store(num_tiles_ptr, written)
+
+
+@jit(do_not_specialize=["chunks", "steps", "routes", "rank", "group_ends", "block_m", "E"])
+def kernel_map_blocks(
+    ids_ptr,
+    counts_ptr,
+    routes_ptr,
+    rows_ptr,
+    ends_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    chunks,
+    steps,
+    routes,
+    rank,
+    group_ends,
+    block_m,
+    E,
+    E_PAD: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    SOURCES_PAD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (all chunks + E + 1,). ``group_ends``: a byte a group, the position behind its last."""
+    program = tl.program_id(0)
+    if program <= E:
+        write_tiles(
+            counts_ptr, ends_ptr, tiles_ptr, num_tiles_ptr, program, chunks, group_ends,
+            block_m, E, E_PAD, NUM_SOURCES, SOURCES_PAD, NUM_GROUPS, BLOCK, ROWS,
+        )  # fmt: skip
+    else:
+        place_routes(
+            ids_ptr, counts_ptr, routes_ptr, rows_ptr, program - E - 1, chunks, steps, routes, rank,
+            E, E_PAD, NUM_SOURCES, BLOCK, ROWS,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """A block map in device memory, all int32, and the two launches that make it."""
+
+    E: int
+    topk: int
+    block_m: int
+    """Rows of a tile."""
+    routes: torch.Tensor
+    """[R], of each row."""
+    rows: torch.Tensor
+    """[R], of each route."""
+    ends: torch.Tensor
+    """[E + 1]: the row behind the last of each expert; the last is R, the one before that the
+    first row of routes that are nobody's."""
+    tiles: torch.Tensor
+    """[most tiles, 8]: ``RECORD``."""
+    num_tiles: torch.Tensor
+    """[1]: how many of them there are."""
+    launches: tuple[Launch, Launch]
+
+    def make(self) -> BlockMap:
+        """Queue the launches; returns the map itself."""
+        for launch in self.launches:
+            launch.run()
+        return self
+
+
+def most_tiles(routes: int, experts: int, block_m: int) -> int:
+    """Tiles of ``block_m`` rows that any routing to so many experts can take."""
+    used = min(routes, experts)
+    return used + (routes - used) // block_m
+
+
+def block_map(
+    topk_ids: torch.Tensor,
+    E: int,
+    block_m: int,
+    *,
+    rank: int = 0,
+    num_sources: int = 1,
+    group_ends: Sequence[int] | None = None,
+) -> BlockMap:
+    """The map of routes to tiles of ``block_m`` rows; nothing is launched yet.
+
+    Args:
+        topk_ids: [M, topk], int32 or int64, contiguous, of all sources in the order of ranks.
+        E: number of experts, 1 to ``MOST_EXPERTS``. Other ids are nobody's.
+        rank: the source that comes first.
+        num_sources: how many there are; they share M.
+        group_ends: of at most ``MOST_GROUPS`` groups, the position behind the last of each,
+            ascending to ``num_sources``; default: one group.
+
+    Raises:
+        InvalidArgument: ids, or groups, that cannot be.
+    """
+    check_ids("block_map", topk_ids, E)
+    ends = tuple(group_ends or (num_sources,))
+    M, topk = topk_ids.shape
+    if M % num_sources:
+        expected = f"a multiple of {num_sources} rows"
+        raise InvalidArgument("block_map", "topk_ids.shape", tuple(topk_ids.shape), expected)
+    if sorted({0, *ends}) != [0, *ends] or ends[-1] != num_sources or len(ends) > MOST_GROUPS:
+        expected = f"at most {MOST_GROUPS} ascending positions, the last {num_sources}"
+        raise InvalidArgument("block_map", "group_ends", group_ends, expected)
+    routes = M // num_sources * topk
+    chunks, steps = _cut(routes, num_sources)
+    e_pad = max(16, triton.next_power_of_2(E + 2))
+    total = routes * num_sources
+    sizes = (num_sources * chunks * e_pad, total, total, E + 1, 1)
+    counts, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
+        topk_ids, *sizes, most_tiles(total, E + 1, block_m) * RECORD.value
+    )
+    options = {"E_PAD": e_pad, "NUM_SOURCES": num_sources}
+    # Counting may take more routes at a time than placing, which compares each with each.
+    wider = _WIDER if steps % _WIDER == 0 else 1
+    count = Launch(
+        kernel_count_routes,
+        (num_sources * chunks,),
+        (topk_ids, counts, chunks, steps // wider, routes, rank, E),
+        {**options, "BLOCK": _BLOCK * wider, "num_warps": 4},
+    )
+    packed = sum(end << 8 * group for group, end in enumerate(ends))
+    made, cut = (routes_of, rows_of, row_ends, tiles, num_tiles), (chunks, steps, routes, rank)
+    place = Launch(
+        kernel_map_blocks,
+        (num_sources * chunks + E + 1,),
+        (topk_ids, counts, *made, *cut, packed, block_m, E),
+        {
+            **options,
+            "SOURCES_PAD": triton.next_power_of_2(num_sources),
+            "NUM_GROUPS": len(ends),
+            "BLOCK": _BLOCK,
+            "ROWS": _COUNTS_AT_ONCE // e_pad,
+            "num_warps": 8,
+        },
+    )
+    records = tiles.view(-1, RECORD.value)
+    return BlockMap(
+        E, topk, block_m, routes_of, rows_of, row_ends, records, num_tiles, (count, place)
+    )
+
+
+def check_ids(function: str, topk_ids: torch.Tensor, E: int) -> None:
+    """Refuse ids that no map can be made of.
+
+    Raises:
+        InvalidArgument: of ``function``.
+    """
+    if not 1 <= E <= MOST_EXPERTS:
+        raise InvalidArgument(function, "E", E, f"1 to {MOST_EXPERTS}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        expected = "torch.int32 or torch.int64"
+        raise InvalidArgument(function, "topk_ids.dtype", topk_ids.dtype, expected)
+    shape = tuple(topk_ids.shape)
+    if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= MOST_TOPK:
+        expected = f"[M, topk], at least one token, topk 1 to {MOST_TOPK}"
+        raise InvalidArgument(function, "topk_ids.shape", shape, expected)
+    if not topk_ids.is_contiguous():
+        expected = "contiguous ids; call topk_ids.contiguous()"
+        raise InvalidArgument(function, "topk_ids.stride()", topk_ids.stride(), expected)
+
+
+def _cut(routes: int, num_sources: int) -> tuple[int, int]:
+    """(chunks, blocks of each) that the ``routes`` of a source are cut in."""
+    most_chunks = max(1, _MOST_CHUNKS // num_sources)
+    least = triton.cdiv(triton.cdiv(routes, most_chunks), _LEAST_CHUNK) * _LEAST_CHUNK
+    steps = triton.cdiv(min(least, routes), _BLOCK)
+    return triton.cdiv(routes, steps * _BLOCK), steps
+
+
+def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
+    """int32 vectors in one allocation, each at a multiple of 16 bytes."""
+    padded = [-(-size // 4) * 4 for size in sizes]
+    parts = torch.empty(sum(padded), dtype=torch.int32, device=like.device).split(padded)
+    return tuple(part[:size] for part, size in zip(parts, sizes, strict=True))

@@ -1,0 +1,84 @@
+"""Rows that move: gathered before a library's grouped product, and put back behind it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.moe.routing import BlockMap
+
+_BLOCK = 2048
+
+
+@jit(do_not_specialize=["routes_of_row"])
+def kernel_copy_rows(
+    source_ptr,
+    out_ptr,
+    index_ptr,
+    end_ptr,
+    stride,
+    columns,
+    routes_of_row,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[i] = source[index[i] // routes_of_row], zero where index[i] has reached the number at
+    ``end_ptr``; index[i] is i without ``index_ptr``. Grid (rows of out, cdiv(columns, BLOCK))."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = row
+    if index_ptr is not None:
+        index = tl.load(index_ptr + row)
+    read = columns
+    if end_ptr is not None:
+        read = tl.where(index < tl.load(end_ptr), columns, 0)
+    source = source_ptr + (index // routes_of_row).to(tl.int64) * stride
+    out = out_ptr + row.to(tl.int64) * columns
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+        out = tl.multiple_of(out, 16)
+    values = tl.load(source + column, mask=column < read, other=0.0)
+    tl.store(out + column, values, mask=column < columns)
+
+
+def gathered_rows(A: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
+    """The launch that fills ``out`` [R, K] with the rows of A, [M, K] or [R, K], sorted by
+    expert."""
+    return _copy(A, out, blocks.routes, None, len(blocks.routes) // A.shape[0])
+
+
+def rows_put_back(sorted_rows: torch.Tensor, out: torch.Tensor, blocks: BlockMap) -> Launch:
+    """The launch that fills ``out`` [R, N] with ``sorted_rows`` in the order of routes; zero those
+    that are nobody's."""
+    return _copy(sorted_rows, out, blocks.rows, blocks.ends[blocks.E - 1 :], 1)
+
+
+def cleared_rows(sorted_rows: torch.Tensor, blocks: BlockMap) -> Launch:
+    """The launch that makes those of ``sorted_rows`` [R, N] zero that are nobody's, in place."""
+    return _copy(sorted_rows, sorted_rows, None, blocks.ends[blocks.E - 1 :], 1)
+
+
+def _copy(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    index: torch.Tensor | None,
+    end: torch.Tensor | None,
+    routes_of_row: int,
+) -> Launch:
+    rows, columns = out.shape
+    item = out.element_size()
+    block = min(_BLOCK, triton.next_power_of_2(columns))
+    aligned = all(size * item % 16 == 0 for size in (columns, source.stride(0)))
+    return Launch(
+        kernel_copy_rows,
+        (rows, triton.cdiv(columns, block)),
+        (source, out, index, end, source.stride(0), columns, routes_of_row),
+        {
+            "ALIGNED": aligned and source.data_ptr() % 16 == 0,
+            "BLOCK": block,
+            "num_warps": 4,
+        },
+    )

@@ -1,0 +1,98 @@
+"""Tiles that tunings of a grouped product try, and which of them suit one.
+
+A tile reads its weights for BLOCK_SIZE_M rows. Where an expert has few rows, the product takes as
+long as reading the weights: low tiles then, and several programs on a multiprocessor, so that one
+reads while another begins or ends a tile. What ships to begin with is near what others found best
+on H200 for these sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.kernels.common.gemm.spaces import (
+    config_for,
+    most_rows,
+    prune_fn_by_shared_memory,
+)
+from triton_dist.runtime.device import current_device
+
+_HIGHEST, _HIGHEST_OF_FEW_ROWS, _NARROWEST = 128, 32, 64
+_MOST_TILES_OF_AN_EXPERT = 16
+
+
+def _tiles(*rows: tuple[int, ...]) -> tuple[triton.Config, ...]:
+    """Configs from (BLOCK_SIZE_M, _N, _K, num_warps, num_stages, GROUP_SIZE_M, PROGRAMS)."""
+    names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "PROGRAMS")
+    return tuple(
+        triton.Config(
+            dict(zip(names, (m, n, k, group, programs), strict=True)),
+            num_warps=warps,
+            num_stages=stages,
+        )
+        for m, n, k, warps, stages, group, programs in rows
+    )
+
+
+GROUPED_TILES = _tiles(
+    (128, 256, 64, 8, 3, 8, 1),
+    (128, 256, 64, 8, 4, 8, 1),
+    (128, 256, 64, 8, 3, 16, 1),
+    (128, 128, 64, 8, 4, 8, 1),
+    (128, 128, 64, 4, 3, 8, 2),
+    (128, 128, 64, 8, 3, 8, 2),
+    (128, 64, 64, 4, 4, 8, 2),
+    (64, 256, 64, 4, 4, 8, 1),
+    (64, 128, 64, 4, 4, 8, 2),
+    (64, 128, 128, 4, 4, 8, 1),
+    (64, 64, 128, 4, 3, 8, 2),
+    (32, 256, 64, 4, 4, 8, 1),
+    (32, 128, 128, 4, 4, 8, 1),
+    (32, 128, 64, 4, 4, 8, 2),
+    (32, 64, 128, 4, 4, 8, 2),
+    (16, 256, 64, 4, 4, 8, 1),
+    (16, 128, 128, 4, 5, 8, 1),
+    (16, 128, 64, 4, 5, 8, 2),
+    (16, 64, 128, 4, 5, 8, 2),
+    (16, 64, 256, 4, 4, 8, 1),
+    (16, 32, 256, 4, 4, 8, 2),
+)
+# Smaller than what they stand for, so that products that the interpreter can do in time have
+# several tiles an expert, and clipped ones.
+INTERPRETED_GROUPED_TILES = _tiles(
+    (16, 32, 32, 4, 2, 2, 1), (32, 64, 64, 4, 2, 1, 2), (64, 32, 64, 4, 2, 4, 1)
+)
+
+
+def grouped_tiles() -> list[triton.Config]:
+    """Tiles worth trying on this process's device; the first is the default."""
+    return list(INTERPRETED_GROUPED_TILES if current_device().interprets else GROUPED_TILES)
+
+
+def suits_grouped(
+    config: Mapping[str, Any], dtype: torch.dtype, E: int, columns: int, tokens: int, topk: int
+) -> bool:
+    """Tell whether tiles are worth trying for all calls in the range of ``tokens``.
+
+    * They fit shared memory.
+    * They are not much higher than an expert has rows in the middle, nor so low that it takes more
+      than ``_MOST_TILES_OF_AN_EXPERT`` of them, each of which reads the weights.
+    * They are not twice as wide as the product.
+    """
+    tiles: triton.Config = config["gemm_config"]
+    if current_device().interprets:
+        return True
+    m, n = tiles.kwargs["BLOCK_SIZE_M"], tiles.kwargs["BLOCK_SIZE_N"]
+    rows = most_rows(tokens) * topk / E
+    is_high_enough = rows <= _MOST_TILES_OF_AN_EXPERT * m or m == _HIGHEST
+    launched = {"gemm_config": config_for(tiles, dtype)}
+    return (
+        m <= max(_HIGHEST_OF_FEW_ROWS, 4 * rows)
+        and is_high_enough
+        and n < 2 * max(columns, _NARROWEST)
+        and prune_fn_by_shared_memory(launched, torch.empty(0, dtype=dtype, device="meta"))
+    )

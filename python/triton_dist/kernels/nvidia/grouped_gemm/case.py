@@ -1,0 +1,195 @@
+"""Facts of the grouped GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
+from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
+from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
+from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library, grouped_mm
+from triton_dist.runtime.device import current_device
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """Sizes of one rank: M tokens of K, ``topk`` of E experts each with weights [K, N]."""
+
+    M: int
+    N: int
+    K: int
+    E: int
+    topk: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.N}x{self.K} E={self.E} topk={self.topk}"
+
+
+MODELS = {
+    "Mixtral 8x7B": GroupedShape(8192, 14336, 4096, 8, 2),
+    "Mixtral 8x22B": GroupedShape(8192, 16384, 6144, 8, 2),
+    "Qwen3-30B-A3B": GroupedShape(8192, 768, 2048, 128, 8),
+    "Qwen3-235B-A22B": GroupedShape(8192, 1536, 4096, 128, 8),
+    "DeepSeek-V3": GroupedShape(8192, 2048, 7168, 256, 8),
+    "GPT-OSS-120B": GroupedShape(8192, 2880, 2880, 128, 4),
+}
+"""First products of layers, gate and up together, on one of two ranks."""
+
+
+class GroupedGEMMCase(Case[GroupedShape]):
+    """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk]: even, random."""
+
+    shape = GroupedShape
+    shapes = tuple(MODELS.values())
+    transfer, serial = "nothing", "grouped_mm between copies"
+    overlaps = False
+
+    def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
+        M, N, K = (max(1, size // divisor) for size in (shape.M, shape.N, shape.K))
+        return GroupedShape(M, N, K, shape.E, shape.topk)
+
+    def context(
+        self, shape: GroupedShape, dtype: torch.dtype, group: Any = None, **options: Any
+    ) -> Any:
+        return nullcontext()  # it needs none
+
+    def operands(
+        self,
+        shape: GroupedShape,
+        dtype: torch.dtype,
+        num_ranks: int,
+        generator: torch.Generator | None = None,
+    ) -> Operands:
+        A = torch.empty((shape.M, shape.K), dtype=dtype, device=current_device().torch_device)
+        B = uniform((shape.E, shape.K, shape.N), dtype, generator)
+        ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=A.device)
+        operands = {"A": A, "B": B, "topk_ids": ids}
+        self.refill(operands, num_ranks, generator)
+        return operands
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
+    ) -> None:
+        """A as of a GEMM; each token goes to other experts, all different if there are so many."""
+        A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
+        A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
+        M, topk = ids.shape
+        E = B.shape[0]
+        scores = torch.rand((M, max(E, topk)), generator=generator, device=A.device)
+        ids.copy_(scores.topk(topk, dim=1).indices % E)
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["A"], operands["B"], operands["topk_ids"]), {}
+
+    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        A, B, ids = operands["A"], operands["B"], operands["topk_ids"].flatten()
+        rows = A.repeat_interleave(len(ids) // len(A), dim=0)
+        out = A.new_zeros(len(ids), B.shape[2])
+        for expert in range(B.shape[0]):
+            own = ids == expert
+            out[own] = (rows[own].float() @ B[expert].float()).to(A.dtype)
+        return out
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype)
+
+    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
+        """torch's grouped product, of rows that are sorted already and stay so; and with copies to
+        that order and back, by our map. As they are now."""
+        A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
+        flat = ids.flatten()
+        rows = A[flat.argsort(stable=True) // ids.shape[1]]
+        ends = torch.bincount(flat, minlength=B.shape[0]).cumsum(0).int()
+
+        def whole() -> torch.Tensor:
+            C: torch.Tensor = grouped_gemm.fn(A, B, ids, way=Library.name)
+            return C
+
+        return {
+            "grouped_mm alone": Peer("gemm", lambda: grouped_mm(rows, B, ends)),
+            self.serial: Peer("vendor", whole, lambda: self.expected(operands)),
+        }
+
+    def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """With weights of experts that a token may be expected at."""
+        routes, item = shape.M * shape.topk, dtype.itemsize
+        used = shape.E * (1 - (1 - min(1.0, shape.topk / shape.E)) ** shape.M)
+        return Cost(
+            dtype,
+            flops=2.0 * routes * shape.N * shape.K,
+            read_bytes=(shape.M * shape.K + used * shape.K * shape.N) * item,
+            written_bytes=routes * shape.N * item,
+            link_bytes=0,
+        )
+
+    def is_own(self, config: Mapping[str, Any]) -> bool:
+        return bool(config["way"] != Library.name)
+
+    def way(self, config: Mapping[str, Any]) -> Hashable:
+        return str(config["way"])
+
+    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        A, B, ids = good["A"], good["B"], good["topk_ids"]
+        (M, K), N = A.shape, B.shape[2]
+        other = torch.bfloat16 if A.dtype is not torch.bfloat16 else torch.float16
+        return {
+            "A.dtype": {"A": A.int()},
+            "B.dtype": {"B": B.to(other)},
+            "B.device": {"B": B.to("meta")},
+            "topk_ids.device": {"topk_ids": ids.to("meta")},
+            "A.requires_grad": {"A": A.clone().requires_grad_()},
+            "A.shape": {"A": A.new_ones(M, K + 1)},
+            "A.shape (rows)": {"A": A.new_ones(M + 1, K)},
+            "A.shape (vector)": {"A": A[0]},
+            "A.stride()": {"A": A.new_ones(K, M).T},
+            "B.shape": {"B": B[0]},
+            "B.shape (odd N)": {"B": B[:, :, : N - 1 + N % 2], "activation": "silu_mul"},
+            "E": {"B": B.new_ones(513, K, N)},
+            "topk_ids.dtype": {"topk_ids": ids.to(torch.int16)},
+            "topk_ids.shape": {"topk_ids": ids[0]},
+            "topk_ids.shape (none)": {"topk_ids": ids[:0]},
+            "topk_ids.shape (many)": {"topk_ids": ids.new_zeros(M, 11)},
+            "topk_ids.stride()": {"topk_ids": ids.new_zeros(2, M).T},
+            "order": {"order": "expert"},
+            "activation": {"activation": "gelu"},
+            "way": {"way": "loop"},
+            "way (odd sizes)": {"way": "library", "B": B.new_ones(2, K, N + 1)},
+            "gemm_config": {"gemm_config": None},
+        }
+
+    def key(self, shape: GroupedShape, dtype: torch.dtype) -> GroupedKey:
+        """Key of a call with row-major weights and a row a token."""
+        sizes = (shape.M, shape.N, shape.K, shape.E, shape.topk)
+        return GroupedKey(*sizes, dtype, "row-major", "token", "route", None)
+
+    def recorded_call(self, key: GroupedKey) -> Call:
+        M, N, K, E, topk, dtype, layout, rows, order, activation = key
+        A = meta(dtype, M if rows == "token" else M * topk, K)
+        if layout == "row-major":
+            B = meta(dtype, E, K, N)
+        elif layout == "column-major":
+            B = meta(dtype, E, N, K).transpose(1, 2)
+        else:
+            B = meta(dtype, E, K, 2 * N)[:, :, ::2]
+        return (A, B, meta(torch.int32, M, topk)), {"order": order, "activation": activation}
+
+    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+        for rows in (16, 1024):
+            for layout in LAYOUTS:
+                for order in ("route", "sorted"):
+                    for activation in (None, "silu_mul"):
+                        shape = GroupedShape(rows, 1536, 4096, 128, 8)
+                        key = self.key(shape, torch.bfloat16)
+                        yield key._replace(layout=layout, order=order, activation=activation)
+
+    def recover(self, ctx: Any) -> None:
+        """Nothing: a call leaves nothing behind."""
+
+
+CASE = GroupedGEMMCase(grouped_gemm)

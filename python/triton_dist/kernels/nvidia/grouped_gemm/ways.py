@@ -1,0 +1,248 @@
+"""Ways of the grouped GEMM: what each tries, refuses and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    accept,
+    gradient_check,
+    signature_of,
+)
+from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
+from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
+from triton_dist.kernels.common.moe.rows import cleared_rows, gathered_rows, rows_put_back
+from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
+from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.runtime.device import current_device
+
+ORDERS = ("route", "sorted")
+SILU_MUL = "silu_mul"
+_LIBRARY_CAPABILITY = "9.0"
+# Of the map of a way that has no tiles: one an expert.
+_LIBRARY_BLOCK_M = 1 << 20
+# What was found to be good: checking takes several us, looking here less.
+_ACCEPTED: Bounded[Any, Any] = Bounded()
+
+
+def checks(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    topk_ids: torch.Tensor,
+    order: object,
+    activation: object,
+) -> Iterator[Check]:
+    """Checks of a call; of its ids they raise at once, since the others need them."""
+    check_ids("grouped_gemm", topk_ids, B.shape[0] if B.ndim == 3 else 1)
+    device = current_device().torch_device.type
+    yield "A.dtype", A.dtype, A.dtype in DTYPES, DTYPE_NAMES
+    yield "B.dtype", B.dtype, B.dtype == A.dtype, f"that of A, {A.dtype}"
+    yield "A.device", A.device, A.device.type == device, f"a tensor on {device}"
+    for name, tensor in (("B", B), ("topk_ids", topk_ids)):
+        expected = f"that of A, {A.device}"
+        yield f"{name}.device", tensor.device, tensor.device == A.device, expected
+    yield gradient_check("A", A)
+    yield gradient_check("B", B)
+    shape = tuple(B.shape)
+    yield "B.shape", shape, B.ndim == 3 and min(shape) > 0, "[E, K, N]"
+    routes = topk_ids.numel()
+    good = A.ndim == 2 and A.shape[1] == shape[1] and A.shape[0] in (len(topk_ids), routes)
+    expected = f"[{len(topk_ids)} tokens, K = {shape[1]}], or a row for each of {routes} routes"
+    yield "A.shape", tuple(A.shape), good, expected
+    expected = "unit stride along K; call A.contiguous()"
+    yield "A.stride()", A.stride(), A.stride(1) == 1 or A.shape[1] == 1, expected
+    yield "order", order, order in ORDERS, f"one of {', '.join(map(repr, ORDERS))}"
+    expected = f"None or {SILU_MUL!r}"
+    yield "activation", activation, activation in (None, SILU_MUL), expected
+    expected = f"[E, K, N] with an even N for activation={SILU_MUL!r}"
+    yield "B.shape", shape, activation is None or shape[2] % 2 == 0, expected
+
+
+class GroupedKey(NamedTuple):
+    """All that a tuning depends on."""
+
+    M: int
+    """Tokens. The tuner rounds it up: a tuning serves a range."""
+    N: int
+    K: int
+    E: int
+    topk: int
+    dtype: torch.dtype
+    layout: str
+    """Of B."""
+    rows: str
+    """What A has a row for: ``"token"`` or ``"route"``."""
+    order: str
+    activation: str | None
+
+    @classmethod
+    def of(
+        cls,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        order: str = "route",
+        activation: str | None = None,
+        **_: Any,
+    ) -> GroupedKey:
+        """Key of a call.
+
+        Raises:
+            InvalidArgument: the call cannot work.
+        """
+
+        def make() -> GroupedKey:
+            (M, topk), (E, K, N) = topk_ids.shape, B.shape
+            rows = "token" if len(A) == M else "route"
+            return cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
+
+        looks = signature_of(A, B, topk_ids), B.data_ptr() % 16, current_device().torch_device
+        return accept(
+            _ACCEPTED,
+            (*looks, order, activation),
+            "grouped_gemm",
+            lambda: checks(A, B, topk_ids, order, activation),
+            make,
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Call(OpCall):
+    """One call: the parameters of ``grouped_gemm``."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    topk_ids: torch.Tensor
+    order: str
+    activation: str | None
+    gemm_config: triton.Config | None
+    way: str | None
+
+    def __post_init__(self) -> None:
+        self.key = GroupedKey.of(
+            self.A, self.B, self.topk_ids, order=self.order, activation=self.activation
+        )
+        self.width = self.key.N // (1 if self.activation is None else 2)
+        """Columns of the result."""
+        self.chosen = WAYS[self.way or Tiled.name]
+        self.chosen.check(self)
+
+    def blocks(self, block_m: int) -> BlockMap:
+        """Map of the call's routes; nothing is launched yet."""
+        return block_map(self.topk_ids, self.key.E, block_m)
+
+
+class Tiled(Way[Call, GroupedKey]):
+    """Our kernel, which gathers rows in its load."""
+
+    name, tunables = "tiled", ("gemm_config",)
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [(tiles,) for tiles in grouped_tiles()]
+
+    def suits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
+        return suits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
+
+    def check(self, call: Call) -> None:
+        if call.gemm_config is None:
+            expected = f"a triton.Config for way={self.name!r}"
+            raise InvalidArgument("grouped_gemm", "gemm_config", None, expected)
+
+    def compile(self, call: Call) -> None:
+        _, blocks, product = self._launches(call)
+        for launch in (*blocks.launches, product):
+            launch.compile()
+
+    def run(self, call: Call) -> torch.Tensor:
+        C, blocks, product = self._launches(call)
+        blocks.make()
+        product.run()
+        return C
+
+    @staticmethod
+    def _launches(call: Call) -> tuple[torch.Tensor, BlockMap, Launch]:
+        assert call.gemm_config is not None
+        C = call.A.new_empty(call.topk_ids.numel(), call.width)
+        blocks = call.blocks(call.gemm_config.kwargs["BLOCK_SIZE_M"])
+        product = grouped_product(
+            call.A, call.B, C, blocks, call.gemm_config,
+            is_sorted=call.order == "sorted", silu_mul=call.activation is not None,
+        )  # fmt: skip
+        return C, blocks, product
+
+
+class Library(Way[Call, GroupedKey]):
+    """torch's grouped product, of rows that are copied to where it wants them, and back."""
+
+    name: str = "library"
+    tunables: ClassVar[tuple[str, ...]] = ()
+    is_safe = True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        device = current_device()
+        is_fast = device.facts().get("capability") == _LIBRARY_CAPABILITY
+        return [()] if is_fast and not device.interprets else []
+
+    def suits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
+        # Of another dtype it copies counts to the host.
+        return sizes.dtype is torch.bfloat16 and _fits_library(sizes)
+
+    def check(self, call: Call) -> None:
+        if not _fits_library(call.key):
+            expected = "another one for K, N or strides of B that are no multiples of 16 bytes"
+            raise InvalidArgument("grouped_gemm", "way", self.name, expected)
+
+    def compile(self, call: Call) -> None:
+        blocks, routes = call.blocks(_LIBRARY_BLOCK_M), call.topk_ids.numel()
+        C = call.A.new_empty(routes, call.width)
+        copies = gathered_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
+        for launch in (*blocks.launches, copies, self._end(call, C, blocks)[1]):
+            launch.compile()
+
+    def run(self, call: Call) -> torch.Tensor:
+        blocks = call.blocks(_LIBRARY_BLOCK_M).make()
+        A = call.A.new_empty(call.topk_ids.numel(), call.key.K)
+        gathered_rows(call.A.detach(), A, blocks).run()
+        C = grouped_mm(A, call.B.detach(), blocks.ends[: call.key.E])
+        if call.activation is not None:
+            gate, up = C.chunk(2, dim=1)
+            C = torch.nn.functional.silu(gate).mul_(up)
+        out, last = self._end(call, C, blocks)
+        last.run()
+        return out
+
+    @staticmethod
+    def _end(call: Call, C: torch.Tensor, blocks: BlockMap) -> tuple[torch.Tensor, Launch]:
+        """The result, and the launch that brings it into its order."""
+        if call.order == "sorted":
+            return C, cleared_rows(C, blocks)
+        out = torch.empty_like(C)
+        return out, rows_put_back(C, out, blocks)
+
+
+def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """torch's product of rows that are sorted by expert; ``ends``: int32 [E], the row behind the
+    last of each. Rows behind the last end are undefined."""
+    function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    product: torch.Tensor = function(A, B, offs=ends)
+    return product
+
+
+def _fits_library(sizes: GroupedKey) -> bool:
+    inner = (sizes.K, sizes.N)
+    aligned = all(size * sizes.dtype.itemsize % 16 == 0 for size in inner)
+    return aligned and sizes.layout != "strided"
+
+
+WAYS = Ways("grouped_gemm", (Tiled(), Library()))
