@@ -83,22 +83,22 @@ def test_any_routing(routing):
 
 
 @pytest.mark.parametrize(
-    ("num_sources", "chunk", "chunks"), [(1, 256, 5), (2, 256, 6), (1, 1024, 2), (2, 1024, 2)]
+    ("num_sources", "at_once", "chunks"), [(1, 2, 5), (2, 2, 6), (1, 8, 2), (2, 8, 2)]
 )
-def test_several_chunks_and_blocks(num_sources, chunk, chunks, monkeypatch):
+def test_several_chunks_and_blocks(num_sources, at_once, chunks, monkeypatch):
     """Of which the tests above have few."""
-    monkeypatch.setattr(routing, "_LEAST_CHUNK", chunk)
+    monkeypatch.setattr(routing, "_BLOCKS", at_once)
     ids = torch.randint(-1, 9, (420, 3), generator=torch.Generator().manual_seed(1))
     blocks = check(ids, 8, 16, num_sources=num_sources)
-    assert blocks.launches[0].grid == (chunks,)
+    assert blocks.launches[0].grid == (chunks, 2)
     check(torch.full_like(ids, 3), 8, 16, num_sources=num_sources, group_ends=[num_sources])
 
 
 def test_more_routes_than_chunks_are_cut_in_larger_ones(monkeypatch):
-    monkeypatch.setattr(routing, "_LEAST_CHUNK", 128)
-    monkeypatch.setattr(routing, "_MOST_CHUNKS", 2)
+    monkeypatch.setattr(routing, "_BLOCKS", 1)
+    monkeypatch.setattr(routing, "_COUNTS_AT_ONCE", 32)
     ids = torch.randint(0, 4, (300, 2), generator=torch.Generator().manual_seed(2))
-    assert check(ids, 4, 16).launches[0].grid == (2,)
+    assert check(ids, 4, 16).launches[0].grid == (2, 1)
 
 
 def test_ids_beyond_32_bits_name_nobody():

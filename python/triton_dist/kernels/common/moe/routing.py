@@ -15,10 +15,11 @@ How
     needs, the number of tiles is a word in memory. So a captured graph serves any routing. Sums
     of integers only, nobody's turn decides: the same ids always give the same map.
 
-    Routes are cut in chunks of one source each, in order of arrival. The first launch counts the
-    routes of each expert in each chunk. In the second one program a chunk places its routes behind
-    those of smaller experts, earlier chunks and earlier routes; and one program an expert
-    writes the expert's tiles.
+    Routes are cut in chunks of one source each, in order of arrival, and chunks in blocks. In the
+    first launch a program counts a few experts in a chunk, so that nobody waits for another's
+    count: up to each block, and in all. In the second one program a block places its routes behind
+    those of smaller experts, earlier chunks, earlier blocks and earlier routes; and one program an
+    expert writes the expert's tiles.
 
     Inside an expert rows stand in order of arrival. So when a group has come, the first
     ``arrived // block_m`` tiles of an expert are complete, and only its very last tile is not full.
@@ -42,41 +43,26 @@ RECORD = tl.constexpr(8)
 run, first and last position whose rows it has, and one that is unused."""
 MOST_EXPERTS, MOST_TOPK, MOST_GROUPS = 512, 10, 4
 _BLOCK = 128
-"""Routes that a program places at a time."""
-_WIDER = 4
-_LEAST_CHUNK, _MOST_CHUNKS = 512, 64
-_COUNTS_AT_ONCE = 8192
+"""Routes that a program places."""
+_BLOCKS, _EXPERTS = 8, 8
+"""Blocks and experts that a program counts at a time."""
+_COUNTS_AT_ONCE = 4096
+"""Counts, a chunk and expert each, that a program adds at a time."""
 
 
 @jit
-def routes_of_block(
-    ids_ptr,
-    chunk,
-    step,
-    chunks,
-    steps,
-    routes,
-    rank,
-    E,
-    NUM_SOURCES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """(routes, which of them are there, their experts): the ``step``-th of ``steps`` blocks of a
-    chunk, of ``chunks`` that a source has for its ``routes``. Lanes without a route have expert
-    E + 1."""
-    source = (rank + chunk // chunks) % NUM_SOURCES
-    inside = (chunk % chunks * steps + step) * BLOCK + tl.arange(0, BLOCK)
-    there = inside < routes
-    route = source * routes + inside
-    expert = tl.load(ids_ptr + route, mask=there, other=0)
+def experts_of(ids_ptr, source, inside, there, routes, E):
+    """Experts of the routes ``inside`` a source: E for nobody's, E + 1 where none is there."""
+    expert = tl.load(ids_ptr + source * routes + inside, mask=there, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
-    return route, there, tl.where(there, expert, E + 1)
+    return tl.where(there, expert, E + 1)
 
 
 @jit(do_not_specialize=["chunks", "steps", "routes", "rank", "E"])
 def kernel_count_routes(
     ids_ptr,
     counts_ptr,
+    before_ptr,
     chunks,
     steps,
     routes,
@@ -85,21 +71,35 @@ def kernel_count_routes(
     E_PAD: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
-    """counts[chunk, expert], [all chunks, E_PAD]; grid (all chunks,)."""
+    """counts[chunk, expert], [all chunks, E_PAD], and before[expert, block]: routes of the expert
+    in earlier blocks of the chunk, [E + 1, all chunks * ``steps``]; grid (all chunks, groups of
+    ``EXPERTS`` up to E)."""
     chunk = tl.program_id(0)
-    experts = tl.arange(0, E_PAD)
-    count = tl.zeros((E_PAD,), tl.int32)
-    for step in range(steps):
-        _, _, expert = routes_of_block(
-            ids_ptr, chunk, step, chunks, steps, routes, rank, E, NUM_SOURCES, BLOCK
-        )
-        count += tl.histogram(expert, E_PAD)
-    tl.store(counts_ptr + chunk * E_PAD + experts, tl.where(experts <= E, count, 0))
+    source = (rank + chunk // chunks) % NUM_SOURCES
+    experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, steps, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        inside = (chunk % chunks * steps + block)[:, None] * BLOCK + lane[None, :]
+        there = (block < steps)[:, None] & (inside < routes)
+        expert = experts_of(ids_ptr, source, inside, there, routes, E)
+        found = tl.sum((expert[:, :, None] == experts[None, None, :]).to(tl.int32), 1)
+        tl.store(
+            before_ptr + experts[None, :] * (tl.num_programs(0) * steps)
+            + (chunk * steps + block)[:, None],
+            count[None, :] + tl.cumsum(found, 0) - found,
+            mask=(block < steps)[:, None] & (experts <= E)[None, :],
+        )  # fmt: skip
+        count += tl.sum(found, 0)
+    tl.store(counts_ptr + chunk * E_PAD + experts, count, mask=experts <= E)
 
 
 @jit
-def sum_of_chunks(counts_ptr, begin, end, E_PAD: tl.constexpr, ROWS: tl.constexpr):
+def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, ROWS: tl.constexpr):
     """[E_PAD]: routes of each expert in the chunks from ``begin`` to ``end``."""
     experts = tl.arange(0, E_PAD)
     total = tl.zeros((E_PAD,), tl.int32)
@@ -107,7 +107,7 @@ def sum_of_chunks(counts_ptr, begin, end, E_PAD: tl.constexpr, ROWS: tl.constexp
         chunk = first + tl.arange(0, ROWS)
         counts = tl.load(
             counts_ptr + chunk[:, None] * E_PAD + experts[None, :],
-            mask=(chunk < end)[:, None],
+            mask=(chunk < end)[:, None] & (experts <= E)[None, :],
             other=0,
         )
         total += tl.sum(counts, 0)
@@ -118,9 +118,11 @@ def sum_of_chunks(counts_ptr, begin, end, E_PAD: tl.constexpr, ROWS: tl.constexp
 def place_routes(
     ids_ptr,
     counts_ptr,
+    before_ptr,
     routes_ptr,
     rows_ptr,
-    chunk,
+    block,
+    blocks,
     chunks,
     steps,
     routes,
@@ -131,20 +133,22 @@ def place_routes(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Store the row of each route of a chunk, and the route of each such row."""
-    earlier = sum_of_chunks(counts_ptr, 0, chunk, E_PAD, ROWS)
-    total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E_PAD, ROWS)
-    next_row = tl.cumsum(total, 0) - total + earlier
+    """Store the row of each route of a block, one of ``blocks``, and the route of each such row."""
+    chunk = block // steps
+    source = (rank + chunk // chunks) % NUM_SOURCES
     lane = tl.arange(0, BLOCK)
-    for step in range(steps):
-        route, there, expert = routes_of_block(
-            ids_ptr, chunk, step, chunks, steps, routes, rank, E, NUM_SOURCES, BLOCK
-        )
-        same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
-        row = tl.gather(next_row, expert, 0) + tl.sum(same_before.to(tl.int32), 1)
-        tl.store(routes_ptr + row, route, mask=there)
-        tl.store(rows_ptr + route, row, mask=there)
-        next_row += tl.histogram(expert, E_PAD)
+    inside = (block - chunk // chunks * chunks * steps) * BLOCK + lane
+    there = inside < routes
+    expert = experts_of(ids_ptr, source, inside, there, routes, E)
+    before = tl.load(before_ptr + expert * blocks + block, mask=there, other=0)
+    earlier = sum_of_chunks(counts_ptr, 0, chunk, E, E_PAD, ROWS)
+    total = earlier + sum_of_chunks(counts_ptr, chunk, NUM_SOURCES * chunks, E, E_PAD, ROWS)
+    first = tl.cumsum(total, 0) - total + earlier
+    same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
+    row = tl.gather(first, expert, 0) + before + tl.sum(same_before.to(tl.int32), 1)
+    route = source * routes + inside
+    tl.store(routes_ptr + row, route, mask=there)
+    tl.store(rows_ptr + route, row, mask=there)
 
 
 @jit
@@ -192,7 +196,7 @@ def write_tiles(
     """Store the tiles of an expert, and the row behind its last."""
     experts = tl.arange(0, E_PAD)
     position = tl.arange(0, SOURCES_PAD)
-    total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E_PAD, ROWS)
+    total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, ROWS)
     rows = tl.sum(tl.where(experts == expert, total, 0), 0)
     row = tl.sum(tl.where(experts < expert, total, 0), 0)
     tl.store(ends_ptr + expert, row + rows)
@@ -211,7 +215,7 @@ def write_tiles(
         if group == NUM_GROUPS - 1:
             ready = tl.cdiv(total, block_m)
         else:
-            arrived += sum_of_chunks(counts_ptr, begin, end, E_PAD, ROWS)
+            arrived += sum_of_chunks(counts_ptr, begin, end, E, E_PAD, ROWS)
             ready = arrived // block_m
         number = ready - done
         first = written + tl.sum(tl.where(experts < expert, number, 0), 0)
@@ -244,6 +248,7 @@ def write_tiles(
 def kernel_map_blocks(
     ids_ptr,
     counts_ptr,
+    before_ptr,
     routes_ptr,
     rows_ptr,
     ends_ptr,
@@ -263,7 +268,7 @@ def kernel_map_blocks(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (all chunks + E + 1,). ``group_ends``: a byte a group, the position behind its last."""
+    """Grid (all chunks * ``steps`` + E + 1,). ``group_ends``: a byte a group, the position behind its last."""
     program = tl.program_id(0)
     if program <= E:
         write_tiles(
@@ -272,8 +277,9 @@ def kernel_map_blocks(
         )  # fmt: skip
     else:
         place_routes(
-            ids_ptr, counts_ptr, routes_ptr, rows_ptr, program - E - 1, chunks, steps, routes, rank,
-            E, E_PAD, NUM_SOURCES, BLOCK, ROWS,
+            ids_ptr, counts_ptr, before_ptr, routes_ptr, rows_ptr, program - E - 1,
+            NUM_SOURCES * chunks * steps, chunks, steps, routes, rank, E, E_PAD, NUM_SOURCES, BLOCK,
+            ROWS,
         )  # fmt: skip
 
 
@@ -343,35 +349,33 @@ def block_map(
         expected = f"at most {MOST_GROUPS} ascending positions, the last {num_sources}"
         raise InvalidArgument("block_map", "group_ends", group_ends, expected)
     routes = M // num_sources * topk
-    chunks, steps = _cut(routes, num_sources)
     e_pad = max(16, triton.next_power_of_2(E + 2))
-    total = routes * num_sources
-    sizes = (num_sources * chunks * e_pad, total, total, E + 1, 1)
-    counts, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
-        topk_ids, *sizes, most_tiles(total, E + 1, block_m) * RECORD.value
-    )
-    options = {"E_PAD": e_pad, "NUM_SOURCES": num_sources}
-    # Counting may take more routes at a time than placing, which compares each with each.
-    wider = _WIDER if steps % _WIDER == 0 else 1
+    at_once = _COUNTS_AT_ONCE // e_pad
+    chunks, steps = _cut(routes, max(1, at_once // num_sources))
+    all_chunks, total = num_sources * chunks, routes * num_sources
+    counts, before, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
+        topk_ids, all_chunks * e_pad, all_chunks * steps * (E + 1), total, total, E + 1, 1,
+        most_tiles(total, E + 1, block_m) * RECORD.value,
+    )  # fmt: skip
+    options = {"E_PAD": e_pad, "NUM_SOURCES": num_sources, "BLOCK": _BLOCK, "num_warps": 4}
+    cut = chunks, steps, routes, rank
     count = Launch(
         kernel_count_routes,
-        (num_sources * chunks,),
-        (topk_ids, counts, chunks, steps // wider, routes, rank, E),
-        {**options, "BLOCK": _BLOCK * wider, "num_warps": 4},
+        (all_chunks, triton.cdiv(E + 1, _EXPERTS)),
+        (topk_ids, counts, before, *cut, E),
+        {**options, "BLOCKS": _BLOCKS, "EXPERTS": _EXPERTS},
     )
     packed = sum(end << 8 * group for group, end in enumerate(ends))
-    made, cut = (routes_of, rows_of, row_ends, tiles, num_tiles), (chunks, steps, routes, rank)
+    made = routes_of, rows_of, row_ends, tiles, num_tiles
     place = Launch(
         kernel_map_blocks,
-        (num_sources * chunks + E + 1,),
-        (topk_ids, counts, *made, *cut, packed, block_m, E),
+        (all_chunks * steps + E + 1,),
+        (topk_ids, counts, before, *made, *cut, packed, block_m, E),
         {
             **options,
             "SOURCES_PAD": triton.next_power_of_2(num_sources),
             "NUM_GROUPS": len(ends),
-            "BLOCK": _BLOCK,
-            "ROWS": _COUNTS_AT_ONCE // e_pad,
-            "num_warps": 8,
+            "ROWS": at_once,
         },
     )
     records = tiles.view(-1, RECORD.value)
@@ -400,12 +404,11 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int) -> None:
         raise InvalidArgument(function, "topk_ids.stride()", topk_ids.stride(), expected)
 
 
-def _cut(routes: int, num_sources: int) -> tuple[int, int]:
+def _cut(routes: int, most_chunks: int) -> tuple[int, int]:
     """(chunks, blocks of each) that the ``routes`` of a source are cut in."""
-    most_chunks = max(1, _MOST_CHUNKS // num_sources)
-    least = triton.cdiv(triton.cdiv(routes, most_chunks), _LEAST_CHUNK) * _LEAST_CHUNK
-    steps = triton.cdiv(min(least, routes), _BLOCK)
-    return triton.cdiv(routes, steps * _BLOCK), steps
+    blocks = triton.cdiv(routes, _BLOCK)
+    steps = min(blocks, triton.cdiv(triton.cdiv(blocks, most_chunks), _BLOCKS) * _BLOCKS)
+    return triton.cdiv(blocks, steps), steps
 
 
 def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
