@@ -62,8 +62,9 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     assert {config["way"] for config in space} == {"fused", "one_launch", "copy_engine", "serial"}
     assert gemm_rs.config_space.names == set().union(*space)
     gpu = SimpleNamespace(
-        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True
-    )
+        name="cuda", interprets=False, has_nccl=True, has_async_tp=True, prefers_descriptors=True,
+        launches_block=False,
+    )  # fmt: skip
     for module in (vendor, gemm_reduce_scatter_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
     monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: True)
@@ -162,6 +163,17 @@ def test_a_sum_is_not_pushed_by_slabs():
         pytest.raises(InvalidArgument, match="expected 'fused' with reduce_st=True"),
     ):
         gemm_rs.fn(A, B, ctx, default_tiles(), fuse_scatter=False)
+
+
+def test_no_copy_engine_where_a_launch_waits_for_its_kernel(monkeypatch):
+    """What pushes for the GEMM would be queued when it has ended."""
+    monkeypatch.setattr(type(current_device()), "launches_block", True)
+    A, B = torch.ones(2048, 64).half(), torch.ones(64, 64).half()
+    ctx = SimpleNamespace(num_ranks=2, reduce_st=False)
+    left = [config for config in config_space() if prune_fn(config, A, B, ctx)]
+    assert {config["way"] for config in left} == {"fused", "one_launch"}
+    with create(max_M=8) as ctx, pytest.raises(InvalidArgument, match="CUDA_LAUNCH_BLOCKING"):
+        gemm_rs.fn(A[:8], torch.ones(64, 48).half(), ctx, default_tiles(), fuse_scatter=False)
 
 
 def test_a_failing_launch_leaves_the_context_usable(monkeypatch):

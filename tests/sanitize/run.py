@@ -57,9 +57,11 @@ class Ranks:
         arguments = [op, "--seconds", str(max(options.seconds - _STACKS, 1.0))]
         if program is None:
             arguments.append("--compile")
-        elif not options.torch_cache:
-            # A tensor, an allocation: else all lie in large ones of torch's.
-            world["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        else:
+            world["CUDA_LAUNCH_BLOCKING"] = "1"  # as the tools do: some ways ask for it
+            if not options.torch_cache:
+                # A tensor, an allocation: else all lie in large ones of torch's.
+                world["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         inherited = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
         for rank, (log, output) in enumerate(zip(self.logs, self.outputs, strict=True)):
             before = reports.command(program, tool, log) if program else []

@@ -39,6 +39,7 @@ class CpuDevice:
     # Libraries are no candidates here: CPU ranks are there to run our kernels, which would not win.
     has_nccl: bool = False
     has_async_tp: bool = False
+    launches_block: bool = False
 
     @property
     def runs_kernels(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
 import re
 import threading
 import time
@@ -118,6 +119,12 @@ class CudaDevice:
     def has_async_tp(self) -> bool:
         """torch's own symmetric memory, on which its async tensor parallelism stands, too."""
         return ranks_per_gpu() == 1
+
+    @property
+    def launches_block(self) -> bool:
+        """A launch returns when its kernel has ended. ``make sanitize`` sets the variable too:
+        under compute-sanitizer launches do so anyway."""
+        return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
     def shared_memory_bytes(self) -> int:
         """Largest dynamic shared memory of one block, in bytes (opt-in limit)."""

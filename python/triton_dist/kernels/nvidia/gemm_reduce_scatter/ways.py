@@ -201,6 +201,8 @@ class CopyEngine(_ToOwners):
                 yield tiles, persistent, num_chunks
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        if current_device().launches_block:
+            return False
         rows, num_chunks = sizes.M // sizes.num_ranks, config["num_chunks"]
         chunks = chunks_of_slab(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
@@ -210,6 +212,10 @@ class CopyEngine(_ToOwners):
     def check(self, call: Call) -> None:
         super().check(call)
         call.check_sum()
+        if current_device().launches_block:
+            # The GEMM adds what peers push, and pushes are queued after its launch.
+            expected = "another one while CUDA_LAUNCH_BLOCKING is set: it would never end"
+            raise InvalidArgument("gemm_rs", "way", self.name, expected)
 
     def run(self, call: Call) -> torch.Tensor:
         ctx, buffer, num_chunks = call.ctx, call.ctx.buffer, call.num_chunks
