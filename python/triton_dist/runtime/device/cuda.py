@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
 import re
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from triton_dist import knobs
 from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.device.cuda_copies import CudaCopyStream, CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
@@ -124,7 +124,7 @@ class CudaDevice:
     def launches_block(self) -> bool:
         """A launch returns when its kernel has ended. ``make sanitize`` sets the variable too:
         under compute-sanitizer launches do so anyway."""
-        return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        return knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
 
     def shared_memory_bytes(self) -> int:
         """Largest dynamic shared memory of one block, in bytes (opt-in limit)."""
