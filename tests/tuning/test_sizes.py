@@ -14,7 +14,12 @@ from tests.tuning.fakes import Rank, in_threads, thread_ranks, together
 from triton_dist import tune
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket
-from triton_dist.errors import InvalidArgument, RankDisagreement, TuningFrozen
+from triton_dist.errors import (
+    CaptureInProgress,
+    InvalidArgument,
+    RankDisagreement,
+    TuningFrozen,
+)
 
 Keyed = collections.namedtuple("Keyed", ["M", "N"])
 SIZES = Sizes("run", {"M": fine_bucket})
@@ -226,6 +231,26 @@ def test_in_doubt_a_safe_config_is_predicted():
     rank.frozen = True
     assert together([rank], 576)[0][1] == {"tile": 1}
     assert together([rank], 960)[0][1] == {"tile": "library"}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_prune_fn_that_raises_where_nothing_is_measured_is_told_with_its_cause(frozen):
+    """On every rank, frozen or in a capture; the leader's error keeps the exception itself."""
+    both = ranks(2)
+    call(both, 512)
+
+    def broken(config: Any, x: int) -> bool:
+        raise ZeroDivisionError("no stages")
+
+    for rank in both:
+        rank.tuned.prune_fn = broken
+        rank.frozen, rank.device.capturing = frozen, not frozen
+    errors = call(both, 576)
+    for error in errors:
+        assert type(error) is (TuningFrozen if frozen else CaptureInProgress)
+        for part in ("ops.run", "Keyed(576, 'n')", "ZeroDivisionError: no stages on rank 0"):
+            assert part in str(error)
+    assert isinstance(errors[0].__cause__, ZeroDivisionError)
 
 
 def test_what_is_predicted_in_a_capture_is_measured_after_it():
