@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tuning.fakes import Rank, in_threads, thread_ranks, together
+from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import tune
 from triton_dist._tuning.store import MemoryStore
-from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket
+from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket, pack, unpack
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -193,6 +193,46 @@ def test_within_a_range_the_exact_size_decides():
             assert tile == ("library" if switch > M else 128), M
     assert dict(rank.tuned.best_config(2050)) == {"tile": "library"}
     assert dict(rank.tuned.best_config(2176)) == {"tile": 128}
+
+
+@pytest.mark.parametrize("rival", ["library", 64])
+def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
+    """Tiles or library, where the other one won: its time says that it is faster at 2050."""
+    winner = 128 if rival == "library" else "library"
+    times = {
+        2048: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 3.0, 64: 2.0},
+        2176: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.1},
+    }
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return times[cost.M].get(config["tile"], 9.0)
+
+    space = [{"tile": tile} for tile in (128, 64, "library")]
+    found = fingerprint(version="7")
+    options = {"space": space, "is_safe": lambda config: config["tile"] == "library"}
+    (source,) = ranks(cost=cost, fingerprint=found, transfer_ms=0, **options)
+    for M in times:
+        call([source], M)
+    shipped = list(unpack(pack([record for record, _ in source.disk.records()])))
+
+    def used(prune_fn: Any) -> Any:
+        store = MemoryStore()
+        for record in shipped:
+            store.put(record)
+        (rank,) = ranks(cost=cost_of(), fingerprint=found, prune_fn=prune_fn, disk=store, **options)
+        rank.tuned.best_config(2176)
+        asked.clear()
+        return rank.tuned.best_config(2050)["tile"]
+
+    asked: list[Any] = []
+
+    def not_the_rival(config: Any, x: int) -> bool:
+        asked.append(config)
+        return config["tile"] != rival
+
+    assert used(None) == rival
+    assert used(not_the_rival) == winner
+    assert not asked  # what was learned at the first call of the range serves all of it
 
 
 def test_what_was_measured_inside_a_range_counts_for_its_own_size():

@@ -94,7 +94,7 @@ class Transfer:
         if subject.sizes is None or len(self._call.sizes) != 1:
             return None
         near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
-        own = None if near is None else near.times(record, subject.space)
+        own = None if near is None else near.times(record, self._usable(record))
         times = self._told("sizes", own)
         return None if times is None else Span.of(times, subject.space)
 
@@ -106,6 +106,14 @@ class Transfer:
         if pruned.failure is not None:
             return Prediction(failure=f"{pruned.raised} on rank {self._ranks.named(0)}")
         return Prediction(near.predict(key, pruned.kept, timestamp()))
+
+    def _usable(self, record: TuningRecord) -> list[Config]:
+        """Configs in ``record`` that may be used besides the winner: those of one's own passed
+        ``prune_fn`` when they were measured, those of a shipped one have to pass it here."""
+        space = self._subject.space
+        kept = self._pruning.answer.kept if record.shipped else space
+        winner = space.find(record.best.digest)
+        return [*kept] if winner is None or winner in kept else [winner, *kept]
 
     def _told(self, phase: str, own: T) -> T:
         """The leader's value."""
@@ -186,16 +194,16 @@ class Neighbours:
         safe = safe or [config for config in kept if self.is_safe(config)][:_SAFE]
         return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
 
-    def times(self, record: TuningRecord, space: Sequence[Config]) -> Times:
-        """The times of configs by size, for the range of ``record``."""
+    def times(self, record: TuningRecord, usable: Sequence[Config]) -> Times:
+        """The times of these configs by size, for the range of ``record``."""
         (at,) = record.at or self.family.sizes
         below = [
             ((each.record.at or each.sizes)[0], each.record)
             for each in self.all
             if each.sizes < self.family.sizes
         ]
-        safe = frozenset(config.digest for config in space if self.is_safe(config))
-        return times_of(record, at, below, safe)
+        is_safe = {config.digest: self.is_safe(config) for config in usable}
+        return times_of(record, at, below, is_safe)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
         """The record that is used for ``key`` where nothing can be measured: of the config that is
