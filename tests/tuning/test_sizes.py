@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
+from tests.tuning.fakes import SECONDS, Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import tune
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket, pack, unpack
@@ -19,6 +19,7 @@ from triton_dist.errors import (
     InvalidArgument,
     RankDisagreement,
     TuningFrozen,
+    TuningTimeout,
 )
 
 Keyed = collections.namedtuple("Keyed", ["M", "N"])
@@ -26,12 +27,12 @@ SIZES = Sizes("run", {"M": fine_bucket})
 SPACE = [{"tile": tile} for tile in (1, 2, 4, 8, 16, 32, 64, 128)]
 
 
-def ranks(size: int = 1, **options: Any) -> list[Rank]:
+def ranks(size: int = 1, seconds: float = SECONDS, **options: Any) -> list[Rank]:
     """Ranks whose fastest tile is the one nearest to M / 64, in the sense of a ratio."""
     options = {"cost": cost_of(), "space": SPACE} | options
     return [
         Rank(rank, sizes=SIZES, key_fn=lambda x, **_: Keyed(x, "n"), **options)
-        for rank in thread_ranks(size)
+        for rank in thread_ranks(size, seconds)
     ]
 
 
@@ -308,6 +309,18 @@ def test_ranks_must_be_in_one_range():
     results = in_threads([lambda: first.tuned(512), lambda: second.tuned(4096)])
     assert all(isinstance(result, RankDisagreement) for result in results)
     assert "512" in str(results[0])
+
+
+def test_a_rank_at_a_new_size_beside_one_at_a_known_size_says_what_to_look_for():
+    """Rank 0's call is a hit, which sends nothing and so cannot tell."""
+    first, second = ranks(2, seconds=0.5)
+    call([first, second], 512)
+    result, error = in_threads([lambda: first.tuned(512), lambda: second.tuned(4096)])
+    assert result == (512, {"tile": 8})
+    assert isinstance(error, TuningTimeout)
+    assert error.missing == (0,)
+    for part in ("ops.run", "rank(s) 0 did", "key of this rank is Keyed(M=4096", "Keyed(M=512"):
+        assert part in str(error)
 
 
 @pytest.mark.parametrize("size", ["512", 512.0, -1, None, True])

@@ -103,13 +103,29 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         raise
 
 
+def _hint(call: Call) -> str:
+    """Words on why others may not come to a first call: theirs need no message."""
+    known = ", ".join(f"{key!r:.200}" for key in call.agreed[-3:])
+    beside = (
+        f", which is new, and {len(call.agreed)} key(s) are known, such as {known}: a rank that "
+        "calls it with one of those does not come. See that all ranks come with the same sizes, "
+        "and that clear() was called on all or none"
+    )
+    return f"The key of this rank is {call.key!r:.200}{beside if known else ''}."
+
+
 class _FirstCall:
     def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
         self._subject, self._parts, self._call = subject, parts, call
         limits = (parts.settings.seconds, parts.settings.grace)
-        about = (f"{call.key!r:.200}", call.number)
         self.ranks = self._ranks = Conversation(
-            parts.ranks, subject.name, *limits, self._quarantine, *about
+            parts.ranks,
+            subject.name,
+            *limits,
+            self._quarantine,
+            key=f"{call.key!r:.200}",
+            call=call.number,
+            hint=_hint(call),
         )
         self._progress: Progress | None = None
         self._incumbent: Config | None = None
