@@ -45,7 +45,7 @@ class Choice:
     kept: bool = True
     """It holds for later calls."""
     span: Span | None = None
-    """Where the exact size decides, within the range of the key."""
+    """Configs by exact size, within the range of the key."""
 
     def of(self, sizes: tuple[int, ...]) -> Choice:
         """The choice for exact sizes."""

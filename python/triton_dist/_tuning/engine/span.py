@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What the leader tells all ranks: plain values."""
+    """Words of the leader to all ranks: plain values."""
 
     winner: str
     """Digest of the record's winner."""
@@ -101,7 +101,7 @@ def times_of(
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:
-    """Of configs that were not dropped early, whose few samples say little; the winner first."""
+    """Medians, but for configs that were dropped early, whose few samples say little."""
     measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
     most = max(len(trial.outcome.samples) for trial in measured)  # type: ignore[union-attr]
     return {

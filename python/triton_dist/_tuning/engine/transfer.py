@@ -1,4 +1,4 @@
-"""What a new key takes over from its neighbours: keys that differ in sizes alone, by little.
+"""Takes over for a new key what its neighbours know: keys that differ in sizes alone, by little.
 
 At the first call of a key that has neighbours, the few configs that are near the best at theirs
 race for some milliseconds, instead of all candidates for seconds. Where nothing can be measured,

@@ -200,7 +200,7 @@ class _FirstCall:
         return found
 
     def _pruned_away(self, record: TuningRecord) -> list[str]:
-        """Why ``prune_fn`` of today would not have the winner tried; of one's own record it is the
+        """Reasons of ``prune_fn`` of today against the winner; for one's own record it is the
         same that was asked when it was tuned."""
         if not record.shipped:
             return []

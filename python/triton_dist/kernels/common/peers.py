@@ -1,4 +1,4 @@
-"""What kernels know of peers: where their memory is, the flags that they set, and their shards.
+"""Knowledge of kernels about peers: where their memory is, flags that they set, and their shards.
 
 Addresses of peers' memory are read from tables. A flag of a call carries its size, so that who
 waits for a peer also learns whether the peer came with as many rows: it is int64, which call it is

@@ -59,7 +59,7 @@ MAX_CHUNKS = 16
 
 
 class Slot(NamedTuple):
-    """Where tiles go, and where those of the own slab arrive."""
+    """Memory to which tiles go, and in which those of the own slab arrive."""
 
     partials: Any
     stride: Any
@@ -71,7 +71,7 @@ class Slot(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Where sums go, and what is added to them."""
+    """Memory to which sums go, and what is added to them."""
 
     c: Any
     bias: Any

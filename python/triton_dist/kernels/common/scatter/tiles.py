@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of A along M and K, and of B along K and N; in elements."""
+    """Strides of A along M and K, and of B along K and N; in elements."""
 
     am: Any
     ak: Any
@@ -75,7 +75,7 @@ class Strides(NamedTuple):
 
 
 class Summing(NamedTuple):
-    """How tiles are summed: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
+    """Ways of summing tiles: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
     announced when the next one is multiplied. ROWS: of a tile, summed at a time."""
 
     NUM_RANKS: Any
@@ -347,7 +347,7 @@ def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Ti
 def summing_of(
     C: torch.Tensor, config: triton.Config, to: Scattering, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
-    """How slabs of ``rows`` rows are summed; the rows of tiles of a chunk, and the GROUP_SIZE_M
+    """The constants for slabs of ``rows`` rows; the rows of tiles of a chunk, and the GROUP_SIZE_M
     with which chunks are complete one after another."""
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]

@@ -109,7 +109,7 @@ class SummingCall(OpCall):
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What may lie elsewhere at each call, by the names that kernels have for it."""
+    """Tensors that may lie elsewhere at each call, by the names that kernels have for them."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
