@@ -368,6 +368,16 @@ class ReducedPartials(InSlots):
         )  # fmt: skip
 
 
+class Products(NamedTuple):
+    """The products that a context serves, on the ranks of ``group``."""
+
+    max_M: int
+    N: int
+    output_dtype: torch.dtype
+    local_world_size: int
+    group: dist.ProcessGroup | None
+
+
 class SummingContext(GEMMContext[B], ABC):
     """Symmetric memory for products of up to ``max_M`` rows of ``N`` columns. A context manager.
 
@@ -379,18 +389,11 @@ class SummingContext(GEMMContext[B], ABC):
     creator: ClassVar[str]
     """Names, for errors, of the op and of the function that makes its contexts."""
 
-    def __init__(
-        self,
-        max_M: int,
-        N: int,
-        output_dtype: torch.dtype,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(group)
-        self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
+    def __init__(self, products: Products) -> None:
+        super().__init__(products.group)
+        self.max_M, self.N, self.output_dtype = products[:3]
         self.world_size = self.num_ranks
-        self.local_world_size = min(local_world_size, self.num_ranks)
+        self.local_world_size = min(products.local_world_size, self.num_ranks)
 
     @staticmethod
     @abstractmethod
@@ -431,4 +434,5 @@ def create(
 
     alike = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
     agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
-    return kind(max_M, N, output_dtype, local_world_size, members, **more, **own)
+    products = Products(max_M, N, output_dtype, local_world_size, members)
+    return kind(products, **more, **own)
