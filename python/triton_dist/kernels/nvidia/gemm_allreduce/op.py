@@ -69,7 +69,7 @@ def key_fn(
     copy_to_local: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for; M in buckets. A way that older keywords ask for is tuned by
+    """Name what a tuning is for; M in ranges. A way that older keywords ask for is tuned by
     itself."""
     key = (Call.accept(A, B, bias, ctx), bool(copy_to_local))
     if not kwargs:
