@@ -13,7 +13,7 @@ from triton_dist.kernels.common.scatter.partials import (
     ReducedPartials,
     SummingContext,
     create,
-    slab_rows,
+    row_block_rows,
 )
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
@@ -83,7 +83,7 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         return argument, M, M >= 1, "at least 1"
 
     def rows_of_rank(self, M: int) -> int:
-        return slab_rows(M, self.num_ranks)
+        return row_block_rows(M, self.num_ranks)
 
 
 def create_gemm_ar_context(

@@ -21,7 +21,7 @@ Timeline of one call in two shots (W = 4, two chunks), on every rank at once
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C
     parts      └ → r+1 └ → r+2 └ → r+3     └ → r+1 └ → r+2 └ → r+3
     sums                               └ → all ─────────────────── └ → all
-    Slabs of rows, one a rank, are cut in ``num_chunks`` chunks. With one, all sums travel in the
+    Blocks of rows, one a rank, are cut in ``num_chunks`` chunks. With one, all sums travel in the
     last W-th of the GEMM; with more, those of a chunk travel while the next one is multiplied.
 
 Numerics
@@ -41,7 +41,8 @@ Built this way because (more: docs/explanation/gemm_all_reduce.md)
       take few us.
 
 Vocabulary
-    slab: the rows that one rank adds. part: one rank's addend. slot: one half of the double buffer.
+    row block: the rows that one rank adds. part: one rank's addend. slot: one half of the double
+    buffer.
 """
 
 from __future__ import annotations

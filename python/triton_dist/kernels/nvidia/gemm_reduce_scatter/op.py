@@ -37,8 +37,8 @@ Built this way because (more, with measurements: docs/explanation/gemm_reduce_sc
       (``slots/epochs.py``).
 
 Vocabulary
-    slab: the rows that one rank owns. chunk: whole rows of tiles of a slab. part: one rank's
-    addend of a slab. slot: one half of the double buffer of parts.
+    row block: the rows that one rank owns. chunk: whole rows of tiles of a row block. part: one
+    rank's addend of a row block. slot: one half of the double buffer of parts.
 """
 
 from __future__ import annotations
