@@ -241,8 +241,8 @@ def kernel_gemm_all_reduce_persistent(
 
     A tile for others is announced later, as there. A tile of the own row block is added when the
     next tile is stored, and its sum is announced when the one after that is multiplied: the own row
-    block comes in the middle of the work, where the peers' parts are announced no sooner. The tile
-    that is stored by then is unannounced yet, but its place is later than that of the sum.
+    block comes in the middle of the work, where the peers' partial sums are announced no sooner.
+    The tile that is stored by then is unannounced yet, but its place is later than that of the sum.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     stays = STAYS  # or leaves, or 0: has not looked yet

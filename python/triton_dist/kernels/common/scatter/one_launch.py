@@ -16,10 +16,10 @@ A program stores each of its tiles, rounded to the output's dtype, into this ran
 of who adds it, [source rank, rows, N] with ``shard_elements`` elements a part. When it has stored
 all, it tells the programs of the same number on all ranks, its own one too. Then what a rank adds
 is dealt out to all its programs in sub-tiles of ``SUB_TILE_ROWS`` rows of a tile's columns. Who has
-a sub-tile waits for that program of all ranks that has multiplied it, and adds the parts in fp32 in
-the order of ranks: the same bits at every call, and on every rank. Sums that are passed on go to
-[M, N] behind the parts of each rank's slot; who has added all its sub-tiles says so, and each
-program takes those of its number from there.
+a sub-tile waits for that program of all ranks that has multiplied it, and adds these partial sums
+in fp32 in the order of ranks: the same bits at every call, and on every rank. Sums that are passed
+on go to [M, N] behind the parts of each rank's slot; who has added all its sub-tiles says so, and
+each program takes those of its number from there.
 
 Tiles are of the whole product, whoever needs their rows: B is read once for each BLOCK_SIZE_M rows,
 not once for each rank. They are visited down the columns, so that at any time something goes to

@@ -4,15 +4,15 @@ the sum goes to all. ``scatter/kernel.py`` says what kernels take.
 
 A *unit* is what has a flag: a tile, or a chunk of a row block.
 
-*Deferred tiles.* A program of the GEMM that cannot wait safely for the peers' parts leaves its own
+*Deferred tiles.* A program of the GEMM that cannot wait safely for the peers leaves its own
 tiles to a later kernel on the same stream.
 
 A persistent program waits while later ones may have yet to begin: kernels of other streams can hold
 multiprocessors. If such a kernel waits for peers itself, as collectives do, and two ranks have each
 not begun what the other waits for, everybody waits in a circle. So a program waits only where all
 of its launch have begun: then this rank sends all tiles, whatever happens. Else it leaves its own
-tiles and ends, and makes room. What waits for its peers' parts behind such a kernel finds them:
-their programs have either all begun, or wait for nobody.
+tiles and ends, and makes room. What waits for its peers' partial sums behind such a kernel finds
+them: their programs have either all begun, or wait for nobody.
 
     epoch_ptr + BEGUN    programs of this use of the slot that have begun
     deferred [program]   whether a program has deferred its own tiles
@@ -43,7 +43,8 @@ from triton_dist.kernels.common.scatter.partials import (
     tiles_of_row_block,
 )
 
-# Elements of all parts that are read at a time: at 8 warps and 2 bytes each, 64 registers a thread.
+# Elements of all partial sums that are read at a time: at 8 warps and 2 bytes each, 64 registers a
+# thread.
 _READ_AT_ONCE = 32768
 # Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
 _COPIED_AT_ONCE = 8192
@@ -142,7 +143,7 @@ def add_partials(
     REDUCE_ROWS: tl.constexpr,
 ):
     """Sum a tile over all ranks and store it to the own rows [rows, N], ``own_begin`` elements from
-    ``out.c`` on; some rows at a time, so that the parts fit in registers.
+    ``out.c`` on; some rows at a time, so that the partial sums fit in registers.
 
     Where there are ``out.sums``, addresses, also to each peer, ``sums_begin`` elements from its own
     on. ``IN_ONE_SUM``: the partials are one sum already, which is set to 0.
@@ -383,9 +384,9 @@ def add_deferred(
     return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
 
 
-def rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:
+def rows_at_once(block_m: int, block_n: int, bytes_of_partials: int) -> int:
     """Rows of a tile that are summed at a time; a power of two."""
-    most = 2 * _READ_AT_ONCE // bytes_of_parts // block_n
+    most = 2 * _READ_AT_ONCE // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))
 
 
