@@ -77,7 +77,7 @@ def test_a_tile_fits_pipelines_and_waits(persistent, index):
     assert ACQUIRE in kernel.ptx
     assert RELEASE.search(kernel.ptx)
     if persistent:
-        # One K loop for all slabs: A and B, stages - 1 times ahead and once inside.
+        # One K loop for all row blocks: A and B, stages - 1 times ahead and once inside.
         assert len(TMA_LOAD.findall(kernel.ptx)) == 2 * kernel.num_stages
         assert_announced_later(kernel.ptx)
     else:
@@ -87,10 +87,10 @@ def test_a_tile_fits_pipelines_and_waits(persistent, index):
 
 @pytest.mark.parametrize("columns", [1024, 65536])
 @pytest.mark.parametrize("persistent", [True, False])
-def test_slabs_are_counted_and_chunks_awaited(sm90, persistent, columns):
-    """Counted at once where a slab has few tiles, else after the program's next tile."""
+def test_row_blocks_are_counted_and_chunks_awaited(sm90, persistent, columns):
+    """Counted at once where a row block has few tiles, else after the program's next tile."""
     config = (PERSISTENT_TILES if persistent else POINTER_TILES)[0]
-    launch = prepared(persistent, config, scatter="slab", columns=columns, num_chunks=4)
+    launch = prepared(persistent, config, scatter="row_block", columns=columns, num_chunks=4)
     kernel = compile_launch(launch)
     assert kernel.stack_bytes == 0
     assert ACQUIRE in kernel.ptx

@@ -13,7 +13,7 @@ from tests.compile import test_gemm_ar_kernels as all_reduces
 from tests.compile import test_gemm_rs_kernels as reduce_scatters
 from tests.compile import test_packet_gemm as packet_gemms
 from tests.compile import test_packet_kernels as packets
-from tests.compile.test_left_tiles import left
+from tests.compile.test_deferred_tiles import deferred
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.common.scatter.ways import outputs
@@ -91,7 +91,7 @@ LAUNCHES = {
     "scatter": (lambda: reduce_scatters.prepared(True, PERSISTENT_TILES[0], bias=True), OPERANDS),
     "by pointers": (lambda: reduce_scatters.prepared(False, POINTER_TILES[0]), OPERANDS),
     "all-reduce": (lambda: all_reduces.prepared("two shot", True, PERSISTENT_TILES[0]), OPERANDS),
-    "left": (lambda: left("all", PERSISTENT_TILES[0], 2), set()),
+    "deferred": (lambda: deferred("all", PERSISTENT_TILES[0], 2), set()),
     "one launch": (
         lambda: all_reduces.prepared("one shot", True, all_reduces.TILES_TO_ALL[0]), OPERANDS,
     ),

@@ -40,7 +40,7 @@ class Calls(SummedCalls):
     config_space = staticmethod(ALL_WAYS.config_space)
     poisoned, flags = ("partials", "sums"), ("arrivals", "sum_arrivals", "consumed")
 
-    ways, tiled, slabs = WAYS, TILED, WAYS[1]
+    ways, tiled, row_blocks = WAYS, TILED, WAYS[1]
     epoch_ways, layout_ways = TILED, TILED
     in_turn, in_trials = (*WAYS, COLLECTIVE), WAYS[:2]
     looks = (0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)

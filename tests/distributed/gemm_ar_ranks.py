@@ -15,7 +15,7 @@ from triton_dist.runtime.ranks import group_for
 
 @compiled_ahead
 def every_size(world: int) -> int:
-    """Every way at sizes round multiples of the ranks and of slabs."""
+    """Every way at sizes round multiples of the ranks and of row blocks."""
     calls = Calls(max_rows=16 * world + 1, columns=40, K=24)
     sizes = (1, 3, 5, world, world + 1, 16 * world - 1, 16 * world, 16 * world + 1)
     for rows in sizes:

@@ -21,7 +21,7 @@ WAYS: tuple[Way, ...] = (
     {"way": "serial", "reduce_st": False},
 )
 FUSED: Way = {"way": "fused"}
-SLABS: Way = {"way": "copy_engine"}
+ROW_BLOCKS: Way = {"way": "copy_engine"}
 EXCHANGED: Way = {"way": "one_launch"}
 
 
@@ -33,10 +33,10 @@ class Calls(SummedCalls):
     poisoned, flags = ("partials",), ("arrivals", "consumed")
 
     options = MappingProxyType({"reduce_st": True})
-    ways, tiled, slabs = WAYS, (FUSED, SLABS, EXCHANGED), SLABS
+    ways, tiled, row_blocks = WAYS, (FUSED, ROW_BLOCKS, EXCHANGED), ROW_BLOCKS
     epoch_ways, layout_ways = WAYS, (FUSED, EXCHANGED)
     # In trials an exchange looks too, although it need not: what it is compared with does.
-    in_turn, in_trials = (FUSED, FUSED, EXCHANGED, SLABS), (EXCHANGED, FUSED)
+    in_turn, in_trials = (FUSED, FUSED, EXCHANGED, ROW_BLOCKS), (EXCHANGED, FUSED)
     looks = (1, 0, 0, 0, 1, 1, 1, 0)
     overdue = (
         *("gemm_rs.arrivals",) * 4,
@@ -48,7 +48,8 @@ class Calls(SummedCalls):
     fewest_configs = 20
     every_rows, many, few = (37, 5, 1, 20, 33), 37, 20
     operand_ways = (
-        (37, (FUSED, EXCHANGED)), (1, (FUSED,)), (33, (EXCHANGED, FUSED)), (3, (SLABS, EXCHANGED)),
+        (37, (FUSED, EXCHANGED)), (1, (FUSED,)), (33, (EXCHANGED, FUSED)),
+        (3, (ROW_BLOCKS, EXCHANGED)),
     )  # fmt: skip
     chunked_rows = (150, 33, 1)
     tuned_calls = (

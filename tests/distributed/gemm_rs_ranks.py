@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from tests.distributed.gemm_rs_calls import SLABS, Calls
+from tests.distributed.gemm_rs_calls import ROW_BLOCKS, Calls
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.device.cpu import CpuTransfer
@@ -22,8 +22,9 @@ def vendor_in_turn(rounds: int) -> int:
     return calls.finish()
 
 
-def order_of_slabs() -> list[str]:
-    """What a call loads, launches and queues whose slabs are pushed by copy engine, in order."""
+def order_of_row_blocks() -> list[str]:
+    """What a call loads, launches and queues whose row blocks are pushed by copy engine, in
+    order."""
     order: list[str] = []
 
     def noted(owner: Any, name: str) -> Any:
@@ -36,9 +37,9 @@ def order_of_slabs() -> list[str]:
         return mock.patch.object(owner, name, noting)
 
     calls = Calls(max_rows=20, columns=72, K=72)
-    calls(20, **SLABS)
-    calls(20, **SLABS)
+    calls(20, **ROW_BLOCKS)
+    calls(20, **ROW_BLOCKS)
     with noted(Launch, "compile"), noted(Launch, "run"), noted(CpuTransfer, "queue"):
-        calls(20, **SLABS)
+        calls(20, **ROW_BLOCKS)
     calls.finish()
     return order

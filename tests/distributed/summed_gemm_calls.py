@@ -50,8 +50,8 @@ class SummedCalls(ABC):
     ways: Sequence[Way]
     tiled: Sequence[Way]
     """Those that give the same bits, in any context."""
-    slabs: Way
-    """That of slabs, which travel in chunks."""
+    row_blocks: Way
+    """That of row blocks, which travel in chunks."""
     epoch_ways: Sequence[Way]
     """Those that count epochs."""
     layout_ways: Sequence[Way]

@@ -36,8 +36,8 @@ Kind: TypeAlias = type[SummedCalls]
 
 @compiled_ahead
 def every_way(kind: Kind, turns: int) -> int:
-    """Ways x kernels x bias, M changing from call to call: no multiples of anything, slabs that are
-    short or empty, tiles that are clipped."""
+    """Ways x kernels x bias, M changing from call to call: no multiples of anything, row blocks
+    that are short or empty, tiles that are clipped."""
     calls = kind(max_rows=kind.every_rows[0], columns=72, K=72, **kind.options)
     rows = itertools.cycle(kind.every_rows)
     for way in [*kind.ways] * turns:
@@ -149,25 +149,25 @@ def tuned(kind: Kind) -> tuple[int, int]:
 
 @compiled_ahead
 def chunked(kind: Kind, rounds: int) -> int:
-    """Slabs in any number of chunks, some of them clipped, and in fewer than asked for."""
+    """Row blocks in any number of chunks, some of them clipped, and in fewer than asked for."""
     calls = kind(max_rows=kind.chunked_rows[0], columns=72, K=40)
     for number in range(rounds):
         for rows in kind.chunked_rows:
             num_chunks = 1 + number % MAX_CHUNKS
-            calls(rows, **kind.slabs, num_chunks=num_chunks, persistent=number % 3 > 0)
+            calls(rows, **kind.row_blocks, num_chunks=num_chunks, persistent=number % 3 > 0)
     return calls.finish()
 
 
 def a_kernel_that_raises(kind: Kind) -> int:
-    """A GEMM of slabs that fails to be launched on all ranks leaves the context as it was."""
+    """A GEMM of row blocks that fails to be launched on all ranks leaves the context as it was."""
     calls = kind(max_rows=37, columns=72, K=72)
     for number in range(3):
         with mock.patch.object(scatter_ways, "scattered_gemm", side_effect=ZeroDivisionError):
             try:
-                calls(30 + number, **kind.slabs)
+                calls(30 + number, **kind.row_blocks)
             except ZeroDivisionError:
                 calls.skip()
-        calls(30 + number, **kind.slabs, num_chunks=2)
+        calls(30 + number, **kind.row_blocks, num_chunks=2)
         calls(30 + number, **kind.tiled[number % len(kind.tiled)])
     return calls.finish()
 

@@ -14,10 +14,10 @@ def test_what_peers_wait_for_comes_before_another_launch(spawn_ranks):
     """To load a kernel, or to launch one that is not loaded, waits for the GEMM to end, and that
     for what the peers push."""
     order = [
-        "compile kernel_add_left",
+        "compile kernel_add_deferred",
         "run kernel_gemm_scatter_persistent",
         "queue",
-        "run kernel_add_left",
+        "run kernel_add_deferred",
         "run kernel_finish_epoch",
     ]
-    assert spawn_ranks(2, gemm_rs_ranks.order_of_slabs) == [order] * 2
+    assert spawn_ranks(2, gemm_rs_ranks.order_of_row_blocks) == [order] * 2

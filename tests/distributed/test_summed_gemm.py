@@ -24,7 +24,7 @@ def test_every_way_and_both_kernels(spawn_ranks, kind):
     assert counts == [4 * len(kind.ways)] * 3
 
 
-def test_slabs_in_any_number_of_chunks(spawn_ranks, kind):
+def test_row_blocks_in_any_number_of_chunks(spawn_ranks, kind):
     assert spawn_ranks(3, summed_gemm_ranks.chunked, kind, 6) == [18] * 3
 
 

@@ -26,7 +26,7 @@ def test_every_way_and_both_kernels(on_gpus, kind, rounds):
 
 
 @few_ranks
-def test_slabs_in_any_number_of_chunks(on_gpus, kind):
+def test_row_blocks_in_any_number_of_chunks(on_gpus, kind):
     assert set(on_gpus(summed_gemm_ranks.chunked, kind, 16)) == {48}
 
 

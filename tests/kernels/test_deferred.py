@@ -15,7 +15,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     Summing,
     Tile,
     begin_program,
-    kernel_add_left,
+    kernel_add_deferred,
     stay_or_leave,
 )
 
@@ -23,11 +23,11 @@ PROGRAMS, LINE = 3, 16
 
 
 @jit
-def kernel_decide(epoch_ptr, left_ptr, decisions_ptr, begins: tl.constexpr):
+def kernel_decide(epoch_ptr, deferred_ptr, decisions_ptr, begins: tl.constexpr):
     """Of the programs, those below ``begins`` begin; all decide."""
     if tl.program_id(0) < begins:
         begin_program(epoch_ptr)
-    decision = stay_or_leave(epoch_ptr, left_ptr)
+    decision = stay_or_leave(epoch_ptr, deferred_ptr)
     tl.store(decisions_ptr + tl.program_id(0), decision)
 
 
@@ -52,7 +52,7 @@ def test_what_was_left_is_added_once_and_the_next_call_counts_anew(has_left):
     flags = torch.zeros(8, dtype=torch.int64)
     left = torch.full((1,), int(has_left), dtype=torch.int32)
     slot = Slot(partials, rows * N, flags, flags, flags, epoch, left)
-    kernel_add_left[(1,)](
+    kernel_add_deferred[(1,)](
         slot, Out(C, None, None, None), N, rows, rows, 1, 0, NUM_SMS=1,
         tile=Tile(16, 16, 0, 1, False, False, "tf32"), summing=Summing(1, "tile", False, 16),
     )  # fmt: skip

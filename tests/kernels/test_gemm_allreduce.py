@@ -14,7 +14,7 @@ from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
 from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
-from triton_dist.kernels.common.scatter.partials import chunks_of_slab, slab_rows
+from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
 from triton_dist.kernels.nvidia import (
     create_gemm_ar_context,
     gemm_ar,
@@ -116,10 +116,10 @@ def test_on_cpu_ranks_kernels_of_ours_are_tried():
     assert {config["way"] for config in kept} == ours
 
 
-def test_slabs_have_all_rows():
+def test_row_blocks_have_all_rows():
     for M in (1, 15, 16, 17, 64, 100, 4091, 4096):
         for num_ranks in (2, 3, 4, 8):
-            rows = slab_rows(M, num_ranks)
+            rows = row_block_rows(M, num_ranks)
             assert rows % 16 == 0
             assert M <= rows * num_ranks < M + 16 * num_ranks
 
@@ -130,23 +130,23 @@ def test_the_order_of_tiles_allows_no_circle_of_waits(num_ranks, num_chunks):
     """Each tile once; and what the owner of a tile waits for, its peers have at earlier places."""
     (config,) = tiles((16, 32, 64, 4, 2, 2))
     rows, N = 16 * 7, 32 * 3
-    chunks = chunks_of_slab(config, rows, N, num_chunks)
+    chunks = chunks_of_row_block(config, rows, N, num_chunks)
     place = {}
     for rank in range(num_ranks):
         for index in range(num_ranks * 21):
             found = tile_in_scatter_order.fn(
                 index, rank, num_ranks, 7, 3, chunks.tiles_m, chunks.group_size_m
             )
-            slab, tile, m, n = map(int, found)
-            place[rank, slab, tile] = index, (m, n)
+            row_block, tile, m, n = map(int, found)
+            place[rank, row_block, tile] = index, (m, n)
     assert len(place) == num_ranks * num_ranks * 21
     for rank in range(num_ranks):
         for tile in range(21):
             own, where = place[rank, rank, tile]
             peers = [place[peer, rank, tile] for peer in range(num_ranks) if peer != rank]
             assert all(index < own and there == where for index, there in peers)
-    for slab in range(num_ranks):
-        assert len({place[0, slab, tile][1] for tile in range(21)}) == 21
+    for row_block in range(num_ranks):
+        assert len({place[0, row_block, tile][1] for tile in range(21)}) == 21
 
 
 def test_keys_differ_in_what_a_tuning_depends_on():

@@ -13,7 +13,11 @@ from tests.distributed.gemm_rs_calls import WAYS, Calls
 from triton_dist.errors import CaptureInProgress, ContextFinalized, InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.scatter import ways as scatter_ways
-from triton_dist.kernels.common.scatter.partials import Chunks, chunks_of_slab, tiles_of_slab
+from triton_dist.kernels.common.scatter.partials import (
+    Chunks,
+    chunks_of_row_block,
+    tiles_of_row_block,
+)
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_ways
@@ -81,7 +85,7 @@ def test_what_is_pruned():
         return [config for config in space if prune_fn(config, A, B, ctx)]
 
     fused = [config for config in space if config["way"] == "fused"]
-    # Eight rows of tiles of a slab, as many as there are chunks, and too few bytes for its own
+    # Eight rows of tiles of a row block, as many as there are chunks, and too few bytes for its own
     # launch of a reduce-scatter.
     not_serial = [config for config in space if config["way"] != "serial"]
     assert left(2) == not_serial
@@ -105,9 +109,9 @@ def test_chunks_are_whole_groups_of_tiles():
     config = triton.Config({"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 8})
 
     def chunks(rows, num_chunks, N=512):
-        found = chunks_of_slab(config, rows, N, num_chunks)
+        found = chunks_of_row_block(config, rows, N, num_chunks)
         assert sum(found.rows) == rows
-        assert sum(found.tiles) == tiles_of_slab(config, rows, N)
+        assert sum(found.tiles) == tiles_of_row_block(config, rows, N)
         return found
 
     assert chunks(2048, 1) == Chunks(16, 8, (2048,), (32,))
@@ -156,7 +160,7 @@ def test_attributes_of_a_context():
         ctx.buffer  # noqa: B018
 
 
-def test_a_sum_is_not_pushed_by_slabs():
+def test_a_sum_is_not_pushed_by_row_blocks():
     A, B = torch.ones(4, 8).half(), torch.ones(8, 48).half()
     with (
         create(reduce_st=True) as ctx,
@@ -191,11 +195,11 @@ def test_one_call_before_a_capture_is_enough(monkeypatch):
     """What a call makes for later ones is made for both slots: a graph may begin with either."""
     with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
         buffer, device = ctx.buffer, type(current_device())
-        before = buffer.describe("slab")
+        before = buffer.describe("row_block")
         monkeypatch.setattr(device, "is_capturing", lambda _: True)
         buffer.slots.take()
-        assert buffer.describe("slab") is not before
+        assert buffer.describe("row_block") is not before
     with create_gemm_rs_context(32, 48, 0, 1, 1, torch.float16) as ctx:
         assert ctx.buffer.describe("tile").scatter == "tile"
         with pytest.raises(CaptureInProgress, match="before the capture"):
-            ctx.buffer.describe("slab")
+            ctx.buffer.describe("row_block")

@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         "deferred tiles: what is deferred is noted",
         _TILES,
-        "            tl.store(left_ptr + tl.program_id(0), 1)\n            decision = LEAVES",
+        "            tl.store(deferred_ptr + tl.program_id(0), 1)\n            decision = LEAVES",
         "            decision = LEAVES",
         ("tests/kernels/test_deferred.py",),
     ),
@@ -195,7 +195,7 @@ MUTANTS = (
         _TILES,
         "tl.debug_barrier()  # else the first warp's store",
         "pass  # else the first warp's store",
-        ("tests/compile/test_left_tiles.py",),
+        ("tests/compile/test_deferred_tiles.py",),
     ),
     Mutant(
         "deferred tiles: programs that have begun are counted anew in each call",

@@ -170,6 +170,14 @@ def test_who_is_awaited_is_said_after_a_while(monkeypatch, caplog):
     assert "called it with autotune=False" in line
 
 
+def test_a_hint_is_said_where_nothing_is_known(monkeypatch, caplog):
+    monkeypatch.setattr(store_ranks, "_REMIND_SECONDS", 0.1)
+    with pytest.raises(RankTimeout):
+        ranks_of(2)[0].converse("op", "7", hint="6 is tuned.").meet("first call", 0, 0.8)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith(" s. 6 is tuned.")
+
+
 def test_a_group_that_is_not_the_world_says_where_its_ranks_are(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     first, second = ranks_of(2, world=(4, 6))

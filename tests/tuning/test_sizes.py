@@ -10,23 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tuning.fakes import Rank, in_threads, thread_ranks, together
+from tests.tuning.fakes import SECONDS, Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import tune
 from triton_dist._tuning.store import MemoryStore
-from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket
-from triton_dist.errors import InvalidArgument, RankDisagreement, TuningFrozen
+from triton_dist._tuning.values import Config, Key, Sizes, fine_bucket, pack, unpack
+from triton_dist.errors import (
+    CaptureInProgress,
+    InvalidArgument,
+    RankDisagreement,
+    TuningFrozen,
+    TuningTimeout,
+)
 
 Keyed = collections.namedtuple("Keyed", ["M", "N"])
 SIZES = Sizes("run", {"M": fine_bucket})
 SPACE = [{"tile": tile} for tile in (1, 2, 4, 8, 16, 32, 64, 128)]
 
 
-def ranks(size: int = 1, **options: Any) -> list[Rank]:
+def ranks(size: int = 1, seconds: float = SECONDS, **options: Any) -> list[Rank]:
     """Ranks whose fastest tile is the one nearest to M / 64, in the sense of a ratio."""
     options = {"cost": cost_of(), "space": SPACE} | options
     return [
         Rank(rank, sizes=SIZES, key_fn=lambda x, **_: Keyed(x, "n"), **options)
-        for rank in thread_ranks(size)
+        for rank in thread_ranks(size, seconds)
     ]
 
 
@@ -190,6 +196,46 @@ def test_within_a_range_the_exact_size_decides():
     assert dict(rank.tuned.best_config(2176)) == {"tile": 128}
 
 
+@pytest.mark.parametrize("rival", ["library", 64])
+def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
+    """Tiles or library, where the other one won: its time says that it is faster at 2050."""
+    winner = 128 if rival == "library" else "library"
+    times = {
+        2048: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 3.0, 64: 2.0},
+        2176: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.1},
+    }
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return times[cost.M].get(config["tile"], 9.0)
+
+    space = [{"tile": tile} for tile in (128, 64, "library")]
+    found = fingerprint(version="7")
+    options = {"space": space, "is_safe": lambda config: config["tile"] == "library"}
+    (source,) = ranks(cost=cost, fingerprint=found, transfer_ms=0, **options)
+    for M in times:
+        call([source], M)
+    shipped = list(unpack(pack([record for record, _ in source.disk.records()])))
+
+    def used(prune_fn: Any) -> Any:
+        store = MemoryStore()
+        for record in shipped:
+            store.put(record)
+        (rank,) = ranks(cost=cost_of(), fingerprint=found, prune_fn=prune_fn, disk=store, **options)
+        rank.tuned.best_config(2176)
+        asked.clear()
+        return rank.tuned.best_config(2050)["tile"]
+
+    asked: list[Any] = []
+
+    def not_the_rival(config: Any, x: int) -> bool:
+        asked.append(config)
+        return config["tile"] != rival
+
+    assert used(None) == rival
+    assert used(not_the_rival) == winner
+    assert not asked  # what was learned at the first call of the range serves all of it
+
+
 def test_what_was_measured_inside_a_range_counts_for_its_own_size():
     (rank,) = sized()
     call([rank], 2048)
@@ -228,6 +274,26 @@ def test_in_doubt_a_safe_config_is_predicted():
     assert together([rank], 960)[0][1] == {"tile": "library"}
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_prune_fn_that_raises_where_nothing_is_measured_is_told_with_its_cause(frozen):
+    """On every rank, frozen or in a capture; the leader's error keeps the exception itself."""
+    both = ranks(2)
+    call(both, 512)
+
+    def broken(config: Any, x: int) -> bool:
+        raise ZeroDivisionError("no stages")
+
+    for rank in both:
+        rank.tuned.prune_fn = broken
+        rank.frozen, rank.device.capturing = frozen, not frozen
+    errors = call(both, 576)
+    for error in errors:
+        assert type(error) is (TuningFrozen if frozen else CaptureInProgress)
+        for part in ("ops.run", "Keyed(576, 'n')", "ZeroDivisionError: no stages on rank 0"):
+            assert part in str(error)
+    assert isinstance(errors[0].__cause__, ZeroDivisionError)
+
+
 def test_what_is_predicted_in_a_capture_is_measured_after_it():
     (rank,) = ranks()
     call([rank], 512)
@@ -243,6 +309,18 @@ def test_ranks_must_be_in_one_range():
     results = in_threads([lambda: first.tuned(512), lambda: second.tuned(4096)])
     assert all(isinstance(result, RankDisagreement) for result in results)
     assert "512" in str(results[0])
+
+
+def test_a_rank_at_a_new_size_beside_one_at_a_known_size_says_what_to_look_for():
+    """Rank 0's call is a hit, which sends nothing and so cannot tell."""
+    first, second = ranks(2, seconds=0.5)
+    call([first, second], 512)
+    result, error = in_threads([lambda: first.tuned(512), lambda: second.tuned(4096)])
+    assert result == (512, {"tile": 8})
+    assert isinstance(error, TuningTimeout)
+    assert error.missing == (0,)
+    for part in ("ops.run", "rank(s) 0 did", "key of this rank is Keyed(M=4096", "Keyed(M=512"):
+        assert part in str(error)
 
 
 @pytest.mark.parametrize("size", ["512", 512.0, -1, None, True])

@@ -94,12 +94,14 @@ class RankGroup(Protocol):
     def named(self, rank: int) -> int:
         """The rank of the world that ``rank`` of the group is. Its text says where that is."""
 
-    def converse(self, function: str = "", key: str = "", call: int = 0) -> RankGroup:
+    def converse(
+        self, function: str = "", key: str = "", call: int = 0, hint: str = ""
+    ) -> RankGroup:
         """The same ranks for one tuning: messages of different conversations never meet.
 
         ``function`` and ``key``: what it is about, for messages. ``call``: which one of the
         function, since all ranks met in one; by that a rank knows whether another's error is of the
-        call that it is in.
+        call that it is in. ``hint``: what may explain that others do not come, for messages.
         """
 
     def leave(self, reason: str, refused: bool = False) -> None:

@@ -32,7 +32,7 @@ class Source(NamedTuple):
     literal: dict[str, str]
     bound: dict[str, str]
     uncounted: dict[str, str]
-    """Why each of these constants does not count."""
+    """Constants that do not count, each with the reason."""
 
 
 def source_of(

@@ -66,7 +66,7 @@ class Operators:
         self._results: dict[tuple[str, str], Any] = {}
 
     def of(self, method: str, slow: Operator) -> Operator:
-        """What ``tl.tensor.<method>`` is to be in a launch; ``slow`` is what it is upstream."""
+        """The ``tl.tensor.<method>`` of a launch; ``slow`` is the one upstream."""
         name = method.strip("_") if method.startswith("__") else ""
         if name == "add":
             slow = self._addresses(slow)

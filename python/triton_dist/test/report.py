@@ -1,4 +1,4 @@
-"""What the test scripts print: that a check has passed, and tables of times."""
+"""Lines that the test scripts print: that a check has passed, and tables of times."""
 
 from __future__ import annotations
 

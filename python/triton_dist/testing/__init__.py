@@ -1,4 +1,4 @@
-"""What tests of distributed kernels stand on: ranks to run in, assertions about tensors."""
+"""Ground for tests of distributed kernels: ranks to run in, assertions about tensors."""
 
 from __future__ import annotations
 

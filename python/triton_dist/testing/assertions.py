@@ -72,7 +72,7 @@ def assert_allclose(
 def count_mismatches(
     actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float
 ) -> torch.Tensor:
-    """How many values of ``actual`` are not within ``atol + rtol * |expected|``; NaN never is.
+    """Number of values of ``actual`` not within ``atol + rtol * |expected|``; NaN never is.
 
     A scalar on the tensors' device: nothing waits for it, so a test can check many outputs and look
     once. For 16-bit dtypes: differences are taken in single precision.
@@ -92,7 +92,7 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits (NaN equals the same NaN)."""
+    """True if two tensors have the same shape, dtype and bits (NaN equals the same NaN)."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     as_bytes = (tensor.contiguous().view(torch.uint8).cpu() for tensor in (left, right))

@@ -37,7 +37,7 @@ from triton_dist.runtime import triton_compat
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the compiler and the launcher ask of a device."""
+    """Facts that the compiler and the launcher ask of a device."""
 
     shared_memory_bytes: int
     """Most shared memory that one block may ask for (opt-in limit)."""
@@ -126,7 +126,7 @@ class CompileOnlyDriver(DriverBase):
         self.launches: list[Launch] = []
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
-        """What ``CompiledKernel.run`` calls in place of the native launcher."""
+        """A function that ``CompiledKernel.run`` calls in place of the native launcher."""
 
         def launch(
             x: int, y: int, z: int, stream: int, function: int, packed: Any, launch_metadata: Any,
@@ -239,7 +239,7 @@ def compile_only(
 
 
 def compile_kernel(fn: Any, *args: Any, grid: Any = (1,), **kwargs: Any) -> Compiled:
-    """What ``fn[grid](*args, **kwargs)`` would launch, compiled for the installed architecture.
+    """Compile what ``fn[grid](*args, **kwargs)`` would launch, for the installed architecture.
 
     ``fn`` is a ``@triton.jit`` kernel, or an ``@triton.autotune`` around one: then the config that
     the autotuner chose. Raises Triton's ``OutOfResources`` where a GPU would, and

@@ -199,7 +199,7 @@ class _Rank:
         return f"exited with status {code}"
 
     def _stacks_text(self) -> str:
-        """What faulthandler wrote; it is asked by a signal, so it may need a moment."""
+        """Stacks as faulthandler wrote them; it is asked by a signal, so it may need a moment."""
         limit = time.monotonic() + 2.0
         while self.process.is_alive() and time.monotonic() < limit:
             if self.stacks.exists() and self.stacks.stat().st_size:
@@ -267,7 +267,7 @@ def _environment(world_size: int, port: int, device: str) -> dict[str, str]:
 
 @contextmanager
 def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
-    """What is started meanwhile inherits ``environment``."""
+    """Let what is started meanwhile inherit ``environment``."""
     before = knobs.environment()
     knobs.replace_environment(environment)
     try:
@@ -277,7 +277,7 @@ def _environment_of_ranks(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _context(environment: Mapping[str, str]) -> Any:
-    """Where ranks come from: the fork server, or fresh interpreters if it was started with other
+    """The source of ranks: the fork server, or fresh interpreters if it was started with other
     settings of the kind that torch and Triton read once, when they are imported."""
     global _server_settings
     read_at_import = ("TRITON_INTERPRET", "TORCH_", "OMP_", "PYTHON")

@@ -1,4 +1,4 @@
-"""What a process that :func:`triton_dist.testing.spawn_ranks` started does, from first to last."""
+"""The life of a process that :func:`triton_dist.testing.spawn_ranks` started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankTask:
     device: str
     init: bool
     timeout: float
-    """Of the process group, in seconds."""
+    """Limit of the process group, in seconds."""
     stacks: str
     """File for stacks of a rank that crashes or is stuck."""
     poison_empty: bool

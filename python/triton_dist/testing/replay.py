@@ -96,7 +96,7 @@ class Replay:
         self.milliseconds += runs[taken % len(runs)]
 
     def attempt(self, request: Request, policy: Policy) -> Outcome:
-        """What comes of ``request`` in a tuning: the first time, the config is run once before it
+        """The outcome of ``request`` in a tuning: the first time, the config is run once before it
         is measured."""
         runs = self._runs[request.config.digest]
         if isinstance(runs, Failure):

@@ -46,6 +46,7 @@ class Conversation:
 
     Args:
         quarantine: called with a config in which some rank is stuck.
+        hint: what may explain that others do not come to the first message.
 
     Attributes:
         clock: where the time went.
@@ -63,8 +64,10 @@ class Conversation:
         quarantine: Quarantine,
         key: str = "",
         call: int = 0,
+        hint: str = "",
     ) -> None:
-        self._ranks = ranks.converse(function, key, call)
+        self._ranks = ranks.converse(function, key, call, hint)
+        self._hint = hint
         self.has_met = False
         self._is_nested = watchdog.is_inside()
         self._function = function
@@ -157,6 +160,8 @@ class Conversation:
                 self.lost = RankDisagreement(what, dict(sorted(by_rank.items())))
                 raise self.lost from None
             at = replace(at, config=self.accused(at))
+            if not (self.has_met or late.because):
+                at = replace(at, remark=self._hint)
             error = self._timeout(at, late.missing, late.seconds, late.because)
             if at.config is not None and late.missing and not late.because:
                 self.quarantine(at.config, Failure("timeout", error.summary, int(late.missing[0])))

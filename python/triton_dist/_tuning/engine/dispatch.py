@@ -45,7 +45,7 @@ class Choice:
     kept: bool = True
     """It holds for later calls."""
     span: Span | None = None
-    """Where the exact size decides, within the range of the key."""
+    """Configs by exact size, within the range of the key."""
 
     def of(self, sizes: tuple[int, ...]) -> Choice:
         """The choice for exact sizes."""
@@ -273,9 +273,7 @@ class AutoTuner(Decorated):
         with self._told(process_group):
             ranks = self._surroundings.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
-            space: ConfigSpace = (
-                self.config_space if not fixed else FixedSpace(self.config_space, fixed)
-            )
+            space = FixedSpace(self.config_space, fixed) if fixed else self.config_space
             if fixed and not space.names:  # nothing is left to be chosen
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
                 return Choice(space[0], {}, None)
@@ -291,7 +289,8 @@ class AutoTuner(Decorated):
             known = self._chosen.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
-                call = Call(args, kwargs, key, self._calls, traced, sizes)
+                agreed = tuple(key for group, key in self._chosen if group == ranks)
+                call = Call(args, kwargs, key, self._calls, traced, sizes, agreed)
                 known = self._resolve(parts, space, call)
                 self._calls = 0
             if known.record is not None and known.kept:

@@ -160,3 +160,5 @@ class Call:
     """It computes nothing, so nothing can be measured with it."""
     sizes: tuple[int, ...] = ()
     """Exact ones, whose ranges are in the key."""
+    agreed: tuple[object, ...] = ()
+    """Keys that the same ranks agreed on before: calls with one of them send no message."""

@@ -9,7 +9,7 @@ lies between them; the time of the others is that at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What the leader tells all ranks: plain values."""
+    """Words of the leader to all ranks: plain values."""
 
     winner: str
     """Digest of the record's winner."""
@@ -75,32 +75,33 @@ def times_of(
     record: TuningRecord,
     at: int,
     below: Sequence[tuple[int, TuningRecord]],
-    safe: frozenset[str],
+    is_safe: Mapping[str, bool],
 ) -> Times:
     """The times of ``record``, which was measured at size ``at``.
 
     Args:
         below: records of smaller sizes with these, the nearest first.
-        safe: digests of configs that are.
+        is_safe: by digest of the configs that may be used, the winner among them.
     """
-    medians = _medians(record)
+    medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_safe}
     fixed = min(
-        ((digest, ms) for digest, ms in medians.items() if digest not in safe),
+        ((digest, ms) for digest, ms in medians.items() if not is_safe[digest]),
         key=lambda pair: pair[1],
         default=None,
     )
     lines = []
-    for digest in safe & medians.keys():
+    for digest in medians:
+        if not is_safe[digest]:
+            continue
         there = ((size, _medians(each).get(digest)) for size, each in below if size < at)
         size, ms = next(((size, ms) for size, ms in there if ms is not None), (0, None))
         if ms is not None:
             lines.append(Line(digest, size, ms, at, medians[digest]))
-    # The same winner in each process, however sets are ordered there.
-    return Times(record.best.digest, fixed, tuple(sorted(lines)))
+    return Times(record.best.digest, fixed, tuple(lines))
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:
-    """Of configs that were not dropped early, whose few samples say little; the winner first."""
+    """Medians, but for configs that were dropped early, whose few samples say little."""
     measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
     most = max(len(trial.outcome.samples) for trial in measured)  # type: ignore[union-attr]
     return {

@@ -1,4 +1,4 @@
-"""What a new key takes over from its neighbours: keys that differ in sizes alone, by little.
+"""Takes over for a new key what its neighbours know: keys that differ in sizes alone, by little.
 
 At the first call of a key that has neighbours, the few configs that are near the best at theirs
 race for some milliseconds, instead of all candidates for seconds. Where nothing can be measured,
@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from triton_dist._tuning.engine.clock import timestamp
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.pruning import Pruning
 from triton_dist._tuning.engine.span import Span, Times, times_of
 from triton_dist._tuning.values import (
     Config,
@@ -45,12 +45,22 @@ _IN_DOUBT = 0.3
 """Doublings to the only neighbour from which on its winner is not trusted without measuring."""
 
 
+class Prediction(NamedTuple):
+    """The record that neighbours predict, or why they could not be asked; neither without them."""
+
+    record: TuningRecord | None = None
+    failure: str = ""
+
+
 class Transfer:
-    """What one call takes over; every method is called on all ranks, and the leader's records
+    """All that one call takes over; every method is called on all ranks, and the leader's records
     count."""
 
-    def __init__(self, parts: Parts, subject: Subject, call: Call, ranks: Conversation) -> None:
+    def __init__(
+        self, parts: Parts, subject: Subject, call: Call, ranks: Conversation, pruning: Pruning
+    ) -> None:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
+        self._pruning = pruning
 
     @property
     def measured_at(self) -> tuple[int, ...]:
@@ -59,8 +69,8 @@ class Transfer:
         return () if sizes is None or sizes.values(call.key) == call.sizes else call.sizes
 
     def few(
-        self, key: Key, fingerprint: Fingerprint, kept: list[Config]
-    ) -> tuple[list[Config], str]:
+        self, key: Key, fingerprint: Fingerprint, kept: Sequence[Config]
+    ) -> tuple[Sequence[Config], str]:
         """On the leader: the candidates of ``kept`` that neighbours leave, and which neighbours;
         all, if there are none."""
         settings = self._parts.settings
@@ -71,20 +81,12 @@ class Transfer:
                 return few, f"carried over from {near}"
         return kept, ""
 
-    def predicted(self, key: Key, fingerprint: Fingerprint) -> TuningRecord | None:
-        """The record for ``key`` by its neighbours, without measuring; ``None`` if there are none,
-        or they cannot say."""
-        subject, call = self._subject, self._call
-        if subject.sizes is None:
-            return None
-        record: TuningRecord | None = None
-        if self._ranks.is_leader:
-            # What prune_fn raises is told where it is tuned.
-            with suppress(Exception):
-                kept, _ = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
-                near = self._neighbours(key, fingerprint)
-                record = near.predict(key, kept, timestamp()) if near is not None else None
-        return self._told("predict", record)
+    def predicted(self, key: Key, fingerprint: Fingerprint) -> Prediction:
+        """The record for ``key`` by its neighbours, without measuring."""
+        if self._subject.sizes is None:
+            return Prediction()
+        own = self._predict(key, fingerprint) if self._ranks.is_leader else Prediction()
+        return self._told("predict", own)
 
     def span(self, key: Key, fingerprint: Fingerprint, record: TuningRecord) -> Span | None:
         """Configs by exact size, of a function with one size."""
@@ -92,9 +94,26 @@ class Transfer:
         if subject.sizes is None or len(self._call.sizes) != 1:
             return None
         near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
-        own = None if near is None else near.times(record, subject.space)
+        own = None if near is None else near.times(record, self._usable(record))
         times = self._told("sizes", own)
         return None if times is None else Span.of(times, subject.space)
+
+    def _predict(self, key: Key, fingerprint: Fingerprint) -> Prediction:
+        near = self._neighbours(key, fingerprint)
+        if near is None or not near.all:
+            return Prediction()
+        pruned = self._pruning.answer
+        if pruned.failure is not None:
+            return Prediction(failure=f"{pruned.raised} on rank {self._ranks.named(0)}")
+        return Prediction(near.predict(key, pruned.kept, timestamp()))
+
+    def _usable(self, record: TuningRecord) -> list[Config]:
+        """Configs in ``record`` that may be used besides the winner: those of one's own passed
+        ``prune_fn`` when they were measured, those of a shipped one have to pass it here."""
+        space = self._subject.space
+        kept = self._pruning.answer.kept if record.shipped else space
+        winner = space.find(record.best.digest)
+        return [*kept] if winner is None or winner in kept else [winner, *kept]
 
     def _told(self, phase: str, own: T) -> T:
         """The leader's value."""
@@ -175,16 +194,16 @@ class Neighbours:
         safe = safe or [config for config in kept if self.is_safe(config)][:_SAFE]
         return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
 
-    def times(self, record: TuningRecord, space: Sequence[Config]) -> Times:
-        """The times of configs by size, for the range of ``record``."""
+    def times(self, record: TuningRecord, usable: Sequence[Config]) -> Times:
+        """The times of these configs by size, for the range of ``record``."""
         (at,) = record.at or self.family.sizes
         below = [
             ((each.record.at or each.sizes)[0], each.record)
             for each in self.all
             if each.sizes < self.family.sizes
         ]
-        safe = frozenset(config.digest for config in space if self.is_safe(config))
-        return times_of(record, at, below, safe)
+        is_safe = {config.digest: self.is_safe(config) for config in usable}
+        return times_of(record, at, below, is_safe)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
         """The record that is used for ``key`` where nothing can be measured: of the config that is

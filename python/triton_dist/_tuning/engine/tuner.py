@@ -16,6 +16,7 @@ from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress, journal_head
+from triton_dist._tuning.engine.pruning import Answer, Pruning
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
@@ -38,7 +39,12 @@ from triton_dist._tuning.values import (
     Validity,
     validity,
 )
-from triton_dist.errors import NoValidConfig, RankDisagreement, TuningFrozen
+from triton_dist.errors import (
+    CaptureInProgress,
+    NoValidConfig,
+    RankDisagreement,
+    TuningFrozen,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
     1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's;
        shipped ones only if no rank has one of its own.
     2. Where tuning is forbidden, or during CUDA-graph capture, what the leader's records of
-       neighbouring sizes predict.
+       neighbouring sizes predict; an error if its ``prune_fn`` raises.
     3. Where tuning is forbidden, none: an error, in a capture too, since a graph would keep the
        default for good.
     4. During CUDA-graph capture, the default: the first config.
@@ -83,6 +89,7 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
 
     Raises:
         TuningFrozen: tuning is forbidden on some rank; on every rank.
+        CaptureInProgress: the leader's ``prune_fn`` raised during a capture; on every rank.
         RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
@@ -96,18 +103,35 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         raise
 
 
+def _hint(call: Call) -> str:
+    """Words on why others may not come to a first call: theirs need no message."""
+    known = ", ".join(f"{key!r:.200}" for key in call.agreed[-3:])
+    beside = (
+        f", which is new, and {len(call.agreed)} key(s) are known, such as {known}: a rank that "
+        "calls it with one of those does not come. See that all ranks come with the same sizes, "
+        "and that clear() was called on all or none"
+    )
+    return f"The key of this rank is {call.key!r:.200}{beside if known else ''}."
+
+
 class _FirstCall:
     def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
         self._subject, self._parts, self._call = subject, parts, call
         limits = (parts.settings.seconds, parts.settings.grace)
-        about = (f"{call.key!r:.200}", call.number)
         self.ranks = self._ranks = Conversation(
-            parts.ranks, subject.name, *limits, self._quarantine, *about
+            parts.ranks,
+            subject.name,
+            *limits,
+            self._quarantine,
+            key=f"{call.key!r:.200}",
+            call=call.number,
+            hint=_hint(call),
         )
         self._progress: Progress | None = None
         self._incumbent: Config | None = None
         self._restless = Restless(subject.name)
-        self._transfer = Transfer(parts, subject, call, self.ranks)
+        self._pruning = Pruning(subject, call, self.ranks)
+        self._transfer = Transfer(parts, subject, call, self.ranks, self._pruning)
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
@@ -128,14 +152,17 @@ class _FirstCall:
             return self._resolution(key, meeting.fingerprint, record, tuned=False)
 
         if meeting.frozen or meeting.capturing:
-            predicted = self._transfer.predicted(key, meeting.fingerprint)
+            predicted, failure = self._transfer.predicted(key, meeting.fingerprint)
+            if failure:
+                cause = self._pruning.answer.failure if self._ranks.is_leader else None
+                raise self._cannot(key, meeting, f"{own.where}; {failure}") from cause
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
                 config = self._config(predicted.best.digest)
                 return Resolution(config, predicted, tuned=False, kept=not meeting.capturing)
 
         if meeting.frozen:
-            raise TuningFrozen(subject.name, key, key.hardware, own.where, meeting.frozen)
+            raise self._cannot(key, meeting, own.where)
 
         if meeting.capturing:
             return Resolution(subject.space[0], None, tuned=False)
@@ -146,6 +173,13 @@ class _FirstCall:
         advice = self._restless.advice if self._ranks.is_leader else ""
         found = self._resolution(key, meeting.fingerprint, record, tuned=True)
         return replace(found, advice=advice)
+
+    def _cannot(self, key: Key, meeting: Meeting, why: str) -> Exception:
+        """The error where nothing may be measured."""
+        name = self._subject.name
+        if meeting.frozen:
+            return TuningFrozen(name, key, key.hardware, why, meeting.frozen)
+        return CaptureInProgress(name, f"key {key} cannot be tuned during a capture: {why}")
 
     def _resolution(
         self, key: Key, fingerprint: Fingerprint, record: TuningRecord, tuned: bool
@@ -166,18 +200,14 @@ class _FirstCall:
         return found
 
     def _pruned_away(self, record: TuningRecord) -> list[str]:
-        """Why ``prune_fn`` of today would not have the winner tried; of one's own record it is the
+        """Reasons of ``prune_fn`` of today against the winner; for one's own record it is the
         same that was asked when it was tuned."""
-        subject, call = self._subject, self._call
         if not record.shipped:
             return []
-        try:
-            with self._ranks.user_code(Situation("prune_fn")) as watch:
-                watch.begin()
-                kept, _ = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
-        except Exception as error:
-            return [f"prune_fn raised {type(error).__name__}: {error}"]
-        if any(config.digest == record.best.digest for config in kept):
+        pruned = self._pruning.answer
+        if pruned.failure is not None:
+            return [pruned.raised]
+        if any(config.digest == record.best.digest for config in pruned.kept):
             return []
         return [f"prune_fn drops the winner {record.best}"]
 
@@ -311,28 +341,22 @@ class _FirstCall:
         """Configs that the leader's ``prune_fn`` leaves; the others' is not asked. Of a key that
         has neighbours few, and which neighbours these are."""
         subject, ranks = self._subject, self._ranks
-        failure: Exception | None = None
         plan = _Plan()
-        if ranks.is_leader:
-            try:
-                with ranks.user_code(Situation("prune_fn")) as watch:
-                    watch.begin()
-                    kept, pruned = subject.space.prune(
-                        subject.prune_fn, self._call.args, self._call.kwargs
-                    )
-                few, carried = self._transfer.few(key, fingerprint, kept)
-                plan = _Plan(
-                    tuple(config.digest for config in few),
-                    tuple((each.config.digest, each.reason) for each in pruned),
-                    carried,
-                )
-            except Exception as error:
-                failure, plan = error, _Plan(failure=f"{type(error).__name__}: {error}")
+        answer = self._pruning.answer if ranks.is_leader else Answer()
+        if answer.failure is not None:
+            plan = _Plan(failure=answer.raised)
+        elif ranks.is_leader:
+            few, carried = self._transfer.few(key, fingerprint, answer.kept)
+            plan = _Plan(
+                tuple(config.digest for config in few),
+                tuple((each.config.digest, each.reason) for each in answer.dropped),
+                carried,
+            )
         decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
-        if failure is not None:
-            raise failure
+        if answer.failure is not None:
+            raise answer.failure
         if decided.failure is not None:
-            raised = {ranks.named(0): f"raised {decided.failure}"}
+            raised = {ranks.named(0): decided.failure}
             raise RankDisagreement(f"prune_fn of {subject.name}", raised)
         candidates = [self._config(digest) for digest in decided.kept]
         pruned = [Pruned(self._config(digest), reason) for digest, reason in decided.pruned]

@@ -57,7 +57,7 @@ class Watch:
         self.due = math.inf
 
     def next(self) -> float:
-        """When to report, or then to end the process. ``due`` is written by the watched thread
+        """Time to report, or then to end the process. ``due`` is written by the watched thread
         alone: one that comes back at the last moment is safe from then on."""
         return self.due + self.grace if self.overdue else self.due
 

@@ -16,7 +16,7 @@ from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 LAPS = (1, 1, 2, 2, 3)
 """Samples of each candidate in each lap."""
 _FIRST_MARGIN = 0.15
-"""Who is so far behind after one sample leaves; the noise is not known then."""
+"""A candidate so far behind after one sample leaves; the noise is not known then."""
 _SEVERAL, _FEW_MARGIN = 5, 0.04
 """With fewer samples than that their spread is no measure of the noise, and nobody leaves who is
 less behind."""

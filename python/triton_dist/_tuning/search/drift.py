@@ -26,7 +26,7 @@ class Drift:
         self._blocks: defaultdict[str, list[int]] = defaultdict(list)
         self._taken = 0
         self._speed: dict[int, float] = {}
-        """Of each block: by how much runs took longer in it, about 1."""
+        """By block, the factor by which runs took longer in it, about 1."""
 
     def add(self, digest: str, samples: Iterable[float]) -> None:
         """``samples`` were taken now, one after another."""

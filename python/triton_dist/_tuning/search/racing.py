@@ -219,7 +219,7 @@ class Racing:
         return [c for c, level in zip(left, found.level, strict=True) if level <= limit]
 
     def _digests(self, candidates: Iterable[Config]) -> list[str]:
-        """Of those that did not fail."""
+        """Digests of those that did not fail."""
         digests = (config.digest for config in candidates)
         return [digest for digest in digests if digest in self._samples]
 

@@ -21,7 +21,7 @@ class Difference(NamedTuple):
 
 
 DIFFERS = "differs by rank"
-"""Why a constant that a function binds does not count."""
+"""Reason for which a constant that a function binds does not count."""
 
 _CONSTANTS = ("literal", "bound", "uncounted")
 
@@ -92,7 +92,7 @@ class Fingerprint:
 
 
 class OlderFingerprint(Fingerprint):
-    """That of a record of schema 1 or 2, whose digests of code had constants in them."""
+    """The fingerprint of a record of schema 1 or 2, whose digests of code had constants in them."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         code_differs = False

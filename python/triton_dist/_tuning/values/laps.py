@@ -21,7 +21,7 @@ class Levels(NamedTuple):
     """Several candidates, each without what its laps have in common."""
 
     level: list[float]
-    """Of each; milliseconds in a typical lap."""
+    """Milliseconds of each in a typical lap."""
     noise: float
     """Standard deviation of a sample, milliseconds; that of most samples, whatever their tails."""
 

@@ -42,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a config cannot be used."""
+    """Reason for which a config cannot be used."""
 
     kind: FailureKind
     message: str

@@ -20,10 +20,10 @@ class Policy:
     repeat: int = 10
     """Timed runs of each candidate; when they race, of each finalist in the final, at most."""
     doubt: int = 0
-    """When they race: so many more of the finalists that noise does not tell apart. No fact of a
+    """In a race, so many more runs of finalists that noise does not tell apart. No fact of a
     result, which it makes surer but not another."""
     rounds: tuple[int, ...] = (1, 2, 5)
-    """When they race: samples that a candidate has after each round before the final."""
+    """In a race, samples that a candidate has after each round before the final."""
     timing: str = "events"
     """``events``: the device's own timer around each run. ``graph``: the same around replays of
     each candidate, captured."""

@@ -56,11 +56,11 @@ class TuningRecord:
     fingerprint: Fingerprint
     trials: tuple[Trial, ...]
     timestamp: str
-    """When it was finished, UTC, ISO 8601."""
+    """Time at which it was finished, UTC, ISO 8601."""
     seconds: float
     """Duration of the tuning."""
     carried: str = ""
-    """Where few candidates were tried, or none, because others' results were at hand: which."""
+    """Source of the results that left few candidates to be tried, or none; else empty."""
     at: tuple[int, ...] = ()
     """Sizes of the call that was measured; empty if those of the key, which end its range."""
 

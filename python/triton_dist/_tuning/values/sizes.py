@@ -21,7 +21,7 @@ from triton_dist.errors import InvalidArgument
 
 Rounding = Callable[[int], int]
 Path = tuple[int, ...]
-"""Of a size in a key: its place in the tuple that is at that place in …"""
+"""Place of a size in a key: its place in the tuple that is at that place in …"""
 
 
 def fine_bucket(n: int) -> int:
@@ -140,7 +140,7 @@ class Family:
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """How far sizes are from one another: in doublings, of that which differs most."""
+    """Distance of sizes from one another: in doublings, of that which differs most."""
     pairs = zip(one, other, strict=True)
     return max(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 

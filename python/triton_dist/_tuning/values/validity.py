@@ -15,7 +15,7 @@ class Validity:
     """Judgement on a record. Each sentence names the field, what was recorded and what is now."""
 
     reasons: tuple[str, ...]
-    """Why it is not used; empty if it is."""
+    """Reasons for not using it; empty if it is used."""
     tolerated: tuple[str, ...] = ()
     """Differences that are accepted: patch levels, unless versions are checked strictly."""
 

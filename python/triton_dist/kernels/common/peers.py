@@ -1,4 +1,4 @@
-"""What kernels know of peers: where their memory is, the flags that they set, and their shards.
+"""Knowledge of kernels about peers: where their memory is, flags that they set, and their shards.
 
 Addresses of peers' memory are read from tables. A flag of a call carries its size, so that who
 waits for a peer also learns whether the peer came with as many rows: it is int64, which call it is
@@ -24,10 +24,10 @@ _PRIME = 2**20 - 3
 
 
 @jit
-def target_at(targets_ptr, slab, like_ptr):
-    """Address to which the tiles of ``slab`` go. The hint stands here, since one on the result of
-    a call is lost when the call is inlined (Triton 3.6)."""
-    return tl.multiple_of(tl.load(targets_ptr + slab).to(like_ptr.dtype), TARGET_ALIGNMENT)
+def target_at(targets_ptr, row_block, like_ptr):
+    """Address to which the tiles of ``row_block`` go. The hint stands here, since one on the result
+    of a call is lost when the call is inlined (Triton 3.6)."""
+    return tl.multiple_of(tl.load(targets_ptr + row_block).to(like_ptr.dtype), TARGET_ALIGNMENT)
 
 
 @jit

@@ -257,7 +257,7 @@ class CudaTimer:
 
 
 def _manner() -> str:
-    """What sets this process's use of a GPU apart from that of one rank a GPU, for which results
+    """Text that tells this process's use of a GPU from that of one rank a GPU, for which results
     are."""
     if is_interpreting():
         return " (interpreter)"

@@ -13,7 +13,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class IpcHandle(ctypes.Structure):
-    """What another process of the host needs to map memory: CUipcMemHandle."""
+    """Handle by which another process of the host maps memory: CUipcMemHandle."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 

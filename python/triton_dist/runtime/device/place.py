@@ -28,11 +28,11 @@ class Place:
     machine: str
     """The same for all containers of a machine, until it is booted again."""
     namespaces: tuple[str, str]
-    """Of process numbers, and of IPC."""
+    """Namespaces of process numbers, and of IPC."""
     gpu: str
     """UUID of the GPU, or of the part of it that a process of MIG has."""
     bus: str
-    """Where the GPU is on its machine: the same for all parts of it."""
+    """Place of the GPU in its machine: the same for all parts of it."""
     visible: tuple[str, ...]
     """UUIDs of all GPUs that the process sees, in CUDA's order."""
     ranks_per_gpu: int = 1

@@ -29,7 +29,9 @@ class SoloRank:
         in_world = dist.is_available() and dist.is_initialized()
         return WorldRank(dist.get_rank() if in_world else knobs.rank.get())
 
-    def converse(self, function: str = "", key: str = "", call: int = 0) -> SoloRank:
+    def converse(
+        self, function: str = "", key: str = "", call: int = 0, hint: str = ""
+    ) -> SoloRank:
         return self
 
     def leave(self, reason: str, refused: bool = False) -> None:

@@ -62,7 +62,7 @@ class StoreRanks:
         self.world = tuple(range(size)) if world is None else tuple(world)
         self._mailbox = Mailbox(store, rank)
         self._numbers = itertools.count(1)
-        self._topic = self._function = self._key = ""
+        self._topic = self._function = self._key = self._hint = ""
         self._call = self._step = 0
         self._written: list[str] = []
         self._last: StoreRanks = self
@@ -100,7 +100,9 @@ class StoreRanks:
         """Limit of the first message of a conversation, unless its caller gives another."""
         return knobs.autotune_meeting_timeout.get() or 1800.0
 
-    def converse(self, function: str = "", key: str = "", call: int = 0) -> StoreRanks:
+    def converse(
+        self, function: str = "", key: str = "", call: int = 0, hint: str = ""
+    ) -> StoreRanks:
         """The same ranks, about one thing: the n-th conversation of a rank meets the n-th of the
         others.
 
@@ -110,10 +112,11 @@ class StoreRanks:
             call: which call of ``function`` it is, since all ranks met in one. Ranks that count
                 alike know whether a call that was refused on one of them is the one that they
                 are in.
+            hint: what may explain that others do not come, for a message while they are awaited.
         """
         new = copy.copy(self)
         new._written = list(self._last._written) if self._last is not self else []
-        new._function, new._key, new._call = function, key, call
+        new._function, new._key, new._call, new._hint = function, key, call, hint
         new._step, new._reminded = 0, False
         new._next_topic()
         self._last = new
@@ -273,6 +276,7 @@ class StoreRanks:
         key = f" {self._key}" if self._key else ""
         awaited = ", ".join(str(self.named(rank)) for rank in missing)
         known = "".join(f" Rank {r} {text}." for r, text in self._notes(missing).items())
+        known = known or f" {self._hint}".rstrip()
         _log.warning(
             f"rank {self.named(self.rank)}: {about}{phase}{key}: waiting for rank(s) {awaited} "
             f"for {waited:.0f} s.{known}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class LeaseOffer(NamedTuple):
-    """Where other processes find the file."""
+    """Place at which other processes find the file."""
 
     pid: int
     fd: int

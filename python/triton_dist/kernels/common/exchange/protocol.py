@@ -77,8 +77,8 @@ PART_ALIGNMENT = tl.constexpr(16)
 
 
 class Slots(NamedTuple):
-    """Where parts arrive. data: this rank's two slots. table: by rank, where those are. elements:
-    of a slot."""
+    """Memory in which parts arrive. data: this rank's two slots. table: by rank, where those are.
+    elements: of a slot."""
 
     data: Any
     table: Any
@@ -86,8 +86,8 @@ class Slots(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """What ranks tell one another by. arrivals: this rank's flags. table: by rank, where those are.
-    calls: the count of calls. guard: of waits."""
+    """Flags by which ranks tell one another. arrivals: this rank's. table: by rank, where those
+    are. calls: the count of calls. guard: of waits."""
 
     arrivals: Any
     table: Any
@@ -96,7 +96,7 @@ class Peers(NamedTuple):
 
 
 class Packets(NamedTuple):
-    """Where words arrive (``exchange/packets.py``); calls and guard as of ``Peers``."""
+    """Memory in which words arrive (``exchange/packets.py``); calls and guard as of ``Peers``."""
 
     words: Any
     table: Any
@@ -115,7 +115,7 @@ class Lengths(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How programs are laid out: constants. LANES: ranks, rounded up to a power of two. BLOCK:
+    """Layout of programs: constants. LANES: ranks, rounded up to a power of two. BLOCK:
     elements that a program moves at a time. NUM_PIECES: in which its share travels."""
 
     NUM_RANKS: Any

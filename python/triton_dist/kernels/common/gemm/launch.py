@@ -29,7 +29,7 @@ ALL_SHARDS = 8
 _MANY_WAVES = 16
 # What a cut should save of the waves at least; writing and reading partials takes time too.
 _LEAST_SAVING = 0.03
-# Larger shards, of a bucket, are not sent by SMs: copy engines leave all of those to the GEMM.
+# Larger shards, at the end of a range, are not sent by SMs: copy engines leave those to the GEMM.
 _MOST_FUSED_ROWS = 1024
 _MOST_FUSED_BYTES = 16 << 20
 _DESCRIPTOR_ONLY = ("EPILOGUE_SUBTILE", "GROUP_SIZE_SHARDS", "SPLIT_K")

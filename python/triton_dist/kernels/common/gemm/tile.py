@@ -57,8 +57,8 @@ def gathered_tile(
 
 
 @jit
-def slab_in_scatter_order(position, rank, num_ranks):
-    """The ``position``-th slab of rows: rank + 1's first, the own one last, so that every rank
+def row_block_in_scatter_order(position, rank, num_ranks):
+    """The ``position``-th row block of rows: rank + 1's first, the own one last, so that every rank
     receives from one peer at a time and has all of its parts when it comes to its own rows."""
     return (rank + 1 + position) % num_ranks
 
@@ -67,22 +67,22 @@ def slab_in_scatter_order(position, rank, num_ranks):
 def tile_in_scatter_order(
     index, rank, num_ranks, tiles_m, tiles_n, chunk_tiles_m, GROUP_SIZE_M: tl.constexpr
 ):
-    """(slab, number of the tile in its slab, m, n) of the ``index``-th tile of all slabs of
-    ``tiles_m`` by ``tiles_n`` tiles.
+    """(row block, number of the tile in its row block, m, n) of the ``index``-th tile of all row
+    blocks of ``tiles_m`` by ``tiles_n`` tiles.
 
-    Slabs are cut in chunks of ``chunk_tiles_m`` rows of tiles, the last maybe less. Of each chunk
-    come all slabs, in scatter order; then the next chunk. Every rank has the same chunk of the same
-    slab at one place of this order, but for the turn of the slabs within a chunk: the owner comes
-    to it last.
+    Row blocks are cut in chunks of ``chunk_tiles_m`` rows of tiles, the last maybe less. Of each
+    chunk come all row blocks, in scatter order; then the next chunk. Every rank has the same chunk
+    of the same row block at one place of this order, but for the turn of the row blocks within a
+    chunk: the owner comes to it last.
     """
     chunk_tiles = chunk_tiles_m * tiles_n
     chunk = index // (num_ranks * chunk_tiles)
     rows_of_tiles = min(tiles_m - chunk * chunk_tiles_m, chunk_tiles_m)
     inside = index - chunk * num_ranks * chunk_tiles
-    slab = slab_in_scatter_order(inside // (rows_of_tiles * tiles_n), rank, num_ranks)
+    row_block = row_block_in_scatter_order(inside // (rows_of_tiles * tiles_n), rank, num_ranks)
     tile = inside % (rows_of_tiles * tiles_n)
     m, n = tile_in_group(tile, rows_of_tiles, tiles_n, GROUP_SIZE_M)
-    return slab, chunk * chunk_tiles + tile, chunk * chunk_tiles_m + m, n
+    return row_block, chunk * chunk_tiles + tile, chunk * chunk_tiles_m + m, n
 
 
 @jit

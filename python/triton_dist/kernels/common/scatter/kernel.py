@@ -1,32 +1,34 @@
 """GEMM whose tiles go to the ranks that own their rows, and the sum of what arrives.
 
-``A[M, K] @ B[K, N]`` is this rank's addend of a product; M consists of ``NUM_RANKS`` slabs of
+``A[M, K] @ B[K, N]`` is this rank's addend of a product; M consists of ``NUM_RANKS`` row blocks of
 ``rows`` rows, one owned by each rank; the last ones may be short, or empty. A tile belongs to one
-slab and is stored, rounded to the output's dtype, into this rank's part of the owner's slot:
+row block and is stored, rounded to the output's dtype, into this rank's part of the owner's slot:
 
     partials of a slot, on each rank: [source rank, max_rows, N], ``slot.stride`` elements a rank
 
-Where the tiles of slab s go is ``slot.targets[s]``, an address; what says that they are there are
-flags from ``slot.flags[s]`` on, also an address. Four ways (``SCATTER``):
+Where the tiles of row block s go is ``slot.targets[s]``, an address; what says that they are there
+are flags from ``slot.flags[s]`` on, also an address. Four ways (``SCATTER``):
 
 ``"tile"``      target: the owner's slot; flag ``[tile * NUM_RANKS + rank]`` on the owner is set to
                 the epoch.
-``"slab"``      target: memory of this rank, from which a copy engine pushes. Each chunk of a slab,
-                ``chunk_tiles_m`` rows of tiles, has a counter of its tiles here. After a chunk the
-                copy engine sets flag ``[chunk * NUM_RANKS + rank]`` on the owner to the epoch.
+``"row_block"`` target: memory of this rank, from which a copy engine pushes. Each chunk of a row
+                block, ``chunk_tiles_m`` rows of tiles, has a counter of its tiles here. After a
+                chunk the copy engine sets flag ``[chunk * NUM_RANKS + rank]`` on the owner to the
+                epoch.
 ``"add"``       target: one fp32 sum on the owner, to which tiles are added by atomics; flags as of
-                ``"tile"``. Who finishes a tile of the own slab waits, rounds, and leaves zeros.
-``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own slab
+                ``"tile"``. Who finishes a tile of the own block waits, rounds, and leaves zeros.
+``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own block
                 stores the sum to C and to ``out.sums[p]`` of each peer p, addresses, and then sets
                 flag ``[tile * NUM_RANKS + rank]`` from ``out.sum_flags[p]`` on.
                 ``scatter/tiles.py`` brings what arrives there to C.
 
-The own slab comes last: the program that has computed one of its tiles waits for the same tile, or
-its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"``, ``"slab"``
-and ``"all"`` give the same bits on every call; ``"add"`` adds in the order of arrival.
+The own row block comes last: the program that has computed one of its tiles waits for the same
+tile, or its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"``,
+``"row_block"`` and ``"all"`` give the same bits on every call; ``"add"`` adds in the order of
+arrival.
 
-With ``"all"``, slabs come in chunks (``tile_in_scatter_order``), of each chunk the own slab last:
-so sums travel while later chunks are multiplied.
+With ``"all"``, row blocks come in chunks (``tile_in_scatter_order``), of each chunk the own row
+block last: so sums travel while later chunks are multiplied.
 
 Ranks cannot wait in a circle. A wait at one place of the order is for tiles that peers have at
 earlier places of theirs. One that waits has announced its tiles of earlier places, and nothing but
@@ -46,13 +48,13 @@ slot.targets    int64       [NUM_RANKS], addresses by owner          the host, o
 slot.flags      int64       the same, of flags or counters           the host, once
 slot.arrivals   int64       [unit, NUM_RANKS], by source rank        as ``partials``
 slot.epoch      int64       the line of the slot                     this rank's kernels
-slot.left       int32       [programs]                               this rank's kernels
+slot.deferred       int32       [programs]                               this rank's kernels
 out.c           of A        [rows, N]; of an all-reduce [M, N]       this kernel
 out.bias        of A        [N], or ``None``                         the caller
 out.sums        int64       [NUM_RANKS], addresses of [M, N]; or     the host, once
                             ``None``: no all-reduce
 out.sum_flags   int64       the same, of their flags                 the host, once
-M, rows         int         of A, of a slab; not specialised         the host
+M, rows         int         of A, of a row block; not specialised         the host
 tile, summing   constants   ``Tile``, ``Summing``                    the host
 ==============  ==========  =======================================  ============================
 """
@@ -74,7 +76,7 @@ from triton_dist.kernels.common.gemm.tile import (
 )
 from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
-from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_slab
+from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
     STAYS,
     Strides,
@@ -89,7 +91,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     tile_of,
 )
 
-# Waves of tiles of a slab from which on a chunk is worth more waiting than each of its tiles.
+# Waves of tiles of a row block from which on a chunk is worth more waiting than each of its tiles.
 _MANY_WAVES = 2
 
 
@@ -110,12 +112,12 @@ def describe_targets(slot, rows, N, tile: tl.constexpr, NUM_RANKS: tl.constexpr)
 
 @jit
 def store_to_owner(
-    descs, slab, accumulator, row, column, tile: tl.constexpr, NUM_RANKS: tl.constexpr
+    descs, row_block, accumulator, row, column, tile: tl.constexpr, NUM_RANKS: tl.constexpr
 ):
-    """Store a tile of ``slab`` through its owner's descriptor."""
+    """Store a tile of ``row_block`` through its owner's descriptor."""
     desc = descs[0]
     for owner in tl.static_range(1, NUM_RANKS):
-        if slab == owner:
+        if row_block == owner:
             desc = descs[owner]
     store_tile(desc, accumulator, 0, row, column, tile.SUBTILE, tile.M, tile.N)
 
@@ -150,8 +152,9 @@ def kernel_gemm_scatter_persistent(
     """Persistent kernel on tensor descriptors (TMA from sm_90 on), but for all-reduces; grid
     (min(NUM_SMS, tiles),).
 
-    One loop over the tiles of all slabs: no wave is lost between slabs, and no store is waited for
-    there (behind a loop with TMA stores, Triton waits until they have read shared memory).
+    One loop over the tiles of all row blocks: no wave is lost between row blocks, and no store is
+    waited for there (behind a loop with TMA stores, Triton waits until they have read shared
+    memory).
 
     ``LATER``: a tile is announced when its program has multiplied its next one. Then its TMA store,
     which takes 10 us and more over NVLink, is complete, and nobody waits for it.
@@ -169,39 +172,42 @@ def kernel_gemm_scatter_persistent(
     target_descs = tl.tuple([])
     if summing.SCATTER != "add":
         target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
-    stored_slab, stored_unit = rank, 0  # what is to be announced yet; of the own slab: nothing
+    stored_row_block, stored_unit = (
+        rank,
+        0,
+    )  # what is to be announced yet; of the own row block: nothing
     awaited = -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-        slab, number, m, n = tile_in_scatter_order(
+        row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
         )
-        unit = m // chunk_tiles_m if summing.SCATTER == "slab" else number
+        unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
         row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(a_desc, b_desc, slab * rows + row, column, K, tile)
+        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
         if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-            if stored_slab != rank:
+            if stored_row_block != rank:
                 dl.publish_tile()
-                announce_tile(slot, M, stored_slab, stored_unit, rank, summing)
-                stored_slab = rank
+                announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
+                stored_row_block = rank
         if summing.SCATTER == "add":
             store_tile_by_pointers(
-                target_at(slot.targets, slab, slot.partials), accumulator, row, column, rows, N,
-                True, tile.M, tile.N,
+                target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows,
+                N, True, tile.M, tile.N,
             )  # fmt: skip
         else:
-            store_to_owner(target_descs, slab, accumulator, row, column, tile, NUM_RANKS)
+            store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
             if not summing.LATER:
                 dl.publish_tile()
-        if slab != rank:
+        if row_block != rank:
             if summing.LATER:
-                stored_slab, stored_unit = slab, unit
+                stored_row_block, stored_unit = row_block, unit
             else:
-                announce_tile(slot, M, slab, unit, rank, summing)
+                announce_tile(slot, M, row_block, unit, rank, summing)
         else:
             if summing.LATER:
                 dl.publish_tile()  # to the other threads of this program
             if stays == 0:
-                stays = stay_or_leave(slot.epoch, slot.left)
+                stays = stay_or_leave(slot.epoch, slot.deferred)
             if stays == STAYS:
                 token = 0
                 if unit != awaited:  # tiles of a chunk arrive together
@@ -209,9 +215,9 @@ def kernel_gemm_scatter_persistent(
                     awaited = unit
                 add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
     if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-        if stored_slab != rank:  # of a program whose last tile is for others
+        if stored_row_block != rank:  # of a program whose last tile is for others
             dl.publish_tile()
-            announce_tile(slot, M, stored_slab, stored_unit, rank, summing)
+            announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -233,10 +239,10 @@ def kernel_gemm_all_reduce_persistent(
 ):
     """The same for an all-reduce, which sends sums of a chunk while the next ones are multiplied.
 
-    A tile for others is announced later, as there. A tile of the own slab is added when the next
-    tile is stored, and its sum is announced when the one after that is multiplied: the own slab
-    comes in the middle of the work, where the peers' parts are announced no sooner. The tile that
-    is stored by then is unannounced yet, but its place is later than that of the sum.
+    A tile for others is announced later, as there. A tile of the own row block is added when the
+    next tile is stored, and its sum is announced when the one after that is multiplied: the own row
+    block comes in the middle of the work, where the peers' partial sums are announced no sooner.
+    The tile that is stored by then is unannounced yet, but its place is later than that of the sum.
     """
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     stays = STAYS  # or leaves, or 0: has not looked yet
@@ -250,40 +256,40 @@ def kernel_gemm_all_reduce_persistent(
     )  # fmt: skip
     target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
     own_rows = min(rows, M - rank * rows)
-    stored_slab, stored = rank, 0  # what is to be announced yet; of the own slab: nothing
+    stored_row_block, stored = rank, 0  # what is to be announced yet; of the own row block: nothing
     # An own tile that is to be added yet, and one whose sum is to be announced yet.
     due, due_row, due_column, summed = -1, 0, 0, -1
     for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-        slab, number, m, n = tile_in_scatter_order(
+        row_block, number, m, n = tile_in_scatter_order(
             index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
         )
         row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(a_desc, b_desc, slab * rows + row, column, K, tile)
-        if stored_slab != rank:
+        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
+        if stored_row_block != rank:
             dl.publish_tile()
-            announce_tile(slot, M, stored_slab, stored, rank, summing)
-            stored_slab = rank
+            announce_tile(slot, M, stored_row_block, stored, rank, summing)
+            stored_row_block = rank
         if summed >= 0:
             announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
             summed = -1
-        store_to_owner(target_descs, slab, accumulator, row, column, tile, NUM_RANKS)
-        if slab != rank:
-            stored_slab, stored = slab, number
+        store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
+        if row_block != rank:
+            stored_row_block, stored = row_block, number
         else:
             dl.publish_tile()  # to the other threads of this program
             if stays == 0:
-                stays = stay_or_leave(slot.epoch, slot.left)
+                stays = stay_or_leave(slot.epoch, slot.deferred)
         if due >= 0:
             token = await_partials(slot, M, due, rank, NUM_RANKS)
             add_own_tile(
                 slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing
             )
             summed, due = due, -1
-        if (slab == rank) & (stays == STAYS):
+        if (row_block == rank) & (stays == STAYS):
             due, due_row, due_column = number, row, column
-    if stored_slab != rank:  # of a program whose last tile is for others
+    if stored_row_block != rank:  # of a program whose last tile is for others
         dl.publish_tile()
-        announce_tile(slot, M, stored_slab, stored, rank, summing)
+        announce_tile(slot, M, stored_row_block, stored, rank, summing)
     if summed >= 0:
         announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
     if due >= 0:
@@ -312,24 +318,24 @@ def kernel_gemm_scatter_non_persistent(
     NUM_RANKS: tl.constexpr = summing.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
     tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    slab, number, m, n = tile_in_scatter_order(
+    row_block, number, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tiles_m, tiles_n,
         chunk_tiles_m if summing.SCATTER == "all" else tiles_m, tile.GROUP_M,
     )  # fmt: skip
-    unit = m // chunk_tiles_m if summing.SCATTER == "slab" else number
+    unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
     row, column = m * tile.M, n * tile.N
-    a_slab_ptr = a_ptr + slab.to(tl.int64) * rows * strides.am
-    rows_left = min(rows, M - slab * rows) - row
+    a_row_block_ptr = a_ptr + row_block.to(tl.int64) * rows * strides.am
+    rows_left = min(rows, M - row_block * rows) - row
     accumulator = multiply_tile_by_pointers(
-        a_slab_ptr, b_ptr, row, rows_left, column, N, K,
+        a_row_block_ptr, b_ptr, row, rows_left, column, N, K,
         strides.am, strides.ak, strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K,
     )  # fmt: skip
     store_tile_by_pointers(
-        target_at(slot.targets, slab, slot.partials), accumulator, row, column, rows, N,
+        target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows, N,
         summing.SCATTER == "add", tile.M, tile.N,
     )  # fmt: skip
-    if slab != rank:
-        announce_tile(slot, M, slab, unit, rank, summing)
+    if row_block != rank:
+        announce_tile(slot, M, row_block, unit, rank, summing)
     else:
         token = await_partials(slot, M, unit, rank, NUM_RANKS)
         own_rows = min(rows, M - rank * rows)
@@ -358,24 +364,25 @@ def scattered_gemm(
         bias: [N], added to the sum; contiguous.
         config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
             the kernel on pointers too.
-        num_chunks: of a slab: each pushed for itself, or of ``"all"`` in turn with those of the
-            other slabs.
+        num_chunks: of a row block: each pushed for itself, or of ``"all"`` in turn with those of
+            the other row blocks.
     """
     A = as_rows(A)
     M, K = A.shape
     rows, N = to.rows(M), C.shape[1]
-    tiles_per_slab = tiles_of_slab(config, rows, N)
-    tiles = to.num_ranks * tiles_per_slab
+    tiles_per_row_block = tiles_of_row_block(config, rows, N)
+    tiles = to.num_ranks * tiles_per_row_block
     tile, options = tile_of(config, A, B)
     summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
     tile = tile._replace(GROUP_M=group_size_m)
     memory, where = to.regions(C, bias), (N, K, M, rows, chunk_tiles_m, to.rank)
-    # A slab of partials is a matrix like C: what TMA can do with one, it can do with the other.
+    # A row block of partials is a matrix like C: what TMA can do with one, it can do with the
+    # other.
     by_descriptor = persistent and tile.PRECISION != "ieee" and A.is_contiguous()
     if by_descriptor and fits_descriptor(A, B, C):
         # A chunk is pushed after its last tile, which is to be announced at once where the next one
         # is a large part of all.
-        later = to.scatter in ("tile", "all") or tiles_per_slab >= _MANY_WAVES * num_sms
+        later = to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         summing = summing._replace(LATER=later and to.scatter != "add")
         all_reduce, scatter = kernel_gemm_all_reduce_persistent, kernel_gemm_scatter_persistent
         return Launch(

@@ -15,11 +15,11 @@ yes            yes          its owner, who sends the sum to all: an all-reduce i
 A program stores each of its tiles, rounded to the output's dtype, into this rank's part of a slot
 of who adds it, [source rank, rows, N] with ``shard_elements`` elements a part. When it has stored
 all, it tells the programs of the same number on all ranks, its own one too. Then what a rank adds
-is dealt out to all its programs in strips of ``STRIP_ROWS`` rows of a tile's columns. Who has a
-strip waits for that program of all ranks that has multiplied it, and adds the parts in fp32 in the
-order of ranks: the same bits at every call, and on every rank. Sums that are passed on go to [M, N]
-behind the parts of each rank's slot; who has added all its strips says so, and each program takes
-those of its number from there.
+is dealt out to all its programs in sub-tiles of ``SUB_TILE_ROWS`` rows of a tile's columns. Who has
+a sub-tile waits for that program of all ranks that has multiplied it, and adds these partial sums
+in fp32 in the order of ranks: the same bits at every call, and on every rank. Sums that are passed
+on go to [M, N] behind the parts of each rank's slot; who has added all its sub-tiles says so, and
+each program takes those of its number from there.
 
 Tiles are of the whole product, whoever needs their rows: B is read once for each BLOCK_SIZE_M rows,
 not once for each rank. They are visited down the columns, so that at any time something goes to
@@ -29,17 +29,17 @@ This is an exchange (``exchange/protocol.py``), with its memory, its count of ca
 reasons why a slot is free: every call waits for something of every peer. So there is no look at
 the peers before the kernel, and nothing to tell them behind it.
 
-*Strips.* The tiles of a product are numbered down its columns of tiles, and program p multiplies
+*Sub-tiles.* The tiles of a product are numbered down its columns of tiles, and program p multiplies
 one of each *wave*: those with the numbers p, p + NUM_SMS, …. What a rank adds is in part of the
-rows of tiles, ``own_tiles`` of the ``tiles_m`` of each column. Each own tile is cut in *strips* of
-``STRIP_ROWS`` rows, and those of a column are dealt out evenly to ``tiles_m`` programs, from the
-one on that multiplied the first of them:
+rows of tiles, ``own_tiles`` of the ``tiles_m`` of each column. Each own tile is cut in *sub-tiles*
+of ``SUB_TILE_ROWS`` rows, and those of a column are dealt out evenly to ``tiles_m`` programs, from
+the one on that multiplied the first of them:
 
-    tiles_m = 4, own tile 2, 4 strips       program 0   1   2   3   4   5   6   7   8   9
-                                            strip           0   1   2   3   4   5   6   7
+    tiles_m = 4, own tile 2, 4 sub-tiles       program 0   1   2   3   4   5   6   7   8   9
+                                            sub-tile           0   1   2   3   4   5   6   7
                                             of tile         2   2   2   2   6   6   6   6
 
-So all programs add, and who adds a strip has a number that is no smaller than that of who
+So all programs add, and who adds a sub-tile has a number that is no smaller than that of who
 multiplied it; those of a wave's last column go to as many programs as there are.
 
 *Why nobody waits in a circle*, however few multiprocessors a launch gets. All programs send before
@@ -62,7 +62,7 @@ slots, peers                as of ``exchange/protocol.py``; a slot is parts [NUM
                             shard_elements], then with ``PASS_ON`` sums [M, N]
 M, rank         int         not specialised                          the host
 tile, plan      constants   ``Tile``; ``Plan``, whose BLOCK is       the host
-                            STRIP_ROWS
+                            SUB_TILE_ROWS
 ==============  ==========  =======================================  ============================
 """
 
@@ -109,23 +109,23 @@ def own_tiles_of(own_begin, own_end, BLOCK_SIZE_M: tl.constexpr):
 
 
 @jit
-def _strips_before(number, first, own_tiles, tiles_m, STRIPS: tl.constexpr):
-    """Strips of tiles with numbers below ``number``."""
+def _sub_tiles_before(number, first, own_tiles, tiles_m, SUB_TILES: tl.constexpr):
+    """Sub-tiles of tiles with numbers below ``number``."""
     of_column = tl.minimum(tl.maximum(number % tiles_m - first, 0), own_tiles)
-    return (number // tiles_m * own_tiles + of_column) * STRIPS
+    return (number // tiles_m * own_tiles + of_column) * SUB_TILES
 
 
 @jit
 def _dealt_before(
-    program, wave, begin, end, first, own_tiles, tiles_m, num_programs, STRIPS: tl.constexpr
+    program, wave, begin, end, first, own_tiles, tiles_m, num_programs, SUB_TILES: tl.constexpr
 ):
-    """The first of the strips from ``begin`` to ``end``, all of a wave, that goes to ``program`` or
-    to a later one."""
-    of_column = own_tiles * STRIPS
+    """The first of the sub-tiles from ``begin`` to ``end``, all of a wave, that goes to ``program``
+    or to a later one."""
+    of_column = own_tiles * SUB_TILES
     dealt = tl.cdiv(tl.maximum(wave + program - first, 0) * of_column, tiles_m)
     # Those of the wave's last column go to as many programs as there are from ``lowest`` on.
     last = tl.maximum((end - 1) // of_column * of_column, begin)
-    tile = last // STRIPS
+    tile = last // SUB_TILES
     lowest = tile // own_tiles * tiles_m + first + tile % own_tiles - wave
     width = tl.minimum(tl.cdiv((end - last) * tiles_m, of_column), num_programs - lowest)
     dealt_of_last = last + tl.cdiv(tl.maximum(program - lowest, 0) * (end - last), width)
@@ -134,7 +134,7 @@ def _dealt_before(
 
 
 @jit
-def strips_of_program(
+def sub_tiles_of_program(
     wave,
     own_begin,
     own_end,
@@ -142,47 +142,47 @@ def strips_of_program(
     tiles_n,
     NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
-    STRIP_ROWS: tl.constexpr,
+    SUB_TILE_ROWS: tl.constexpr,
 ):
-    """(first, end) of the strips that this program adds, of the wave of tiles that begins with
+    """(first, end) of the sub-tiles that this program adds, of the wave of tiles that begins with
     number ``wave``."""
-    STRIPS: tl.constexpr = BLOCK_SIZE_M // STRIP_ROWS
+    SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
     next_wave = tl.minimum(wave + NUM_SMS, tiles_m * tiles_n)
-    begin = _strips_before(wave, first, own_tiles, tiles_m, STRIPS)
-    end = _strips_before(next_wave, first, own_tiles, tiles_m, STRIPS)
+    begin = _sub_tiles_before(wave, first, own_tiles, tiles_m, SUB_TILES)
+    end = _sub_tiles_before(next_wave, first, own_tiles, tiles_m, SUB_TILES)
     program, programs = tl.program_id(0), tl.num_programs(0)
     dealt, dealt_next = end, end
     if begin < end:
         dealt = _dealt_before(
-            program, wave, begin, end, first, own_tiles, tiles_m, programs, STRIPS
+            program, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
         dealt_next = _dealt_before(
-            program + 1, wave, begin, end, first, own_tiles, tiles_m, programs, STRIPS
+            program + 1, wave, begin, end, first, own_tiles, tiles_m, programs, SUB_TILES
         )
     return dealt, dealt_next
 
 
 @jit
-def place_of_strip(
-    strip, own_begin, own_end, tiles_m, BLOCK_SIZE_M: tl.constexpr, STRIP_ROWS: tl.constexpr
+def place_of_sub_tile(
+    sub_tile, own_begin, own_end, tiles_m, BLOCK_SIZE_M: tl.constexpr, SUB_TILE_ROWS: tl.constexpr
 ):
-    """(row, end, n, number) of a strip: it begins with ``row`` of the own ones and ends before
+    """(row, end, n, number) of a sub-tile: it begins with ``row`` of the own ones and ends before
     ``end`` at the latest, is in column ``n`` of tiles, and in the tile of that number. One of a
     tile that is not all own may be empty."""
-    STRIPS: tl.constexpr = BLOCK_SIZE_M // STRIP_ROWS
+    SUB_TILES: tl.constexpr = BLOCK_SIZE_M // SUB_TILE_ROWS
     first, own_tiles = own_tiles_of(own_begin, own_end, BLOCK_SIZE_M)
-    n = strip // (own_tiles * STRIPS)
-    m = first + strip // STRIPS % own_tiles
-    row = tl.maximum(m * BLOCK_SIZE_M, own_begin) + strip % STRIPS * STRIP_ROWS
+    n = sub_tile // (own_tiles * SUB_TILES)
+    m = first + sub_tile // SUB_TILES % own_tiles
+    row = tl.maximum(m * BLOCK_SIZE_M, own_begin) + sub_tile % SUB_TILES * SUB_TILE_ROWS
     end = tl.minimum((m + 1) * BLOCK_SIZE_M, own_end)
     return row - own_begin, end - own_begin, n, n * tiles_m + m
 
 
 def programs_for(tiles_m: int, tiles_n: int, last_begin: int, block_m: int) -> int:
     """Number of programs that have something to do in a wave of all tiles, where the rank with the
-    last rows begins with row ``last_begin``: its last strips go to programs that multiply nothing.
-    """
+    last rows begins with row ``last_begin``: its last sub-tiles go to programs that multiply
+    nothing."""
     return tiles_m * tiles_n + min(last_begin // block_m, tiles_m - 1)
 
 
@@ -206,11 +206,12 @@ def kernel_gemm_exchange(
     plan: tl.constexpr,
 ):
     """``DESCRIPTORS``: read A and B through tensor descriptors (TMA from sm_90 on), else by
-    pointers, of any strides. ``plan.BLOCK``: STRIP_ROWS, a power of two. ``PASS_ON``: where there
-    are ``out.sums``. Grid (programs,), up to NUM_SMS; fewer only if none has to multiply twice."""
+    pointers, of any strides. ``plan.BLOCK``: SUB_TILE_ROWS, a power of two. ``PASS_ON``: where
+    there are ``out.sums``. Grid (programs,), up to NUM_SMS; fewer only if none has to multiply
+    twice."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     PRECISION: tl.constexpr = tile.PRECISION
-    STRIP_ROWS: tl.constexpr = plan.BLOCK
+    SUB_TILE_ROWS: tl.constexpr = plan.BLOCK
     PASS_ON: tl.constexpr = out.sums is not None
     # What needs no product comes first, so that it is under way meanwhile.
     call = begin(slots, peers, M, rank, plan)
@@ -250,12 +251,12 @@ def kernel_gemm_exchange(
     if PASS_ON:
         own_offset = rank.to(tl.int64) * rows * N
     for wave in range(0, tiles, NUM_SMS):
-        begin_strip, end = strips_of_program(
-            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, tile.M, STRIP_ROWS
+        begin_sub_tile, end = sub_tiles_of_program(
+            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, tile.M, SUB_TILE_ROWS
         )
-        for strip in range(begin_strip, end):
-            row, end_row, n, of_tile = place_of_strip(
-                strip, own_begin, own_end, tiles_m, tile.M, STRIP_ROWS
+        for sub_tile in range(begin_sub_tile, end):
+            row, end_row, n, of_tile = place_of_sub_tile(
+                sub_tile, own_begin, own_end, tiles_m, tile.M, SUB_TILE_ROWS
             )
             if row < end_row:
                 multiplied = tl.full((plan.LANES,), 0, tl.int32) + of_tile % NUM_SMS
@@ -263,7 +264,7 @@ def kernel_gemm_exchange(
                 add_partials(
                     slots.data + call.offset, shard_elements, out, own_offset,
                     sums_offset + own_offset, row, n * tile.N, end_row, N, token, rank,
-                    NUM_RANKS, False, STRIP_ROWS, tile.N, STRIP_ROWS,
+                    NUM_RANKS, False, SUB_TILE_ROWS, tile.N, SUB_TILE_ROWS,
                 )  # fmt: skip
     if PASS_ON:
         tell_ranks(call, 1, value, plan)
@@ -271,15 +272,15 @@ def kernel_gemm_exchange(
         for step in tl.static_range(1, NUM_RANKS):
             begin_row = (rank + step) % NUM_RANKS * rows
             first = begin_row.to(tl.int64) * N
-            _copy_strips(
+            _copy_sub_tiles(
                 slots.data + behind(sums_offset, token) + first, out.c + first, begin_row,
                 min(begin_row + rows, M), N, tiles_m, tiles_n, NUM_SMS, tile.M, tile.N,
-                STRIP_ROWS,
+                SUB_TILE_ROWS,
             )  # fmt: skip
 
 
 @jit
-def _copy_strips(
+def _copy_sub_tiles(
     from_ptr,
     to_ptr,
     begin_row,
@@ -290,20 +291,20 @@ def _copy_strips(
     NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
-    STRIP_ROWS: tl.constexpr,
+    SUB_TILE_ROWS: tl.constexpr,
 ):
     """Copy what the program of this number has added on the rank that adds these rows."""
-    inside = tl.arange(0, STRIP_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
+    inside = tl.arange(0, SUB_TILE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
     for wave in range(0, tiles_m * tiles_n, NUM_SMS):
-        begin, end = strips_of_program(
-            wave, begin_row, end_row, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
+        begin, end = sub_tiles_of_program(
+            wave, begin_row, end_row, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, SUB_TILE_ROWS
         )
-        for strip in range(begin, end):
-            row, end_of_strip, n, _ = place_of_strip(
-                strip, begin_row, end_row, tiles_m, BLOCK_SIZE_M, STRIP_ROWS
+        for sub_tile in range(begin, end):
+            row, end_of_sub_tile, n, _ = place_of_sub_tile(
+                sub_tile, begin_row, end_row, tiles_m, BLOCK_SIZE_M, SUB_TILE_ROWS
             )
             column = n * BLOCK_SIZE_N
-            mask = (tl.arange(0, STRIP_ROWS) < end_of_strip - row)[:, None]
+            mask = (tl.arange(0, SUB_TILE_ROWS) < end_of_sub_tile - row)[:, None]
             mask &= (tl.arange(0, BLOCK_SIZE_N) < N - column)[None, :]
             block = inside + (row.to(tl.int64) * N + column)
             # Not from L1, where what the last use left may be.
@@ -363,15 +364,15 @@ def exchanged_gemm(
     (M, K), N = A.shape, B.shape[1]
     num_ctas = programs_of(config, M, N, num_sms, num_ranks, to_owners)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    strip_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
-    if to_owners:  # as many strips as there are programs that multiply a column of tiles
-        strip_rows = min(strip_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
+    sub_tile_rows = rows_at_once(block_m, block_n, num_ranks * A.element_size())
+    if to_owners:  # as many sub-tiles as there are programs that multiply a column of tiles
+        sub_tile_rows = min(sub_tile_rows, triton.next_power_of_2(triton.cdiv(block_m, num_ranks)))
     options = options_of(A, B, config, persistent)
     options |= {
         "NUM_SMS": min(num_sms, MAX_CTAS.value),
         "TO_OWNERS": to_owners,
         "tile": options["tile"]._replace(GROUP_M=0),  # all rows of tiles, see above
-        "plan": Plan(num_ranks, triton.next_power_of_2(num_ranks), strip_rows, 1),
+        "plan": Plan(num_ranks, triton.next_power_of_2(num_ranks), sub_tile_rows, 1),
     }
     arguments = (
         A, B, Strides(*A.stride(), *B.stride()),

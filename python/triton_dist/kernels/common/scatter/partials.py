@@ -6,7 +6,7 @@ A slot has, on each rank, of the output's dtype where nothing else is said:
     partials [source rank, slot_stride], partial sums of this rank's row block [rows, N]: written by
         the source's GEMM or copy engines.
     arrivals int64 [tile or chunk, source rank], their flags: by the same.
-    left int32 [SMs], deferred tiles: by this rank's kernels.
+    deferred int32 [SMs], deferred tiles: by this rank's kernels.
 One of a GEMM-ReduceScatter (``PartialsBuffer``) also has
     sums fp32 [slot_stride], with ``with_sums``: peers' GEMMs add to it.
     counters int32 [destination rank, MAX_CHUNKS], tiles that are staged: by this rank's GEMM, set
@@ -47,9 +47,9 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
 
-Scatter = Literal["tile", "slab", "add", "all"]
-# Rows of which the slabs of an all-reduce are multiples: those of the smallest tile.
-_SLAB_ROWS = 16
+Scatter = Literal["tile", "row_block", "add", "all"]
+# Rows of which the row blocks of an all-reduce are multiples: those of the smallest tile.
+_ROW_BLOCK_ROWS = 16
 # The smallest tile that tl.dot multiplies: there are never more tiles than of this size.
 _SMALLEST_TILE = 16
 # Elements of which partial sums are whole multiples, so that each starts aligned, whatever N is.
@@ -59,7 +59,7 @@ MAX_CHUNKS = 16
 
 
 class Slot(NamedTuple):
-    """Where tiles go, and where those of the own slab arrive."""
+    """Memory to which tiles go, and in which those of the own row block arrive."""
 
     partials: Any
     stride: Any
@@ -67,11 +67,11 @@ class Slot(NamedTuple):
     flags: Any
     arrivals: Any
     epoch: Any
-    left: Any
+    deferred: Any
 
 
 class Out(NamedTuple):
-    """Where sums go, and what is added to them."""
+    """Memory to which sums go, and what is added to them."""
 
     c: Any
     bias: Any
@@ -85,8 +85,8 @@ class Scattering:
 
     partials: what is read for the own rows: [num_ranks, slot_stride] of the output's dtype, or
         fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.
-        arrivals: int32, flags of the own slab. epoch: int32, the line of the slot
-        (``slots/epochs.py``). left: int32, a word for each program of a launch
+        arrivals: int32, flags of the own row block. epoch: int32, the line of the slot
+        (``slots/epochs.py``). deferred: int32, a word for each program of a launch
         (``scatter/tiles.py``). sums, sum_flags: of ``"all"``, int64 [num_ranks], addresses;
         else anything.
     """
@@ -100,19 +100,19 @@ class Scattering:
     flags: torch.Tensor
     arrivals: torch.Tensor
     epoch: torch.Tensor
-    left: torch.Tensor
+    deferred: torch.Tensor
     sums: torch.Tensor
     sum_flags: torch.Tensor
 
     def rows(self, M: int) -> int:
-        """Rows of a slab of a product of M rows."""
-        return slab_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
+        """Rows of a row block of a product of M rows."""
+        return row_block_rows(M, self.num_ranks) if self.scatter == "all" else M // self.num_ranks
 
     def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, Out]:
         """Memory, as kernels take it."""
         slot = Slot(
             self.partials, self.slot_stride, self.targets, self.flags, self.arrivals, self.epoch,
-            self.left,
+            self.deferred,
         )  # fmt: skip
         to_all = (self.sums, self.sum_flags) if self.scatter == "all" else (None, None)
         return slot, Out(C, bias, *to_all)
@@ -120,7 +120,7 @@ class Scattering:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A slab of ``rows`` rows of tiles in chunks of ``tiles_m`` each, the last maybe less.
+    """A row block of ``rows`` rows of tiles in chunks of ``tiles_m`` each, the last maybe less.
 
     group_size_m: GROUP_SIZE_M with which chunks are complete one after another.
     """
@@ -133,7 +133,7 @@ class Chunks:
     """Tiles of each chunk."""
 
 
-def chunks_of_slab(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
+def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: int) -> Chunks:
     """[rows, N] in at most ``num_chunks`` chunks: whole groups of GROUP_SIZE_M rows of tiles, or
     one smaller group each, because the tiles of a group are complete at the same time."""
     tile = config.kwargs
@@ -155,13 +155,13 @@ def chunks_of_slab(config: triton.Config, rows: int, N: int, num_chunks: int) ->
     )
 
 
-def slab_rows(M: int, num_ranks: int) -> int:
-    """Rows of each slab of an all-reduce of M rows, but for the last ones, which may be short or
-    empty."""
-    return int(triton.cdiv(M, num_ranks * _SLAB_ROWS)) * _SLAB_ROWS
+def row_block_rows(M: int, num_ranks: int) -> int:
+    """Rows of each row block of an all-reduce of M rows, but for the last ones, which may be short
+    or empty."""
+    return int(triton.cdiv(M, num_ranks * _ROW_BLOCK_ROWS)) * _ROW_BLOCK_ROWS
 
 
-def tiles_of_slab(config: triton.Config, rows: int, N: int) -> int:
+def tiles_of_row_block(config: triton.Config, rows: int, N: int) -> int:
     """Tiles of [rows, N]."""
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     return int(triton.cdiv(rows, block_m) * triton.cdiv(N, block_n))
@@ -199,9 +199,9 @@ class PartialsBuffer(InSlots):
             "partials": ((size * self.slot_stride,), dtype),
             "arrivals": ((tiles * size,), torch.int64),
             "counters": ((size * MAX_CHUNKS,), torch.int32),
-            "left": ((self._device.num_sms,), torch.int32),
+            "deferred": ((self._device.num_sms,), torch.int32),
         }
-        zeroed: tuple[str, ...] = ("arrivals", "counters", "left")
+        zeroed: tuple[str, ...] = ("arrivals", "counters", "deferred")
         if with_sums:
             regions["sums"] = ((self.slot_stride,), torch.float32)
             zeroed += ("sums",)
@@ -221,15 +221,15 @@ class PartialsBuffer(InSlots):
         """Targets of the tiles of a GEMM in the current slot.
 
         Raises:
-            CaptureInProgress: the first ``"slab"`` comes in a capture.
+            CaptureInProgress: the first ``"row_block"`` comes in a capture.
         """
         known = self._scatterings.get(scatter)
         if known is None:
             if self._device.is_capturing():
                 raise CaptureInProgress(
                     "gemm_rs",
-                    "the first call that pushes slabs allocates memory, which must outlive the "
-                    "graph. Make one such call before the capture.",
+                    "the first call that pushes row blocks allocates memory, which must outlive "
+                    "the graph. Make one such call before the capture.",
                 )
             known = self._scatterings[scatter] = self._of_each_slot(scatter)
         return known[self.slots.index]
@@ -240,7 +240,7 @@ class PartialsBuffer(InSlots):
         key = (self.slots.index, rows, id(config), num_chunks)
         known = self._transfers.get(key)
         if known is None:
-            chunks = chunks_of_slab(config, rows, self._N, num_chunks)
+            chunks = chunks_of_row_block(config, rows, self._N, num_chunks)
             transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
             known = self._transfers[key] = transfer, config  # the config's id stays its own
         return known[0]
@@ -285,13 +285,16 @@ class PartialsBuffer(InSlots):
             counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
             flags = torch.tensor(
-                [counters[slab * MAX_CHUNKS].data_ptr() for slab in range(self.num_ranks)],
+                [
+                    counters[row_block * MAX_CHUNKS].data_ptr()
+                    for row_block in range(self.num_ranks)
+                ],
                 dtype=torch.int64,
                 device=counters.device,
             )
         return Scattering(
             scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "left").local,
+            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
             targets, flags,
         )  # fmt: skip
 
@@ -319,17 +322,17 @@ class ReducedPartials(InSlots):
         self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
     ) -> None:
         size = group_for(group).size
-        self.slot_stride, tiles = room_for(slab_rows(max_M, size), N)
+        self.slot_stride, tiles = room_for(row_block_rows(max_M, size), N)
         regions = {
             "partials": ((size * self.slot_stride,), dtype),
             "sums": ((max_M * N,), dtype),
             "arrivals": ((tiles * size,), torch.int64),
             "sum_arrivals": ((tiles * size,), torch.int64),
-            "left": ((current_device().num_sms,), torch.int32),
+            "deferred": ((current_device().num_sms,), torch.int32),
         }
         if size == 1:  # a plain product needs none of it
             regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
-        flags = ("arrivals", "sum_arrivals", "left")
+        flags = ("arrivals", "sum_arrivals", "deferred")
         kernels = "the GEMM that adds over ranks"
         found = Disagreements(f"the rows of A in {name}", group)
         super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
@@ -363,9 +366,19 @@ class ReducedPartials(InSlots):
         return Scattering(
             "all", self.rank, self.num_ranks, partials.local, self.slot_stride,
             partials.pointers + own_part, arrivals.pointers, arrivals.local,
-            self.slots.epoch_of(slot), self.slots.of_slot(slot, "left").local, sums.pointers,
+            self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local, sums.pointers,
             sum_arrivals.pointers,
         )  # fmt: skip
+
+
+class Products(NamedTuple):
+    """The products that a context serves, on the ranks of ``group``."""
+
+    max_M: int
+    N: int
+    output_dtype: torch.dtype
+    local_world_size: int
+    group: dist.ProcessGroup | None
 
 
 class SummingContext(GEMMContext[B], ABC):
@@ -379,18 +392,11 @@ class SummingContext(GEMMContext[B], ABC):
     creator: ClassVar[str]
     """Names, for errors, of the op and of the function that makes its contexts."""
 
-    def __init__(
-        self,
-        max_M: int,
-        N: int,
-        output_dtype: torch.dtype,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(group)
-        self.max_M, self.N, self.output_dtype = max_M, N, output_dtype
+    def __init__(self, products: Products) -> None:
+        super().__init__(products.group)
+        self.max_M, self.N, self.output_dtype = products[:3]
         self.world_size = self.num_ranks
-        self.local_world_size = min(local_world_size, self.num_ranks)
+        self.local_world_size = min(products.local_world_size, self.num_ranks)
 
     @staticmethod
     @abstractmethod
@@ -431,4 +437,5 @@ def create(
 
     alike = {"max_M": max_M, "N": N, "output_dtype": str(output_dtype), **more}
     agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
-    return kind(max_M, N, output_dtype, local_world_size, members, **more, **own)
+    products = Products(max_M, N, output_dtype, local_world_size, members)
+    return kind(products, **more, **own)

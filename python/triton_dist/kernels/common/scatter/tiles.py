@@ -2,24 +2,24 @@
 that owns its rows, and there awaited and added, by the GEMM or by a later launch; of an all-reduce,
 the sum goes to all. ``scatter/kernel.py`` says what kernels take.
 
-A *unit* is what has a flag: a tile, or a chunk of a slab.
+A *unit* is what has a flag: a tile, or a chunk of a row block.
 
-*Deferred tiles.* A program of the GEMM that cannot wait safely for the peers' parts leaves its own
+*Deferred tiles.* A program of the GEMM that cannot wait safely for the peers leaves its own
 tiles to a later kernel on the same stream.
 
 A persistent program waits while later ones may have yet to begin: kernels of other streams can hold
 multiprocessors. If such a kernel waits for peers itself, as collectives do, and two ranks have each
 not begun what the other waits for, everybody waits in a circle. So a program waits only where all
 of its launch have begun: then this rank sends all tiles, whatever happens. Else it leaves its own
-tiles and ends, and makes room. What waits for its peers' parts behind such a kernel finds them:
-their programs have either all begun, or wait for nobody.
+tiles and ends, and makes room. What waits for its peers' partial sums behind such a kernel finds
+them: their programs have either all begun, or wait for nobody.
 
     epoch_ptr + BEGUN    programs of this use of the slot that have begun
-    left [program]       whether a program has left its own tiles
+    deferred [program]   whether a program has deferred its own tiles
 
-*Sums of an all-reduce.* Each rank takes those of the peers' slabs from where they arrive to C, in a
-launch of its own. In the GEMM's kernel it would begin no sooner, since every program multiplies to
-the end, and one program for each multiprocessor copies at half the speed of many.
+*Sums of an all-reduce.* Each rank takes those of the peers' row blocks from where they arrive to C,
+in a launch of its own. In the GEMM's kernel it would begin no sooner, since every program
+multiplies to the end, and one program for each multiprocessor copies at half the speed of many.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.peers import flag_of, target_at
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
-    chunks_of_slab,
-    slab_rows,
-    tiles_of_slab,
+    chunks_of_row_block,
+    row_block_rows,
+    tiles_of_row_block,
 )
 
-# Elements of all parts that are read at a time: at 8 warps and 2 bytes each, 64 registers a thread.
+# Elements of all partial sums that are read at a time: at 8 warps and 2 bytes each, 64 registers a
+# thread.
 _READ_AT_ONCE = 32768
 # Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
 _COPIED_AT_ONCE = 8192
@@ -66,7 +67,7 @@ class Tile(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of A along M and K, and of B along K and N; in elements."""
+    """Strides of A along M and K, and of B along K and N; in elements."""
 
     am: Any
     ak: Any
@@ -75,7 +76,7 @@ class Strides(NamedTuple):
 
 
 class Summing(NamedTuple):
-    """How tiles are summed: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
+    """Ways of summing tiles: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
     announced when the next one is multiplied. ROWS: of a tile, summed at a time."""
 
     NUM_RANKS: Any
@@ -85,11 +86,11 @@ class Summing(NamedTuple):
 
 
 @jit
-def announce_tile(slot, M, slab, unit, rank, summing: tl.constexpr):
-    """Say that a tile of another rank's ``slab``, of a product of ``M`` rows, is stored: to that
-    rank, or to the copy engine."""
-    flag = tl.load(slot.flags + slab)
-    if summing.SCATTER == "slab":
+def announce_tile(slot, M, row_block, unit, rank, summing: tl.constexpr):
+    """Say that a tile of another rank's ``row_block``, of a product of ``M`` rows, is stored: to
+    that rank, or to the copy engine."""
+    flag = tl.load(slot.flags + row_block)
+    if summing.SCATTER == "row_block":
         dl.notify(flag.to(tl.pointer_type(tl.int32)) + unit, 1, "add")
     else:
         flag_ptr = flag.to(slot.epoch.dtype) + unit * summing.NUM_RANKS + rank
@@ -142,7 +143,7 @@ def add_partials(
     REDUCE_ROWS: tl.constexpr,
 ):
     """Sum a tile over all ranks and store it to the own rows [rows, N], ``own_begin`` elements from
-    ``out.c`` on; some rows at a time, so that the parts fit in registers.
+    ``out.c`` on; some rows at a time, so that the partial sums fit in registers.
 
     Where there are ``out.sums``, addresses, also to each peer, ``sums_begin`` elements from its own
     on. ``IN_ONE_SUM``: the partials are one sum already, which is set to 0.
@@ -189,7 +190,8 @@ def add_own_tile(
     slot, out, row, column, rows, own_rows, N, token, rank, tile: tl.constexpr,
     summing: tl.constexpr,
 ):  # fmt: skip
-    """Sum a tile of the own slab; of the last ones, ``own_rows`` may be fewer than ``rows``."""
+    """Sum a tile of the own row block; of the last ones, ``own_rows`` may be fewer than
+    ``rows``."""
     own_begin = 0  # of the own rows in C
     if out.sums is not None:
         own_begin = rank.to(tl.int64) * rows * N
@@ -233,14 +235,14 @@ def begin_program(epoch_ptr):
 
 
 @jit
-def stay_or_leave(epoch_ptr, left_ptr):
+def stay_or_leave(epoch_ptr, deferred_ptr):
     """``STAYS`` if all programs of this launch have begun. Else ``LEAVES``, and this program's own
     tiles, from this one on, are the next kernel's."""
     decision = STAYS
     if _begun(epoch_ptr) < tl.num_programs(0):
         dl.give_turn()
         if _begun(epoch_ptr) < tl.num_programs(0):
-            tl.store(left_ptr + tl.program_id(0), 1)
+            tl.store(deferred_ptr + tl.program_id(0), 1)
             decision = LEAVES
     return decision
 
@@ -251,7 +253,7 @@ def _begun(epoch_ptr):
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
-def kernel_add_left(
+def kernel_add_deferred(
     slot,
     out,
     N,
@@ -263,22 +265,22 @@ def kernel_add_left(
     tile: tl.constexpr,
     summing: tl.constexpr,
 ):
-    """Add the own tiles that programs of the GEMM have left, each by the program of its number.
+    """Add the own tiles that programs of the GEMM have deferred, each by the program of its number.
     Grid: the GEMM's."""
     if tl.program_id(0) == 0:
         tl.store(slot.epoch + BEGUN, 0)
-    has_left = tl.load(slot.left + tl.program_id(0)) != 0
+    has_deferred = tl.load(slot.deferred + tl.program_id(0)) != 0
     tl.debug_barrier()  # else the first warp's store may come before the last one's load
-    if has_left:
-        tl.store(slot.left + tl.program_id(0), 0)
+    if has_deferred:
+        tl.store(slot.deferred + tl.program_id(0), 0)
         tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
         order = chunk_tiles_m if summing.SCATTER == "all" else tiles_m
         for index in range(tl.program_id(0), summing.NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-            slab, number, m, n = tile_in_scatter_order(
+            row_block, number, m, n = tile_in_scatter_order(
                 index, rank, summing.NUM_RANKS, tiles_m, tiles_n, order, tile.GROUP_M
             )
-            if slab == rank:
-                unit = m // chunk_tiles_m if summing.SCATTER == "slab" else number
+            if row_block == rank:
+                unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
                 token = await_partials(slot, M, unit, rank, summing.NUM_RANKS)
                 add_own_tile(
                     slot, out, m * tile.M, n * tile.N, rows, min(rows, M - rank * rows), N, token,
@@ -307,22 +309,22 @@ def kernel_copy_sums(
     COPY_ROWS: tl.constexpr,
 ):
     """Wait for the sum of a tile, and with ``COPY`` bring it from ``sums_ptr`` [M, N] to C [M, N];
-    a tile a program, in the GEMM's order. Grid (tiles of all slabs,): those of the own one are
+    a tile a program, in the GEMM's order. Grid (tiles of all row blocks,): those of the own one are
     there.
     """
-    slab, tile, m, n = tile_in_scatter_order(
+    row_block, tile, m, n = tile_in_scatter_order(
         tl.program_id(0), rank, NUM_RANKS, tl.cdiv(rows, BLOCK_SIZE_M), tl.cdiv(N, BLOCK_SIZE_N),
         chunk_tiles_m, GROUP_SIZE_M,
     )  # fmt: skip
-    if slab != rank:
-        flag_ptr = arrivals_ptr + tile * NUM_RANKS + slab
+    if row_block != rank:
+        flag_ptr = arrivals_ptr + tile * NUM_RANKS + row_block
         token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), epoch_ptr + 1, True)
         if COPY:
-            end = min((slab + 1) * rows, M)
+            end = min((row_block + 1) * rows, M)
             column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
             local_row = tl.arange(0, COPY_ROWS)
             for first in range(0, BLOCK_SIZE_M, COPY_ROWS):
-                row = dl.consume_token(slab * rows + m * BLOCK_SIZE_M + first, token)
+                row = dl.consume_token(row_block * rows + m * BLOCK_SIZE_M + first, token)
                 mask = (local_row < end - row)[:, None] & (column < N)[None, :]
                 begin = row.to(tl.int64) * N
                 inside = local_row[:, None] * N + column[None, :]
@@ -347,19 +349,19 @@ def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Ti
 def summing_of(
     C: torch.Tensor, config: triton.Config, to: Scattering, rows: int, num_chunks: int
 ) -> tuple[Summing, int, int]:
-    """How slabs of ``rows`` rows are summed; the rows of tiles of a chunk, and the GROUP_SIZE_M
-    with which chunks are complete one after another."""
+    """The constants for row blocks of ``rows`` rows; the rows of tiles of a chunk, and the
+    GROUP_SIZE_M with which chunks are complete one after another."""
     tile = config.kwargs
     chunk_tiles_m, group_size_m = 1, tile["GROUP_SIZE_M"]
-    if to.scatter in ("slab", "all"):
-        chunks = chunks_of_slab(config, rows, C.shape[1], num_chunks)
+    if to.scatter in ("row_block", "all"):
+        chunks = chunks_of_row_block(config, rows, C.shape[1], num_chunks)
         chunk_tiles_m, group_size_m = chunks.tiles_m, chunks.group_size_m
     part_bytes = to.num_ranks * C.element_size()
     at_once = rows_at_once(tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], part_bytes)
     return Summing(to.num_ranks, to.scatter, False, at_once), chunk_tiles_m, group_size_m
 
 
-def add_left(
+def add_deferred(
     C: torch.Tensor,
     bias: torch.Tensor | None,
     config: triton.Config,
@@ -370,21 +372,21 @@ def add_left(
     num_chunks: int = 1,
 ) -> Launch:
     """The launch that adds what the GEMM ``scattered_gemm(A, B, C, bias, config, to, …)`` on
-    descriptors, with an A of M rows, has left (``scatter/tiles.py``)."""
+    descriptors, with an A of M rows, has deferred (``scatter/tiles.py``)."""
     rows, N = to.rows(M), C.shape[1]
     summing, chunk_tiles_m, group_size_m = summing_of(C, config, to, rows, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    tiles = to.num_ranks * tiles_of_slab(config, rows, N)
+    tiles = to.num_ranks * tiles_of_row_block(config, rows, N)
     arguments = (*to.regions(C, bias), N, M, rows, chunk_tiles_m, to.rank)
     # Nothing is multiplied: one kernel for all tiles of the same area.
     tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32")
     options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
-    return Launch(kernel_add_left, (min(num_sms, tiles),), arguments, options)
+    return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
 
 
-def rows_at_once(block_m: int, block_n: int, bytes_of_parts: int) -> int:
+def rows_at_once(block_m: int, block_n: int, bytes_of_partials: int) -> int:
     """Rows of a tile that are summed at a time; a power of two."""
-    most = 2 * _READ_AT_ONCE // bytes_of_parts // block_n
+    most = 2 * _READ_AT_ONCE // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))
 
 
@@ -404,8 +406,8 @@ def copy_sums(
     Without ``copy`` it only waits until all is there; then C is ``sums``.
     """
     M, N = C.shape
-    rows = slab_rows(M, to.num_ranks)
-    chunks = chunks_of_slab(config, rows, N, num_chunks)
+    rows = row_block_rows(M, to.num_ranks)
+    chunks = chunks_of_row_block(config, rows, N, num_chunks)
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     options = {
         "NUM_RANKS": to.num_ranks,
@@ -418,7 +420,7 @@ def copy_sums(
     }
     return Launch(
         kernel_copy_sums,
-        (to.num_ranks * tiles_of_slab(config, rows, N),),
+        (to.num_ranks * tiles_of_row_block(config, rows, N),),
         (C, sums, arrivals, to.epoch, M, rows, N, chunks.tiles_m, to.rank),
         options,
     )

@@ -30,9 +30,9 @@ from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     Scattering,
     SummingContext,
-    tiles_of_slab,
+    tiles_of_row_block,
 )
-from triton_dist.kernels.common.scatter.tiles import add_left, copy_sums
+from triton_dist.kernels.common.scatter.tiles import add_deferred, copy_sums
 from triton_dist.runtime.device import current_device
 
 
@@ -109,7 +109,7 @@ class SummingCall(OpCall):
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """What may lie elsewhere at each call, by the names that kernels have for it."""
+    """Tensors that may lie elsewhere at each call, by the names that kernels have for them."""
     return {"out.c": C} if bias is None else {"out.c": C, "out.bias": bias}
 
 
@@ -130,17 +130,17 @@ class Scattered:
     def run(self) -> None:
         """Launch all."""
         self.multiply()
-        self.add_left()
+        self.add_deferred()
 
     def multiply(self) -> None:
         """Launch the GEMM, once all that comes after it is loaded."""
         tensors = {"a_ptr": self.call.A, "b_ptr": self.call.B, **self._summed()}
         self._launch(self.key, self._gemm, tensors)
 
-    def add_left(self) -> None:
-        """Launch what adds the tiles that the GEMM leaves, if it can leave any."""
-        if self._may_leave():
-            self._launch(("left", *self.key), self._left, self._summed())
+    def add_deferred(self) -> None:
+        """Launch what adds the tiles that the GEMM defers, if it can defer any."""
+        if self._may_defer():
+            self._launch(("deferred", *self.key), self._deferred, self._summed())
 
     def compile(self) -> None:
         """Compile and load all launches."""
@@ -159,13 +159,13 @@ class Scattered:
     def _summed(self) -> dict[str, torch.Tensor]:
         return outputs(self.C, self.call.bias)
 
-    def _may_leave(self) -> bool:
+    def _may_defer(self) -> bool:
         return self.call.persistent and self.to.num_ranks > 1
 
     def _after(self) -> Iterator[Launch]:
         """Launches after the GEMM."""
-        if self._may_leave():
-            yield self._left()
+        if self._may_defer():
+            yield self._deferred()
 
     def _gemm(self) -> Launch:
         call = self.call
@@ -175,9 +175,9 @@ class Scattered:
             num_chunks=call.num_chunks,
         ).followed_by(*self._after())  # fmt: skip
 
-    def _left(self) -> Launch:
+    def _deferred(self) -> Launch:
         call = self.call
-        return add_left(
+        return add_deferred(
             self.C, call.bias, call.gemm_config, self.to,
             M=call.A.shape[0], num_sms=current_device().num_sms, num_chunks=call.num_chunks,
         )  # fmt: skip
@@ -325,7 +325,7 @@ class Overlapped(SummingWay[C], Generic[C]):
 
     def run(self, call: C) -> torch.Tensor:
         ctx, M, awaited = call.ctx, call.A.shape[0], False
-        tiles = tiles_of_slab(call.gemm_config, ctx.rows_of_rank(M), ctx.N)
+        tiles = tiles_of_row_block(call.gemm_config, ctx.rows_of_rank(M), ctx.N)
         ctx.buffer.slots.take(M)
         ctx.sleep(call.straggler_option)
         try:

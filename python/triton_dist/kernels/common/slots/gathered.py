@@ -187,7 +187,7 @@ def kernel_exchange_staged(epoch_ptr, staged_ptr, staged_table, rank, num_ranks)
 
 @jit(do_not_specialize=["num_flags"])
 def kernel_release_copies(epoch_ptr, forward_ptr, num_flags):
-    """If a wait of the call gave up, let copy streams hand on what has not come. Grid (1,)."""
+    """Let copy streams hand on what has not come, if a wait of the call gave up. Grid (1,)."""
     if tl.load(epoch_ptr + _GAVE_UP) != 0:
         flag = 0
         while flag < num_flags:

@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
     """Sizes that decide which configs are worth trying: those of the key's largest M."""
 
     A: torch.Tensor
-    """[M_per_rank, K] of the call; its rows count in buckets."""
+    """[M_per_rank, K] of the call; its rows count in ranges."""
     B: torch.Tensor
     num_ranks: int
     asked: str | None
@@ -357,7 +357,7 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
 
 
 def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bool:
-    """Tell whether so many of the programs that are tried are worth it for all rows of the bucket
+    """Tell whether so many of the programs that are tried are worth it for all rows of the range
     of A [M_per_rank, K]: half as many would not move them at once. It does not go by the rows of a
     context: others have the same key."""
     shard_bytes = most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import enum
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
 from triton_dist.kernels.common.scatter.partials import (
+    Products,
     ReducedPartials,
     SummingContext,
     create,
-    slab_rows,
+    row_block_rows,
 )
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
@@ -61,15 +61,9 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
 
     title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
-    def __init__(
-        self,
-        max_M: int,
-        N: int,
-        output_dtype: torch.dtype,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(max_M, N, output_dtype, local_world_size, group)
+    def __init__(self, products: Products) -> None:
+        super().__init__(products)
+        max_M, N, output_dtype, local_world_size, group = products
         row_bytes = N * output_dtype.itemsize
         whole_lines = bytes_of_row(N, output_dtype.itemsize)
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // row_bytes)
@@ -89,7 +83,7 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         return argument, M, M >= 1, "at least 1"
 
     def rows_of_rank(self, M: int) -> int:
-        return slab_rows(M, self.num_ranks)
+        return row_block_rows(M, self.num_ranks)
 
 
 def create_gemm_ar_context(

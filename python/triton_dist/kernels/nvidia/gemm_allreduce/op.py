@@ -21,27 +21,28 @@ Timeline of one call in two shots (W = 4, two chunks), on every rank at once
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C
     parts      └ → r+1 └ → r+2 └ → r+3     └ → r+1 └ → r+2 └ → r+3
     sums                               └ → all ─────────────────── └ → all
-    Slabs of rows, one a rank, are cut in ``num_chunks`` chunks. With one, all sums travel in the
+    Blocks of rows, one a rank, are cut in ``num_chunks`` chunks. With one, all sums travel in the
     last W-th of the GEMM; with more, those of a chunk travel while the next one is multiplied.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
-    and rounded once to the output's dtype, in which it travels; the own one too. The W parts are
-    added in fp32 in the order of ranks, the bias comes last, and the sum is rounded once. One shot
-    and two: the same bits on every rank and, for a config, at every call, whoever is late. Serial:
-    products are the library's, their sum likewise; the bias is added to the rounded sum. The same
-    on one rank, which has a plain product. A collective adds as its library does.
+    and rounded once to the output's dtype, in which it travels; the own one too. The W partial sums
+    are added in fp32 in the order of ranks, the bias comes last, and the sum is rounded once. One
+    shot and two: the same bits on every rank and, for a config, at every call, whoever is late.
+    Serial: products are the library's, their sum likewise; the bias is added to the rounded sum.
+    The same on one rank, which has a plain product. A collective adds as its library does.
 
 Built this way because (more: docs/explanation/gemm_all_reduce.md)
     * a wait is for tiles that peers have at earlier places of the order: no circle of waits;
-    * parts are kept apart and not added on arrival: sums do not depend on who is late;
+    * partial sums are kept apart and not added on arrival: sums do not depend on who is late;
     * sums are copied to C by a launch of its own: ``copy_to_local=False`` spares it;
     * flags and slots take turns without a barrier: those of two shots as ``slots/epochs.py`` says;
       one shot is an exchange (``exchange/protocol.py``), one launch and nothing else, as few rows
       take few us.
 
 Vocabulary
-    slab: the rows that one rank adds. part: one rank's addend. slot: one half of the double buffer.
+    row block: the rows that one rank adds. partial sum: one rank's addend. slot: one half of
+    the double buffer.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def key_fn(
     copy_to_local: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Name what a tuning is for; M in buckets. A way that older keywords ask for is tuned by
+    """Name what a tuning is for; M in ranges. A way that older keywords ask for is tuned by
     itself."""
     key = (Call.accept(A, B, bias, ctx), bool(copy_to_local))
     if not kwargs:
@@ -108,8 +109,9 @@ def gemm_ar(
     """``sum over ranks of A @ B``, plus ``bias``, on every rank; tuned over all ranks. Returns
     [M, N], contiguous.
 
-    fp32 accumulation; parts are rounded to the dtype for the way and added in fp32 in the order of
-    ranks: in one shot and in two the same bits on every rank and at every call (see the module).
+    fp32 accumulation; partial sums are rounded to the dtype for the way and added in fp32 in the
+    order of ranks: in one shot and in two the same bits on every rank and at every call (see the
+    module).
 
     All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 

@@ -30,7 +30,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.op import Way, Ways
 from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
-from triton_dist.kernels.common.scatter.partials import chunks_of_slab, slab_rows
+from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
@@ -231,8 +231,8 @@ class TwoShot(Overlapped[Call]):
                 yield tiles, descriptors, num_chunks
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        rows, num_chunks = slab_rows(sizes.M, sizes.num_ranks), config["num_chunks"]
-        chunks = chunks_of_slab(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
+        rows, num_chunks = row_block_rows(sizes.M, sizes.num_ranks), config["num_chunks"]
+        chunks = chunks_of_row_block(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
         return _fit(config, rows, sizes)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.scatter.partials import PartialsBuffer, SummingContext, create
+from triton_dist.kernels.common.scatter.partials import (
+    PartialsBuffer,
+    Products,
+    SummingContext,
+    create,
+)
 from triton_dist.runtime.ranks import Group
 
 EXCHANGED_BYTES = 64 << 20
@@ -29,17 +33,9 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
 
     title, function, creator = "GEMM-ReduceScatter", "gemm_rs", "create_gemm_rs_context"
 
-    def __init__(
-        self,
-        max_M: int,
-        N: int,
-        output_dtype: torch.dtype,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-        reduce_st: bool,
-        rs_stream: Any,
-    ) -> None:
-        super().__init__(max_M, N, output_dtype, local_world_size, group)
+    def __init__(self, products: Products, reduce_st: bool, rs_stream: Any) -> None:
+        super().__init__(products)
+        max_M, N, output_dtype, _, group = products
         self.reduce_st, size = reduce_st, self.num_ranks
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0

@@ -23,22 +23,23 @@ Timeline of one call (W = 4), on every rank at once
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)
-    and rounded once to the output's dtype, in which it travels; the own tile too. The W parts are
-    added in fp32 in the order of ranks, the bias comes last, and the result is rounded once. Same
-    operands and config: same bits, whoever is late; not with ``reduce_st=True``: unrounded fp32
-    tiles are added as they arrive. Products by a library: the bias is added to the rounded sum.
+    and rounded once to the output's dtype, in which it travels; the own tile too. The W partial
+    sums are added in fp32 in the order of ranks, the bias comes last, and the result is rounded
+    once. Same operands and config: same bits, whoever is late; not with ``reduce_st=True``:
+    unrounded fp32 tiles are added as they arrive. Products by a library: the bias is added to the
+    rounded sum.
 
 Built this way because (more, with measurements: docs/explanation/gemm_reduce_scatter.md)
     * whoever waits has announced all its tiles for others before: no circle of waits;
     * a TMA store is not complete when the next instruction runs: ``publish_tile`` waits in full
       before the flag is set (Triton 3.6 does not), and comes when the next tile is computed;
-    * parts are kept apart and not added on arrival: sums do not depend on who is late;
+    * partial sums are kept apart and not added on arrival: sums do not depend on who is late;
     * flags and slots take turns without a barrier, as those of the all-gather
       (``slots/epochs.py``).
 
 Vocabulary
-    slab: the rows that one rank owns. chunk: whole rows of tiles of a slab. part: one rank's
-    addend of a slab. slot: one half of the double buffer of parts.
+    row block: the rows that one rank owns. chunk: whole rows of tiles of a row block. partial
+    sum: one rank's addend of a row block. slot: one half of the double buffer of these.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ def gemm_rs(
     """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
     [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
 
-    fp32 accumulation; parts are rounded to the dtype for the way and added in fp32 in the order of
-    ranks, so the result is the same at every call, unless ``reduce_st`` or a vendor's method says
-    otherwise (see the module).
+    fp32 accumulation; partial sums are rounded to the dtype for the way and added in fp32 in the
+    order of ranks, so the result is the same at every call, unless ``reduce_st`` or a vendor's
+    method says otherwise (see the module).
 
     All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 

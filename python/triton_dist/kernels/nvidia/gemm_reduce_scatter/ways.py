@@ -23,7 +23,7 @@ from triton_dist.kernels.common.gemm.spaces import (
     tiles_to_owners,
 )
 from triton_dist.kernels.common.op import Ways
-from triton_dist.kernels.common.scatter.partials import Scatter, chunks_of_slab
+from triton_dist.kernels.common.scatter.partials import Scatter, chunks_of_row_block
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
@@ -191,7 +191,7 @@ class CopyEngine(_ToOwners):
     are complete."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
-    scatter = "slab"
+    scatter = "row_block"
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
@@ -204,7 +204,7 @@ class CopyEngine(_ToOwners):
         if current_device().launches_block:
             return False
         rows, num_chunks = sizes.M // sizes.num_ranks, config["num_chunks"]
-        chunks = chunks_of_slab(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
+        chunks = chunks_of_row_block(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
         if len(chunks.rows) < num_chunks:  # the same as with fewer
             return False
         return super().fits(config, sizes)
@@ -232,7 +232,7 @@ class CopyEngine(_ToOwners):
             scattered.multiply()
             if pushes is not None:
                 pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
-            scattered.add_left()
+            scattered.add_deferred()
             awaited = True
         finally:
             if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up

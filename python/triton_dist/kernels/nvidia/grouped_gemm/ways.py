@@ -79,9 +79,9 @@ class GroupedKey(NamedTuple):
     topk: int
     dtype: torch.dtype
     layout: str
-    """Of B."""
+    """Order of B in memory."""
     rows: str
-    """What A has a row for: ``"token"`` or ``"route"``."""
+    """Unit that A has a row for: ``"token"`` or ``"route"``."""
     order: str
     activation: str | None
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.scatter.one_launch import (
-    place_of_strip,
+    place_of_sub_tile,
     programs_for,
-    strips_of_program,
+    sub_tiles_of_program,
 )
 from triton_dist.runtime.device import current_device
 
-MOST = tl.constexpr(64)  # strips of a program in a wave
+MOST = tl.constexpr(64)  # sub-tiles of a program in a wave
 
 
 @jit
-def kernel_write_strips(
+def kernel_write_sub_tiles(
     out_ptr,
     own_begin,
     own_end,
@@ -30,39 +30,39 @@ def kernel_write_strips(
     tiles_n,
     NUM_SMS: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
-    STRIP_ROWS: tl.constexpr,
+    SUB_TILE_ROWS: tl.constexpr,
 ):
     """For each wave and program up to ``MOST`` rows (row, end, n, number) of out."""
     for wave in range(0, tiles_m * tiles_n, NUM_SMS):
-        begin, end = strips_of_program(
-            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, STRIP_ROWS
+        begin, end = sub_tiles_of_program(
+            wave, own_begin, own_end, tiles_m, tiles_n, NUM_SMS, BLOCK_SIZE_M, SUB_TILE_ROWS
         )
         tl.device_assert(end - begin <= MOST)
-        for strip in range(begin, end):
-            row, end_row, n, number = place_of_strip(
-                strip, own_begin, own_end, tiles_m, BLOCK_SIZE_M, STRIP_ROWS
+        for sub_tile in range(begin, end):
+            row, end_row, n, number = place_of_sub_tile(
+                sub_tile, own_begin, own_end, tiles_m, BLOCK_SIZE_M, SUB_TILE_ROWS
             )
             at = wave // NUM_SMS * tl.num_programs(0) + tl.program_id(0)
-            place = out_ptr + (at * MOST + strip - begin) * 4
+            place = out_ptr + (at * MOST + sub_tile - begin) * 4
             tl.store(place, row)
             tl.store(place + 1, end_row)
             tl.store(place + 2, n)
             tl.store(place + 3, number)
 
 
-def strips(own, tiles_m, tiles_n, num_sms, num_ctas, block_m, strip_rows):
-    """(program, row, end, n, number of the tile) of each strip that is not empty."""
+def sub_tiles(own, tiles_m, tiles_n, num_sms, num_ctas, block_m, sub_tile_rows):
+    """(program, row, end, n, number of the tile) of each sub-tile that is not empty."""
     waves = -(-tiles_m * tiles_n // num_sms)
     out = torch.full((waves, num_ctas, MOST.value, 4), -1, dtype=torch.int32)
     out = out.to(current_device().torch_device)
-    kernel_write_strips[(num_ctas,)](
-        out, *own, tiles_m, tiles_n, num_sms, BLOCK_SIZE_M=block_m, STRIP_ROWS=strip_rows
+    kernel_write_sub_tiles[(num_ctas,)](
+        out, *own, tiles_m, tiles_n, num_sms, BLOCK_SIZE_M=block_m, SUB_TILE_ROWS=sub_tile_rows
     )
     for wave in out.tolist():
         for program, added in enumerate(wave):
             for row, end, n, number in added:
                 if row < end:
-                    yield program, row, min(end, row + strip_rows), n, number
+                    yield program, row, min(end, row + sub_tile_rows), n, number
 
 
 @settings(max_examples=25, deadline=None)
@@ -72,11 +72,11 @@ def strips(own, tiles_m, tiles_n, num_sms, num_ctas, block_m, strip_rows):
     num_ranks=st.integers(1, 5),
     num_sms=st.integers(1, 9),
     block_m=st.sampled_from([4, 8, 16]),
-    strip_rows=st.sampled_from([1, 2, 4]),
+    sub_tile_rows=st.sampled_from([1, 2, 4]),
     to_owners=st.booleans(),
 )
 def test_each_row_is_added_once_by_a_program_that_may_wait_for_it(
-    rows, tiles_n, num_ranks, num_sms, block_m, strip_rows, to_owners
+    rows, tiles_n, num_ranks, num_sms, block_m, sub_tile_rows, to_owners
 ):
     tiles_m, share = -(-rows // block_m), -(-rows // num_ranks) if to_owners else rows
     last = (num_ranks - 1) * share if to_owners else 0
@@ -85,8 +85,8 @@ def test_each_row_is_added_once_by_a_program_that_may_wait_for_it(
         begin = rank * share if to_owners else 0
         end = min(begin + share, rows)
         seen = []
-        for program, row, stop, n, number in strips(
-            (begin, end), tiles_m, tiles_n, num_sms, num_ctas, block_m, strip_rows
+        for program, row, stop, n, number in sub_tiles(
+            (begin, end), tiles_m, tiles_n, num_sms, num_ctas, block_m, sub_tile_rows
         ):
             assert number % num_sms <= program, "it waits for a program that begins later"
             assert number // tiles_m == n
@@ -105,8 +105,8 @@ def test_all_programs_add_about_as_much(rows, block_m, columns, most):
     for rank in (0, 3):
         own = (rank * share, (rank + 1) * share)
         added = Counter(
-            strip[0]
-            for strip in strips(own, tiles_m, columns, 132, num_ctas, block_m, block_m // 4)
+            sub_tile[0]
+            for sub_tile in sub_tiles(own, tiles_m, columns, 132, num_ctas, block_m, block_m // 4)
         )
         assert max(added.values()) <= most
         assert len(added) >= 0.9 * min(132, sum(added.values()))

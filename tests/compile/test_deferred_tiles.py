@@ -10,11 +10,11 @@ import torch
 from tests.compile.scattered import ACQUIRE, RELEASE, compile_launch
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, tile_shapes
 from triton_dist.kernels.common.scatter.partials import Scattering
-from triton_dist.kernels.common.scatter.tiles import add_left
+from triton_dist.kernels.common.scatter.tiles import add_deferred
 
 
-def left(scatter, config, num_ranks):
-    """The launch for slabs of 1000 rows, 8192 columns; no memory."""
+def deferred(scatter, config, num_ranks):
+    """The launch for row blocks of 1000 rows, 8192 columns; no memory."""
 
     def matrix(*shape, of=torch.bfloat16):
         return torch.empty(*shape, dtype=of, device="meta")
@@ -27,14 +27,14 @@ def left(scatter, config, num_ranks):
         scatter, 1, num_ranks, partials, 1 << 23, table, table, flags, flags, left, table, table
     )
     C = matrix(M if scatter == "all" else 1000, 8192)
-    return add_left(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
+    return add_deferred(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("scatter", ["tile", "slab", "add", "all"])
-def test_left_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, num_ranks):
+@pytest.mark.parametrize("scatter", ["tile", "row_block", "add", "all"])
+def test_deferred_tiles_are_awaited_then_added_in_whole_vectors(sm90, scatter, num_ranks):
     for config in tile_shapes(PERSISTENT_TILES)[:2]:
-        kernel = compile_launch(left(scatter, config, num_ranks))
+        kernel = compile_launch(deferred(scatter, config, num_ranks))
         assert kernel.stack_bytes == 0
         # All threads have looked whether anything is left, before one says that no more is.
         look = re.search(r"ld\.global\.b32 \S+ \S+ \S+ \[ (%rd\d+)", kernel.ptx)

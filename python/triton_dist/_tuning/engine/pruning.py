@@ -1,0 +1,43 @@
+"""The user's ``prune_fn``, asked about the config space for one call: on this rank, and once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.parts import Call, Subject
+from triton_dist._tuning.values import Config, Pruned
+
+
+class Answer(NamedTuple):
+    """The configs that may be used, and the others with the reason; both empty after a failure."""
+
+    kept: Sequence[Config] = ()
+    dropped: Sequence[Pruned] = ()
+    failure: Exception | None = None
+    """Raised by ``prune_fn``, or a ``TimeoutError``."""
+
+    @property
+    def raised(self) -> str:
+        """The failure in words; empty if there is none."""
+        error = self.failure
+        return "" if error is None else f"prune_fn raised {type(error).__name__}: {error}"
+
+
+class Pruning:
+    """Asks about ``call``, when the answer is first looked at."""
+
+    def __init__(self, subject: Subject, call: Call, ranks: Conversation) -> None:
+        self._subject, self._call, self._ranks = subject, call, ranks
+
+    @functools.cached_property
+    def answer(self) -> Answer:
+        subject, call = self._subject, self._call
+        try:
+            with self._ranks.user_code(Situation("prune_fn")) as watch:
+                watch.begin()
+                return Answer(*subject.space.prune(subject.prune_fn, call.args, call.kwargs))
+        except Exception as error:
+            return Answer(failure=error)
