@@ -268,7 +268,8 @@ def kernel_map_blocks(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (all chunks * ``steps`` + E + 1,). ``group_ends``: a byte a group, the position behind its last."""
+    """Grid (all chunks * ``steps`` + E + 1,). ``group_ends``: a byte a group, the position behind
+    its last."""
     program = tl.program_id(0)
     if program <= E:
         write_tiles(
