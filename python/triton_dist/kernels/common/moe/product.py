@@ -163,6 +163,9 @@ def kernel_grouped_gemm(
     k = tl.arange(0, BLOCK_SIZE_K)
     units = tl.load(num_tiles_ptr) * tiles_n
     awaited = 0
+    own_rows_ptr = a_ptr
+    if NUM_SOURCES > 1:  # where all rows would begin if they lay around the own ones
+        own_rows_ptr = own_ptr - tl.cast(rank, tl.int64) * shard_rows * stride_am
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         expert, row, end, n, tile = unit_of_run(
             tiles_ptr, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
@@ -172,17 +175,16 @@ def kernel_grouped_gemm(
         inside = rows < end
         route = tl.load(routes_ptr + rows, mask=inside, other=0)
         a_row = route // routes_of_row
+        rows_ptr = a_ptr
         if NUM_SOURCES > 1:
             awaited, token = await_positions(
                 awaited, tl.load(tiles_ptr + tile * RECORD + 6), arrivals_ptr, epoch_ptr, rank,
                 shard_rows, NUM_SOURCES, FLAGS_PER_RANK,
             )  # fmt: skip
             a_row = dl.consume_token(a_row, token)
-        a_rows = a_ptr + a_row.to(tl.int64) * stride_am
-        if NUM_SOURCES > 1:
-            own_row = a_row - rank * shard_rows
-            is_own = (own_row >= 0) & (own_row < shard_rows)
-            a_rows = tl.where(is_own, own_ptr + own_row.to(tl.int64) * stride_am, a_rows)
+            is_own = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
+            rows_ptr = tl.where(is_own, own_rows_ptr, a_ptr)
+        a_rows = rows_ptr + a_row.to(tl.int64) * stride_am
         if A_ALIGNED:
             a_rows = tl.multiple_of(a_rows, 16)
         product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
