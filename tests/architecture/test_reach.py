@@ -17,6 +17,7 @@ MOST = {
     "gemm_allreduce": (26, 7050),
     "gemm": (10, 2450),
     "grouped_gemm": (13, 2750),
+    "allgather_group_gemm": (26, 5600),
     "allreduce": (14, 3450),
     "reduce_scatter": (14, 3200),
     "allgather": (14, 3200),

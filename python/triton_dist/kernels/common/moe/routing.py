@@ -382,9 +382,7 @@ def block_map(
     )
 
 
-def check_ids(
-    function: str, topk_ids: torch.Tensor, E: int, argument: str = "topk_ids"
-) -> None:
+def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "topk_ids") -> None:
     """Refuse ids that no map can be made of.
 
     Raises:

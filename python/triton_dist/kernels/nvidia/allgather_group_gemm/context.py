@@ -189,8 +189,8 @@ def check_operands(
         yield from kind_checks(ctx.dtype, buffer.workspace.device, a=a, b=b)
         expected = "a contiguous a; call a.contiguous()"
         yield "a.stride()", a.stride(), a.is_contiguous(), expected
-        ids, shape = tuple(full_topk_ids.shape), (M, ctx.topk)
-        yield "full_topk_ids.shape", ids, ids == shape, f"of all ranks' tokens, {shape}"
+        ids, wanted = tuple(full_topk_ids.shape), (M, ctx.topk)
+        yield "full_topk_ids.shape", ids, ids == wanted, f"of all ranks' tokens, {wanted}"
         device = full_topk_ids.device
         yield "full_topk_ids.device", device, device == a.device, f"that of a, {a.device}"
 

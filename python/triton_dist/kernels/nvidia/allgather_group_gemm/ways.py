@@ -185,7 +185,7 @@ class _Whole(_Gathering):
 
     def check(self, call: Call) -> None:
         size, most = call.ctx.num_ranks, call.ctx.exchanged_rows
-        if call.gather == EXCHANGE and size > 1 and call.key.M > most:
+        if call.gather == EXCHANGE and size > 1 and most < call.key.M:
             expected = f"another one for an M of more than {most}"
             raise InvalidArgument("ag_group_gemm", "gather", call.gather, expected)
 
