@@ -16,7 +16,7 @@ MOST = {
     "gemm_reduce_scatter": (20, 5500),
     "gemm_allreduce": (26, 7050),
     "gemm": (10, 2450),
-    "grouped_gemm": (13, 2750),
+    "grouped_gemm": (13, 2850),
     "allgather_group_gemm": (26, 5600),
     "allreduce": (14, 3450),
     "reduce_scatter": (14, 3200),
