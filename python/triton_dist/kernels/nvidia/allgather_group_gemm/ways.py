@@ -296,7 +296,7 @@ def consumer(launch: Launch) -> Launch:
     kernel = sys.modules[__package__].kernel_consumer_m_parallel_scatter_group_gemm
     if kernel is launch.kernel:
         return launch
-    chosen = {"num_warps", "num_stages"}.union(*(each.kwargs for each in kernel.configs))
+    chosen = set().union(*(each.all_kwargs() for each in kernel.configs))
     options = {name: value for name, value in launch.options.items() if name not in chosen}
     return dataclasses.replace(launch, kernel=kernel, options=options)
 
