@@ -25,7 +25,7 @@ def test_every_routing_and_way(on_gpus):
 @few_ranks
 def test_every_candidate_gives_the_same(on_gpus):
     (count,) = set(on_gpus(ranks.every_config))
-    assert count > 60
+    assert count > 50
 
 
 def test_any_rank_may_be_late(on_gpus, num_ranks):

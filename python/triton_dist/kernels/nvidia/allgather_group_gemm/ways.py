@@ -45,8 +45,9 @@ EXCHANGE, COLLECTIVE = "exchange", "collective"
 PUSH, PULL, RING = (
     method.value for method in AllGatherMethod if method.by_copy_engine
 )  # beside a product
-# A group of arrivals reads the weights once more: it has to have rows to make that worth.
-_ROWS_OF_GROUP = 64
+# A group of arrivals reads the weights once more: experts have to have rows in it, a tile of the
+# highest at least, and others are not tried with groups.
+_ROWS_OF_GROUP = 128
 
 
 @dataclass(eq=False, repr=False)
@@ -123,8 +124,10 @@ class Arrivals(_Gathering):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         tiles = grouped_tiles()
+        height = max(each.kwargs["BLOCK_SIZE_M"] for each in tiles)
+        highest = [each for each in tiles if each.kwargs["BLOCK_SIZE_M"] == height]
         for num_groups in range(1, MOST_GROUPS + 1):
-            for each in tiles:
+            for each in tiles if num_groups == 1 else highest:
                 yield each, num_groups, PUSH
         for gather in (PULL, RING):
             for num_groups in (1, 2):
