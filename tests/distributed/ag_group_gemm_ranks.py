@@ -191,7 +191,7 @@ def every_routing() -> int:
 @compiled_ahead
 def every_config() -> int:
     """Every candidate of the tuner, and what a call that names nothing does."""
-    calls = Calls(37, 136, 96, 3, 2, torch.bfloat16)
+    calls = Calls(37, 144, 96, 3, 2, torch.bfloat16)
     for config in WAYS.config_space():
         calls(37, **config)
     calls(37, gemm_config=None)
