@@ -79,6 +79,13 @@ NAMES = {
         "kernel_consumer_gemm_persistent",
         "ag_gemm_persistent",
     ],
+    "triton_dist.kernels.nvidia.allgather_group_gemm": [
+        "ag_group_gemm",
+        "create_ag_group_gemm_context",
+        "MoEAllGatherGroupGEMMTensorParallelContext",
+        "kernel_consumer_m_parallel_scatter_group_gemm",
+        "run_moe_ag_triton_non_overlap",
+    ],
     "triton_dist.kernels.nvidia.gemm": [
         "get_config_space",
         "matmul",
@@ -103,6 +110,14 @@ PARAMETERS = {
     ],
     "triton_dist.kernels.nvidia.comm_perf_model.estimate_all_gather_time_ms": [
         "nbytes", "world_size", "local_world_size", "intranode_bw", "internode_bw",
+    ],
+    "triton_dist.kernels.nvidia.allgather_group_gemm.create_ag_group_gemm_context": [
+        "max_ntokens", "N_per_rank", "K", "num_experts", "topk", "dtype", "rank", "num_ranks",
+        "num_local_ranks", "ag_intranode_stream", "ag_internode_stream", "BLOCK_SIZE_M",
+        "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "stages", "num_warps", "group",
+    ],
+    "triton_dist.kernels.nvidia.allgather_group_gemm.run_moe_ag_triton_non_overlap": [
+        "x_shard", "weights", "chosen_experts", "persistent",
     ],
     "triton_dist.layers.nvidia.GemmARLayer": [
         "tp_group", "max_M", "N", "K", "input_dtype", "output_dtype", "local_world_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch.distributed as dist
 from tests.distributed import gemm_ar_calls, gemm_rs_calls
 from tests.distributed.ag_gemm_calls import default_tiles, uniform
 from triton_dist.errors import RankDisagreement
+from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
     AllReduceMethod,
     ag_gemm,
+    ag_group_gemm,
     create_ag_gemm_context,
+    create_ag_group_gemm_context,
     create_gemm_ar_context,
     create_gemm_rs_context,
     gemm_ar,
@@ -58,7 +62,31 @@ class Op:
         return total[rank * rows : (rank + 1) * rows] if self.scatters else total
 
 
+def _one_expert(
+    A: torch.Tensor, B: torch.Tensor, ctx: Any, gemm_config: Any, **way: Any
+) -> torch.Tensor:
+    """``ag_group_gemm`` of one expert, who has all tokens: ``ag_gemm``."""
+    ids = torch.zeros(len(A) * ctx.num_ranks, 1, dtype=torch.int32, device=A.device)
+    tiles = grouped_tiles()[-1]
+    C: torch.Tensor = ag_group_gemm.fn(A, B[None], ctx, ids, gemm_config=tiles, **way)
+    return C
+
+
 OPS = {
+    "ag_group_gemm": Op(
+        SimpleNamespace(fn=_one_expert),
+        lambda rank, size: create_ag_group_gemm_context(
+            MOST_ROWS * size, N, K, 1, 1, torch.float16, rank, size
+        ),
+        [
+            *(
+                {"gather": gather}
+                for gather in ("full_mesh_push", "full_mesh_pull", "ring_push_1d")
+            ),
+            {"way": "serial"},
+        ],
+        gathers=True,
+    ),
     "ag_gemm": Op(
         ag_gemm,
         lambda rank, size: create_ag_gemm_context(

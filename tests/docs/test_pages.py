@@ -32,6 +32,7 @@ PUBLIC_MODULES = [
     "triton_dist.kernels.nvidia.gemm_allreduce",
     "triton_dist.kernels.nvidia.gemm_reduce_scatter",
     "triton_dist.kernels.nvidia.grouped_gemm",
+    "triton_dist.kernels.nvidia.allgather_group_gemm",
     "triton_dist.kernels.nvidia.allreduce",
     "triton_dist.kernels.nvidia.reduce_scatter",
     "triton_dist.kernels.nvidia.allgather",

@@ -33,6 +33,7 @@ from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.gemm import spaces as gemm_spaces
 from triton_dist.kernels.nvidia import ag_gemm
+from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey
 from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
@@ -41,7 +42,7 @@ from triton_dist.runtime.ranks.solo import SoloRank
 from triton_dist.testing.cases import all_cases
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
-KEYS: dict[str, Any] = {"ProductKey": ProductKey, "GroupedKey": GroupedKey}
+KEYS: dict[str, Any] = {kind.__name__: kind for kind in (ProductKey, GroupedKey, RoutedKey)}
 FOUR = {"world_size": "4", "local_world_size": "4"}
 
 

@@ -28,6 +28,7 @@ GEMM_AR = ("tests/distributed/test_gemm_ar.py", "tests/distributed/test_summed_g
 AG_GEMM = ("tests/distributed/test_ag_gemm.py",)
 ROUTING = ("tests/kernels/test_routing.py",)
 GROUPED = ("tests/kernels/test_grouped_gemm.py",)
+AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py",)
 STORE = ("tests/tuning/test_store.py",)
 MEETINGS = ("tests/tuning",)
 
@@ -252,6 +253,27 @@ MUTANTS = (
         "out = rows if SORTED else route",
         "out = rows",
         GROUPED,
+    ),
+    Mutant(
+        "routing: a tile waits for the last shard that it has rows of",
+        _PRODUCT,
+        "    while awaited < last:",
+        "    while awaited < last - 1:",
+        AG_GROUPED,
+    ),
+    Mutant(
+        "routing: who has waited for a shard has waited for all before it",
+        _PRODUCT,
+        "    token = 0\n    while awaited < last:",
+        "    token = 0\n    awaited = tl.maximum(awaited, last - 1)\n    while awaited < last:",
+        AG_GROUPED,
+    ),
+    Mutant(
+        "routing: own rows are read where they lie, the others where they arrive",
+        _PRODUCT,
+        "(a_row < (rank + 1) * shard_rows)",
+        "(a_row <= (rank + 1) * shard_rows)",
+        AG_GROUPED,
     ),
     Mutant(
         "store lock: under it a file is looked at again",

@@ -38,6 +38,8 @@ def parse(monkeypatch):
         ("test_allreduce", "", "--case perf"),
         ("test_allreduce", "--stress --dtype fp32", "--case check --dtype float32"),
         ("test_all_gather", "--iters 2 --warmup_iters 1", "--iters 2 --warmup 1"),
+        ("test_ag_moe", "--M 2048 --autotune", "--case perf -M 2048 --dtype fp16"),
+        ("test_ag_moe", "--M 2048 --iters 10 --warmup_iters 20", "-M 2048 --warmup 20"),
     ],
 )
 def test_older_options_mean_what_they_meant(parse, script, line, meant):

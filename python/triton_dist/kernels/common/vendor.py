@@ -60,9 +60,19 @@ def all_gather_into(
     rows: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
 ) -> None:
     """Gather ``shard`` [m, …] of all ranks into ``rows`` [world size * m, …]."""
+    _all_gather()(rows, shard, group=group)
+
+
+def begin_all_gather(
+    rows: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
+) -> Any:
+    """The same beside what is queued until ``wait()`` of what this returns."""
+    return _all_gather()(rows, shard, group=group, async_op=True)
+
+
+def _all_gather() -> Any:
     # torch 2.13 gave the collective a new name and deprecates the old one.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, shard, group=group)
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_gather_rows(

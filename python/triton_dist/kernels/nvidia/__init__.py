@@ -21,6 +21,12 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     gemm_non_persistent,
     gemm_persistent,
 )
+from triton_dist.kernels.nvidia.allgather_group_gemm import (
+    MoEAllGatherGroupGEMMTensorParallelContext,
+    ag_group_gemm,
+    create_ag_group_gemm_context,
+    run_moe_ag_triton_non_overlap,
+)
 from triton_dist.kernels.nvidia.allreduce import (
     AllReduceContext,
     AllReduceMethod,
@@ -59,13 +65,16 @@ __all__ = [
     "GEMMAllReduceTensorParallelContext",
     "GEMMReduceScatterTensorParallelContext",
     "GatherMethod",
+    "MoEAllGatherGroupGEMMTensorParallelContext",
     "ReduceScatterContext",
     "ReduceScatterMethod",
     "VendorMethod",
     "ag_gemm",
+    "ag_group_gemm",
     "all_gather",
     "all_reduce",
     "create_ag_gemm_context",
+    "create_ag_group_gemm_context",
     "create_all_gather_ctx",
     "create_allreduce_ctx",
     "create_gemm_ar_context",
@@ -79,5 +88,6 @@ __all__ = [
     "grouped_gemm",
     "matmul",
     "reduce_scatter",
+    "run_moe_ag_triton_non_overlap",
     "to_allreduce_method",
 ]

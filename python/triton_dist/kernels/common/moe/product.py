@@ -6,6 +6,11 @@ row of an expert lies the next one's: what is read there has to be zero, since 0
 
 The grid is persistent and takes the number of tiles from memory (``moe/routing.py``). A tile that
 is nobody's has no steps along K and stores zeros. So every row of the output is written.
+
+Rows of A may come from peers while the kernel runs, brought by copy engines (``slots/gathered.py``)
+in the order of positions of the map. The own rows are read where they lie. A tile waits until the
+last position that it has rows of has come; a program that has waited for a position has waited for
+all before it, and never does so again. Tiles of nobody wait too: who has run has seen every peer.
 """
 
 from __future__ import annotations
@@ -14,11 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
-from triton_dist.kernels.common.gemm.tile import tile_in_group
+from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD, BlockMap
+from triton_dist.kernels.common.peers import GatheredShards, flag_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
@@ -26,7 +33,7 @@ _ALIGNMENT = 16
 
 @jit
 def unit_of_run(tiles_ptr, unit, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr):
-    """(expert, first row, end of rows, column tile) of the ``unit``-th unit of work.
+    """(expert, first row, end of rows, column tile, tile) of the ``unit``-th unit of work.
 
     A run of L tiles from the a-th on owns units ``a * tiles_n`` to ``(a + L) * tiles_n``. So tile
     ``unit // tiles_n`` is one of the unit's own run, and its record leads to the right one.
@@ -38,7 +45,29 @@ def unit_of_run(tiles_ptr, unit, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE
     first = tl.load(record + 3)
     tiles = tl.load(record + 4)
     m, n = tile_in_group(unit - first * tiles_n, tiles, tiles_n, GROUP_SIZE_M)
-    return expert, row + m * BLOCK_SIZE_M, end, n
+    return expert, row + m * BLOCK_SIZE_M, end, n, first + m
+
+
+@jit
+def await_positions(
+    awaited,
+    last,
+    arrivals_ptr,
+    epoch_ptr,
+    rank,
+    shard_rows,
+    NUM_SOURCES: tl.constexpr,
+    FLAGS_PER_RANK: tl.constexpr,
+):
+    """Wait until the shards of positions behind ``awaited``, up to ``last``, are there; gives the
+    last position that was awaited so far, and a token."""
+    token = 0
+    while awaited < last:
+        awaited += 1
+        source = shard_in_arrival_order(awaited, rank, NUM_SOURCES)
+        flag = flag_of(epoch_ptr, shard_rows)
+        token += dl.wait(arrivals_ptr + source * FLAGS_PER_RANK, 1, flag, epoch_ptr + 1, True)
+    return awaited, token
 
 
 @jit
@@ -75,7 +104,7 @@ def load_weights(
         )
 
 
-@jit(do_not_specialize=["E", "routes_of_row"])
+@jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows"])
 def kernel_grouped_gemm(
     a_ptr,
     b_ptr,
@@ -103,12 +132,21 @@ def kernel_grouped_gemm(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
+    own_ptr=None,
+    arrivals_ptr=None,
+    epoch_ptr=None,
+    rank=0,
+    shard_rows=1,
+    NUM_SOURCES: tl.constexpr = 1,
+    FLAGS_PER_RANK: tl.constexpr = 1,
 ):
     """C [R, width] of A's rows, ``routes_of_row`` routes each, and B [E, K, N]; any grid.
 
     ``SORTED``: C's rows are sorted by expert, else they are in the order of routes.
     ``SILU_MUL``: ``width`` is N / 2, and C is silu(left half) * right half; a tile has as many
     columns of each half as one of the product would have in all, halved.
+    ``NUM_SOURCES`` above 1: rows come in shards of ``shard_rows``, the own ones at ``own_ptr``, the
+    others at their places in A once their flags are set (``peers.GatheredShards``).
     """
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
@@ -124,13 +162,29 @@ def kernel_grouped_gemm(
             )
     k = tl.arange(0, BLOCK_SIZE_K)
     units = tl.load(num_tiles_ptr) * tiles_n
+    awaited = 0
+    own_rows_ptr = a_ptr
+    if NUM_SOURCES > 1:  # where all rows would begin if they lay around the own ones
+        own_rows_ptr = own_ptr - tl.cast(rank, tl.int64) * shard_rows * stride_am
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        expert, row, end, n = unit_of_run(tiles_ptr, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M)
+        expert, row, end, n, tile = unit_of_run(
+            tiles_ptr, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
+        )
         column = n * COLUMNS
         rows = row + tl.arange(0, BLOCK_SIZE_M)
         inside = rows < end
         route = tl.load(routes_ptr + rows, mask=inside, other=0)
-        a_rows = a_ptr + (route // routes_of_row).to(tl.int64) * stride_am
+        a_row = route // routes_of_row
+        rows_ptr = a_ptr
+        if NUM_SOURCES > 1:
+            awaited, token = await_positions(
+                awaited, tl.load(tiles_ptr + tile * RECORD + 6), arrivals_ptr, epoch_ptr, rank,
+                shard_rows, NUM_SOURCES, FLAGS_PER_RANK,
+            )  # fmt: skip
+            a_row = dl.consume_token(a_row, token)
+            is_own = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
+            rows_ptr = tl.where(is_own, own_rows_ptr, a_ptr)
+        a_rows = rows_ptr + a_row.to(tl.int64) * stride_am
         if A_ALIGNED:
             a_rows = tl.multiple_of(a_rows, 16)
         product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
@@ -198,8 +252,10 @@ def grouped_product(
     blocks: BlockMap,
     config: triton.Config,
     *,
-    is_sorted: bool,
-    silu_mul: bool,
+    is_sorted: bool = False,
+    silu_mul: bool = False,
+    gathered: GatheredShards | None = None,
+    rank: int = 0,
 ) -> Launch:
     """The launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
 
@@ -211,6 +267,8 @@ def grouped_product(
         config: BLOCK_SIZE_M, _N, _K, GROUP_SIZE_M, and PROGRAMS: of the grid, for each
             multiprocessor.
         is_sorted: C's rows are sorted by expert, else in the order of routes.
+        gathered: the shards of peers, as they come; then A is the shard of ``rank``, contiguous,
+            and the map is of as many sources as there are ranks.
     """
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
@@ -223,15 +281,18 @@ def grouped_product(
     # A block of a descriptor begins at a multiple of 16 bytes.
     halves_fit = not silu_mul or layout != "row-major" or C.shape[1] * item % _ALIGNMENT == 0
     sizes = (B.shape[0], B.shape[2], B.shape[1])
-    strides = (A.stride(0), *B.stride())
-    rest = (C.shape[1], len(blocks.routes) // A.shape[0])
+    rows, sources = (A, {}) if gathered is None else (gathered.rows, _sources(A, gathered, rank))
+    strides = (rows.stride(0), *B.stride())
+    rest = (C.shape[1], len(blocks.routes) // rows.shape[0])
+    aligned = all(each % _ALIGNMENT == 0 for each in (rows.stride(0) * item, A.data_ptr()))
     return Launch(
         kernel_grouped_gemm,
         (min(programs, units),),
-        (A, B, C, blocks.routes, blocks.tiles, blocks.num_tiles, *sizes, *strides, *rest),
+        (rows, B, C, blocks.routes, blocks.tiles, blocks.num_tiles, *sizes, *strides, *rest),
         {
             **options,
-            "A_ALIGNED": A.stride(0) * item % _ALIGNMENT == 0 and A.data_ptr() % _ALIGNMENT == 0,
+            **sources,
+            "A_ALIGNED": aligned,
             "C_ALIGNED": C.shape[1] * item % _ALIGNMENT == 0,
             "SORTED": is_sorted,
             "SILU_MUL": silu_mul,
@@ -241,3 +302,16 @@ def grouped_product(
             "INPUT_PRECISION": precision,
         },
     )
+
+
+def _sources(own: torch.Tensor, gathered: GatheredShards, rank: int) -> dict[str, object]:
+    """Arguments of a product whose rows come from several ranks."""
+    return {
+        "own_ptr": own,
+        "arrivals_ptr": gathered.arrivals,
+        "epoch_ptr": gathered.epoch,
+        "rank": rank,
+        "shard_rows": own.shape[0],
+        "NUM_SOURCES": gathered.rows.shape[0] // own.shape[0],
+        "FLAGS_PER_RANK": gathered.flags_per_rank,
+    }

@@ -27,6 +27,7 @@ How
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,10 +38,11 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.runtime.device import current_device
 
 RECORD = tl.constexpr(8)
 """int32 words of a tile: expert, first and end row of its run, first tile of the run, tiles of the
-run, first and last position whose rows it has, and one that is unused."""
+run, first and last position of arrival whose rows it has, and one that is unused."""
 MOST_EXPERTS, MOST_TOPK, MOST_GROUPS = 512, 10, 4
 _BLOCK = 128
 """Routes that a program places."""
@@ -385,24 +387,35 @@ def block_map(
     )
 
 
-def check_ids(function: str, topk_ids: torch.Tensor, E: int) -> None:
+def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "topk_ids") -> None:
     """Refuse ids that no map can be made of.
 
     Raises:
-        InvalidArgument: of ``function``.
+        InvalidArgument: of ``function``, whose ids are called ``argument``.
     """
     if not 1 <= E <= MOST_EXPERTS:
         raise InvalidArgument(function, "E", E, f"1 to {MOST_EXPERTS}")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         expected = "torch.int32 or torch.int64"
-        raise InvalidArgument(function, "topk_ids.dtype", topk_ids.dtype, expected)
+        raise InvalidArgument(function, f"{argument}.dtype", topk_ids.dtype, expected)
     shape = tuple(topk_ids.shape)
     if len(shape) != 2 or shape[0] < 1 or not 1 <= shape[1] <= MOST_TOPK:
         expected = f"[M, topk], at least one token, topk 1 to {MOST_TOPK}"
-        raise InvalidArgument(function, "topk_ids.shape", shape, expected)
+        raise InvalidArgument(function, f"{argument}.shape", shape, expected)
     if not topk_ids.is_contiguous():
-        expected = "contiguous ids; call topk_ids.contiguous()"
-        raise InvalidArgument(function, "topk_ids.stride()", topk_ids.stride(), expected)
+        expected = f"contiguous ids; call {argument}.contiguous()"
+        raise InvalidArgument(function, f"{argument}.stride()", topk_ids.stride(), expected)
+
+
+def ids_as_text(topk_ids: torch.Tensor) -> str:
+    """Text that differs where ids do, for ranks to compare: how many there are, and a digest. Waits
+    for the device. Of what cannot be looked at, tensors without memory and ids in the capture of a
+    graph, there is no digest."""
+    size = f"ids {tuple(topk_ids.shape)}"
+    if topk_ids.is_meta or current_device().is_capturing():
+        return size
+    numbers = topk_ids.detach().to("cpu", torch.int64).numpy().tobytes()
+    return f"{size}, digest {hashlib.sha256(numbers).hexdigest()[:16]}"
 
 
 def _cut(routes: int, most_chunks: int) -> tuple[int, int]:

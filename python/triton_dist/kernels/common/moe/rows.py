@@ -1,4 +1,4 @@
-"""Rows that move: gathered before a library's grouped product, and put back behind it."""
+"""torch's grouped product, and rows that move: gathered before it, and put back behind it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,39 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.routing import BlockMap
+from triton_dist.runtime.device import current_device
 
+WHOLE_EXPERT = 1 << 20
+"""Rows of a tile in the map of a product that has no tiles: one an expert."""
 _BLOCK = 2048
+_LIBRARY_CAPABILITY = "9.0"
+
+
+def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """torch's product of rows that are sorted by expert; ``ends``: int32 [E], the row behind the
+    last of each. Rows behind the last end are undefined."""
+    function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    product: torch.Tensor = function(A, B, offs=ends)
+    return product
+
+
+def has_fast_library() -> bool:
+    """Tell whether torch has a kernel for this process's device. Elsewhere it loops over experts,
+    for which it copies counts to the host."""
+    device = current_device()
+    is_fast = device.facts().get("capability") == _LIBRARY_CAPABILITY
+    return is_fast and not device.interprets
+
+
+def suits_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
+    """Tell whether torch's kernel serves weights [E, K, N] of a ``weights_layout``: bf16 only, and
+    ``fits_library``."""
+    return dtype is torch.bfloat16 and fits_library(N, K, dtype, layout)
+
+
+def fits_library(N: int, K: int, dtype: torch.dtype, layout: str) -> bool:
+    """Tell whether torch can multiply by such weights at all."""
+    return all(size * dtype.itemsize % 16 == 0 for size in (N, K)) and layout != "strided"
 
 
 @jit(do_not_specialize=["routes_of_row"])

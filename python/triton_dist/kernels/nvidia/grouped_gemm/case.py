@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +12,14 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
+from triton_dist.kernels.common.moe.case import MODELS as LAYERS
+from triton_dist.kernels.common.moe.case import GroupedShape, even_ids, routed_product
+from triton_dist.kernels.common.moe.rows import grouped_mm
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
-from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library, grouped_mm
+from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library
 from triton_dist.runtime.device import current_device
 
-
-@dataclass(frozen=True)
-class GroupedShape:
-    """Sizes of one rank: M tokens of K, ``topk`` of E experts each with weights [K, N]."""
-
-    M: int
-    N: int
-    K: int
-    E: int
-    topk: int
-
-    def __str__(self) -> str:
-        return f"{self.M}x{self.N}x{self.K} E={self.E} topk={self.topk}"
-
-
-MODELS = {
-    "Mixtral 8x7B": GroupedShape(8192, 14336, 4096, 8, 2),
-    "Mixtral 8x22B": GroupedShape(8192, 16384, 6144, 8, 2),
-    "Qwen3-30B-A3B": GroupedShape(8192, 768, 2048, 128, 8),
-    "Qwen3-235B-A22B": GroupedShape(8192, 1536, 4096, 128, 8),
-    "DeepSeek-V3": GroupedShape(8192, 2048, 7168, 256, 8),
-    "GPT-OSS-120B": GroupedShape(8192, 2880, 2880, 128, 4),
-}
+MODELS = {name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in LAYERS.items()}
 """First products of layers, gate and up together, on one of two ranks."""
 
 
@@ -79,22 +60,13 @@ class GroupedGEMMCase(Case[GroupedShape]):
         """A as of a GEMM; each token goes to other experts, all different if there are so many."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
-        M, topk = ids.shape
-        E = B.shape[0]
-        scores = torch.rand((M, max(E, topk)), generator=generator, device=A.device)
-        ids.copy_(scores.topk(topk, dim=1).indices % E)
+        ids.copy_(even_ids(len(ids), B.shape[0], ids.shape[1], A.device, generator))
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["A"], operands["B"], operands["topk_ids"]), {}
 
     def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        A, B, ids = operands["A"], operands["B"], operands["topk_ids"].flatten()
-        rows = A.repeat_interleave(len(ids) // len(A), dim=0)
-        out = A.new_zeros(len(ids), B.shape[2])
-        for expert in range(B.shape[0]):
-            own = ids == expert
-            out[own] = (rows[own].float() @ B[expert].float()).to(A.dtype)
-        return out
+        return routed_product(operands["A"], operands["B"], operands["topk_ids"])
 
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         return tolerance(dtype)
@@ -119,11 +91,10 @@ class GroupedGEMMCase(Case[GroupedShape]):
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """With weights of experts that a token may be expected at."""
         routes, item = shape.M * shape.topk, dtype.itemsize
-        used = shape.E * (1 - (1 - min(1.0, shape.topk / shape.E)) ** shape.M)
         return Cost(
             dtype,
             flops=2.0 * routes * shape.N * shape.K,
-            read_bytes=(shape.M * shape.K + used * shape.K * shape.N) * item,
+            read_bytes=(shape.M * shape.K + shape.used_experts * shape.K * shape.N) * item,
             written_bytes=routes * shape.N * item,
             link_bytes=0,
         )

@@ -1,0 +1,203 @@
+"""Facts of AllGather + grouped GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
+from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
+from triton_dist.kernels.common.moe.case import MODELS, GroupedShape, even_ids, routed_product
+from triton_dist.kernels.common.moe.rows import has_fast_library, suits_library
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_group_gemm import (
+    MoEAllGatherGroupGEMMTensorParallelContext,
+    ag_group_gemm,
+    create_ag_group_gemm_context,
+)
+from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey, check_operands
+from triton_dist.kernels.nvidia.allgather_group_gemm.ways import COLLECTIVE, Library
+from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
+from triton_dist.runtime.ranks import group_for
+
+LIBRARIES = "all-gather + torch grouped_mm"
+
+
+class AllGatherGroupGEMMCase(Case[GroupedShape]):
+    """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], the same on
+    all ranks of the world: they are broadcast."""
+
+    shape = GroupedShape
+    shapes = tuple(MODELS.values())
+    transfer, serial = "all-gather", "all-gather + grouped_gemm"
+
+    def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
+        M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (shape.M, shape.N))
+        E = min(shape.E, max(2 * shape.topk, shape.E // divisor))
+        return GroupedShape(M, N, max(1, shape.K // divisor), E, shape.topk)
+
+    def context(
+        self, shape: GroupedShape, dtype: torch.dtype, group: Any = None, **options: Any
+    ) -> MoEAllGatherGroupGEMMTensorParallelContext:
+        ranks = group_for(group)
+        return create_ag_group_gemm_context(
+            shape.M, shape.N // ranks.size, shape.K, shape.E, shape.topk, dtype, ranks.rank,
+            ranks.size, ranks.size, group=group, **options,
+        )  # fmt: skip
+
+    def operands(
+        self,
+        shape: GroupedShape,
+        dtype: torch.dtype,
+        num_ranks: int,
+        generator: torch.Generator | None = None,
+    ) -> Operands:
+        b = uniform((shape.E, shape.K, shape.N // num_ranks), dtype, generator)
+        ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=b.device)
+        a = b.new_empty(shape.M // num_ranks, shape.K)
+        operands = {"a": a, "b": b, "full_topk_ids": ids}
+        self.refill(operands, num_ranks, generator)
+        return operands
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
+    ) -> None:
+        """a as of a GEMM, and an even routing."""
+        a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
+        a.copy_(uniform(a.shape, a.dtype, generator, 3 / a.shape[1] ** 0.5))
+        ids.copy_(even_ids(len(ids), len(b), ids.shape[1], ids.device, generator))
+        if num_ranks > 1:
+            dist.broadcast(ids, 0)
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["a"], operands["b"], ctx, operands["full_topk_ids"]), {}
+
+    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        a = operands["a"]
+        rows = vendor.all_gather_rows(a, group) if group_for(group).size > 1 else a
+        return routed_product(rows, operands["b"], operands["full_topk_ids"])
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype)
+
+    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
+        """Our grouped product alone, of a copy of all rows as they are now; the all-gather alone
+        (NCCL; copy engines); one after the other; and NCCL with torch's grouped product, by our
+        map, where torch has a kernel."""
+        a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
+        group = ctx.group
+        rows = vendor.all_gather_rows(a, group)
+        grouped_gemm(rows, b, ids)  # tuned now: calls that follow may be captured
+
+        def expected() -> torch.Tensor:
+            return self.expected(operands, group)
+
+        def gathered() -> torch.Tensor:
+            return vendor.all_gather_rows(a, group)
+
+        peers = {
+            "GEMM alone": Peer("gemm", lambda: grouped_gemm(rows, b, ids)),
+            "all-gather alone": Peer("transfer", gathered, gathered),
+            # The own rows stay where they are, so its output is not all rows.
+            "copy-engine all-gather alone": Peer("transfer", lambda: gather_alone(a, ctx)),
+            self.serial: Peer("peer", lambda: grouped_gemm(gathered(), b, ids), expected),
+        }
+        key = check_operands(a, b, ctx, ids)
+        if has_fast_library() and suits_library(key.N, key.K, key.dtype, key.layout):
+            library = {"way": Library.name, "gather": COLLECTIVE}
+            peers[LIBRARIES] = Peer(
+                "vendor", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
+            )
+        return peers
+
+    def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """With weights of experts that a token may be expected at."""
+        routes, N, item = shape.M * shape.topk, shape.N / num_ranks, dtype.itemsize
+        return Cost(
+            dtype,
+            flops=2.0 * routes * N * shape.K,
+            read_bytes=(shape.M * shape.K + shape.used_experts * shape.K * N) * item,
+            written_bytes=routes * N * item,
+            link_bytes=shape.M * shape.K * item * (num_ranks - 1) / num_ranks,
+        )
+
+    def is_own(self, config: Mapping[str, Any]) -> bool:
+        return bool(config["way"] != Library.name)
+
+    def way(self, config: Mapping[str, Any]) -> Hashable:
+        return config["way"], config.get("num_groups"), config["gather"]
+
+    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        a, b, ids = good["a"], good["b"], good["full_topk_ids"]
+        (rows, K), (E, _, N), (M, topk) = a.shape, b.shape, ids.shape
+        other = torch.bfloat16 if a.dtype is not torch.bfloat16 else torch.float16
+        return {
+            "a.dtype": {"a": a.to(other)},
+            "b.dtype": {"b": b.to(other)},
+            "a.device": {"a": a.to("meta")},
+            "b.device": {"b": b.to("meta")},
+            "full_topk_ids.device": {"full_topk_ids": ids.to("meta")},
+            "a.requires_grad": {"a": a.clone().requires_grad_()},
+            "a.shape": {"a": a.new_ones(rows, K + 1)},
+            "a.shape (vector)": {"a": a[0]},
+            "a.shape (no rows)": {"a": a[:0]},
+            "a.stride()": {"a": a.new_ones(2 * rows, K)[::2]},
+            "M": {
+                "a": a.new_ones(rows + 1, K), "full_topk_ids": ids.new_zeros(M + num_ranks, topk),
+            },
+            "b.shape": {"b": b.new_ones(E + 1, K, N)},
+            "b.shape (N)": {"b": b.new_ones(E, K, N + 1)},
+            "b.shape (matrix)": {"b": b[0]},
+            "full_topk_ids.dtype": {"full_topk_ids": ids.float()},
+            "full_topk_ids.shape (topk)": {"full_topk_ids": ids.new_zeros(M, topk + 1)},
+            "full_topk_ids.shape (own rows)": {"full_topk_ids": ids.new_zeros(M + 1, topk)},
+            "full_topk_ids.shape (flat)": {"full_topk_ids": ids.flatten()},
+            "full_topk_ids.stride()": {"full_topk_ids": ids.new_zeros(topk, M).T},
+            "num_groups": {"num_groups": 0},
+            "num_groups (many)": {"num_groups": 5},
+            "gather": {"gather": "collective"},
+            "gather (serial)": {"way": "serial", "gather": "full_mesh_push"},
+            "way": {"way": "first_use"},
+        }  # fmt: skip
+
+    def recorded_call(self, key: RoutedKey) -> Call:
+        M, N, K, E, topk, dtype, layout, num_ranks = key
+        if layout == "row-major":
+            b = meta(dtype, E, K, N)
+        elif layout == "column-major":
+            b = meta(dtype, E, N, K).transpose(1, 2)
+        else:
+            b = meta(dtype, E, K, 2 * N)[:, :, ::2]
+        ctx = SimpleNamespace(
+            max_ntokens=M, K=K, N_per_rank=N, num_experts=E, topk=topk, dtype=dtype,
+            num_ranks=num_ranks, accepted={},
+            buffer=SimpleNamespace(num_ranks=num_ranks, workspace=meta(dtype, 1)),
+        )  # fmt: skip
+        return (meta(dtype, M // num_ranks, K), b, ctx, meta(torch.int32, M, topk)), {}
+
+    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+        for name in ("Mixtral 8x7B", "DeepSeek-V3"):
+            shape = MODELS[name]
+            for M in (4, 64, 1024, 16384):
+                for layout in LAYOUTS:
+                    sizes = (M, shape.N // 4, shape.K, shape.E, shape.topk)
+                    yield RoutedKey(*sizes, torch.bfloat16, layout, 4)
+
+
+def gather_alone(a: torch.Tensor, ctx: MoEAllGatherGroupGEMMTensorParallelContext) -> torch.Tensor:
+    """The transfer of a call without the product; returns where peers' rows land.
+
+    It is over when every rank's is: a rank waits for its own copies to others only.
+    """
+    gathered = ctx.buffer.start(a, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
+    ctx.buffer.finish()
+    rows: torch.Tensor = gathered.rows
+    return rows
+
+
+CASE = AllGatherGroupGEMMCase(ag_group_gemm)

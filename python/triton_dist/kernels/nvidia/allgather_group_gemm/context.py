@@ -1,0 +1,203 @@
+"""Context of AllGather + grouped GEMM, and the operands that it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.kernels.common.context import (
+    Check,
+    GEMMContext,
+    accept,
+    agree_to_create,
+    buffer_of,
+    group_checks,
+    kernel_checks,
+    kind_checks,
+    signature_of,
+)
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.moe.product import weights_layout
+from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, check_ids
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
+from triton_dist.runtime.ranks import Group, process_group_of
+
+GATHERED_BYTES = 16 << 20
+"""Bytes of the most rows that our one launch gathers; of more, the transfer is worth hiding, or a
+library's."""
+_TILE = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
+
+
+class RoutedKey(NamedTuple):
+    """All that a tuning depends on, but for the ids themselves."""
+
+    M: int
+    """Tokens of all ranks. The tuner rounds it up: a tuning serves a range."""
+    N: int
+    """Columns of this rank."""
+    K: int
+    E: int
+    topk: int
+    dtype: torch.dtype
+    layout: str
+    """Of the weights."""
+    num_ranks: int
+
+
+class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
+    """Symmetric buffers and streams for products of up to ``max_ntokens`` tokens. A context
+    manager.
+
+    Attributes:
+        gemm_config: tiles of a call that names none.
+        exchange: memory in which one launch brings all shards; exchanged_rows: of the largest M
+            that it holds, over all ranks.
+    """
+
+    title = "AllGather + grouped GEMM"
+
+    def __init__(
+        self,
+        max_ntokens: int,
+        N_per_rank: int,
+        K: int,
+        num_experts: int,
+        topk: int,
+        dtype: torch.dtype,
+        num_local_ranks: int,
+        gemm_config: triton.Config,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(group)
+        self.max_ntokens, self.N_per_rank, self.K = max_ntokens, N_per_rank, K
+        self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
+        self.num_local_ranks, size = min(num_local_ranks, self.num_ranks), self.num_ranks
+        self.gemm_config = gemm_config
+        rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
+        self.exchanged_rows = rows_of_each * size if size > 1 else 0
+        nbytes = size * shard_elements(rows_of_each * K) * dtype.itemsize if size > 1 else 1
+        with self._allocating() as own:
+            self._buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
+            found, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
+            self.exchange = own(ExchangeBuffer(max(1, nbytes), group, name, disagreements=found))
+
+
+def create_ag_group_gemm_context(
+    max_ntokens: int,
+    N_per_rank: int,
+    K: int,
+    num_experts: int,
+    topk: int,
+    dtype: torch.dtype,
+    rank: int,
+    num_ranks: int,
+    num_local_ranks: int = 8,
+    ag_intranode_stream: Any = None,
+    ag_internode_stream: Any = None,
+    BLOCK_SIZE_M: int = 128,
+    BLOCK_SIZE_N: int = 256,
+    BLOCK_SIZE_K: int = 64,
+    GROUP_SIZE_M: int = 8,
+    stages: int = 3,
+    num_warps: int = 8,
+    *,
+    group: Group = None,
+) -> MoEAllGatherGroupGEMMTensorParallelContext:
+    """Allocate what ``ag_group_gemm`` needs. Collective over ``group`` (default: the world, else
+    this process).
+
+    Takes three times ``max_ntokens * K`` elements on each rank, and twice as much again as rows
+    that one launch gathers, of these 16 MB at most.
+
+    Args:
+        max_ntokens: most tokens of a call, over all ranks; a multiple of ``num_ranks``.
+        N_per_rank: columns of this rank's weights.
+        K: columns of a token.
+        num_experts: 1 to 512. topk: of each token, 1 to 10.
+        dtype: of tokens and weights: fp16, bf16 or fp32.
+        rank, num_ranks: this rank in the group, and the group's size.
+        num_local_ranks: ranks on one host; clamped to ``num_ranks``, which must lie on one host.
+        ag_intranode_stream, ag_internode_stream: not used: the context has streams of its own.
+        BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M, stages, num_warps: tiles of calls
+            that are not tuned and name none.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+    """
+    group = process_group_of(group)
+    tile = dict(zip(_TILE, (BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M), strict=True))
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("num_ranks", num_ranks, rank, group)
+        expected = f"a positive multiple of num_ranks = {num_ranks}"
+        fits = max_ntokens >= num_ranks and max_ntokens % num_ranks == 0
+        yield "max_ntokens", max_ntokens, fits, expected
+        for name, size in (("N_per_rank", N_per_rank), ("K", K), ("GROUP_SIZE_M", GROUP_SIZE_M)):
+            yield name, size, size >= 1, "at least 1"
+        yield "num_experts", num_experts, 1 <= num_experts <= MOST_EXPERTS, f"1 to {MOST_EXPERTS}"
+        yield "topk", topk, 1 <= topk <= MOST_TOPK, f"1 to {MOST_TOPK}"
+        yield from kernel_checks("dtype", dtype)
+        for name in _TILE[:3]:
+            size = tile[name]
+            is_power = 16 <= size <= 256 and size & (size - 1) == 0
+            yield name, size, is_power, "a power of two from 16 to 256"
+        yield "stages", stages, 1 <= stages <= 8, "1 to 8"
+        yield "num_warps", num_warps, num_warps in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"
+
+    asked = {
+        "max_ntokens": max_ntokens, "N_per_rank": N_per_rank, "K": K, "num_experts": num_experts,
+        "topk": topk, "dtype": str(dtype),
+    }  # fmt: skip
+    creator, what = "create_ag_group_gemm_context", "an AllGather + grouped GEMM"
+    agree_to_create(creator, what, asked, checks(), group)
+    gemm_config = triton.Config(tile, num_warps=num_warps, num_stages=stages)
+    return MoEAllGatherGroupGEMMTensorParallelContext(
+        max_ntokens, N_per_rank, K, num_experts, topk, dtype, num_local_ranks, gemm_config, group
+    )
+
+
+def check_operands(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ctx: MoEAllGatherGroupGEMMTensorParallelContext,
+    full_topk_ids: torch.Tensor,
+) -> RoutedKey:
+    """The key of a call.
+
+    Raises:
+        InvalidArgument: the call cannot work.
+        ContextFinalized: the context has no memory any more.
+    """
+    buffer = buffer_of(ctx, "ag_group_gemm", "create_ag_group_gemm_context")
+
+    def checks() -> Iterator[Check]:
+        expected = f"[M_per_rank, K = {ctx.K}] with at least one row"
+        good = a.ndim == 2 and a.shape[1] == ctx.K and a.shape[0] >= 1
+        yield "a.shape", tuple(a.shape), good, expected
+        M = a.shape[0] * buffer.num_ranks
+        expected = f"at most the context's max_ntokens = {ctx.max_ntokens}"
+        yield "M", M, ctx.max_ntokens >= M, expected
+        shape = (ctx.num_experts, ctx.K, ctx.N_per_rank)
+        yield "b.shape", tuple(b.shape), tuple(b.shape) == shape, f"[E, K, N_per_rank] = {shape}"
+        yield from kind_checks(ctx.dtype, buffer.workspace.device, a=a, b=b)
+        expected = "a contiguous a; call a.contiguous()"
+        yield "a.stride()", a.stride(), a.is_contiguous(), expected
+        ids, wanted = tuple(full_topk_ids.shape), (M, ctx.topk)
+        yield "full_topk_ids.shape", ids, ids == wanted, f"of all ranks' tokens, {wanted}"
+        device = full_topk_ids.device
+        yield "full_topk_ids.device", device, device == a.device, f"that of a, {a.device}"
+
+    def key() -> RoutedKey:
+        check_ids("ag_group_gemm", full_topk_ids, ctx.num_experts, "full_topk_ids")
+        M, (E, K, N) = full_topk_ids.shape[0], b.shape
+        return RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
+
+    signature = (signature_of(a, b, full_topk_ids), b.data_ptr() % 16)
+    return accept(ctx.accepted, signature, "ag_group_gemm", checks, key)

@@ -1,0 +1,331 @@
+"""Ways of AllGather + grouped GEMM: what each tries, refuses and launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.exchange.buffer import SMALL_SHAPES, Exchange
+from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.gemm.spaces import most_rows
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.moe.product import grouped_product
+from triton_dist.kernels.common.moe.routing import MOST_GROUPS, BlockMap, block_map
+from triton_dist.kernels.common.moe.rows import (
+    WHOLE_EXPERT,
+    fits_library,
+    gathered_rows,
+    grouped_mm,
+    has_fast_library,
+    rows_put_back,
+    suits_library,
+)
+from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
+from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.peers import GatheredShards
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
+    GATHERED_BYTES,
+    MoEAllGatherGroupGEMMTensorParallelContext,
+    RoutedKey,
+    check_operands,
+)
+from triton_dist.runtime.device import current_device
+
+EXCHANGE, COLLECTIVE = "exchange", "collective"
+"""All-gathers before a product: ours, in one launch; the group's."""
+PUSH, PULL, RING = (
+    method.value for method in AllGatherMethod if method.by_copy_engine
+)  # beside a product
+# A group of arrivals reads the weights once more: experts have to have rows in it, a tile of the
+# highest at least, and others are not tried with groups.
+_ROWS_OF_GROUP = 128
+
+
+@dataclass(eq=False, repr=False)
+class Call(OpCall):
+    """One call: the parameters of ``ag_group_gemm``."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ctx: MoEAllGatherGroupGEMMTensorParallelContext
+    full_topk_ids: torch.Tensor
+    gemm_config: triton.Config | None
+    num_groups: int
+    gather: str | None
+    straggler_option: tuple[int, int] | None
+    way: str | None
+
+    def __post_init__(self) -> None:
+        self.key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids)
+        self.tiles = self.gemm_config or self.ctx.gemm_config
+        self.chosen = chosen = WAYS[self.way or Arrivals.name]
+        assert isinstance(chosen, _Gathering)
+        self.gather = self.gather or chosen.gathers[0]
+        if self.gather not in chosen.gathers:
+            expected = f"one of {', '.join(map(repr, chosen.gathers))} for way={chosen.name!r}"
+            raise InvalidArgument("ag_group_gemm", "gather", self.gather, expected)
+        chosen.check(self)
+
+    def empty_product(self) -> torch.Tensor:
+        return self.a.new_empty(self.full_topk_ids.numel(), self.key.N)
+
+    def blocks(self, block_m: int, **groups: Any) -> BlockMap:
+        """Map of the call's routes; nothing is launched yet."""
+        return block_map(self.full_topk_ids, self.key.E, block_m, **groups)
+
+    def exchange(self) -> Exchange:
+        """Our all-gather in one launch: of as many programs as move the shard at once."""
+        a, size = self.a, self.ctx.num_ranks
+        at_once = (each for each in SMALL_SHAPES if each.num_ctas * each.block_bytes >= a.nbytes)
+        shape = next(at_once, SMALL_SHAPES[-1])
+        return Exchange(kernel_all_gather, a.numel(), a.numel() * size, shape, a.shape[0])
+
+    def all_rows(self, meanwhile: Callable[[], object]) -> torch.Tensor:
+        """Rows of all ranks, by the all-gather that the call names; ``meanwhile`` queues what needs
+        none of them."""
+        a, ctx = self.a.detach(), self.ctx
+        ctx.sleep(self.straggler_option)
+        if ctx.num_ranks == 1:
+            meanwhile()
+            return a
+        rows = a.new_empty(a.shape[0] * ctx.num_ranks, a.shape[1])
+        if self.gather == COLLECTIVE:
+            under_way = vendor.begin_all_gather(rows, a, ctx.group)
+            meanwhile()
+            under_way.wait()
+        else:
+            meanwhile()
+            ctx.exchange.run(self.exchange(), a.view(-1), rows.view(-1))
+        return rows
+
+
+class _Gathering(Way[Call, RoutedKey]):
+    """A way, with the all-gathers that it can have."""
+
+    gathers: tuple[str, ...]
+
+
+class Arrivals(_Gathering):
+    """Copy engines bring shards while the product runs, each of whose tiles waits for the last
+    shard that it has rows of. Tiles are sorted by groups of arrivals, then by expert."""
+
+    name = "arrivals"
+    tunables = ("gemm_config", "num_groups", "gather")
+    gathers = (PUSH, PULL, RING)
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        tiles = grouped_tiles()
+        height = max(each.kwargs["BLOCK_SIZE_M"] for each in tiles)
+        highest = [each for each in tiles if each.kwargs["BLOCK_SIZE_M"] == height]
+        for num_groups in range(1, MOST_GROUPS + 1):
+            for each in tiles if num_groups == 1 else highest:
+                yield each, num_groups, PUSH
+        for gather in (PULL, RING):
+            for num_groups in (1, 2):
+                yield tiles[0], num_groups, gather
+
+    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+        num_groups, gather = config["num_groups"], config["gather"]
+        if num_groups > sizes.num_ranks or (sizes.num_ranks == 1 and gather != PUSH):
+            return False
+        if gather == RING and sizes.num_ranks == 2:  # then it is a full mesh
+            return False
+        rows = most_rows(sizes.M) * sizes.topk / sizes.E
+        is_worth_it = num_groups == 1 or rows >= num_groups * _ROWS_OF_GROUP
+        return (is_worth_it or current_device().interprets) and suits_tiles(config, sizes)
+
+    def check(self, call: Call) -> None:
+        if not 1 <= call.num_groups <= MOST_GROUPS:
+            expected = f"1 to {MOST_GROUPS}"
+            raise InvalidArgument("ag_group_gemm", "num_groups", call.num_groups, expected)
+
+    def compile(self, call: Call) -> None:
+        gathered = call.ctx.buffer.describe(call.a.shape[0], 1)
+        _, blocks, product = self._launches(call, gathered)
+        for launch in (*blocks.launches, product):
+            launch.compile()
+
+    def run(self, call: Call) -> torch.Tensor:
+        buffer, awaited = call.ctx.buffer, False
+        gathered = buffer.start(call.a, AllGatherMethod(call.gather), num_streams=1, num_chunks=1)
+        call.ctx.sleep(call.straggler_option)
+        try:
+            C, blocks, product = self._launches(call, gathered)
+            blocks.make()
+            product.run()
+            awaited = True  # each source has a route, so some tile waits for it
+        finally:  # also when a launch failed: peers have this shard and wait for its consent
+            buffer.finish(awaited)
+        return C
+
+    @staticmethod
+    def _launches(call: Call, gathered: GatheredShards) -> tuple[torch.Tensor, BlockMap, Launch]:
+        ctx, C = call.ctx, call.empty_product()
+        blocks = call.blocks(
+            call.tiles.kwargs["BLOCK_SIZE_M"], rank=ctx.rank, num_sources=ctx.num_ranks,
+            group_ends=group_ends(call.num_groups, ctx.num_ranks),
+        )  # fmt: skip
+        product = grouped_product(
+            call.a, call.b, C, blocks, call.tiles,
+            gathered=gathered if ctx.num_ranks > 1 else None, rank=ctx.rank,
+        )  # fmt: skip
+        return C, blocks, consumer(product)
+
+
+class _Whole(_Gathering):
+    """All shards, then the product: nothing is hidden, but the map is made meanwhile."""
+
+    gathers = (EXCHANGE, COLLECTIVE)
+
+    def check(self, call: Call) -> None:
+        size, most = call.ctx.num_ranks, call.ctx.exchanged_rows
+        if call.gather == EXCHANGE and size > 1 and most < call.key.M:
+            expected = f"another one for an M of more than {most}"
+            raise InvalidArgument("ag_group_gemm", "gather", call.gather, expected)
+
+    def run(self, call: Call) -> torch.Tensor:
+        return call.ctx.buffer.beside(lambda: self.multiply(call))
+
+    def multiply(self, call: Call) -> torch.Tensor:
+        """Gather, and return the product."""
+        raise NotImplementedError
+
+    def compile_gather(self, call: Call) -> None:
+        """Compile what ``Call.all_rows`` launches."""
+        if call.ctx.num_ranks > 1 and call.gather == EXCHANGE:
+            out = call.a.new_empty(call.a.numel() * call.ctx.num_ranks)
+            call.ctx.exchange.launch(call.exchange(), call.a.view(-1), out).compile()
+
+
+class Serial(_Whole):
+    """Our product of all rows. For few rows, whose transfer takes less than hiding it, and for few
+    rows an expert."""
+
+    name = "serial"
+    tunables = ("gemm_config", "gather")
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        for gather in gathers_here():
+            for tiles in grouped_tiles():
+                yield tiles, gather
+
+    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+        if sizes.num_ranks == 1:  # which gathers nothing
+            return False
+        # Of the two, NCCL takes longer where both can.
+        fits = fits_exchange(sizes) == (config["gather"] == EXCHANGE)
+        return fits and suits_tiles(config, sizes)
+
+    def compile(self, call: Call) -> None:
+        self.compile_gather(call)
+        rows = call.a.new_empty(call.key.M, call.key.K)
+        _, blocks, product = self._launches(call, rows, self._blocks(call))
+        for launch in (*blocks.launches, product):
+            launch.compile()
+
+    def multiply(self, call: Call) -> torch.Tensor:
+        blocks = self._blocks(call)
+        C, _, product = self._launches(call, call.all_rows(blocks.make), blocks)
+        product.run()
+        return C
+
+    @staticmethod
+    def _blocks(call: Call) -> BlockMap:
+        return call.blocks(call.tiles.kwargs["BLOCK_SIZE_M"])
+
+    @staticmethod
+    def _launches(
+        call: Call, rows: torch.Tensor, blocks: BlockMap
+    ) -> tuple[torch.Tensor, BlockMap, Launch]:
+        C = call.empty_product()
+        return C, blocks, consumer(grouped_product(rows, call.b, C, blocks, call.tiles))
+
+
+class Library(_Whole):
+    """torch's grouped product, of rows that are copied to where it wants them, and back."""
+
+    name = "library"
+    tunables = ("gather",)
+    is_safe = True
+
+    def candidates(self) -> Iterable[tuple[Any, ...]]:
+        return [(gather,) for gather in gathers_here()] if has_fast_library() else []
+
+    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+        if not suits_library(sizes.N, sizes.K, sizes.dtype, sizes.layout):
+            return False
+        if sizes.num_ranks == 1:
+            return bool(config["gather"] == EXCHANGE)
+        return config["gather"] == COLLECTIVE or fits_exchange(sizes)
+
+    def check(self, call: Call) -> None:
+        super().check(call)
+        if not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
+            expected = "another one for K, N or strides of b that are no multiples of 16 bytes"
+            raise InvalidArgument("ag_group_gemm", "way", self.name, expected)
+
+    def compile(self, call: Call) -> None:
+        self.compile_gather(call)
+        blocks, C = call.blocks(WHOLE_EXPERT), call.empty_product()
+        rows = call.a.new_empty(call.key.M, call.key.K)
+        sorted_rows = call.a.new_empty(len(C), call.key.K)
+        copies = gathered_rows(rows, sorted_rows, blocks), rows_put_back(C, C, blocks)
+        for launch in (*blocks.launches, *copies):
+            launch.compile()
+
+    def multiply(self, call: Call) -> torch.Tensor:
+        blocks = call.blocks(WHOLE_EXPERT)
+        rows = call.all_rows(blocks.make)
+        sorted_rows = rows.new_empty(call.full_topk_ids.numel(), call.key.K)
+        gathered_rows(rows, sorted_rows, blocks).run()
+        product = grouped_mm(sorted_rows, call.b.detach(), blocks.ends[: call.key.E])
+        C = call.empty_product()
+        rows_put_back(product, C, blocks).run()
+        return C
+
+
+def consumer(launch: Launch) -> Launch:
+    """``launch`` with the kernel that the package has by the name that scripts know. One that
+    ``triton.autotune`` was put around chooses what its configs set."""
+    kernel = sys.modules[__package__].kernel_consumer_m_parallel_scatter_group_gemm
+    if kernel is launch.kernel:
+        return launch
+    chosen = set().union(*(each.all_kwargs() for each in kernel.configs))
+    options = {name: value for name, value in launch.options.items() if name not in chosen}
+    return dataclasses.replace(launch, kernel=kernel, options=options)
+
+
+def group_ends(num_groups: int, num_ranks: int) -> tuple[int, ...]:
+    """Positions behind the last of each group of arrivals: the own shard, and thirds of all. Late
+    groups are larger: what has come by then has to last until the rest is there."""
+    if num_groups >= num_ranks:
+        return tuple(range(1, num_ranks + 1))
+    third = -(-num_ranks // 3)
+    return (*((), (third,), (1, third), (1, third, 2 * third))[num_groups - 1], num_ranks)
+
+
+def gathers_here() -> list[str]:
+    """All-gathers to try before a product on this process's device."""
+    return [EXCHANGE, COLLECTIVE] if current_device().has_nccl else [EXCHANGE]
+
+
+def fits_exchange(sizes: RoutedKey) -> bool:
+    """Tell whether one launch gathers the most rows of the key's range."""
+    rows = most_rows(sizes.M // sizes.num_ranks, sizes.num_ranks) * sizes.num_ranks
+    return rows * sizes.K * sizes.dtype.itemsize <= GATHERED_BYTES
+
+
+def suits_tiles(config: Mapping[str, Any], sizes: RoutedKey) -> bool:
+    return suits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
+
+
+WAYS = Ways("ag_group_gemm", (Arrivals(), Serial(), Library()))

@@ -1,0 +1,154 @@
+"""AllGather + grouped GEMM on all ranks: ``bash scripts/launch.sh test_ag_moe.py --M 2048``.
+
+For each of five layers the op is tuned, checked against a product expert by expert in torch, and
+timed beside its parts and its peers; ``--check``: five rounds of fresh data and routings, nothing
+is timed. On CPU ranks sizes are scaled down to what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.case import Operands, Peer
+from triton_dist.kernels.common.moe.case import GroupedShape
+from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
+from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
+from triton_dist.profiler_utils import group_profile
+from triton_dist.test.options import ScriptParser
+from triton_dist.test.report import report_passed, report_times
+from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.testing.timing import captured, interleaved
+from triton_dist.utils import (
+    dist_print,
+    finalize_distributed,
+    init_seed,
+    initialize_distributed,
+    is_cuda,
+)
+
+# N and K of all ranks, experts, and how many a token goes to.
+LAYERS = {
+    "Dummy": (8192, 8192, 32, 3),
+    "Qwen1.5-MoE-A2.7B": (1408, 2048, 60, 4),
+    "Mixtral-8x7B": (4096, 14336, 8, 2),
+    "Mixtral-8x22B": (6144, 16384, 8, 2),
+    "DeepSeek-MoE": (2048, 1408, 64, 6),
+}
+_CPU_SCALE = 64
+_ROUNDS_OF_CHECK = 5
+
+
+def get_args() -> argparse.Namespace:
+    parser = ScriptParser(__doc__, CASES, default="perf")
+    parser.add_other_name("--check", "check")
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--M", "-M", type=int, default=8192, help="tokens of all ranks")
+    parser.add_argument("--layer", choices=list(LAYERS), help="one of them; default: all")
+    parser.add_rounds(iters=10, warmup=5)
+    parser.add_dtype("float16")
+    parser.add_argument("--autotune", action=flag, default=True)
+    parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
+    parser.add_argument("--debug", action="store_true", help="verbose tuning")
+    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    return parser.parse_args()
+
+
+def shape_of(layer: str, M: int) -> GroupedShape:
+    """Scaled on CPU ranks; M and N are cut to multiples of the ranks."""
+    scale = 1 if is_cuda() else _CPU_SCALE
+    return CASE.scaled(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
+
+
+def run(
+    args: argparse.Namespace, data: Operands, ctx: MoEAllGatherGroupGEMMTensorParallelContext
+) -> torch.Tensor:
+    """One call as the command line asks for it."""
+    operands, options = CASE.arguments(data, ctx)
+    output: torch.Tensor = ag_group_gemm(
+        *operands, **options, autotune=args.autotune, autotune_verbose=args.debug
+    )
+    return output
+
+
+def compare(output: torch.Tensor, data: Operands) -> None:
+    """Compare with the reference, one rank after the other."""
+    expected, limit = CASE.expected(data), CASE.tolerance(output.dtype, dist.get_world_size())
+    for turn in range(dist.get_world_size()):
+        dist.barrier()
+        if turn == dist.get_rank():
+            assert_allclose(output, expected, rtol=limit, atol=limit)
+
+
+def check(
+    args: argparse.Namespace,
+    layer: str,
+    data: Operands,
+    ctx: MoEAllGatherGroupGEMMTensorParallelContext,
+) -> None:
+    for number in range(_ROUNDS_OF_CHECK if args.case == "check" else 1):
+        if number:
+            CASE.refill(data, dist.get_world_size())
+            data["full_topk_ids"][number::7] = -1  # as ids that pad a batch
+        before = ag_group_gemm.tuning_count
+        output = run(args, data, ctx)
+        compare(output, data)
+        if number == 0:
+            report_tuning(args, data, ctx, ag_group_gemm.tuning_count > before)
+    report_passed(f"{layer}, {args.dtype}, {shape_of(layer, args.M)}")
+
+
+def report_tuning(
+    args: argparse.Namespace,
+    data: Operands,
+    ctx: MoEAllGatherGroupGEMMTensorParallelContext,
+    tuned_now: bool,
+) -> None:
+    """Say which config is in use and where it came from."""
+    if not args.autotune:
+        dist_print("no tuning: the default config")
+        return
+    operands, options = CASE.arguments(data, ctx)
+    origin = "tuned now" if tuned_now else "from the cache, no tuning"
+    dist_print(f"config ({origin}): {ag_group_gemm.best_config(*operands, **options)}")
+
+
+def perf(
+    args: argparse.Namespace,
+    layer: str,
+    data: Operands,
+    ctx: MoEAllGatherGroupGEMMTensorParallelContext,
+) -> None:
+    check(args, layer, data, ctx)
+    candidates = {CASE.name: Peer("own", lambda: run(args, data, ctx)), **CASE.peers(data, ctx)}
+    calls = {name: captured(each.call) for name, each in candidates.items()}
+    rounds = max(1, args.iters) if is_cuda() else 1
+    samples = interleaved(calls, rounds=rounds, warmup_rounds=args.warmup if is_cuda() else 0)
+    title = f"{layer}: {shape_of(layer, args.M)} {args.dtype} on {dist.get_world_size()} ranks"
+    report_times(title, candidates, samples, CASE.serial, CASE.transfer)
+    with group_profile("ag_moe_perf", args.profile):
+        for _ in range(20 if args.profile else 0):
+            run(args, data, ctx)
+
+
+CASES = {"check": check, "perf": perf}
+
+
+def main() -> None:
+    args = get_args()
+    initialize_distributed(args.seed)
+    init_seed(args.seed + dist.get_rank())
+    dtype = dtype_named(args.dtype)
+    for layer in LAYERS if args.layer is None else [args.layer]:
+        shape = shape_of(layer, args.M)
+        data = CASE.operands(shape, dtype, dist.get_world_size())
+        with CASE.context(shape, dtype) as ctx:
+            CASES[args.case](args, layer, data, ctx)
+        del data
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

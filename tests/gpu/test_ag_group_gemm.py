@@ -1,0 +1,57 @@
+"""AllGather + grouped GEMM on GPUs: what CPU ranks check, and graphs that serve any routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import ag_group_gemm_ranks as ranks
+from tests.gpu.ranks import few_ranks
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+
+
+@few_ranks
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_size_and_layout(on_gpus, dtype):
+    calls = len(ranks.LAYOUTS) * sum(len({sizes[0], 1}) for sizes in ranks.SIZES)
+    assert set(on_gpus(ranks.every_operand, dtype)) == {calls}
+
+
+def test_every_routing_and_way(on_gpus):
+    assert set(on_gpus(ranks.every_routing)) == {len(ranks.ROUTINGS) * len(ranks.DEFAULTS)}
+
+
+@few_ranks
+def test_every_candidate_gives_the_same(on_gpus):
+    (count,) = set(on_gpus(ranks.every_config))
+    assert count > 50
+
+
+def test_any_rank_may_be_late(on_gpus, num_ranks):
+    assert set(on_gpus(ranks.late_ranks)) == {num_ranks * len(ranks.DEFAULTS)}
+
+
+def test_a_graph_serves_any_routing(on_gpus, rounds):
+    number = rounds(40)
+    (count,) = set(on_gpus(ranks.replayed, number))
+    assert count >= 5 * number
+
+
+@few_ranks
+def test_tuned_over_the_ranks(on_gpus):
+    assert set(on_gpus(ranks.tuned)) == {(1, 3)}
+
+
+@few_ranks
+def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus):
+    for seen in on_gpus(ranks.bad_calls):
+        for case, (argument, _, launched) in seen.items():
+            assert argument == case.split(" (")[0]
+            assert launched == 0, case
+
+
+@few_ranks
+def test_ids_that_differ_are_found(on_gpus):
+    for differ, _ in on_gpus(ranks.ids_differ):
+        assert differ.startswith("RankDisagreement")
