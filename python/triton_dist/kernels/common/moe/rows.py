@@ -1,4 +1,4 @@
-"""Rows that move: gathered before a library's grouped product, and put back behind it."""
+"""torch's grouped product, and rows that move: gathered before it, and put back behind it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,31 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.routing import BlockMap
+from triton_dist.runtime.device import current_device
 
-_BLOCK = 2048
+LIBRARY_BLOCK_M = 1 << 20
+"""Of the map of a product that has no tiles: one an expert."""
+_CAPABILITY, _BLOCK = "9.0", 2048
+
+
+def has_library() -> bool:
+    """Tell whether torch has a kernel for grouped products on this process's device, of bf16
+    alone; elsewhere it is a loop that copies counts to the host."""
+    device = current_device()
+    return device.facts().get("capability") == _CAPABILITY and not device.interprets
+
+
+def fits_library(K: int, N: int, dtype: torch.dtype, layout: str) -> bool:
+    """Tell whether torch takes such operands; ``layout``: that of the weights."""
+    return layout != "strided" and all(size * dtype.itemsize % 16 == 0 for size in (K, N))
+
+
+def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """torch's product of rows that are sorted by expert; ``ends``: int32 [E], the row behind the
+    last of each. Rows behind the last end are undefined."""
+    function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    product: torch.Tensor = function(A, B, offs=ends)
+    return product
 
 
 @jit(do_not_specialize=["routes_of_row"])

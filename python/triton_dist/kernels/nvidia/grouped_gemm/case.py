@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
+from triton_dist.kernels.common.moe.rows import grouped_mm
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
-from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library, grouped_mm
+from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library
 from triton_dist.runtime.device import current_device
 
 

@@ -21,16 +21,21 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
 from triton_dist.kernels.common.moe.routing import BlockMap, block_map, check_ids
-from triton_dist.kernels.common.moe.rows import cleared_rows, gathered_rows, rows_put_back
+from triton_dist.kernels.common.moe.rows import (
+    LIBRARY_BLOCK_M,
+    cleared_rows,
+    fits_library,
+    gathered_rows,
+    grouped_mm,
+    has_library,
+    rows_put_back,
+)
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
 from triton_dist.kernels.common.op import OpCall, Way, Ways
 from triton_dist.runtime.device import current_device
 
 ORDERS = ("route", "sorted")
 SILU_MUL = "silu_mul"
-_LIBRARY_CAPABILITY = "9.0"
-# Of the map of a way that has no tiles: one an expert.
-_LIBRARY_BLOCK_M = 1 << 20
 # What was found to be good: checking takes several us, looking here less.
 _ACCEPTED: Bounded[Any, Any] = Bounded()
 
@@ -190,28 +195,29 @@ class Library(Way[Call, GroupedKey]):
     is_safe = True
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        device = current_device()
-        is_fast = device.facts().get("capability") == _LIBRARY_CAPABILITY
-        return [()] if is_fast and not device.interprets else []
+        return [()] if has_library() else []
 
     def suits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
         # Of another dtype it copies counts to the host.
-        return sizes.dtype is torch.bfloat16 and _fits_library(sizes)
+        return sizes.dtype is torch.bfloat16 and fits_library(
+            sizes.K, sizes.N, sizes.dtype, sizes.layout
+        )
 
     def check(self, call: Call) -> None:
-        if not _fits_library(call.key):
+        key = call.key
+        if not fits_library(key.K, key.N, key.dtype, key.layout):
             expected = "another one for K, N or strides of B that are no multiples of 16 bytes"
             raise InvalidArgument("grouped_gemm", "way", self.name, expected)
 
     def compile(self, call: Call) -> None:
-        blocks, routes = call.blocks(_LIBRARY_BLOCK_M), call.topk_ids.numel()
+        blocks, routes = call.blocks(LIBRARY_BLOCK_M), call.topk_ids.numel()
         C = call.A.new_empty(routes, call.width)
         copies = gathered_rows(call.A, call.A.new_empty(routes, call.key.K), blocks)
         for launch in (*blocks.launches, copies, self._end(call, C, blocks)[1]):
             launch.compile()
 
     def run(self, call: Call) -> torch.Tensor:
-        blocks = call.blocks(_LIBRARY_BLOCK_M).make()
+        blocks = call.blocks(LIBRARY_BLOCK_M).make()
         A = call.A.new_empty(call.topk_ids.numel(), call.key.K)
         gathered_rows(call.A.detach(), A, blocks).run()
         C = grouped_mm(A, call.B.detach(), blocks.ends[: call.key.E])
@@ -229,20 +235,6 @@ class Library(Way[Call, GroupedKey]):
             return C, cleared_rows(C, blocks)
         out = torch.empty_like(C)
         return out, rows_put_back(C, out, blocks)
-
-
-def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """torch's product of rows that are sorted by expert; ``ends``: int32 [E], the row behind the
-    last of each. Rows behind the last end are undefined."""
-    function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    product: torch.Tensor = function(A, B, offs=ends)
-    return product
-
-
-def _fits_library(sizes: GroupedKey) -> bool:
-    inner = (sizes.K, sizes.N)
-    aligned = all(size * sizes.dtype.itemsize % 16 == 0 for size in inner)
-    return aligned and sizes.layout != "strided"
 
 
 WAYS = Ways("grouped_gemm", (Tiled(), Library()))
