@@ -82,8 +82,8 @@ def kernel_add_columns(
     value = flag_of(pushed.epoch, size)
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     own = x_ptr + rank.to(tl.int64) * rows * N
-    chunk = 0
-    for first in range(0, N, width):
+    for chunk in range(tl.cdiv(N, width)):
+        first = chunk * width
         columns = tl.minimum(width, N - first)
         token = await_pushed(pushed, value, chunk, rank, NUM_RANKS)
         shards = pushed.shards + behind(tl.zeros((), tl.int64), token)
@@ -111,7 +111,6 @@ def kernel_add_columns(
                 sums.to(out_ptr.dtype.element_ty),
                 mask=mask,
             )
-        chunk += 1
 
 
 class PushedColumns(InSlots):

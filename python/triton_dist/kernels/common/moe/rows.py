@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,10 @@ def has_library() -> bool:
     return device.facts().get("capability") == _CAPABILITY and not device.interprets
 
 
-def fits_library(K: int, N: int, dtype: torch.dtype, layout: str) -> bool:
-    """Tell whether torch takes such operands; ``layout``: that of the weights."""
-    return layout != "strided" and all(size * dtype.itemsize % 16 == 0 for size in (K, N))
+def fits_library(key: Any) -> bool:
+    """Tell whether torch takes operands of K, N, dtype and layout of weights as in ``key``."""
+    aligned = all(size * key.dtype.itemsize % 16 == 0 for size in (key.K, key.N))
+    return aligned and key.layout != "strided"
 
 
 def grouped_mm(A: torch.Tensor, B: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

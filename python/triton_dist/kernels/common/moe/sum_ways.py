@@ -158,8 +158,7 @@ class SumWay(Way[SumCall, SumSizes]):
     def suits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         key = sizes.key
         if self.product is LibraryProduct:
-            fits = key.dtype is torch.bfloat16 and sizes.config is None
-            if not fits or not fits_library(key.K, key.N, key.dtype, key.layout):
+            if key.dtype is not torch.bfloat16 or sizes.config or not fits_library(key):
                 return False
         elif sizes.config is not None:
             # The first tiles stand for those that are given.
@@ -174,15 +173,13 @@ class SumWay(Way[SumCall, SumSizes]):
         """Tell whether it is worth trying, the product aside."""
 
     def check(self, call: SumCall) -> None:
-        key, function = call.key, call.kind.function
+        function = call.kind.function
         if self.product is TiledProduct:
             if not isinstance(call.tiles, triton.Config):
                 expected = f"a triton.Config for way={self.name!r}"
                 raise InvalidArgument(function, "gemm_config", call.tiles, expected)
-        elif not fits_library(key.K, key.N, key.dtype, key.layout):
-            expected = (
-                "another one for K, N or strides of weights that are no multiples of 16 bytes"
-            )
+        elif not fits_library(call.key):
+            expected = "another one for K, N or strides that are no multiples of 16 bytes"
             raise InvalidArgument(function, "way", self.name, expected)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +12,10 @@ import torch.distributed as dist
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
 from triton_dist.kernels.common.moe.rows import grouped_mm
+from triton_dist.kernels.common.moe_case import GroupedShape, random_ids
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library
 from triton_dist.runtime.device import current_device
-
-
-@dataclass(frozen=True)
-class GroupedShape:
-    """Sizes of one rank: M tokens of K, ``topk`` of E experts each with weights [K, N]."""
-
-    M: int
-    N: int
-    K: int
-    E: int
-    topk: int
-
-    def __str__(self) -> str:
-        return f"{self.M}x{self.N}x{self.K} E={self.E} topk={self.topk}"
-
 
 MODELS = {
     "Mixtral 8x7B": GroupedShape(8192, 14336, 4096, 8, 2),
@@ -80,10 +65,7 @@ class GroupedGEMMCase(Case[GroupedShape]):
         """A as of a GEMM; each token goes to other experts, all different if there are so many."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
-        M, topk = ids.shape
-        E = B.shape[0]
-        scores = torch.rand((M, max(E, topk)), generator=generator, device=A.device)
-        ids.copy_(scores.topk(topk, dim=1).indices % E)
+        ids.copy_(random_ids(*ids.shape, B.shape[0], ids.device, generator))
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["A"], operands["B"], operands["topk_ids"]), {}

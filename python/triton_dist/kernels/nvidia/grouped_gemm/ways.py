@@ -204,8 +204,7 @@ class Library(Way[Call, GroupedKey]):
         )
 
     def check(self, call: Call) -> None:
-        key = call.key
-        if not fits_library(key.K, key.N, key.dtype, key.layout):
+        if not fits_library(call.key):
             expected = "another one for K, N or strides of B that are no multiples of 16 bytes"
             raise InvalidArgument("grouped_gemm", "way", self.name, expected)
 

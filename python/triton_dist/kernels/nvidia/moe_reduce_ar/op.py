@@ -1,5 +1,5 @@
-"""Grouped GEMM, top-k sum and AllReduce: the end of a tensor-parallel mixture-of-experts layer, with
-the result on every rank, for any number of tokens.
+"""Grouped GEMM, top-k sum and AllReduce: the end of a tensor-parallel mixture-of-experts layer,
+with the result on every rank, for any number of tokens.
 
 It is grouped GEMM, top-k sum and ReduceScatter (``moe_reduce_rs/op.py``), but for who gets what:
 
@@ -95,8 +95,8 @@ def run_moe_reduce_ar_triton_non_overlap(
     persistent: bool | None = None,
     config: triton.Config | None = None,
 ) -> torch.Tensor:
-    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned by
-    each rank alone, the sum over choices, and the group's all-reduce.
+    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned
+    by each rank alone, the sum over choices, and the group's all-reduce.
 
     n_chunks, persistent: accepted for scripts. config: tiles, in place of tuned ones.
 

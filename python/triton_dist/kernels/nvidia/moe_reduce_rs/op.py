@@ -117,8 +117,8 @@ def run_moe_reduce_rs_triton_non_overlap(
     persistent: bool | None = None,
     config: triton.Config | None = None,
 ) -> torch.Tensor:
-    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned by
-    each rank alone, the sum over choices, and the group's reduce-scatter.
+    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned
+    by each rank alone, the sum over choices, and the group's reduce-scatter.
 
     n_chunks, persistent: accepted for scripts. config: tiles, in place of tuned ones.
 
