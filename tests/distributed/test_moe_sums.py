@@ -11,6 +11,7 @@ from tests.distributed.moe_sum_ranks import AR, CASES, RS
 from triton_dist.kernels.common.moe_case import GroupedShape
 
 SHAPE = GroupedShape(12, 72, 80, 5, 3)
+SMALL = GroupedShape(4, 40, 32, 2, 2)
 
 
 @pytest.fixture(params=CASES)
@@ -37,7 +38,7 @@ def test_the_same_operands_give_the_same_bits(spawn_ranks, name):
 
 
 def test_tuned_over_the_ranks_with_what_the_caller_fixes(spawn_ranks, name):
-    for count, configs in spawn_ranks(2, moe_sum_ranks.tuned, name, SHAPE, timeout=100):
+    for count, configs in spawn_ranks(2, moe_sum_ranks.tuned, name, SMALL):
         assert count == 3
         assert configs[2] == "chunks"
 
@@ -86,7 +87,7 @@ def test_a_bad_context_names_the_argument(spawn_ranks, name):
 
 def test_other_ids_on_one_rank_are_an_error_on_all(spawn_ranks, name):
     for message in spawn_ranks(2, moe_sum_ranks.other_ids_on_one_rank, name, SHAPE):
-        assert f"the arguments of {name}" in message
+        assert "disagree on the arguments of triton_dist.kernels.nvidia" in message
         assert message.count("36 routes, chosen_experts of digest ") == 2
 
 

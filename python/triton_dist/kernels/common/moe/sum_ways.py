@@ -161,8 +161,7 @@ class SumWay(Way[SumCall, SumSizes]):
             if key.dtype is not torch.bfloat16 or sizes.config or not fits_library(key):
                 return False
         elif sizes.config is not None:
-            # The first tiles stand for those that are given.
-            if str(config["gemm_config"]) != str(grouped_tiles()[0]):
+            if not _has_first_tiles(config):  # they stand for those that are given
                 return False
         elif not suits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk):
             return False
@@ -201,7 +200,7 @@ class Chunks(SumWay):
             return bool(num_chunks == 1)
         tiles = config.get("gemm_config")
         if current_device().interprets:  # one shows it
-            return key.num_ranks > 1 and str(tiles) == str(grouped_tiles()[0])
+            return key.num_ranks > 1 and _has_first_tiles(config)
         is_low = tiles is not None and tiles.kwargs["BLOCK_SIZE_M"] < _CHUNKED_FROM
         pushed = sizes.nbytes // key.num_ranks // num_chunks
         return key.num_ranks > 1 and not is_low and pushed >= _LEAST_PUSH
@@ -253,6 +252,8 @@ class Serial(SumWay):
     def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         if sizes.key.num_ranks == 1 or sizes.n_chunks not in (None, 1):
             return False
+        if current_device().interprets and not _has_first_tiles(config):
+            return False
         reduction = config["reduction"]
         return reduction == COLLECTIVE or self.kind.fits(reduction, sizes.nbytes)
 
@@ -303,6 +304,10 @@ class LibraryChunks(Chunks):
 def ways_of(kind: type[MoESumContext]) -> tuple[SumWay, ...]:
     """All ways of the op whose contexts are of ``kind``; the first is the default."""
     return Chunks(), Serial(kind), LibraryChunks(), Library(kind)
+
+
+def _has_first_tiles(config: Mapping[str, Any]) -> bool:
+    return str(config.get("gemm_config")) == str(grouped_tiles()[0])
 
 
 def _whole(product: Product) -> torch.Tensor:
