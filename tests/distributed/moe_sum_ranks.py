@@ -28,7 +28,10 @@ from triton_dist.testing import assert_allclose
 from triton_dist.testing.timing import captured
 
 CASES: dict[str, SummedRoutesCase] = {case.name: case for case in (RS, AR)}
-ALONE = {RS.name: run_moe_reduce_rs_triton_non_overlap, AR.name: run_moe_reduce_ar_triton_non_overlap}
+ALONE = {
+    RS.name: run_moe_reduce_rs_triton_non_overlap,
+    AR.name: run_moe_reduce_ar_triton_non_overlap,
+}
 NAN = float("nan")
 OWN = {RS.name: ("push",), AR.name: ("two_shot", "one_shot")}
 Way = dict[str, Any]

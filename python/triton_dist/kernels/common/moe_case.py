@@ -151,21 +151,25 @@ class SummedRoutesCase(Case[GroupedShape]):
         return tolerance(dtype, num_ranks + 1)
 
     def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
-        """The product alone (torch's, of rows that are sorted already), the collective alone, ours
-        one after the other with the group's collective; and the same of torch's product, where it
-        has a kernel. Rows are sorted as ids are now."""
+        """Our product with its sum alone, the collective alone, and both one after the other; and,
+        where torch has a kernel, its product alone, of rows that are sorted already, and all of it
+        with a copy of rows to that order, as ids are now."""
         x, weights, group = operands["x"], operands["weights"], ctx.group
         ids, choices = operands["chosen_experts"], operands["expert_weight"]
         M, N = len(ids), weights.shape[2]
         zeros = x.new_zeros(M, N)
 
-        def ours() -> torch.Tensor:
-            total = summed_routes(self.name, self._grouped_gemm, x, weights, ids, choices, None)
-            return self.reduce(total, group)
+        def product() -> torch.Tensor:
+            return summed_routes(self.name, self._grouped_gemm, x, weights, ids, choices, None)
 
         peers = {
+            "our product alone": Peer("gemm", product),
             f"{self.transfer} alone": Peer("transfer", lambda: self.reduce(zeros, group)),
-            self.serial: Peer("peer", ours, lambda: self.expected(operands, group)),
+            self.serial: Peer(
+                "peer",
+                lambda: self.reduce(product(), group),
+                lambda: self.expected(operands, group),
+            ),
         }
         if has_library() and x.dtype is torch.bfloat16:
             flat = ids.flatten().long()
