@@ -14,8 +14,10 @@ import torch.distributed as dist
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_library
+from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumKey, summed_routes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.tune import AutoTuner
 
@@ -159,8 +161,11 @@ class SummedRoutesCase(Case[GroupedShape]):
         M, N = len(ids), weights.shape[2]
         zeros = x.new_zeros(M, N)
 
+        # Interpreted, it is not worth a tuning.
+        tiles = grouped_tiles()[0] if current_device().interprets else None
+
         def product() -> torch.Tensor:
-            return summed_routes(self.name, self._grouped_gemm, x, weights, ids, choices, None)
+            return summed_routes(self.name, self._grouped_gemm, x, weights, ids, choices, tiles)
 
         peers = {
             "our product alone": Peer("gemm", product),
