@@ -49,7 +49,8 @@ def ways(name: str, tiles: int = 0, chunks: tuple[int, ...] = (1, 3)) -> Iterato
 def every(name: str, dtype: torch.dtype) -> Iterator[Way]:
     """All; torch's product where it takes the dtype without a word to the host."""
     yield from ways(name)
-    yield {"way": "serial", "reduction": "collective", "gemm_config": grouped_tiles()[0]}
+    if current_device().interprets or current_device().has_nccl:
+        yield {"way": "serial", "reduction": "collective", "gemm_config": grouped_tiles()[0]}
     if current_device().interprets or dtype is torch.bfloat16:
         yield {"way": "library_chunks", "num_chunks": 2}
         yield {"way": "library", "reduction": OWN[name][0]}
