@@ -34,6 +34,7 @@ from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.op import OpCall, Ways
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 COLLECTIVE = "collective"
@@ -358,7 +359,7 @@ def agreed(
 ) -> str:
     """``agree_fn`` of both ops: at the first call of a key ranks also compare their ids, for which
     they wait for the device once."""
-    if chosen_experts.is_meta:
+    if chosen_experts.is_meta or current_device().is_capturing():
         return f"{len(x)} routes"
     ids = chosen_experts.long().cpu().numpy().tobytes()
     return f"{len(x)} routes, chosen_experts of digest {hashlib.sha256(ids).hexdigest()[:16]}"
