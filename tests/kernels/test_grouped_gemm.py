@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.distributed.ag_gemm_calls import uniform
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.case import tolerance
+from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
 from triton_dist.kernels.common.moe.product import fits_weights_descriptor, weights_layout
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles, suits_grouped
@@ -224,7 +225,7 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch):
         device = CpuDevice()
         device.interprets = False
         device.facts = lambda: {"capability": capability}
-        monkeypatch.setattr(ways, "current_device", lambda: device)
+        monkeypatch.setattr(moe_rows, "current_device", lambda: device)
         return list(library.candidates())
 
     assert on("9.0") == [()]

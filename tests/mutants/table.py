@@ -31,6 +31,7 @@ GEMM_AR = ("tests/distributed/test_gemm_ar.py", "tests/distributed/test_summed_g
 AG_GEMM = ("tests/distributed/test_ag_gemm.py",)
 ROUTING = ("tests/kernels/test_routing.py",)
 GROUPED = ("tests/kernels/test_grouped_gemm.py",)
+TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 STORE = ("tests/tuning/test_store.py",)
 MEETINGS = ("tests/tuning",)
@@ -262,14 +263,14 @@ MUTANTS = (
         _TOPK_SUM,
         "named = there & (expert >= 0) & (expert < E)",
         "named = there & (expert >= 0)",
-        MOE_SUMS,
+        TOPK_SUMS,
     ),
     Mutant(
         "route sum: columns of a chunk lie behind those before it",
         _TOPK_SUM,
         "slab_rows.to(tl.int64) * first",
         "slab_rows.to(tl.int64) * 0",
-        MOE_SUMS,
+        TOPK_SUMS,
     ),
     Mutant(
         "route sum: a chunk is awaited by its own flag",

@@ -199,9 +199,7 @@ class Library(Way[Call, GroupedKey]):
 
     def suits(self, config: Mapping[str, Any], sizes: GroupedKey) -> bool:
         # Of another dtype it copies counts to the host.
-        return sizes.dtype is torch.bfloat16 and fits_library(
-            sizes.K, sizes.N, sizes.dtype, sizes.layout
-        )
+        return sizes.dtype is torch.bfloat16 and fits_library(sizes)
 
     def check(self, call: Call) -> None:
         if not fits_library(call.key):
