@@ -9,7 +9,7 @@ from tests.mutants.table import MUTANTS, Mutant
 
 AREAS = (
     "wait", "release", "epoch", "reset", "bound", "row mask", "deferred tiles", "agreement",
-    "routing", "store",
+    "routing", "route sum", "store",
 )  # fmt: skip
 
 

@@ -61,7 +61,21 @@ NAMES = {
         "create_gemm_ar_context",
         "all_reduce",
         "create_allreduce_ctx",
+        "create_moe_rs_context",
     ],
+    "triton_dist.kernels.nvidia.moe_reduce_rs": [
+        "MoEReduceRSContext",
+        "create_moe_rs_context",
+        "run_moe_reduce_rs",
+        "run_moe_reduce_rs_triton_non_overlap",
+    ],
+    "triton_dist.kernels.nvidia.moe_reduce_ar": [
+        "MoEReduceARContext",
+        "create_moe_ar_context",
+        "run_moe_reduce_ar",
+        "run_moe_reduce_ar_triton_non_overlap",
+    ],
+    "triton_dist.kernels.nvidia.moe_utils": ["calc_gather_scatter_index_triton"],
     "triton_dist.kernels.nvidia.allreduce": [
         "AllReduceMethod",
         "all_reduce",
@@ -118,6 +132,16 @@ PARAMETERS = {
     ],
     "triton_dist.kernels.nvidia.allgather_group_gemm.run_moe_ag_triton_non_overlap": [
         "x_shard", "weights", "chosen_experts", "persistent",
+    ],
+    "triton_dist.kernels.nvidia.moe_utils.calc_gather_scatter_index_triton": [
+        "chosen_experts", "nexperts", "alignment_by_expert",
+    ],
+    "triton_dist.kernels.nvidia.moe_reduce_rs.create_moe_rs_context": [
+        "rank", "world_size", "local_world_size", "max_token_num", "hidden_dim", "num_experts",
+        "topk", "input_dtype", "n_chunks_max", "tp_group",
+    ],
+    "triton_dist.kernels.nvidia.moe_reduce_rs.run_moe_reduce_rs_triton_non_overlap": [
+        "x", "weights", "chosen_experts", "expert_weight", "n_chunks", "persistent", "config",
     ],
     "triton_dist.layers.nvidia.GemmARLayer": [
         "tp_group", "max_M", "N", "K", "input_dtype", "output_dtype", "local_world_size",

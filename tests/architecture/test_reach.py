@@ -18,6 +18,8 @@ MOST = {
     "gemm": (10, 2450),
     "grouped_gemm": (13, 2850),
     "allgather_group_gemm": (26, 5600),
+    "moe_reduce_rs": (28, 5500),
+    "moe_reduce_ar": (33, 6900),
     "allreduce": (14, 3450),
     "reduce_scatter": (14, 3200),
     "allgather": (14, 3200),

@@ -16,9 +16,9 @@ from tests.distributed.ag_gemm_calls import NAN, some_configs
 from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal, note
 from triton_dist.errors import InvalidArgument, RankDisagreement
 from triton_dist.kernels.common.launch import Launch, Launcher
-from triton_dist.kernels.common.moe.case import GroupedShape, routed_product
 from triton_dist.kernels.common.moe.rows import has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
+from triton_dist.kernels.common.moe_case import GroupedShape, routed_product
 from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.kernels.nvidia import allgather_group_gemm, grouped_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm import (

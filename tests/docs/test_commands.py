@@ -49,6 +49,10 @@ SHOWN = {
     "test_gemm_rs.py --case perf": [
         "gemm_rs ", "GEMM alone ", "reduce-scatter alone ", "matmul + reduce-scatter ",
     ],
+    "test_moe_reduce_ar.py": [
+        "run_moe_reduce_ar ", "our product alone ", "all-reduce alone ",
+        "our product + all-reduce ",
+    ],
     "test_allreduce.py --case perf": ["       128 ", "       512 "],
     "test_gemm_rs.py --case check\n": ["config (tuned now): "],
     "correctness_tma_autotune": ["calls to tune: ", "✅ check passed: 2 ranks, cpu"],

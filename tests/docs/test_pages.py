@@ -33,6 +33,9 @@ PUBLIC_MODULES = [
     "triton_dist.kernels.nvidia.gemm_reduce_scatter",
     "triton_dist.kernels.nvidia.grouped_gemm",
     "triton_dist.kernels.nvidia.allgather_group_gemm",
+    "triton_dist.kernels.nvidia.moe_reduce_ar",
+    "triton_dist.kernels.nvidia.moe_reduce_rs",
+    "triton_dist.kernels.nvidia.moe_utils",
     "triton_dist.kernels.nvidia.allreduce",
     "triton_dist.kernels.nvidia.reduce_scatter",
     "triton_dist.kernels.nvidia.allgather",
@@ -139,6 +142,7 @@ def test_every_option_of_a_test_script_is_documented(script: str, monkeypatch, c
         importlib.import_module(f"triton_dist.test.nvidia.{script}").get_args()
     options = set(re.findall(r"(?<!\w)--(?!no-|help)([\w-]+)", capsys.readouterr().out))
     page = script.replace("test_all_gather", "test_allreduce")
+    page = page.replace("test_moe_reduce_ar", "test_moe_reduce_rs")
     text = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
     assert "case" in options
     assert sorted(option for option in options if not re.search(rf"\b{option}\b", text)) == []

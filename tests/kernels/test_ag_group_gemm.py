@@ -10,8 +10,8 @@ import torch
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
-from triton_dist.kernels.common.moe.case import MODELS, GroupedShape
 from triton_dist.kernels.common.moe.routing import ids_as_text
+from triton_dist.kernels.common.moe_case import FIRST_PRODUCTS, GroupedShape
 from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
 from triton_dist.kernels.nvidia.allgather_group_gemm import ways
 from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
@@ -48,7 +48,7 @@ def on_h200(monkeypatch):
 
 def kept(name, M, num_ranks, dtype=torch.bfloat16, layout="row-major"):
     """Ways, groups and all-gathers that are tried for a model."""
-    shape = MODELS[name]
+    shape = FIRST_PRODUCTS[name]
     sizes = (M, shape.N // num_ranks, shape.K, shape.E, shape.topk)
     key = RoutedKey(*sizes, dtype, layout, num_ranks)
     configs = [each for each in WAYS.config_space() if WAYS[each["way"]].suits(each, key)]

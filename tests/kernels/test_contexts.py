@@ -16,6 +16,8 @@ from triton_dist.kernels.nvidia import (
     create_allreduce_ctx,
     create_gemm_ar_context,
     create_gemm_rs_context,
+    create_moe_ar_context,
+    create_moe_rs_context,
     create_reduce_scatter_ctx,
 )
 from triton_dist.runtime import addresses, symmetric
@@ -26,6 +28,8 @@ CREATE = {
     "ag_gemm": lambda rank, size: create_ag_gemm_context(8, 8, 8, FP16, rank, size),
     "gemm_rs": lambda rank, size: create_gemm_rs_context(8, 8, rank, size, size, FP16),
     "gemm_ar": lambda rank, size: create_gemm_ar_context(8, 8, rank, size, size, FP16),
+    "moe_rs": lambda rank, size: create_moe_rs_context(rank, size, size, 16, 8, 4, 2, FP16),
+    "moe_ar": lambda rank, size: create_moe_ar_context(rank, size, size, 16, 8, 4, 2, FP16),
     "all_gather": lambda rank, size: create_all_gather_ctx(64, rank, size, size),
     "reduce_scatter": lambda rank, size: create_reduce_scatter_ctx(64, rank, size, size),
 }

@@ -32,6 +32,7 @@ from triton_dist._tuning.values import (
 from triton_dist.errors import TuningFrozen
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.gemm import spaces as gemm_spaces
+from triton_dist.kernels.common.moe.summing import SumKey
 from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey
@@ -42,7 +43,7 @@ from triton_dist.runtime.ranks.solo import SoloRank
 from triton_dist.testing.cases import all_cases
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
-KEYS: dict[str, Any] = {kind.__name__: kind for kind in (ProductKey, GroupedKey, RoutedKey)}
+KEYS: dict[str, Any] = {kind.__name__: kind for kind in (ProductKey, GroupedKey, RoutedKey, SumKey)}
 FOUR = {"world_size": "4", "local_world_size": "4"}
 
 

@@ -18,6 +18,9 @@ _GATHERED = "kernels/common/slots/gathered.py"
 _SHARDED = "kernels/common/gemm/sharded.py"
 _ROUTING = "kernels/common/moe/routing.py"
 _PRODUCT = "kernels/common/moe/product.py"
+_TOPK_SUM = "kernels/common/moe/topk_sum.py"
+_COLUMNS = "kernels/common/moe/columns.py"
+_SUMMING_ROUTES = "kernels/common/moe/summing.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
 _STORE = "_tuning/store/file.py"
 
@@ -29,6 +32,8 @@ AG_GEMM = ("tests/distributed/test_ag_gemm.py",)
 ROUTING = ("tests/kernels/test_routing.py",)
 GROUPED = ("tests/kernels/test_grouped_gemm.py",)
 AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py",)
+TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
+MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 STORE = ("tests/tuning/test_store.py",)
 MEETINGS = ("tests/tuning",)
 
@@ -274,6 +279,34 @@ MUTANTS = (
         "(a_row < (rank + 1) * shard_rows)",
         "(a_row <= (rank + 1) * shard_rows)",
         AG_GROUPED,
+    ),
+    Mutant(
+        "route sum: a route that is nobody's adds nothing",
+        _TOPK_SUM,
+        "named = there & (expert >= 0) & (expert < E)",
+        "named = there & (expert >= 0)",
+        TOPK_SUMS,
+    ),
+    Mutant(
+        "route sum: columns of a chunk lie behind those before it",
+        _TOPK_SUM,
+        "slab_rows.to(tl.int64) * first",
+        "slab_rows.to(tl.int64) * 0",
+        TOPK_SUMS,
+    ),
+    Mutant(
+        "route sum: a chunk is awaited by its own flag",
+        _COLUMNS,
+        "await_pushed(pushed, value, chunk, rank, NUM_RANKS)",
+        "await_pushed(pushed, value, 0, rank, NUM_RANKS)",
+        MOE_SUMS,
+    ),
+    Mutant(
+        "agreement: ranks come with the same experts",
+        _SUMMING_ROUTES,
+        "{hashlib.sha256(ids).hexdigest()[:16]}",
+        "{hashlib.sha256(ids).hexdigest()[:0]}",
+        MOE_SUMS,
     ),
     Mutant(
         "store lock: under it a file is looked at again",

@@ -35,6 +35,8 @@ def parse(monkeypatch):
         ("test_gemm_ar", "33 1024 4096 --check", "--case check -M 33 -N 1024 -K 4096"),
         ("test_gemm_ar", "--check 33 1024 4096", "--case check --M 33 --N 1024 --K 4096"),
         ("test_gemm_ar", "33 --has_bias 1024 4096", "--has_bias -M 33 -N 1024 -K 4096"),
+        ("test_moe_reduce_rs", "8 2 4 3 1 --check --autotune", "--case check 8 2 4 3 1"),
+        ("test_moe_reduce_ar", "8 2 4 3 1", "--case perf --dtype fp16 8 2 4 3 1"),
         ("test_allreduce", "", "--case perf"),
         ("test_allreduce", "--stress --dtype fp32", "--case check --dtype float32"),
         ("test_all_gather", "--iters 2 --warmup_iters 1", "--iters 2 --warmup 1"),

@@ -146,7 +146,7 @@ def op(
     def decorate(fn: Callable[..., Any]) -> tune.AutoTuner:
         signature = inspect.signature(fn)
 
-        def prune(config: Mapping[str, Any], *args: Any, **kwargs: Any) -> bool:
+        def prune(config: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> bool:
             way = ways[config["way"]]
             # A caller who fixes a way leaves configs of others, with their tunables.
             if config.keys() != {"way", *way.tunables}:

@@ -48,6 +48,18 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter import (
     gemm_rs,
 )
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
+from triton_dist.kernels.nvidia.moe_reduce_ar import (
+    MoEReduceARContext,
+    create_moe_ar_context,
+    run_moe_reduce_ar,
+    run_moe_reduce_ar_triton_non_overlap,
+)
+from triton_dist.kernels.nvidia.moe_reduce_rs import (
+    MoEReduceRSContext,
+    create_moe_rs_context,
+    run_moe_reduce_rs,
+    run_moe_reduce_rs_triton_non_overlap,
+)
 from triton_dist.kernels.nvidia.reduce_scatter.op import (
     ReduceScatterContext,
     ReduceScatterMethod,
@@ -66,6 +78,8 @@ __all__ = [
     "GEMMReduceScatterTensorParallelContext",
     "GatherMethod",
     "MoEAllGatherGroupGEMMTensorParallelContext",
+    "MoEReduceARContext",
+    "MoEReduceRSContext",
     "ReduceScatterContext",
     "ReduceScatterMethod",
     "VendorMethod",
@@ -79,6 +93,8 @@ __all__ = [
     "create_allreduce_ctx",
     "create_gemm_ar_context",
     "create_gemm_rs_context",
+    "create_moe_ar_context",
+    "create_moe_rs_context",
     "create_reduce_scatter_ctx",
     "gemm_ar",
     "gemm_non_persistent",
@@ -89,5 +105,9 @@ __all__ = [
     "matmul",
     "reduce_scatter",
     "run_moe_ag_triton_non_overlap",
+    "run_moe_reduce_ar",
+    "run_moe_reduce_ar_triton_non_overlap",
+    "run_moe_reduce_rs",
+    "run_moe_reduce_rs_triton_non_overlap",
     "to_allreduce_method",
 ]

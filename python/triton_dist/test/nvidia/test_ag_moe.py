@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.case import Operands, Peer
-from triton_dist.kernels.common.moe.case import GroupedShape
+from triton_dist.kernels.common.moe_case import GroupedShape
 from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.profiler_utils import group_profile

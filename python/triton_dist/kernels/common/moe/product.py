@@ -264,7 +264,7 @@ def grouped_product(
         B: [E, K, N], any strides.
         C: contiguous.
         blocks: map with tiles of the config's BLOCK_SIZE_M.
-        config: BLOCK_SIZE_M, _N, _K, GROUP_SIZE_M, and PROGRAMS: of the grid, for each
+        config: BLOCK_SIZE_M, _N, _K, maybe GROUP_SIZE_M, and PROGRAMS: of the grid, for each
             multiprocessor.
         is_sorted: C's rows are sorted by expert, else in the order of routes.
         gathered: the shards of peers, as they come; then A is the shard of ``rank``, contiguous,
@@ -273,6 +273,7 @@ def grouped_product(
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
     options.pop("EPILOGUE_SUBTILE", None)
+    options.setdefault("GROUP_SIZE_M", 8)
     programs = current_device().num_sms * options.pop("PROGRAMS", 1)
     columns = options["BLOCK_SIZE_N"] // (2 if silu_mul else 1)
     units = len(blocks.tiles) * triton.cdiv(C.shape[1], columns)

@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
+from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
-from triton_dist.kernels.common.moe.case import MODELS, GroupedShape, even_ids, routed_product
 from triton_dist.kernels.common.moe.rows import has_fast_library, suits_library
+from triton_dist.kernels.common.moe_case import (
+    FIRST_PRODUCTS,
+    GroupedShape,
+    RoutedCase,
+    routed_product,
+)
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     MoEAllGatherGroupGEMMTensorParallelContext,
@@ -28,12 +33,11 @@ from triton_dist.runtime.ranks import group_for
 LIBRARIES = "all-gather + torch grouped_mm"
 
 
-class AllGatherGroupGEMMCase(Case[GroupedShape]):
+class AllGatherGroupGEMMCase(RoutedCase):
     """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], the same on
     all ranks of the world: they are broadcast."""
 
-    shape = GroupedShape
-    shapes = tuple(MODELS.values())
+    shapes = tuple(FIRST_PRODUCTS.values())
     transfer, serial = "all-gather", "all-gather + grouped_gemm"
 
     def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
@@ -70,7 +74,7 @@ class AllGatherGroupGEMMCase(Case[GroupedShape]):
         """a as of a GEMM, and an even routing."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
         a.copy_(uniform(a.shape, a.dtype, generator, 3 / a.shape[1] ** 0.5))
-        ids.copy_(even_ids(len(ids), len(b), ids.shape[1], ids.device, generator))
+        self.draw(ids, len(b), generator)
         if num_ranks > 1:
             dist.broadcast(ids, 0)
 
@@ -182,7 +186,7 @@ class AllGatherGroupGEMMCase(Case[GroupedShape]):
 
     def sample_keys(self) -> Iterator[tuple[Any, ...]]:
         for name in ("Mixtral 8x7B", "DeepSeek-V3"):
-            shape = MODELS[name]
+            shape = FIRST_PRODUCTS[name]
             for M in (4, 64, 1024, 16384):
                 for layout in LAYOUTS:
                     sizes = (M, shape.N // 4, shape.K, shape.E, shape.topk)

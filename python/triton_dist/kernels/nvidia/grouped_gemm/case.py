@@ -10,23 +10,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
+from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
-from triton_dist.kernels.common.moe.case import MODELS as LAYERS
-from triton_dist.kernels.common.moe.case import GroupedShape, even_ids, routed_product
 from triton_dist.kernels.common.moe.rows import grouped_mm
+from triton_dist.kernels.common.moe_case import (
+    FIRST_PRODUCTS,
+    GroupedShape,
+    RoutedCase,
+    routed_product,
+)
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library
 from triton_dist.runtime.device import current_device
 
-MODELS = {name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in LAYERS.items()}
+MODELS = {
+    name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_PRODUCTS.items()
+}
 """First products of layers, gate and up together, on one of two ranks."""
 
 
-class GroupedGEMMCase(Case[GroupedShape]):
+class GroupedGEMMCase(RoutedCase):
     """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk]: even, random."""
 
-    shape = GroupedShape
     shapes = tuple(MODELS.values())
     transfer, serial = "nothing", "grouped_mm between copies"
     overlaps = False
@@ -60,7 +65,7 @@ class GroupedGEMMCase(Case[GroupedShape]):
         """A as of a GEMM; each token goes to other experts, all different if there are so many."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
-        ids.copy_(even_ids(len(ids), B.shape[0], ids.shape[1], A.device, generator))
+        self.draw(ids, B.shape[0], generator)
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["A"], operands["B"], operands["topk_ids"]), {}

@@ -1,0 +1,228 @@
+"""A reduce-scatter in chunks of columns: each travels while the next one is computed.
+
+The addend of a rank is a slab of rows for every rank, one after another. In a slab, the columns of
+a chunk lie together, so that one copy of a copy engine brings a chunk of a slab to its owner, and
+another its flag. When the last chunk is on its way, one kernel adds what has come, in the order of
+ranks and in fp32, chunk by chunk, and puts columns where they belong.
+
+Memory takes turns as ``slots/epochs.py`` says. A slot has, on each rank, ``shards`` [source rank,
+room] of the dtype and ``arrivals`` int64 [chunk, source rank], both written by the source's copy
+engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.buffer import shard_elements
+from triton_dist.kernels.common.exchange.kernels import Pushed, await_pushed
+from triton_dist.kernels.common.exchange.protocol import behind
+from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.peers import flag_of
+from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.transfer import Copy, OwnRows, Step
+from triton_dist.runtime.ranks import group_for
+
+_STREAMS = 2  # the gap between two copies of one is filled by the other
+_ELEMENTS, _WIDEST = 2048, 1024
+_PROGRAMS = 4
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Chunks of ``width`` of N columns, the last maybe narrower, of slabs of ``rows`` rows."""
+
+    rows: int
+    N: int
+    width: int
+
+    def __len__(self) -> int:
+        return int(triton.cdiv(self.N, self.width))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """First column and end of each chunk."""
+        for first in range(0, self.N, self.width):
+            yield first, min(first + self.width, self.N)
+
+
+def columns_of(rows: int, N: int, num_chunks: int, multiple: int) -> Columns:
+    """N columns in at most ``num_chunks`` chunks, all but the last ``multiple`` times something."""
+    return Columns(rows, N, int(triton.cdiv(triton.cdiv(N, num_chunks), multiple)) * multiple)
+
+
+@jit(do_not_specialize=["rows", "size", "rank"])
+def kernel_add_columns(
+    x_ptr,
+    out_ptr,
+    pushed,
+    rows,
+    N,
+    width,
+    room,
+    size,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+):
+    """out [rows, N]: the own slab of x and those that copy engines push, added in the order of
+    ranks. Chunks are ``width`` wide; ``room``: elements from one source's slab to the next. Any
+    grid."""
+    value = flag_of(pushed.epoch, size)
+    tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
+    own = x_ptr + rank.to(tl.int64) * rows * N
+    for chunk in range(tl.cdiv(N, width)):
+        first = chunk * width
+        columns = tl.minimum(width, N - first)
+        token = await_pushed(pushed, value, chunk, rank, NUM_RANKS)
+        shards = pushed.shards + behind(tl.zeros((), tl.int64), token)
+        for tile in range(
+            tl.program_id(0), tiles_m * tl.cdiv(columns, BLOCK_SIZE_N), tl.num_programs(0)
+        ):
+            row = tile % tiles_m * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
+            column = tile // tiles_m * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
+            mask = (row < rows)[:, None] & (column < columns)[None, :]
+            begin = rows.to(tl.int64) * first + row.to(tl.int64) * columns
+            target = row.to(tl.int64) * N + first
+            if ALIGNED:
+                begin = tl.multiple_of(begin, 8)
+                target = tl.multiple_of(target, 8)
+            index = begin[:, None] + column[None, :]
+            sums = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
+            for source in tl.static_range(NUM_RANKS):
+                part = shards + source * room.to(tl.int64)
+                # A pointer that is chosen, not a branch: all loads are under way at once. From L2,
+                # where copy engines write; L1 may know these addresses from before.
+                part = tl.where(rank == source, own, part)
+                sums += tl.load(part + index, mask=mask, cache_modifier=".cg").to(tl.float32)
+            tl.store(
+                out_ptr + target[:, None] + column[None, :],
+                sums.to(out_ptr.dtype.element_ty),
+                mask=mask,
+            )
+
+
+class PushedColumns(InSlots):
+    """Slots for a slab of up to ``max_rows`` rows of ``N`` columns from each rank, in up to
+    ``max_chunks`` chunks. Creation is collective."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        N: int,
+        dtype: torch.dtype,
+        max_chunks: int,
+        group: dist.ProcessGroup | None,
+        name: str,
+    ) -> None:
+        size = group_for(group).size
+        self._room = shard_elements(max_rows * N) if size > 1 else 1
+        regions = {
+            "shards": ((size * self._room,), dtype),
+            "arrivals": ((max_chunks * size,), torch.int64),
+        }
+        found = Disagreements(f"the tokens of {name}", group)
+        kernels = "the kernel that adds chunks of columns"
+        super().__init__(EpochSlots(name, regions, ("arrivals",), kernels, group, found=found))
+        self._device = current_device()
+        self._streams: list[Any] = [self._device.copy_stream() for _ in range(_STREAMS)]
+        self._transfers: Bounded[Any, Any] = Bounded()
+
+    def launch(self, columns: Columns, x: torch.Tensor, out: torch.Tensor, size: int) -> Launch:
+        """The launch that adds slabs of x, as they come, into out [rows, N]."""
+        slots, item = self.slots, x.element_size()
+        pushed = Pushed(slots["shards"].local, slots["arrivals"].local, slots.epoch)
+        block_n = min(_WIDEST, triton.next_power_of_2(columns.width))
+        block_m = _ELEMENTS // block_n
+        tiles = triton.cdiv(columns.rows, block_m) * triton.cdiv(columns.width, block_n)
+        sizes = (columns.rows, columns.N, columns.width, self._room, size, self.rank)
+        # Elements of 16 bits move by 8.
+        aligned = item == 2 and columns.N % 8 == 0 and columns.width % 8 == 0
+        return Launch(
+            kernel_add_columns,
+            (min(tiles, _PROGRAMS * self._device.num_sms),),
+            (x, out, pushed, *sizes),
+            {
+                "NUM_RANKS": self.num_ranks,
+                "ALIGNED": aligned,
+                "BLOCK_SIZE_M": block_m,
+                "BLOCK_SIZE_N": block_n,
+                "num_warps": 4,
+            },
+        )
+
+    def run(
+        self,
+        columns: Columns,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        size: int,
+        compute: Callable[[int, int], None],
+    ) -> None:
+        """Scatter and add x, [num_ranks, rows, N] elements, of which ``compute(first, end)`` queues
+        the columns from ``first`` to ``end``; the own rows of the sum go to out [rows, N]. ``size``
+        is what ranks have to come with alike.
+
+        Raises:
+            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
+            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+        """
+        slots, awaited, transfer = self.slots, False, None
+        slots.take(size, copied=True)
+        stream = self._device.current_stream()
+        try:
+            for chunk, (first, end) in enumerate(columns):
+                compute(first, end)
+                transfer = self._transfer(columns, chunk)
+                transfer.start(x.view(-1, 1), stream)
+            slots.launcher.run(
+                (slots.index, columns, size),
+                lambda: self.launch(columns, x, out, size),
+                {"x_ptr": x, "out_ptr": out},
+            )
+            awaited = True
+        finally:
+            if transfer is not None:  # all are on the same streams
+                transfer.join(stream)
+            of_peers = self.flags_of_peers(len(columns))
+            slots.finish(awaited, expected=lambda: {"arrivals": of_peers})
+
+    def free(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+        self._transfers.clear()
+        super().free()
+
+    def _transfer(self, columns: Columns, chunk: int) -> Any:
+        """What pushes a chunk of each peer's slab."""
+        key = (self.slots.index, columns, chunk)
+        known = self._transfers.get(key)
+        if known is None:
+            steps = list(self._push(columns, chunk))
+            known = self._transfers[key] = self._device.transfer(steps, self._streams)
+        return known
+
+    def _push(self, columns: Columns, chunk: int) -> Iterable[Step]:
+        first, end = list(columns)[chunk]
+        begin, end = columns.rows * first, columns.rows * end
+        own, slab = self.rank * self._room, columns.rows * columns.N
+        arrivals, flag = self.slots["arrivals"], chunk * self.num_ranks + self.rank
+        for step in range(1, self.num_ranks):
+            stream = (chunk * (self.num_ranks - 1) + step) % _STREAMS
+            peer = (self.rank + step) % self.num_ranks
+            target = self.slots["shards"].peers[peer][own + begin : own + end]
+            source = OwnRows(peer * slab + begin, peer * slab + end)
+            yield Copy(stream, target.view(-1, 1), source)
+            yield Copy(stream, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])

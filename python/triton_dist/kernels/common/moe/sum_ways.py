@@ -1,0 +1,320 @@
+"""Ways of ops that end a mixture-of-experts layer: what each tries, refuses and launches."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+import triton
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.moe.columns import Columns
+from triton_dist.kernels.common.moe.product import grouped_product
+from triton_dist.kernels.common.moe.routing import block_map
+from triton_dist.kernels.common.moe.rows import (
+    WHOLE_EXPERT,
+    fits_library,
+    gathered_rows,
+    grouped_mm,
+    has_fast_library,
+    suits_library,
+)
+from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
+from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
+from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.kernels.common.op import Way
+from triton_dist.runtime.device import current_device
+
+_CHUNKS = (1, 2, 4, 8)
+# Tiles lower than this are for products that take as long as reading the weights: nothing is left
+# to hide a transfer behind. Bytes that a copy engine pushes at a time take some us to begin.
+_CHUNKED_FROM, _LEAST_PUSH = 64, 256 << 10
+
+
+class Product(ABC):
+    """The grouped product of a call, some columns at a time, and their sums over choices."""
+
+    def __init__(self, call: SumCall, block_m: int) -> None:
+        self.call = call
+        self.blocks = block_map(call.chosen_experts, call.key.E, block_m)
+        self.x, self.weights = call.x.detach(), call.weights.detach()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Queue what comes before all columns."""
+
+    @abstractmethod
+    def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queue the product of columns ``first`` to ``end``: [M * topk, end - first], and the row
+        of each route in it, or ``None`` if that is its number. It is valid until the next."""
+
+    def summed(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> None:
+        """Queue columns of out, as ``topk_sum`` lays it out."""
+        products, rows = self.products(first, end)
+        self._sum(products, rows, first, out, slab_rows).run()
+
+    def _sum(
+        self,
+        products: torch.Tensor,
+        rows: torch.Tensor | None,
+        first: int,
+        out: torch.Tensor,
+        slab_rows: int,
+    ) -> Launch:
+        call = self.call
+        return topk_sum(
+            products, call.expert_weight.detach(), call.chosen_experts, rows, out, call.key.E,
+            slab_rows=slab_rows, first=first, N=call.key.N,
+        )  # fmt: skip
+
+    def compile(self, columns: Columns, out: torch.Tensor) -> None:
+        """Compile and load what is launched for some chunks."""
+        for launch in self.blocks.launches:
+            launch.compile()
+        spans = list(columns)
+        for first, end in dict.fromkeys((spans[0], spans[-1])):
+            for launch in self.launches(first, end, out, columns.rows):
+                launch.compile()
+
+    @abstractmethod
+    def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
+        """Launches for columns ``first`` to ``end``, not in any order."""
+
+
+class TiledProduct(Product):
+    """Ours, which gathers rows in its load and puts products where their routes are."""
+
+    def __init__(self, call: SumCall) -> None:
+        assert call.tiles is not None
+        self.tiles = call.tiles
+        super().__init__(call, call.tiles.kwargs["BLOCK_SIZE_M"])
+        self._room: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        self.blocks.make()
+
+    def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        C, launch = self._multiply(first, end)
+        launch.run()
+        return C, None
+
+    def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
+        C, launch = self._multiply(first, end)
+        yield launch
+        yield self._sum(C, None, first, out, slab_rows)
+
+    def _multiply(self, first: int, end: int) -> tuple[torch.Tensor, Launch]:
+        """Columns of a chunk take the place of those before, which are in the cache still."""
+        routes = self.call.chosen_experts.numel()
+        elements = routes * (end - first)
+        if self._room is None or self._room.numel() < elements:
+            self._room = self.x.new_empty(elements)
+        C = self._room[:elements].view(routes, end - first)
+        weights = self.weights[:, :, first:end]
+        return C, grouped_product(
+            self.x, weights, C, self.blocks, self.tiles, is_sorted=False, silu_mul=False
+        )
+
+
+class LibraryProduct(Product):
+    """torch's, of rows that are copied to where it wants them; sums find them where they are."""
+
+    def __init__(self, call: SumCall) -> None:
+        super().__init__(call, WHOLE_EXPERT)
+        self._sorted = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+
+    def begin(self) -> None:
+        self.blocks.make()
+        gathered_rows(self.x, self._sorted, self.blocks).run()
+
+    def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ends = self.blocks.ends[: self.call.key.E]
+        return grouped_mm(self._sorted, self.weights[:, :, first:end], ends), self.blocks.rows
+
+    def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
+        yield gathered_rows(self.x, self._sorted, self.blocks)
+        C = self.x.new_empty(self.call.chosen_experts.numel(), end - first)
+        yield self._sum(C, self.blocks.rows, first, out, slab_rows)
+
+
+class SumWay(Way[SumCall, SumSizes]):
+    """A way of such an op."""
+
+    product: ClassVar[type[TiledProduct] | type[LibraryProduct]] = TiledProduct
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        if self.product is LibraryProduct:
+            yield from ((each,) for each in self.sums() if has_fast_library())
+        else:
+            yield from itertools.product(grouped_tiles(), self.sums())
+
+    @abstractmethod
+    def sums(self) -> tuple[Any, ...]:
+        """Values of the other tunable on this process's device, the simplest first."""
+
+    def suits(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+        key = sizes.key
+        if self.product is LibraryProduct:
+            if sizes.config or not suits_library(key.N, key.K, key.dtype, key.layout):
+                return False
+        elif sizes.config is not None:
+            if not _has_first_tiles(config):  # they stand for those that are given
+                return False
+        elif not suits_grouped(config, key.dtype, key.E, key.N, key.M, key.topk):
+            return False
+        return self.suits_sum(config, sizes)
+
+    @abstractmethod
+    def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+        """Tell whether it is worth trying, the product aside."""
+
+    def check(self, call: SumCall) -> None:
+        function = call.kind.function
+        if self.product is TiledProduct:
+            if not isinstance(call.tiles, triton.Config):
+                expected = f"a triton.Config for way={self.name!r}"
+                raise InvalidArgument(function, "gemm_config", call.tiles, expected)
+        elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
+            expected = "another one for K, N or strides that are no multiples of 16 bytes"
+            raise InvalidArgument(function, "way", self.name, expected)
+
+
+class Chunks(SumWay):
+    """Columns in chunks: a copy engine pushes each to the ranks that add its rows, while the next
+    one is multiplied."""
+
+    name: str = "chunks"
+    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "num_chunks")
+
+    def sums(self) -> tuple[Any, ...]:
+        return _CHUNKS[:2] if current_device().interprets else _CHUNKS
+
+    def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+        key, num_chunks = sizes.key, config["num_chunks"]
+        if sizes.n_chunks is not None:
+            return bool(num_chunks == 1)  # stands for the number that is given
+        if num_chunks == 1 or num_chunks > key.n_chunks_max:
+            return bool(num_chunks == 1)
+        tiles = config.get("gemm_config")
+        if current_device().interprets:  # one shows it
+            return key.num_ranks > 1 and _has_first_tiles(config)
+        is_low = tiles is not None and tiles.kwargs["BLOCK_SIZE_M"] < _CHUNKED_FROM
+        pushed = sizes.nbytes // key.num_ranks // num_chunks
+        return key.num_ranks > 1 and not is_low and pushed >= _LEAST_PUSH
+
+    def check(self, call: SumCall) -> None:
+        super().check(call)
+        if not 1 <= call.chunks <= call.ctx.n_chunks_max:
+            expected = f"1 to the context's n_chunks_max = {call.ctx.n_chunks_max}"
+            raise InvalidArgument(call.kind.function, "num_chunks", call.chunks, expected)
+
+    def compile(self, call: SumCall) -> None:
+        columns, ctx = call.columns, call.ctx
+        addends = call.x.new_empty(ctx.num_ranks * columns.rows * columns.N)
+        self.product(call).compile(columns, addends)
+        if ctx.num_ranks > 1:
+            out = call.x.new_empty(columns.rows, columns.N)
+            ctx.buffer.launch(columns, addends, out, call.key.M).compile()
+
+    def run(self, call: SumCall) -> torch.Tensor:
+        ctx, M, product = call.ctx, call.key.M, self.product(call)
+        if ctx.num_ranks == 1:
+            return _whole(product)
+        columns = call.columns
+        addends = call.x.new_empty(ctx.num_ranks * columns.rows * columns.N)
+        out = call.x.new_empty(columns.rows, columns.N)
+        product.begin()
+        ctx.buffer.run(
+            columns, addends, out, M,
+            lambda first, end: product.summed(first, end, addends, columns.rows),
+        )  # fmt: skip
+        result: torch.Tensor = ctx.finish_chunks(out, M)
+        return result
+
+
+class Serial(SumWay):
+    """The whole product, the sum over choices, then the sum over ranks."""
+
+    name: str = "serial"
+    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "reduction")
+    kind: type[MoESumContext]
+
+    def __init__(self, kind: type[MoESumContext]) -> None:
+        self.kind = kind
+
+    def sums(self) -> tuple[Any, ...]:
+        own = self.kind.reductions
+        return (*own, COLLECTIVE) if current_device().has_nccl else own[:1]
+
+    def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
+        if sizes.key.num_ranks == 1 or sizes.n_chunks not in (None, 1):
+            return False
+        if current_device().interprets and not _has_first_tiles(config):
+            return False
+        reduction = config["reduction"]
+        return reduction == COLLECTIVE or self.kind.fits(reduction, sizes.nbytes)
+
+    def check(self, call: SumCall) -> None:
+        super().check(call)
+        known = (*self.kind.reductions, COLLECTIVE)
+        reduction = call.reduction or known[0]
+        if reduction not in known:
+            expected = f"None or one of {', '.join(map(repr, known))}"
+            raise InvalidArgument(call.kind.function, "reduction", call.reduction, expected)
+        nbytes = call.key.M * call.key.N * call.key.dtype.itemsize
+        if reduction != COLLECTIVE and not self.kind.fits(reduction, nbytes):
+            expected = f"another one for a sum of {nbytes} bytes"
+            raise InvalidArgument(call.kind.function, "reduction", reduction, expected)
+        call.reduction = reduction
+
+    def compile(self, call: SumCall) -> None:
+        total = call.x.new_empty(call.key.M, call.key.N)
+        self.product(call).compile(Columns(call.key.M, call.key.N, call.key.N), total)
+        if call.ctx.num_ranks > 1 and call.reduction != COLLECTIVE:
+            call.ctx.prepare_sum(total, call.reduction)
+
+    def run(self, call: SumCall) -> torch.Tensor:
+        product, ctx = self.product(call), call.ctx
+
+        def whole() -> torch.Tensor:
+            total = _whole(product)
+            return total if ctx.num_ranks == 1 else ctx.sum_over_ranks(total, call.reduction)
+
+        result: torch.Tensor = ctx.buffer.slots.beside(whole)
+        return result
+
+
+class Library(Serial):
+    """The same by torch's grouped product."""
+
+    name, tunables = "library", ("reduction",)
+    product, is_safe = LibraryProduct, True
+
+
+class LibraryChunks(Chunks):
+    """Chunks of torch's grouped product."""
+
+    name, tunables = "library_chunks", ("num_chunks",)
+    product = LibraryProduct
+
+
+def ways_of(kind: type[MoESumContext]) -> tuple[SumWay, ...]:
+    """All ways of the op whose contexts are of ``kind``; the first is the default."""
+    return Chunks(), Serial(kind), LibraryChunks(), Library(kind)
+
+
+def _has_first_tiles(config: Mapping[str, Any]) -> bool:
+    return str(config.get("gemm_config")) == str(grouped_tiles()[0])
+
+
+def _whole(product: Product) -> torch.Tensor:
+    """All columns of a rank's sums over choices, [M, N]."""
+    call = product.call
+    total = product.x.new_empty(call.key.M, call.key.N)
+    product.begin()
+    product.summed(0, call.key.N, total, call.key.M)
+    return total

@@ -1,0 +1,393 @@
+"""Ops that end a mixture-of-experts layer, ``sum over ranks and choices of weight * (x @ expert)``:
+contexts and calls of all of them. What differs is who gets which rows of the sum."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import triton
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common.context import (
+    DTYPE_NAMES,
+    DTYPES,
+    Check,
+    GEMMContext,
+    accept,
+    agree_to_create,
+    buffer_of,
+    first_refusal,
+    gradient_check,
+    group_checks,
+    kernel_checks,
+    kind_checks,
+    signature_of,
+)
+from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, columns_of
+from triton_dist.kernels.common.moe.product import weights_layout
+from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, ids_as_text
+from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.kernels.common.op import OpCall, Ways
+from triton_dist.runtime.ranks import Group, process_group_of
+
+COLLECTIVE = "collective"
+"""Reduction by the group's own: NCCL, gloo on CPU ranks."""
+MOST_CHUNKS = 64
+_LIBRARY_COLUMNS = 128
+_OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
+_FIXED = ("n_chunks", "persistent", "config")
+
+
+class MoESumContext(GEMMContext[PushedColumns], ABC):
+    """Symmetric memory for such an op. A context manager.
+
+    Attributes:
+        max_routes, max_tokens: of the largest call. N: columns of the result. E, topk: experts, and
+            choices of a token. dtype: of x, weights and the result. n_chunks_max: of columns.
+    """
+
+    function: ClassVar[str]
+    creator: ClassVar[str]
+    """Names, for errors, of the op and of the function that makes its contexts."""
+    reductions: ClassVar[tuple[str, ...]]
+    """How ``sum_over_ranks`` may do it, beside ``COLLECTIVE``; the most general first."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        N: int,
+        E: int,
+        topk: int,
+        dtype: torch.dtype,
+        n_chunks_max: int,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(group)
+        self.max_tokens, self.max_routes = max_tokens, max_tokens * topk
+        self.N, self.E, self.topk, self.dtype = N, E, topk, dtype
+        self.n_chunks_max, self.world_size = n_chunks_max, self.num_ranks
+        self.local_world_size = min(local_world_size, self.num_ranks)
+
+    @staticmethod
+    @abstractmethod
+    def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
+        """Check a number of tokens, of a context or of a call."""
+
+    @classmethod
+    @abstractmethod
+    def fits(cls, reduction: str, nbytes: int) -> bool:
+        """Tell whether a reduction is worth trying for a sum of so many bytes."""
+
+    @abstractmethod
+    def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
+        """This rank's part of the sum of ``total`` [M, N] over all ranks; there are several."""
+
+    @abstractmethod
+    def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
+        """Compile and load what that launches."""
+
+    def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
+        """This rank's part of the sum of M tokens, from the rows that it has added."""
+        return rows
+
+    def slab_rows(self, M: int) -> int:
+        """Rows that a rank adds, of M tokens."""
+        return -(-M // self.num_ranks)
+
+
+_Context = TypeVar("_Context", bound=MoESumContext)
+
+
+def create(
+    kind: type[_Context],
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_token_num: int,
+    hidden_dim: int,
+    num_experts: int,
+    topk: int,
+    input_dtype: torch.dtype,
+    n_chunks_max: int,
+    group: Group,
+) -> _Context:
+    """A context of ``kind``, unless ``agree_to_create`` or its allocation raises. Collective over
+    ``group``."""
+    members = process_group_of(group)
+
+    def checks() -> Iterator[Check]:
+        yield from group_checks("world_size", world_size, rank, members)
+        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
+        yield "topk", topk, 1 <= topk <= MOST_TOPK, f"1 to {MOST_TOPK}"
+        expected = f"a positive multiple of topk = {topk}: routes, not tokens"
+        good = max_token_num >= 1 and max_token_num % topk == 0
+        yield "max_token_num", max_token_num, good, expected
+        tokens = kind.tokens_check("", max_token_num // topk, world_size)
+        yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
+        yield "hidden_dim", hidden_dim, hidden_dim >= 1, "at least 1"
+        good = 1 <= num_experts <= MOST_EXPERTS
+        yield "num_experts", num_experts, good, f"1 to {MOST_EXPERTS}"
+        yield from kernel_checks("input_dtype", input_dtype)
+        good = 1 <= n_chunks_max <= MOST_CHUNKS
+        yield "n_chunks_max", n_chunks_max, good, f"1 to {MOST_CHUNKS}"
+
+    alike = {
+        "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,
+        "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
+    }  # fmt: skip
+    agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
+    sizes = (max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max)
+    return kind(*sizes, local_world_size, members)
+
+
+class SumKey(NamedTuple):
+    """All that a tuning depends on, but for what the caller fixes."""
+
+    M: int
+    """Tokens. The tuner rounds it up: a tuning serves a range."""
+    N: int
+    K: int
+    """Of this rank."""
+    E: int
+    topk: int
+    dtype: torch.dtype
+    layout: str
+    """Of the weights."""
+    num_ranks: int
+    n_chunks_max: int
+    """Of the context."""
+
+
+class SumSizes(NamedTuple):
+    """Sizes of a key, and what the caller fixes: the same for all its calls."""
+
+    key: SumKey
+    n_chunks: int | None
+    config: triton.Config | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one rank's addend."""
+        return self.key.M * self.key.N * self.key.dtype.itemsize
+
+
+def route_checks(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen_experts: torch.Tensor,
+    expert_weight: torch.Tensor,
+    E: int,
+    topk: int | None,
+) -> Iterator[Check]:
+    """Checks of operands without a context; ``topk`` is ``None`` if any will do."""
+    ids = tuple(chosen_experts.shape)
+    expected = f"[M, topk{'' if topk is None else f' = {topk}'}], at least one token"
+    good = len(ids) == 2 and ids[0] >= 1 and 1 <= ids[1] <= MOST_TOPK and topk in (None, ids[1])
+    yield "chosen_experts.shape", ids, good, expected
+    kind = chosen_experts.dtype
+    good = kind in (torch.int32, torch.int64)
+    yield "chosen_experts.dtype", kind, good, "torch.int32 or torch.int64"
+    shape = tuple(weights.shape)
+    good = len(shape) == 3 and min(shape) > 0 and shape[0] == E
+    yield "weights.shape", shape, good, f"[E = {E}, K_per_rank, N]"
+    expected = f"a row for each of {ids[0] * ids[1]} routes, of K_per_rank = {shape[1]}"
+    rows = tuple(x.shape)
+    yield (
+        "x.shape",
+        rows,
+        rows == (ids[0] * ids[1], shape[1]),
+        f"[M * topk, K_per_rank]: {expected}",
+    )
+    expected = "unit stride along K; call x.contiguous()"
+    yield "x.stride()", x.stride(), x.stride(1) == 1 or x.shape[1] == 1, expected
+    choices = tuple(expert_weight.shape)
+    yield "expert_weight.shape", choices, choices == ids, f"that of chosen_experts, {ids}"
+    yield "expert_weight.dtype", expert_weight.dtype, expert_weight.dtype in DTYPES, DTYPE_NAMES
+    for name, tensor in (("chosen_experts", chosen_experts), ("expert_weight", expert_weight)):
+        expected = f"contiguous; call {name}.contiguous()"
+        yield f"{name}.stride()", tensor.stride(), tensor.is_contiguous(), expected
+        expected = f"that of x, {x.device}"
+        yield f"{name}.device", tensor.device, tensor.device == x.device, expected
+    yield gradient_check("expert_weight", expert_weight)
+
+
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
+class SumCall(OpCall):
+    """One call: the parameters of both ops. Each op has a subclass that names its contexts and
+    ways."""
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    chosen_experts: torch.Tensor
+    expert_weight: torch.Tensor
+    ctx: Any
+    n_chunks: int | None
+    persistent: bool | None
+    config: triton.Config | None
+    gemm_config: triton.Config | None
+    num_chunks: int | None
+    reduction: str | None
+    way: str | None
+
+    kind: ClassVar[type[MoESumContext]]
+    ways: ClassVar[Ways[Any, Any]]
+
+    def __post_init__(self) -> None:
+        self.key = self.accept(
+            self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx
+        )
+        check_fixed(self.ctx, self.n_chunks, self.config)
+        self.tiles = self.config or self.gemm_config
+        """Of the product, where it is ours."""
+        self.chunks = self.n_chunks or self.num_chunks or 1
+        self.chosen = self.ways[self.way or next(iter(self.ways))]
+        self.chosen.check(self)
+
+    @classmethod
+    def accept(
+        cls,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen_experts: torch.Tensor,
+        expert_weight: torch.Tensor,
+        ctx: MoESumContext,
+    ) -> SumKey:
+        """All that a tuning depends on; one object for operands of the same signature.
+
+        Raises:
+            InvalidArgument, ContextFinalized: the call cannot work.
+        """
+        function = cls.kind.function
+        device = buffer_of(ctx, function, cls.kind.creator).slots.epoch.device
+        routing = chosen_experts, expert_weight
+
+        def checks() -> Iterator[Check]:
+            yield from route_checks(x, weights, *routing, ctx.E, ctx.topk)
+            M, N = len(chosen_experts), weights.shape[2]
+            yield "weights.shape", tuple(weights.shape), ctx.N == N, f"[E, K_per_rank, N = {ctx.N}]"
+            yield cls.kind.tokens_check("M", M, ctx.num_ranks)
+            expected = f"at most {ctx.max_tokens}, the context's {ctx.max_routes} routes"
+            yield "M", M, ctx.max_tokens >= M, expected
+            yield from kind_checks(ctx.dtype, device, x=x, weights=weights)
+
+        def key() -> SumKey:
+            (M, topk), (E, K, N) = chosen_experts.shape, weights.shape
+            layout = weights_layout(weights)
+            return SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
+
+        signature = (signature_of(x, weights, *routing), weights.data_ptr() % 16)
+        return accept(ctx.accepted, signature, function, checks, key)
+
+    @classmethod
+    def key_fn(
+        cls,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen_experts: torch.Tensor,
+        expert_weight: torch.Tensor,
+        ctx: MoESumContext,
+        n_chunks: int | None = None,
+        persistent: bool | None = None,
+        config: triton.Config | None = None,
+        **_: Any,
+    ) -> Any:
+        """Name what a tuning is for. What the caller fixes is tuned for by itself."""
+        key = cls.accept(x, weights, chosen_experts, expert_weight, ctx)
+        if n_chunks is None and config is None:
+            return key
+        check_fixed(ctx, n_chunks, config)
+        return key, n_chunks, None if config is None else str(config)
+
+    @classmethod
+    def sizes(cls, *args: Any, **kwargs: Any) -> SumSizes:
+        """Say what decides which configs are worth trying for a call."""
+        named = dict(zip(_OPERANDS + _FIXED, args, strict=False)) | kwargs
+        key = cls.accept(*(named[name] for name in _OPERANDS))
+        return SumSizes(key, named.get("n_chunks"), named.get("config"))
+
+    @property
+    def columns(self) -> Columns:
+        """Chunks of the call, cut where tiles end."""
+        width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
+        rows = self.ctx.slab_rows(self.key.M)
+        return columns_of(rows, self.key.N, self.chunks, width)
+
+
+def check_fixed(ctx: MoESumContext, n_chunks: object, config: object) -> None:
+    """Refuse what the caller fixes, if it cannot be.
+
+    Raises:
+        InvalidArgument: names it.
+    """
+    most = ctx.n_chunks_max
+    if n_chunks is not None and not (isinstance(n_chunks, int) and 1 <= n_chunks <= most):
+        expected = f"None, or 1 to the context's n_chunks_max = {most}"
+        raise InvalidArgument(ctx.function, "n_chunks", n_chunks, expected)
+    check_config(ctx.function, config)
+
+
+def check_config(function: str, config: object) -> None:
+    """Refuse tiles that are none.
+
+    Raises:
+        InvalidArgument: names them.
+    """
+    if config is None:
+        return
+    if not isinstance(config, triton.Config):
+        raise InvalidArgument(function, "config", config, "a triton.Config, or None")
+    missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
+    if missing:
+        expected = f"one with {', '.join(sorted(missing))}"
+        raise InvalidArgument(function, "config", str(config), expected)
+
+
+def agreed(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen_experts: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> str:
+    """``agree_fn`` of both ops: at the first call of a key ranks also compare their ids, for which
+    they wait for the device once."""
+    return ids_as_text(chosen_experts)
+
+
+def summed_routes(
+    function: str,
+    multiply: Any,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen_experts: torch.Tensor,
+    expert_weight: torch.Tensor,
+    config: triton.Config | None,
+) -> torch.Tensor:
+    """One rank's addend, [M, N], without a context; ``multiply``: ``grouped_gemm``. The result is
+    that of ``function``.
+
+    Raises:
+        InvalidArgument: before anything is launched.
+    """
+    E = weights.shape[0] if weights.ndim else 0
+    refusal = first_refusal(
+        function, route_checks(x, weights, chosen_experts, expert_weight, E, None)
+    )
+    if refusal is not None:
+        raise refusal
+    check_config(function, config)
+    if config is None:
+        products = multiply(x, weights, chosen_experts)
+    else:
+        products = multiply.fn(x, weights, chosen_experts, gemm_config=config)
+    M, N = len(chosen_experts), weights.shape[2]
+    total = x.new_empty(M, N)
+    routing = expert_weight.detach(), chosen_experts
+    topk_sum(products, *routing, None, total, E, slab_rows=M, first=0, N=N).run()
+    return total

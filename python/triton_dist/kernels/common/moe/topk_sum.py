@@ -1,0 +1,113 @@
+"""Products of routes become rows of tokens: each times its weight, added over a token's choices.
+
+Sums are fp32, in the order of choices, and rounded once; routes whose id names no expert add
+nothing, whatever their rows and weights hold. So what travels between ranks is one row a token, not
+one a route.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.launch import Launch
+
+_ELEMENTS, _WIDEST = 2048, 1024
+
+
+@jit(do_not_specialize=["M", "E", "slab_rows"])
+def kernel_topk_sum(
+    products_ptr,
+    weights_ptr,
+    ids_ptr,
+    rows_ptr,
+    out_ptr,
+    M,
+    E,
+    slab_rows,
+    first,
+    width,
+    N,
+    TOPK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+):
+    """Columns ``first`` to ``first + width`` of N, of M tokens: products [M * TOPK, width], where
+    the row of a route is ``rows[route]``, or without ``rows`` its number.
+
+    out: slabs of ``slab_rows`` tokens, [slab_rows, N] elements each; in a slab, columns of one call
+    lie together, [slab_rows, width] from ``slab_rows * first`` on. Grid (blocks of tokens, blocks
+    of columns).
+    """
+    token = tl.program_id(0) * BLOCK_SIZE_M + tl.arange(0, BLOCK_SIZE_M)
+    column = tl.program_id(1) * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
+    there, inside = token < M, column < width
+    total = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), tl.float32)
+    for choice in tl.static_range(TOPK):
+        route = token * TOPK + choice
+        expert = tl.load(ids_ptr + route, mask=there, other=-1)
+        named = there & (expert >= 0) & (expert < E)
+        weight = tl.load(weights_ptr + route, mask=named, other=0.0).to(tl.float32)
+        row = route
+        if rows_ptr is not None:
+            row = tl.load(rows_ptr + route, mask=named, other=0)
+        products = products_ptr + row.to(tl.int64) * width
+        if ALIGNED:
+            products = tl.multiple_of(products, 16)
+        product = tl.load(
+            products[:, None] + column[None, :], mask=named[:, None] & inside[None, :], other=0.0
+        )
+        total += weight[:, None] * product.to(tl.float32)
+    slab = (token // slab_rows).to(tl.int64)
+    in_slab = (token % slab_rows).to(tl.int64)
+    out = out_ptr + slab * slab_rows * N + slab_rows.to(tl.int64) * first + in_slab * width
+    if ALIGNED:
+        out = tl.multiple_of(out, 16)
+    tl.store(
+        out[:, None] + column[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=there[:, None] & inside[None, :],
+    )
+
+
+def topk_sum(
+    products: torch.Tensor,
+    expert_weight: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    out: torch.Tensor,
+    E: int,
+    *,
+    slab_rows: int,
+    first: int,
+    N: int,
+) -> Launch:
+    """The launch that sums columns of products [R, width], from the ``first`` of N on.
+
+    Args:
+        products: contiguous; the row of a route is ``rows[route]``, or without ``rows`` its number.
+        expert_weight: [M, topk], contiguous, of any floating dtype.
+        topk_ids: [M, topk]; ids that are not one of 0 to E - 1 add nothing.
+        out: whole slabs of ``slab_rows`` tokens, laid out as the kernel says; with all columns at
+            once, simply [M, N].
+    """
+    (M, topk), width = topk_ids.shape, products.shape[1]
+    block_n = min(_WIDEST, triton.next_power_of_2(width))
+    block_m = max(1, _ELEMENTS // block_n)
+    item = products.element_size()
+    aligned = all(size * item % 16 == 0 for size in (width, N, first))
+    return Launch(
+        kernel_topk_sum,
+        (triton.cdiv(M, block_m), triton.cdiv(width, block_n)),
+        (products, expert_weight, topk_ids, rows, out, M, E, slab_rows, first, width, N),
+        {
+            "TOPK": topk,
+            "ALIGNED": aligned and products.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0,
+            "BLOCK_SIZE_M": block_m,
+            "BLOCK_SIZE_N": block_n,
+            "num_warps": 4,
+        },
+    )

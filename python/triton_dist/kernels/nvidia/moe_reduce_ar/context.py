@@ -1,0 +1,116 @@
+"""Context of grouped GEMM, top-k sum and AllReduce."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.context import Check
+from triton_dist.kernels.common.exchange.buffer import DEFAULT_SHAPE, Exchange, Shape
+from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.moe.columns import PushedColumns
+from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, create
+from triton_dist.kernels.nvidia.allreduce import (
+    ONE_SHOT_BYTES,
+    AllReduceContext,
+    AllReduceMethod,
+    all_reduce,
+    prepare,
+)
+from triton_dist.runtime.ranks import Group
+
+ONE_SHOT, TWO_SHOT = AllReduceMethod.ONE_SHOT.value, AllReduceMethod.TWO_SHOT.value
+_LARGE_FROM, _LARGE_SHAPE = 1 << 20, Shape(64, 16384)
+"""Bytes of a shard from which on what counts is how many are under way."""
+
+
+class MoEReduceARContext(MoESumContext):
+    """Symmetric memory for ``run_moe_reduce_ar`` with up to ``max_routes`` routes. A context
+    manager."""
+
+    title, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
+    creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT)
+
+    def __init__(
+        self,
+        max_tokens: int,
+        N: int,
+        E: int,
+        topk: int,
+        dtype: torch.dtype,
+        n_chunks_max: int,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(max_tokens, N, E, topk, dtype, n_chunks_max, local_world_size, group)
+        rows = self.slab_rows(max_tokens)
+        nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
+        with self._allocating() as own:
+            self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
+            found = self.buffer.disagreements
+            self.reducer = own(AllReduceContext(nbytes, local_world_size, group, found))
+        self.reducer.row_elements = N
+
+    @staticmethod
+    def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
+        return argument, tokens, tokens >= 1, "at least 1"
+
+    @classmethod
+    def fits(cls, reduction: str, nbytes: int) -> bool:
+        return reduction == TWO_SHOT or nbytes <= ONE_SHOT_BYTES
+
+    def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
+        if reduction == COLLECTIVE:
+            return vendor.all_reduce(total, self.group)
+        sums: torch.Tensor = all_reduce.fn(total, self.reducer, way=reduction)
+        return sums
+
+    def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
+        prepare(total, self.reducer, way=reduction)
+
+    def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
+        """All M rows: what each rank has added goes to all."""
+        elements, size = rows.numel(), self.num_ranks
+        is_large = rows.nbytes >= _LARGE_FROM
+        shape = _LARGE_SHAPE if is_large else DEFAULT_SHAPE
+        gathered = rows.new_empty(size * rows.shape[0], rows.shape[1])
+        exchange = Exchange(kernel_all_gather, elements, size * elements, shape, M)
+        self.reducer.buffer.run(exchange, rows, gathered)
+        return gathered[:M]
+
+
+def create_moe_ar_context(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_token_num: int,
+    hidden_dim: int,
+    num_experts: int,
+    topk: int,
+    input_dtype: torch.dtype,
+    n_chunks_max: int = 8,
+    *,
+    tp_group: Group = None,
+) -> MoEReduceARContext:
+    """Allocate what ``run_moe_reduce_ar`` needs. Collective over ``tp_group`` (default: the world,
+    else this process).
+
+    Takes about six times M * ``hidden_dim`` elements on each rank, where M is the most tokens; or
+    two, and twice ``world_size`` times up to 4 MB, whichever is more; and four times ``world_size``
+    times up to 256 KB.
+
+    Args:
+        max_token_num: the most *routes*, tokens times ``topk``; any number of tokens.
+        rank, world_size, local_world_size, hidden_dim, num_experts, topk, input_dtype,
+            n_chunks_max: as of ``create_moe_rs_context``.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+    return create(
+        MoEReduceARContext, rank, world_size, local_world_size, max_token_num, hidden_dim,
+        num_experts, topk, input_dtype, n_chunks_max, tp_group,
+    )  # fmt: skip

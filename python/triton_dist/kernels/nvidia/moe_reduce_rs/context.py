@@ -1,0 +1,124 @@
+"""Context of grouped GEMM, top-k sum and ReduceScatter."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.context import Check
+from triton_dist.kernels.common.exchange.buffer import (
+    DEFAULT_SHAPE,
+    Exchange,
+    ExchangeBuffer,
+    Shape,
+    shard_elements,
+)
+from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
+from triton_dist.kernels.common.moe.columns import PushedColumns
+from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, create
+from triton_dist.runtime.ranks import Group
+
+PUSH = "push"
+EXCHANGED_BYTES = 64 << 20
+"""Size of the largest sum over choices that one launch scatters; above it copy engines are
+faster."""
+_LARGE_FROM, _LARGE_SHAPE = 1 << 20, Shape(128, 16384)
+"""Bytes of a shard from which on what counts is how many are under way."""
+
+
+class MoEReduceRSContext(MoESumContext):
+    """Symmetric memory for ``run_moe_reduce_rs`` with up to ``max_routes`` routes. A context
+    manager."""
+
+    title, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
+    creator, reductions = "create_moe_rs_context", (PUSH,)
+
+    def __init__(
+        self,
+        max_tokens: int,
+        N: int,
+        E: int,
+        topk: int,
+        dtype: torch.dtype,
+        n_chunks_max: int,
+        local_world_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(max_tokens, N, E, topk, dtype, n_chunks_max, local_world_size, group)
+        rows = self.slab_rows(max_tokens)
+        held = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
+        part_bytes = shard_elements(max(1, held) * N) * dtype.itemsize
+        nbytes = self.num_ranks * part_bytes if self.num_ranks > 1 else 1
+        with self._allocating() as own:
+            self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
+            found, name = self.buffer.disagreements, f"the exchange of {self.function}"
+            self.exchange = own(ExchangeBuffer(nbytes, group, name, disagreements=found))
+
+    @staticmethod
+    def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
+        fits = num_ranks <= tokens and tokens % num_ranks == 0
+        return argument, tokens, fits, f"a positive multiple of world_size = {num_ranks}"
+
+    @classmethod
+    def fits(cls, reduction: str, nbytes: int) -> bool:
+        return nbytes <= EXCHANGED_BYTES
+
+    def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
+        if reduction == COLLECTIVE:
+            return vendor.reduce_scatter(total, self.group)
+        exchange, rows = self._exchange(total)
+        self.exchange.run(exchange, total, rows)
+        return rows
+
+    def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
+        exchange, rows = self._exchange(total)
+        self.exchange.launch(exchange, total, rows).compile()
+
+    def _exchange(self, total: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
+        """Describe the launch that scatters ``total``, and where this rank's rows go."""
+        M, N = total.shape
+        elements = M // self.num_ranks * N
+        is_large = elements * total.element_size() >= _LARGE_FROM
+        shape = _LARGE_SHAPE if is_large else DEFAULT_SHAPE
+        exchange = Exchange(kernel_reduce_scatter, elements, M * N, shape, M)
+        return exchange, total.new_empty(M // self.num_ranks, N)
+
+
+def create_moe_rs_context(
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    max_token_num: int,
+    hidden_dim: int,
+    num_experts: int,
+    topk: int,
+    input_dtype: torch.dtype,
+    n_chunks_max: int = 8,
+    *,
+    tp_group: Group = None,
+) -> MoEReduceRSContext:
+    """Allocate what ``run_moe_reduce_rs`` needs. Collective over ``tp_group`` (default: the world,
+    else this process).
+
+    Takes about twice M * ``hidden_dim`` elements on each rank, where M is the most tokens, and as
+    much again, of that 128 MB at most, for sums that one launch scatters.
+
+    Args:
+        rank, world_size: this rank in the group, and the group's size.
+        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
+        max_token_num: the most *routes*, tokens times ``topk``; tokens are a multiple of
+            ``world_size``.
+        hidden_dim: columns of the result. num_experts: 1 to 512. topk: choices of a token, 1 to 10.
+        input_dtype: of x, weights and the result: fp16, bf16 or fp32.
+        n_chunks_max: the most chunks of columns in a call.
+
+    Raises:
+        InvalidArgument: on every rank, for a value that cannot work.
+        RankDisagreement: ranks ask for different contexts.
+        SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    """
+    return create(
+        MoEReduceRSContext, rank, world_size, local_world_size, max_token_num, hidden_dim,
+        num_experts, topk, input_dtype, n_chunks_max, tp_group,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Scripts of ops that end a mixture-of-experts layer: options, data, a check against products in
+fp32, and a table of times beside the peers and the limit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.common.case import Operands, Peer
+from triton_dist.kernels.common.moe.spaces import grouped_tiles
+from triton_dist.kernels.common.moe_case import GroupedShape, SummedRoutesCase
+from triton_dist.profiler_utils import group_profile
+from triton_dist.runtime.device import current_device
+from triton_dist.test.options import ScriptParser
+from triton_dist.test.report import report_passed, report_times
+from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.testing.timing import captured, interleaved
+from triton_dist.utils import (
+    dist_print,
+    finalize_distributed,
+    init_seed,
+    initialize_distributed,
+    is_cuda,
+)
+
+CPU_SCALE, CPU_EXPERTS_SCALE = 64, 8
+"""By which sizes, and the number of experts, are divided for the interpreter."""
+_CHUNKS, _CPU_ROUNDS = 4, 3
+
+
+def make_parser(description: str | None) -> ScriptParser:
+    parser = ScriptParser(description, ("check", "perf"), default="perf")
+    parser.add_other_name("--check", "check")
+    flag = argparse.BooleanOptionalAction
+    for name, help_ in (
+        ("M", "tokens"),
+        ("N", "hidden size: columns of the result"),
+        ("K", "intermediate size, of all ranks"),
+        ("E", "experts"),
+        ("TOPK", "experts of a token"),
+    ):
+        parser.add_argument(name, type=int, help=help_)
+    parser.add_dtype("float16")
+    parser.add_rounds(iters=100, warmup=10)
+    parser.add_argument("--autotune", action=flag, default=True)
+    parser.add_argument("--n_chunks", type=int, help="fix the chunks of columns; default: tuned")
+    parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
+    parser.add_argument("--debug", action="store_true", help="operands are constant")
+    parser.add_argument("--debug_sync", action="store_true", help="wait for the device after calls")
+    parser.add_argument("--seed", type=int, default=42, help="of the data")
+    return parser
+
+
+def shape_of(args: argparse.Namespace) -> GroupedShape:
+    """As the command line asks for, scaled on CPU ranks; M and K are cut to multiples of the
+    ranks."""
+    size = dist.get_world_size()
+    scale, experts = (1, 1) if is_cuda() else (CPU_SCALE, CPU_EXPERTS_SCALE)
+    M, K = (max(1, each // scale // size) * size for each in (args.M, args.K))
+    return GroupedShape(M, max(1, args.N // scale), K, max(1, args.E // experts), args.TOPK)
+
+
+class Script:
+    """An op, as the command line asks for it; ``alone``: the one without overlap."""
+
+    def __init__(
+        self,
+        case: SummedRoutesCase,
+        alone: Callable[..., torch.Tensor],
+        args: argparse.Namespace,
+        ctx: Any,
+    ) -> None:
+        self.case, self.alone, self.args, self.ctx = case, alone, args, ctx
+        self.fixed = {} if args.n_chunks is None else {"n_chunks": args.n_chunks}
+
+    def operands(self, shape: GroupedShape) -> Operands:
+        """The case's; with ``--debug``, constant ones. Collective."""
+        size, rank = dist.get_world_size(), dist.get_rank()
+        data = self.case.operands(shape, dtype_named(self.args.dtype), size)
+        if self.args.debug:
+            data["x"].fill_((rank + 1) / 10)
+            data["weights"].fill_(1 / data["weights"].shape[1])
+        return data
+
+    def run(self, data: Operands) -> torch.Tensor:
+        """One call."""
+        operands, _ = self.case.arguments(data, self.ctx)
+        output: torch.Tensor
+        if self.args.autotune:
+            output = self.case.op(*operands, **self.fixed)
+        else:
+            output = self.case.op.fn(*operands, gemm_config=grouped_tiles()[0], **self.fixed)
+        if self.args.debug_sync:
+            current_device().synchronize()
+        return output
+
+    def check(self, data: Operands) -> None:
+        """Compare one call with the reference; and one in chunks, and one without overlap."""
+        operands, _ = self.case.arguments(data, self.ctx)
+        tiles = grouped_tiles()[0]
+        expected, size = self.case.expected(data), dist.get_world_size()
+        tolerance = self.case.tolerance(expected.dtype, size)
+        for C in (
+            self.run(data),
+            self.case.op.fn(*operands, n_chunks=_CHUNKS, config=tiles),
+            self.alone(*operands[:4], n_chunks=_CHUNKS, config=tiles),
+        ):
+            for turn in range(size):
+                dist.barrier()
+                if turn == dist.get_rank():
+                    assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
+
+    def report_tuning(self, data: Operands) -> None:
+        """Say which config is in use and where it came from."""
+        if not self.args.autotune:
+            dist_print("no tuning: the default config")
+            return
+        op = self.case.op
+        origin = "tuned now" if op.tuning_count else "from the cache, no tuning"
+        operands, _ = self.case.arguments(data, self.ctx)
+        dist_print(f"config ({origin}): {op.best_config(*operands, **self.fixed)}")
+
+    def perf(self, data: Operands, shape: GroupedShape) -> None:
+        """Times of the op, its parts and its peers."""
+        candidates = {
+            self.case.name: Peer("own", lambda: self.run(data)),
+            **self.case.peers(data, self.ctx),
+        }
+        calls = {name: captured(each.call) for name, each in candidates.items()}
+        rounds, warmup = max(2, self.args.iters), self.args.warmup
+        if not is_cuda():
+            rounds, warmup = min(rounds, _CPU_ROUNDS), min(warmup, 1)
+        samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
+        title = f"{shape} {self.args.dtype} on {dist.get_world_size()} ranks"
+        report_times(title, candidates, samples, self.case.serial, self.case.transfer)
+        with group_profile(f"{self.case.name}_perf", self.args.profile):
+            for _ in range(20 if self.args.profile else 0):
+                self.run(data)
+
+
+def main(
+    case: SummedRoutesCase, alone: Callable[..., torch.Tensor], args: argparse.Namespace
+) -> None:
+    """All of a script."""
+    initialize_distributed(args.seed)
+    init_seed(args.seed + dist.get_rank())
+    shape = shape_of(args)
+    with case.context(shape, dtype_named(args.dtype)) as ctx:
+        script = Script(case, alone, args, ctx)
+        data = script.operands(shape)
+        script.check(data)
+        script.report_tuning(data)
+        report_passed(f"{args.dtype}, {shape}")
+        if args.case == "perf" or args.profile:
+            script.perf(data, shape)
+    finalize_distributed()

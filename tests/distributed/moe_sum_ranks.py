@@ -1,0 +1,369 @@
+"""What every rank does in the tests of ops that end a mixture-of-experts layer, on CPU ranks and on
+GPUs alike; ``name`` says which op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from triton_dist.errors import ContextFinalized, RankDisagreement, TritonDistError
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.common.moe.spaces import grouped_tiles
+from triton_dist.kernels.common.moe_case import GroupedShape, SummedRoutesCase
+from triton_dist.kernels.nvidia import (
+    run_moe_reduce_ar_triton_non_overlap,
+    run_moe_reduce_rs_triton_non_overlap,
+)
+from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE as AR
+from triton_dist.kernels.nvidia.moe_reduce_rs.case import CASE as RS
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing import assert_allclose
+from triton_dist.testing.timing import captured
+
+CASES: dict[str, SummedRoutesCase] = {case.name: case for case in (RS, AR)}
+ALONE = {
+    RS.name: run_moe_reduce_rs_triton_non_overlap,
+    AR.name: run_moe_reduce_ar_triton_non_overlap,
+}
+NAN = float("nan")
+OWN = {RS.name: ("push",), AR.name: ("two_shot", "one_shot")}
+Way = dict[str, Any]
+
+
+def ways(name: str, tiles: int = 0, chunks: tuple[int, ...] = (1, 3)) -> Iterator[Way]:
+    """Those that give the same bits at every call."""
+    ours = {"gemm_config": grouped_tiles()[tiles]}
+    for num_chunks in chunks:
+        yield {"way": "chunks", "num_chunks": num_chunks, **ours}
+    for reduction in OWN[name]:
+        yield {"way": "serial", "reduction": reduction, **ours}
+
+
+def every(name: str, dtype: torch.dtype) -> Iterator[Way]:
+    """All; torch's product where it takes the dtype without a word to the host."""
+    yield from ways(name)
+    if current_device().interprets or current_device().has_nccl:
+        yield {"way": "serial", "reduction": "collective", "gemm_config": grouped_tiles()[0]}
+    if current_device().interprets or dtype is torch.bfloat16:
+        yield {"way": "library_chunks", "num_chunks": 2}
+        yield {"way": "library", "reduction": OWN[name][0]}
+
+
+def tokens(name: str, rows: int) -> int:
+    """Tokens of a call, of which a rank owns about ``rows``: a number that is hard for the op."""
+    size = dist.get_world_size()
+    return rows * size if name == RS.name else rows * size - 1
+
+
+def operands(
+    name: str, shape: GroupedShape, dtype: torch.dtype, routing: str = "random"
+) -> dict[str, torch.Tensor]:
+    """New random ones; ``routing``: ``"random"`` has ids of nobody, whose weights are NaN."""
+    case, size = CASES[name], dist.get_world_size()
+    data = case.operands(shape, dtype, size)
+    reroute(data, routing)
+    return data
+
+
+def reroute(data: dict[str, torch.Tensor], routing: str) -> None:
+    """Other ids, the same on all ranks."""
+    ids, choices, E = data["chosen_experts"], data["expert_weight"], len(data["weights"])
+    drawn = torch.randint(-1, E + 1, ids.shape, device=ids.device)
+    if routing == "random":
+        ids.copy_(drawn)
+    elif routing == "one":
+        ids.fill_(E - 1)
+    elif routing == "nobody":
+        ids.fill_(-1)
+    elif routing == "few":
+        ids.copy_(drawn.clamp(0, max(0, E // 2 - 1)))
+    dist.broadcast(ids, 0)
+    choices.nan_to_num_(0.5)
+    choices.masked_fill_((ids < 0) | (ids >= E), NAN)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row-major": lambda B: B,
+    "column-major": lambda B: B.transpose(1, 2).contiguous().transpose(1, 2),
+    "strided": lambda B: torch.stack([B, B], -1).flatten(-2)[..., ::2],
+}
+
+
+@contextmanager
+def context(name: str, shape: GroupedShape, dtype: torch.dtype, **options: Any) -> Iterator[Any]:
+    """A context whose memory holds NaN where peers write."""
+    with CASES[name].context(shape, dtype, **options) as ctx:
+        for slot in range(2):
+            ctx.buffer.slots.of_slot(slot, "shards").local.fill_(NAN)
+        current_device().synchronize()
+        group_for(None).barrier("memory is poisoned")
+        yield ctx
+
+
+def check(name: str, C: torch.Tensor, data: dict[str, torch.Tensor], what: object) -> None:
+    case = CASES[name]
+    limit = case.tolerance(C.dtype, dist.get_world_size())
+    try:
+        assert_allclose(C, case.expected(data), rtol=limit, atol=limit)
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None
+
+
+def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[int, ...]) -> int:
+    """Calls of several sizes in turn, each in every way, with nothing between them; checked at the
+    end."""
+    results = []
+    case = CASES[name]
+    sizes = [GroupedShape(tokens(name, n), shape.N, shape.K, shape.E, shape.topk) for n in rows]
+    with context(name, sizes[0], dtype) as ctx:
+        for number, size in enumerate(sizes):
+            data = operands(name, size, dtype, ("random", "few", "one", "nobody")[number % 4])
+            for way in every(name, dtype):
+                args, _ = case.arguments(data, ctx)
+                results.append((case.op.fn(*args, **way), data, way))
+        for C, data, way in results:
+            check(name, C, data, way)
+    return len(results)
+
+
+def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
+    """Weights laid out in each way, sizes that are no multiples of anything, ids of 64 bits,
+    weights of routes in 16."""
+    count, case, dtype = 0, CASES[name], torch.float16
+    for shape in shapes:
+        with context(name, shape, dtype) as ctx:
+            for layout, laid_out in LAYOUTS.items():
+                data = operands(name, shape, dtype)
+                data["weights"] = laid_out(data["weights"])
+                data["chosen_experts"] = data["chosen_experts"].long()
+                data["expert_weight"] = data["expert_weight"].to(dtype)
+                for way in ways(name, chunks=(2,)):
+                    args, _ = case.arguments(data, ctx)
+                    check(name, case.op.fn(*args, **way), data, (shape, layout, way))
+                    count += 1
+    return count
+
+
+def same_bits(name: str, shape: GroupedShape, rounds: int) -> int:
+    """The same operands twice, another rank being late each time; all own reductions, and all ranks
+    where they have the same rows."""
+    case, count, size = CASES[name], 0, dist.get_world_size()
+    with context(name, shape, torch.bfloat16) as ctx:
+        data = operands(name, shape, torch.bfloat16)
+        args, _ = case.arguments(data, ctx)
+        first = None
+        for number in range(rounds):
+            for way in ways(name):
+                if number % size == ctx.rank:
+                    current_device().sleep(1_000_000)
+                C = case.op.fn(*args, **way)
+                first = C.clone() if first is None else first
+                assert torch.equal(C, first), way
+                count += 1
+        check(name, first, data, "the first")
+        if name == AR.name:
+            others = [torch.empty_like(first) for _ in range(size)]
+            dist.all_gather(others, first)
+            assert all(torch.equal(each, first) for each in others)
+    return count
+
+
+def replayed(name: str, shape: GroupedShape, rounds: int) -> int:
+    """A captured call in each way, replayed with other ids each time."""
+    case, count = CASES[name], 0
+    with context(name, shape, torch.bfloat16) as ctx:
+        for way in every(name, torch.bfloat16):
+            data, out = operands(name, shape, torch.bfloat16), []
+            args, _ = case.arguments(data, ctx)
+            replay = captured(lambda a=args, w=way, o=out: o.append(case.op.fn(*a, **w)))
+            for number in range(rounds):
+                case.refill(data, ctx.num_ranks)
+                reroute(data, ("random", "even", "one", "few")[number % 4])
+                if out:
+                    out[-1].fill_(NAN)
+                replay()
+                check(name, out[-1], data, (way, number))
+                count += 1
+        ctx.check()
+    return count
+
+
+def tuned(name: str, shape: GroupedShape) -> tuple[int, list[str]]:
+    """Tunings of calls in one range, and what the caller may fix."""
+    case, dtype = CASES[name], torch.bfloat16
+    before, configs = case.op.tuning_count, []
+    with context(name, shape, dtype) as ctx:
+        for fixed in ({}, {}, {"n_chunks": 2}, {"config": grouped_tiles()[1], "persistent": False}):
+            data = operands(name, shape, dtype)
+            args, _ = case.arguments(data, ctx)
+            check(name, case.op(*args, **fixed), data, fixed)
+            configs.append(str(case.op.best_config(*args, **fixed)["way"]))
+        case.op.clear()
+    return case.op.tuning_count - before, configs
+
+
+def without_context(name: str, shape: GroupedShape) -> None:
+    """The product, then the collective; and what it refuses."""
+    data = operands(name, shape, torch.bfloat16)
+    args, _ = CASES[name].arguments(data, None)
+    call = ALONE[name]
+    check(name, call(*args[:4], n_chunks=7, config=grouped_tiles()[0]), data, "not overlapped")
+    function = call.__name__
+    with pytest.raises(TritonDistError, match=f"{function}: expert_weight.shape is"):
+        call(*args[:3], args[3][:-1])
+    with pytest.raises(TritonDistError, match=f"{function}: config is"):
+        call(*args[:4], config="128x256")
+
+
+class Launches:
+    """Counts what is launched, and what copy engines are given."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        run, repeat = Launch.run, Launcher.run
+
+        def running(launch: Launch) -> Any:
+            self.names.append(launch.kernel.__name__)
+            return run(launch)
+
+        # What a launcher repeats is no ``Launch.run``.
+        repeated = mock.patch.object(Launcher, "run", self._noting(repeat))
+        with repeated, mock.patch.object(Launch, "run", running):
+            yield
+
+    def _noting(self, repeat: Any) -> Any:
+        def noting(launcher: Launcher, key: Any, make: Any, *rest: Any, **named: Any) -> None:
+            before = len(self.names)
+            made: list[str] = []
+
+            def making() -> Launch:
+                launch: Launch = make()
+                made.append(launch.kernel.__name__)
+                return launch
+
+            repeat(launcher, key, making, *rest, **named)
+            if len(self.names) == before:
+                self.names += made or ["repeated"]
+
+        return noting
+
+
+def launches(name: str, shape: GroupedShape) -> dict[str, list[str]]:
+    """Names of kernels that the third call of each way launches."""
+    case, seen = CASES[name], {}
+    with context(name, shape, torch.bfloat16) as ctx:
+        data = operands(name, shape, torch.bfloat16)
+        args, _ = case.arguments(data, ctx)
+        for way in ways(name, chunks=(2,)):
+            for _ in range(2):
+                case.op.fn(*args, **way)
+            count = Launches()
+            with count.counted():
+                case.op.fn(*args, **way)
+            seen[f"{way['way']} {way.get('reduction', '')}".strip()] = count.names
+    return seen
+
+
+def every_bad_call(name: str, shape: GroupedShape) -> dict[str, tuple[str, str, int]]:
+    """Per bad call, on all ranks: argument and message of its error, and what was launched; tuned
+    and not."""
+    case, seen = CASES[name], {}
+    with context(name, shape, torch.float16) as ctx:
+        good = case.operands(shape, torch.float16, ctx.num_ranks)
+        count = Launches()
+        with count.counted():
+            for which, changes in case.bad_calls(good, ctx.num_ranks).items():
+                arguments = {**good, "ctx": ctx, "gemm_config": grouped_tiles()[0]} | changes
+                error = refusal(lambda a=arguments: case.op.fn(**a))
+                seen[which] = (error.argument, str(error), len(count.names))
+                if not {"way", "gemm_config", "reduction"} & set(changes):
+                    del arguments["gemm_config"]
+                    options = {"autotune": not which.endswith(".device")}
+                    told = refusal(lambda a=arguments, o=options: case.op(**a, **o))
+                    assert str(told) == str(error)
+        args, _ = case.arguments(good, ctx)
+        check(name, case.op.fn(*args, gemm_config=grouped_tiles()[0]), good, "a good one")
+    assert isinstance(refusal(lambda: case.op.fn(*args)), ContextFinalized)
+    return seen
+
+
+def refusal(call: Callable[[], object]) -> Any:
+    with pytest.raises(TritonDistError) as raised:
+        call()
+    return raised.value
+
+
+def every_bad_context(name: str) -> dict[str, tuple[str, str]]:
+    """Per bad context, on all ranks: kind and message of its error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    good = {
+        "rank": rank, "world_size": size, "local_world_size": size, "max_token_num": 8 * size,
+        "hidden_dim": 32, "num_experts": 4, "topk": 2, "input_dtype": torch.float16,
+    }  # fmt: skip
+    bad: dict[str, dict[str, Any]] = {
+        "rank": {"rank": rank + 1},
+        "world_size": {"world_size": size + 1},
+        "local_world_size": {"local_world_size": 0},
+        "max_token_num": {"max_token_num": 8 * size + 1},
+        "max_token_num (none)": {"max_token_num": 0},
+        "hidden_dim": {"hidden_dim": 0},
+        "num_experts": {"num_experts": 513},
+        "topk": {"topk": 11},
+        "input_dtype": {"input_dtype": torch.int8},
+        "n_chunks_max": {"n_chunks_max": 0},
+        "one rank differs": {"hidden_dim": 32 + 8 * rank},
+    }
+    seen = {}
+    for which, changes in bad.items():
+        error = refusal(lambda c=changes: CASES[name].create(**good | c))
+        seen[which] = (type(error).__name__, str(error))
+    return seen
+
+
+def other_ids_on_one_rank(name: str, shape: GroupedShape) -> str:
+    """What this rank is told at the first call of a key."""
+    case = CASES[name]
+    case.op.clear()
+    with context(name, shape, torch.float16) as ctx:
+        data = case.operands(shape, torch.float16, ctx.num_ranks)
+        if ctx.rank == 1:
+            data["chosen_experts"][0, 0] += 1
+        args, _ = case.arguments(data, ctx)
+        error = refusal(lambda: case.op(*args))
+    assert isinstance(error, RankDisagreement)
+    return str(error)
+
+
+def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, object]]:
+    """By way, what each rank came with as this one is told, behind calls with equal numbers."""
+    case, told = CASES[name], []
+    with context(name, shape, torch.float16) as ctx:
+        size = ctx.num_ranks
+        data = case.operands(shape, torch.float16, size)
+        args, _ = case.arguments(data, ctx)
+        fewer = shape.M - size * (ctx.rank == 1)
+        x, weights, ids, choices, _ = args
+        other = (x[: fewer * shape.topk], weights, ids[:fewer], choices[:fewer], ctx)
+        for way in ways(name, chunks=(2,)):
+            case.op.fn(*args, **way)
+
+            def call(way: Way = way) -> None:
+                case.op.fn(*other, **way)
+                ctx.check()
+
+            error = refusal(call)
+            assert isinstance(error, RankDisagreement)
+            told.append(dict(error.by_rank))
+            ctx.reset()
+        check(name, case.op.fn(*args, **way), data, "after a reset")
+    return told

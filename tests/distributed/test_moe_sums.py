@@ -1,0 +1,98 @@
+"""Grouped GEMM, top-k sum, and ReduceScatter or AllReduce, over real processes: the kernels in the
+interpreter, memory in /dev/shm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import moe_sum_ranks
+from tests.distributed.moe_sum_ranks import AR, CASES, RS
+from triton_dist.kernels.common.moe_case import GroupedShape
+
+SHAPE = GroupedShape(12, 72, 80, 5, 3)
+SMALL = GroupedShape(4, 40, 32, 2, 2)
+
+
+@pytest.fixture(params=CASES)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float16)])
+def test_every_way_any_tokens_and_routing(spawn_ranks, name, size, dtype):
+    shape = GroupedShape(0, 72, 40 * size, 5, 3)
+    counts = spawn_ranks(size, moe_sum_ranks.every_way, name, dtype, shape, (6, 1, 4, 2))
+    assert counts == [4 * (6 if name == RS.name else 7)] * size
+
+
+def test_layouts_odd_sizes_many_choices_and_experts(spawn_ranks, name):
+    shapes = (GroupedShape(6, 35, 42, 1, 1), GroupedShape(2, 24, 16, 70, 10))
+    count = 2 * 3 * (2 if name == RS.name else 3)
+    assert spawn_ranks(2, moe_sum_ranks.layouts, name, shapes) == [count] * 2
+
+
+def test_the_same_operands_give_the_same_bits(spawn_ranks, name):
+    count = 3 * (3 if name == RS.name else 4)
+    assert spawn_ranks(3, moe_sum_ranks.same_bits, name, SHAPE, 3) == [count] * 3
+
+
+def test_tuned_over_the_ranks_with_what_the_caller_fixes(spawn_ranks, name):
+    for count, configs in spawn_ranks(2, moe_sum_ranks.tuned, name, SMALL):
+        assert count == 3
+        assert configs[2] == "chunks"
+
+
+def test_without_a_context(spawn_ranks, name):
+    spawn_ranks(2, moe_sum_ranks.without_context, name, SHAPE)
+
+
+def test_what_is_launched(spawn_ranks, name):
+    """The map's two launches once, a product and a sum for each chunk, and no copy of rows."""
+    seen, other = spawn_ranks(2, moe_sum_ranks.launches, name, SHAPE)
+    assert seen == other
+    blocks = ["kernel_count_routes", "kernel_map_blocks"]
+    product = ["kernel_grouped_gemm", "kernel_topk_sum"]
+    pushed = [*blocks, *product * 2, "kernel_add_columns", "kernel_finish_epoch"]
+    if name == AR.name:
+        reductions = {"two_shot": "kernel_all_reduce_two_shot"}
+        assert seen.pop("serial one_shot")[:-1] == [*blocks, *product]
+        assert seen.pop("chunks") == [*pushed, "kernel_all_gather"]
+    else:
+        reductions = {"push": "kernel_reduce_scatter"}
+        assert seen.pop("chunks") == pushed
+    expected = {f"serial {way}": [*blocks, *product, last] for way, last in reductions.items()}
+    assert seen == expected
+
+
+def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks, name):
+    for seen in spawn_ranks(2, moe_sum_ranks.every_bad_call, name, SHAPE):
+        assert len(seen) >= 28
+        for which, (argument, message, launched) in seen.items():
+            assert argument == which.split(" (")[0]
+            assert message.startswith(f"{name}: {argument} is ")
+            assert launched == 0, which
+
+
+def test_a_bad_context_names_the_argument(spawn_ranks, name):
+    creator = {RS.name: "create_moe_rs_context", AR.name: "create_moe_ar_context"}[name]
+    for rank, seen in enumerate(spawn_ranks(2, moe_sum_ranks.every_bad_context, name)):
+        kind, message = seen.pop("one rank differs")
+        assert kind == "RankDisagreement"
+        assert f"rank {rank}: " in message
+        for which, (kind, message) in seen.items():
+            assert kind == "InvalidArgument"
+            assert message.startswith(f"{creator}: {which.split(' (')[0]} is ")
+
+
+def test_other_ids_on_one_rank_are_an_error_on_all(spawn_ranks, name):
+    for message in spawn_ranks(2, moe_sum_ranks.other_ids_on_one_rank, name, SHAPE):
+        assert "disagree on the arguments of triton_dist.kernels.nvidia" in message
+        assert message.count("36 routes, chosen_experts of digest ") == 2
+
+
+def test_other_tokens_on_one_rank_are_told_by_the_kernels(spawn_ranks, name):
+    env = {"TRITON_DIST_WAIT_TIMEOUT": "60"}
+    for told in spawn_ranks(2, moe_sum_ranks.other_tokens_on_one_rank, name, SHAPE, env=env):
+        assert told == [{0: 12, 1: 10}] * len(told)
+        assert len(told) == (2 if name == RS.name else 3)

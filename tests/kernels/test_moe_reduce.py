@@ -1,0 +1,214 @@
+"""The sum over choices, how columns are cut, and what a tuning of run_moe_reduce_rs and
+run_moe_reduce_ar tries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triton_dist.kernels.common.moe import rows, spaces, sum_ways
+from triton_dist.kernels.common.moe.columns import columns_of
+from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
+from triton_dist.kernels.common.moe.summing import SumSizes
+from triton_dist.kernels.common.moe.topk_sum import topk_sum
+from triton_dist.kernels.common.moe_case import SECOND_PRODUCTS, GroupedShape
+from triton_dist.kernels.nvidia.moe_reduce_ar import ways as ar_ways
+from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE as AR
+from triton_dist.kernels.nvidia.moe_reduce_rs import ways as rs_ways
+from triton_dist.kernels.nvidia.moe_reduce_rs.case import CASE as RS
+from triton_dist.runtime.device import current_device
+from triton_dist.testing import assert_allclose, poisoned_empty
+
+BF16 = torch.bfloat16
+WAYS = {RS.name: rs_ways.WAYS, AR.name: ar_ways.WAYS}
+CASES = pytest.mark.parametrize("case", [RS, AR], ids=lambda case: case.name)
+
+
+def in_order(products, choices, ids, E):
+    """Choices added one after another in fp32."""
+    total = torch.zeros(len(ids), products.shape[1])
+    by_token = products.view(*ids.shape, -1).float()
+    for choice in range(ids.shape[1]):
+        named = (ids[:, choice] >= 0) & (ids[:, choice] < E)
+        addend = choices[:, choice, None].float() * by_token[:, choice]
+        total += torch.where(named[:, None], addend, 0)
+    return total.to(products.dtype)
+
+
+@pytest.mark.parametrize(
+    ("M", "topk", "N", "width", "slab_rows"),
+    [(8, 3, 40, 16, 4), (5, 1, 33, 33, 5), (7, 10, 24, 7, 3), (1, 2, 1, 1, 1)],
+)
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_choices_are_added_in_their_order(M, topk, N, width, slab_rows, is_sorted):
+    generator = torch.Generator().manual_seed(M)
+    E = 4
+    ids = torch.randint(-1, E + 1, (M, topk), generator=generator)
+    choices = torch.rand(M, topk, generator=generator)
+    choices[(ids < 0) | (ids >= E)] = float("nan")
+    products = torch.randn(M * topk, N, generator=generator).to(BF16)
+    expected = in_order(products, choices, ids, E)
+    products[((ids < 0) | (ids >= E)).flatten()] = float("nan")
+    order = torch.randperm(M * topk, generator=generator)
+    number = order.argsort().int() if is_sorted else None
+    slabs = -(-M // slab_rows)
+    with poisoned_empty():
+        out = torch.empty(slabs * slab_rows * N, dtype=BF16)
+    for first in range(0, N, width):
+        columns = products[:, first : first + width]
+        columns = columns[order] if is_sorted else columns.contiguous()
+        topk_sum(columns, choices, ids, number, out, E, slab_rows=slab_rows, first=first, N=N).run()
+    for slab, whole in enumerate(out.view(slabs, -1)):
+        mine = expected[slab * slab_rows : (slab + 1) * slab_rows]
+        for first in range(0, N, width):
+            end = min(first + width, N)
+            block = whole[slab_rows * first : slab_rows * end].view(slab_rows, -1)
+            assert torch.equal(block[: len(mine)], mine[:, first:end])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([32, 64, 256]))
+def test_columns_are_cut_where_tiles_end(N, num_chunks, multiple):
+    columns = columns_of(3, N, num_chunks, multiple)
+    spans = list(columns)
+    assert len(spans) == len(columns) <= num_chunks
+    assert [first for first, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert spans[-1][1] == N
+    assert all((end - first) % multiple == 0 for first, end in spans[:-1])
+
+
+@CASES
+def test_one_rank_needs_no_peer(case):
+    shape = GroupedShape(5, 40, 24, 3, 2)
+    data = case.operands(shape, BF16, 1)
+    limit = case.tolerance(BF16, 1)
+    with case.context(shape, BF16) as ctx:
+        args, _ = case.arguments(data, ctx)
+        tiles = {"gemm_config": grouped_tiles()[0]}
+        for way in (
+            {"way": "chunks", "num_chunks": 2, **tiles},
+            {"way": "serial", **tiles},
+            {"way": "library"},
+            {"way": "library_chunks"},
+            {"config": triton.Config({f"BLOCK_SIZE_{axis}": 32 for axis in "MNK"})},
+        ):
+            assert_allclose(case.op.fn(*args, **way), case.expected(data), limit, limit)
+        C = case.op(*args, autotune=False)
+        assert_allclose(C, case.expected(data), limit, limit)
+        assert 0.5 < C.float().std() < 2
+
+
+class Gpu:
+    """What a space asks of the device."""
+
+    interprets, has_nccl = False, True
+    shared_memory_bytes = current_device().shared_memory_bytes
+
+    @staticmethod
+    def facts():
+        return {"capability": "9.0"}
+
+
+def tried(monkeypatch, case, shape, dtype=BF16, num_ranks=4, **fixed):
+    """Configs that a tuning on GPUs tries for a shape, by way."""
+    for module in (rows, spaces, sum_ways):
+        monkeypatch.setattr(module, "current_device", Gpu)
+    key = next(case.sample_keys())._replace(
+        M=shape.M, N=shape.N, K=shape.K // num_ranks, E=shape.E, topk=shape.topk, dtype=dtype,
+        num_ranks=num_ranks,
+    )  # fmt: skip
+    sizes = SumSizes(key, fixed.get("n_chunks"), fixed.get("config"))
+    found = {name: [] for name in WAYS[case.name]}
+    for config in WAYS[case.name].config_space():
+        if WAYS[case.name][config["way"]].suits(config, sizes):
+            found[config["way"]].append(config)
+    return found
+
+
+def values(configs, name):
+    return {config[name] for config in configs}
+
+
+@CASES
+def test_what_is_tried_for_many_tokens(monkeypatch, case):
+    found = tried(monkeypatch, case, SECOND_PRODUCTS["Mixtral 8x7B"])
+    assert values(found["chunks"], "num_chunks") == {1, 2, 4, 8}
+    assert values(found["library_chunks"], "num_chunks") == {1, 2, 4, 8}
+    own = {RS.name: {"push"}, AR.name: {"two_shot"}}[case.name]
+    assert values(found["serial"], "reduction") == {*own, "collective"}
+    assert values(found["library"], "reduction") == {*own, "collective"}
+    assert {config["gemm_config"].kwargs["BLOCK_SIZE_M"] for config in found["chunks"]} == {128}
+
+
+@CASES
+def test_nothing_is_cut_where_reading_weights_takes_longest(monkeypatch, case):
+    shape = GroupedShape(64, 7168, 2048, 256, 8)
+    found = tried(monkeypatch, case, shape)
+    assert values(found["chunks"], "num_chunks") == {1}
+    assert ("one_shot" in values(found["serial"], "reduction")) is (case is AR)
+
+
+@CASES
+def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch, case):
+    for shape, dtype in (
+        (SECOND_PRODUCTS["Qwen3-30B-A3B"], torch.float16),
+        (GroupedShape(64, 2046, 1024, 8, 2), BF16),
+    ):
+        found = tried(monkeypatch, case, shape, dtype)
+        assert not found["library"]
+        assert not found["library_chunks"]
+        assert found["chunks"]
+
+
+@CASES
+def test_a_caller_fixes_chunks_or_tiles(monkeypatch, case):
+    shape = SECOND_PRODUCTS["Mixtral 8x7B"]
+    found = tried(monkeypatch, case, shape, n_chunks=3)
+    assert values(found["chunks"], "num_chunks") == {1}  # for which the caller's stands
+    assert not found["serial"]
+    assert len(found["library_chunks"]) == 1
+    assert tried(monkeypatch, case, shape, n_chunks=1)["serial"]
+    found = tried(monkeypatch, case, shape, config=GROUPED_TILES[5])
+    assert not found["library"]
+    assert len(found["chunks"]) == 4
+    assert len({str(config["gemm_config"]) for config in found["chunks"]}) == 1
+
+
+@CASES
+def test_one_rank_tries_products_alone(monkeypatch, case):
+    found = tried(monkeypatch, case, SECOND_PRODUCTS["Qwen3-30B-A3B"], num_ranks=1)
+    assert not found["serial"]
+    assert values(found["chunks"] + found["library_chunks"], "num_chunks") == {1}
+
+
+@CASES
+def test_keys_differ_in_what_a_tuning_depends_on(case):
+    shape = GroupedShape(8, 48, 32, 4, 2)
+    data = case.operands(shape, BF16, 1)
+    with case.context(shape, BF16) as ctx, case.context(shape, BF16, n_chunks_max=2) as few:
+        (x, weights, ids, choices, _), _ = case.arguments(data, ctx)
+        key = case.op.key_fn
+        keys = [
+            key(x, weights, ids, choices, ctx),
+            key(x[:8], weights, ids[:4], choices[:4], ctx),
+            key(x[:, :16], weights[:, :16], ids, choices, ctx),
+            key(x, weights.transpose(1, 2).contiguous().transpose(1, 2), ids, choices, ctx),
+            key(x, weights, ids, choices, ctx, n_chunks=2),
+            key(x, weights, ids, choices, ctx, config=grouped_tiles()[0]),
+            key(x, weights, ids, choices, few),
+        ]
+        assert len(set(keys)) == len(keys)
+        assert keys[0] == key(x.clone(), weights, ids.long(), choices.bfloat16(), ctx)
+        assert keys[0] == key(x, weights, ids, choices, ctx, persistent=False)
+
+
+def test_work_of_a_call():
+    rs, ar = (case.cost(GroupedShape(1000, 64, 32, 4, 2), BF16, 4) for case in (RS, AR))
+    assert rs.flops == ar.flops == 2 * 2000 * 64 * 8
+    assert rs.link_bytes == 1000 * 64 * 2 * 3 / 4
+    assert ar.link_bytes == 2 * rs.link_bytes
+    assert ar.written_bytes == 4 * rs.written_bytes == 1000 * 64 * 2
+    assert rs.read_bytes == pytest.approx((2000 * 8 + 4 * 8 * 64) * 2)
