@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
 
 from tests.distributed.ag_gemm_calls import NAN, some_configs
 from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal, note
-from triton_dist.errors import InvalidArgument, RankDisagreement
+from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.rows import has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -29,6 +30,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
 from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose, poisoned_empty
 from triton_dist.testing.timing import captured
 
@@ -212,6 +214,27 @@ def late_ranks() -> int:
             straggler = (late, 20_000_000) if number % 2 else None
             calls(1 + 7 * number % 20, straggler_option=straggler, **next(kinds))
     return calls.finish()
+
+
+def give_up_and_start_again() -> list[str]:
+    """Rank 0 calls alone, with a limit on its waits; after a reset all ranks call again. Flags that
+    it waited for in vain."""
+    overdue, calls = [], Calls(20, 40, 72, 4, 2)
+    calls(20)
+    calls.check()
+    for options in ({}, {"gather": "full_mesh_pull"}, {"gather": "ring_push_1d"}):
+        if dist.get_rank() == 0:
+            with bounded_waits(0.2), pytest.raises(WaitTimeout) as error:
+                calls(20, **options)
+            overdue.append(error.value.flag.split("[")[0])
+        else:
+            calls.number += 1
+        dist.barrier()
+        calls.ctx.reset()
+        for rows in (5, 20, 11):
+            calls(rows, **options)
+    calls.finish()
+    return overdue
 
 
 def launches() -> dict[str, list[str]]:

@@ -30,6 +30,11 @@ def test_any_rank_may_be_late(spawn_ranks):
     assert spawn_ranks(3, ranks.late_ranks, env=room) == [3 * len(ranks.DEFAULTS)] * 3
 
 
+def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
+    flags = [f"ag_group_gemm.{each}" for each in ("arrivals0", "staged0", "arrivals0")]
+    assert spawn_ranks(2, ranks.give_up_and_start_again) == [flags, []]
+
+
 def test_a_call_takes_few_launches(spawn_ranks):
     of_map = ["kernel_count_routes", "kernel_map_blocks"]
     for seen in spawn_ranks(2, ranks.launches):

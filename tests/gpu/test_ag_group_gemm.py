@@ -32,6 +32,12 @@ def test_any_rank_may_be_late(on_gpus, num_ranks):
     assert set(on_gpus(ranks.late_ranks)) == {num_ranks * len(ranks.DEFAULTS)}
 
 
+def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
+    overdue, *others = on_gpus(ranks.give_up_and_start_again)
+    assert len(overdue) == 3
+    assert not any(others)
+
+
 def test_a_graph_serves_any_routing(on_gpus, rounds):
     number = rounds(40)
     (count,) = set(on_gpus(ranks.replayed, number))
