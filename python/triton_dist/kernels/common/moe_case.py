@@ -48,11 +48,11 @@ SECOND_PRODUCTS = {
 """Products that end layers, of all ranks together."""
 
 
-def random_ids(
-    M: int, topk: int, E: int, device: torch.device, generator: torch.Generator | None
-) -> torch.Tensor:
-    """int32 [M, topk]: each token's experts, even, all different if there are so many."""
-    scores = torch.rand((M, max(E, topk)), generator=generator, device=device)
+def random_ids(like: torch.Tensor, E: int, generator: torch.Generator | None) -> torch.Tensor:
+    """int32, as ``like`` [M, topk]: each token's experts, even, all different if there are so
+    many."""
+    M, topk = like.shape
+    scores = torch.rand((M, max(E, topk)), generator=generator, device=like.device)
     return (scores.topk(topk, dim=1).indices % E).int()
 
 
@@ -121,7 +121,7 @@ class SummedRoutesCase(Case[GroupedShape]):
         1, so that results have a standard deviation of 1."""
         x, ids, choices = (operands[name] for name in ("x", "chosen_experts", "expert_weight"))
         x.copy_(uniform(x.shape, x.dtype, generator, 3 / (x.shape[1] * num_ranks) ** 0.5))
-        ids.copy_(random_ids(*ids.shape, len(operands["weights"]), ids.device, generator))
+        ids.copy_(random_ids(ids, len(operands["weights"]), generator))
         drawn = torch.rand(choices.shape, generator=generator, device=choices.device) + 0.1
         choices.copy_(drawn / drawn.square().sum(1, keepdim=True).sqrt())
         if dist.is_initialized():

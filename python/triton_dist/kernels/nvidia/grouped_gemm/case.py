@@ -65,7 +65,7 @@ class GroupedGEMMCase(Case[GroupedShape]):
         """A as of a GEMM; each token goes to other experts, all different if there are so many."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / A.shape[1] ** 0.5))
-        ids.copy_(random_ids(*ids.shape, B.shape[0], ids.device, generator))
+        ids.copy_(random_ids(ids, B.shape[0], generator))
 
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["A"], operands["B"], operands["topk_ids"]), {}
