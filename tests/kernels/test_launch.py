@@ -12,7 +12,8 @@ from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_non_persistent,
     kernel_gemm_persistent,
 )
-from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
+from triton_dist.kernels.common.launch import Launch, Launcher, dot_precision, fits_descriptor
+from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.peers import GatheredShards
 
 TILES = triton.Config(
@@ -31,6 +32,22 @@ TILES = triton.Config(
 def prepared(own, B, **options):
     C = torch.empty(own.shape[0], B.shape[1], dtype=own.dtype)
     return sharded_gemm(own, B, C, TILES, **({"num_sms": 3, "persistent": True} | options))
+
+
+def test_a_launch_made_anew_is_repeated_if_only_addresses_differ(monkeypatch):
+    keys = []
+    monkeypatch.setattr(Launcher, "run", lambda _, key, make, tensors: keys.append((key, tensors)))
+    launcher, number, dtypes = Launcher(), torch.float16, torch.float32
+    for rows, columns, dtype in ((6, 8, number), (6, 8, number), (6, 16, number), (6, 8, dtypes)):
+        x = torch.ones(rows, columns, dtype=dtype)
+        ids, choices = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+        out = torch.empty(3, columns, dtype=dtype)
+        launcher.repeat(topk_sum(x, choices, ids, None, out, 2, slab_rows=3, first=0, N=columns))
+        assert keys[-1][1]["products_ptr"] is x
+        assert set(keys[-1][1]) == {"products_ptr", "weights_ptr", "ids_ptr", "out_ptr"}
+    first, second, wider, other = (hash(key) for key, _ in keys)
+    assert first == second
+    assert len({first, wider, other}) == 3
 
 
 def half(rows, columns):

@@ -125,6 +125,18 @@ class Launcher:
         if repeated is not None:
             self._laid_out[key] = repeated, alive
 
+    def repeat(self, launch: Launch) -> None:
+        """Run a launch that was made anew, or repeat one that differs in addresses alone."""
+        tensors, others = {}, []
+        for name, value in zip(launch.kernel.arg_names, launch.args, strict=False):
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+                others.append(value.dtype)
+            else:
+                others.append(value)
+        key = launch.kernel, launch.grid, tuple(others), tuple(launch.options.items())
+        self.run(key, lambda: launch, tensors)
+
     def _at_least(self, nbytes: int) -> torch.Tensor:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             with torch.inference_mode(False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -41,11 +41,13 @@ class Product(ABC):
     def __init__(self, call: SumCall, block_m: int) -> None:
         self.call = call
         self.blocks = block_map(call.chosen_experts, call.key.E, block_m)
+        self.run: Callable[[Launch], None] = call.ctx.buffer.slots.launcher.repeat
         self.x, self.weights = call.x.detach(), call.weights.detach()
 
-    @abstractmethod
     def begin(self) -> None:
         """Queue what comes before all columns."""
+        for launch in self.blocks.launches:
+            self.run(launch)
 
     @abstractmethod
     def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -55,7 +57,7 @@ class Product(ABC):
     def summed(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> None:
         """Queue columns of out, as ``topk_sum`` lays it out."""
         products, rows = self.products(first, end)
-        self._sum(products, rows, first, out, slab_rows).run()
+        self.run(self._sum(products, rows, first, out, slab_rows))
 
     def _sum(
         self,
@@ -94,12 +96,9 @@ class TiledProduct(Product):
         super().__init__(call, call.tiles.kwargs["BLOCK_SIZE_M"])
         self._room: torch.Tensor | None = None
 
-    def begin(self) -> None:
-        self.blocks.make()
-
     def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         C, launch = self._multiply(first, end)
-        launch.run()
+        self.run(launch)
         return C, None
 
     def launches(self, first: int, end: int, out: torch.Tensor, slab_rows: int) -> Iterator[Launch]:
@@ -128,8 +127,8 @@ class LibraryProduct(Product):
         self._sorted = torch.empty_like(self.x, memory_format=torch.contiguous_format)
 
     def begin(self) -> None:
-        self.blocks.make()
-        gathered_rows(self.x, self._sorted, self.blocks).run()
+        super().begin()
+        self.run(gathered_rows(self.x, self._sorted, self.blocks))
 
     def products(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         ends = self.blocks.ends[: self.call.key.E]
@@ -247,11 +246,13 @@ class Serial(SumWay):
         self.kind = kind
 
     def sums(self) -> tuple[Any, ...]:
-        own = self.kind.reductions
-        return (*own, COLLECTIVE) if current_device().has_nccl else own[:1]
+        own, device = self.kind.reductions, current_device()
+        if device.interprets:
+            return own[:1]
+        return (*own, COLLECTIVE) if device.has_nccl else own
 
     def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
-        if sizes.key.num_ranks == 1 or sizes.n_chunks not in (None, 1):
+        if sizes.key.num_ranks == 1 or (sizes.n_chunks or 1) > 1:
             return False
         if current_device().interprets and not _has_first_tiles(config):
             return False
