@@ -26,6 +26,7 @@ How
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -345,8 +346,8 @@ def block_map(
         expected = f"at most {MOST_GROUPS} ascending positions, the last {num_sources}"
         raise InvalidArgument("block_map", "group_ends", group_ends, expected)
     routes = M // num_sources * topk
-    chunks, steps = _cut(routes, num_sources)
-    e_pad = max(16, triton.next_power_of_2(E + 2))
+    chunks, steps = _cut(routes, num_sources, _BLOCK, _LEAST_CHUNK, _MOST_CHUNKS)
+    e_pad = max(16, 1 << (E + 1).bit_length())
     total = routes * num_sources
     sizes = (num_sources * chunks * e_pad, total, total, E + 1, 1)
     counts, routes_of, rows_of, row_ends, num_tiles, tiles = _memory(
@@ -369,7 +370,7 @@ def block_map(
         (topk_ids, counts, *made, *cut, packed, block_m, E),
         {
             **options,
-            "SOURCES_PAD": triton.next_power_of_2(num_sources),
+            "SOURCES_PAD": 1 << (num_sources - 1).bit_length(),
             "NUM_GROUPS": len(ends),
             "BLOCK": _BLOCK,
             "ROWS": _COUNTS_AT_ONCE // e_pad,
@@ -413,12 +414,15 @@ def ids_as_text(topk_ids: torch.Tensor) -> str:
     return f"{size}, digest {hashlib.sha256(numbers).hexdigest()[:16]}"
 
 
-def _cut(routes: int, num_sources: int) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1024)  # each division by Triton takes 3 us
+def _cut(
+    routes: int, num_sources: int, block: int, least_chunk: int, most_chunks: int
+) -> tuple[int, int]:
     """(chunks, blocks of each) that the ``routes`` of a source are cut in."""
-    most_chunks = max(1, _MOST_CHUNKS // num_sources)
-    least = triton.cdiv(triton.cdiv(routes, most_chunks), _LEAST_CHUNK) * _LEAST_CHUNK
-    steps = triton.cdiv(min(least, routes), _BLOCK)
-    return triton.cdiv(routes, steps * _BLOCK), steps
+    of_each = max(1, most_chunks // num_sources)
+    least = triton.cdiv(triton.cdiv(routes, of_each), least_chunk) * least_chunk
+    steps = triton.cdiv(min(least, routes), block)
+    return triton.cdiv(routes, steps * block), steps
 
 
 def _memory(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
