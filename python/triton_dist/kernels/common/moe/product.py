@@ -276,7 +276,7 @@ def grouped_product(
     options.setdefault("GROUP_SIZE_M", 8)
     programs = current_device().num_sms * options.pop("PROGRAMS", 1)
     columns = options["BLOCK_SIZE_N"] // (2 if silu_mul else 1)
-    units = len(blocks.tiles) * triton.cdiv(C.shape[1], columns)
+    units = len(blocks.tiles) * -(-C.shape[1] // columns)
     layout = weights_layout(B)
     item = A.element_size()
     # A block of a descriptor begins at a multiple of 16 bytes.
