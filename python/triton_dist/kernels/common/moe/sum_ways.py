@@ -218,6 +218,7 @@ class Chunks(SumWay):
         if ctx.num_ranks > 1:
             out = call.x.new_empty(columns.rows, columns.N)
             ctx.buffer.launch(columns, addends, out, call.key.M).compile()
+            ctx.prepare_finish(out, call.key.M)
 
     def run(self, call: SumCall) -> torch.Tensor:
         ctx, M, product = call.ctx, call.key.M, self.product(call)
@@ -254,8 +255,8 @@ class Serial(SumWay):
     def suits_sum(self, config: Mapping[str, Any], sizes: SumSizes) -> bool:
         if sizes.key.num_ranks == 1 or (sizes.n_chunks or 1) > 1:
             return False
-        if current_device().interprets and not _has_first_tiles(config):
-            return False
+        if current_device().interprets:  # one shows it
+            return _has_first_tiles(config)
         reduction = config["reduction"]
         return reduction == COLLECTIVE or self.kind.fits(reduction, sizes.nbytes)
 

@@ -96,6 +96,9 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         """This rank's part of the sum of M tokens, from the rows that it has added."""
         return rows
 
+    def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
+        """Compile and load what that launches."""
+
     def slab_rows(self, M: int) -> int:
         """Rows that a rank adds, of M tokens."""
         return -(-M // self.num_ranks)

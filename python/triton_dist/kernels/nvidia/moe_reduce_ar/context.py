@@ -71,13 +71,21 @@ class MoEReduceARContext(MoESumContext):
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
         """All M rows: what each rank has added goes to all."""
-        elements, size = rows.numel(), self.num_ranks
-        is_large = rows.nbytes >= _LARGE_FROM
-        shape = _LARGE_SHAPE if is_large else DEFAULT_SHAPE
-        gathered = rows.new_empty(size * rows.shape[0], rows.shape[1])
-        exchange = Exchange(kernel_all_gather, elements, size * elements, shape, M)
+        exchange, gathered = self._gathering(rows, M)
         self.reducer.buffer.run(exchange, rows, gathered)
         return gathered[:M]
+
+    def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
+        exchange, gathered = self._gathering(rows, M)
+        self.reducer.buffer.launch(exchange, rows, gathered).compile()
+
+    def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
+        """Describe the launch that gathers what ranks have added, and where it goes: whole shares,
+        of which the last may end behind M."""
+        elements, size = rows.numel(), self.num_ranks
+        shape = _LARGE_SHAPE if rows.nbytes >= _LARGE_FROM else DEFAULT_SHAPE
+        exchange = Exchange(kernel_all_gather, elements, size * elements, shape, M)
+        return exchange, rows.new_empty(size * rows.shape[0], rows.shape[1])
 
 
 def create_moe_ar_context(
