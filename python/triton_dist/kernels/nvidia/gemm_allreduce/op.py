@@ -73,9 +73,7 @@ def key_fn(
     """Name what a tuning is for; M in ranges. A way that older keywords ask for is tuned by
     itself."""
     key = (Call.accept(A, B, bias, ctx), bool(copy_to_local))
-    if not kwargs:
-        return key
-    asked = way_of(*(kwargs.get(keyword) for keyword in ("method", "packets", "exchange")))
+    asked = way_of(**kwargs) if kwargs else None
     return key if asked is None else (*key, asked)
 
 
@@ -142,6 +140,6 @@ def gemm_ar(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, method, packets, exchange, num_chunks, reduction,
-        num_ctas, block_bytes, bias, copy_to_local, straggler_option, way,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, way, copy_to_local,
+        reduction, num_ctas, block_bytes, method, packets, exchange,
     ).run()  # fmt: skip

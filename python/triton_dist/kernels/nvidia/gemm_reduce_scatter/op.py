@@ -68,9 +68,7 @@ def key_fn(
 ) -> Any:
     """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
     key = (Call.accept(A, B, bias, ctx), adds(ctx, reduce_st))
-    if not kwargs:
-        return key
-    asked = way_of(*map(kwargs.get, ("fuse_scatter", "exchange", "method", "serial")))
+    asked = way_of(**kwargs) if kwargs else None
     return key if asked is None else (*key, asked)
 
 
@@ -136,6 +134,6 @@ def gemm_rs(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, fuse_scatter, exchange, num_chunks, method, bias,
-        reduce_st, straggler_option, serial, num_ctas, block_bytes, way,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, way, reduce_st,
+        num_ctas, block_bytes, fuse_scatter, exchange, method, serial,
     ).run()  # fmt: skip
