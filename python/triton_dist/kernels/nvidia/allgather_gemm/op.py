@@ -86,7 +86,7 @@ def key_fn(
 ) -> Any:
     """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
     more than those of the context. A way that the older keyword asks for is tuned by itself."""
-    key = (check_operands(A, B, ctx).key, local_copy)
+    key = (check_operands(A, B, ctx), local_copy)
     return key if method is None else (*key, way_of(method))
 
 
