@@ -141,8 +141,8 @@ def create_ag_gemm_context(
     group: Group = None,
     all_gather_method: AllGatherMethod = AllGatherMethod.FULL_MESH_PUSH,
 ) -> AllGatherGEMMTensorParallelContext:
-    """Allocate what ``ag_gemm`` needs. Collective over ``group`` (default: the world, else this
-    process).
+    """Allocate what ``ag_gemm`` needs. Collective; more about that, and errors: the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Takes three times ``max_M * K`` elements on each rank, and twice as much again as rows that one
     launch gathers, of these 16 MB at most.
@@ -152,16 +152,8 @@ def create_ag_gemm_context(
         N: global number of columns of B, a multiple of ``num_ranks``.
         K: columns of A.
         dtype: of A, B and C: fp16, bf16 or fp32.
-        rank, num_ranks: this rank in the group, and the group's size.
-        num_local_ranks: ranks on one host; clamped to ``num_ranks``, which must lie on one host.
-
-    Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
-        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+        all_gather_method: the way of calls that name none.
     """
-
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:

@@ -50,13 +50,9 @@ _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
     AllReduceMethod.ONE_SHOT: (Shape(16, 2048), Shape(64, 2048), Shape(64, 8192)),
     AllReduceMethod.TWO_SHOT: (
-        SMALL_SHAPES[0],
-        Shape(32, 8192),
-        Shape(128, 8192),
-        Shape(64, 16384, 4),
-        Shape(128, 16384),
+        SMALL_SHAPES[0], Shape(32, 8192), Shape(128, 8192), Shape(64, 16384, 4), Shape(128, 16384),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
