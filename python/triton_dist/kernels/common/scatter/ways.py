@@ -331,6 +331,9 @@ class SummingWay(AskedWay[C, SummingSizes]):
 class Overlapped(SummingWay[C], Generic[C]):
     """Tiles travel while the next ones are multiplied."""
 
+    copied: ClassVar[bool] = False
+    """Copy engines bring them."""
+
     def check(self, call: C) -> None:
         call.check_tiles()
 
@@ -338,17 +341,21 @@ class Overlapped(SummingWay[C], Generic[C]):
         self.scattered(call).compile()
 
     def run(self, call: C) -> torch.Tensor:
-        ctx, M, awaited = call.ctx, call.A.shape[0], False
-        tiles = tiles_of_row_block(call.gemm_config, ctx.rows_of_rank(M), ctx.N)
-        ctx.buffer.slots.take(M)
+        ctx, units, awaited = call.ctx, self.units(call), False
+        ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
         ctx.sleep(call.straggler_option)
         try:
             scattered = self.scattered(call)
             scattered.run()
             awaited = True  # an own tile waits for each peer
         finally:
-            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(tiles))
+            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(units))
         return scattered.C
+
+    def units(self, call: C) -> int:
+        """Count what has a flag of each row block: its tiles."""
+        rows = call.ctx.rows_of_rank(call.A.shape[0])
+        return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
     @abstractmethod
     def scattered(self, call: C) -> Scattered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -118,6 +118,7 @@ class _ToOwners(Overlapped[Call]):
     """Tiles go to the owners of their rows."""
 
     scatter: Scatter
+    launches: ClassVar[type[Scattered]] = Scattered
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return spaces.suits_gemm(config, sizes.A, sizes.B)
@@ -125,7 +126,7 @@ class _ToOwners(Overlapped[Call]):
     def scattered(self, call: Call) -> Scattered:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
         to = call.ctx.buffer.describe("add" if call.adds else self.scatter)
-        return Scattered(call, C, to)
+        return self.launches(call, C, to)
 
 
 class Fused(_ToOwners):
@@ -160,12 +161,30 @@ class OneLaunch(InOneLaunch[Call]):
         return Exchanged(call, call.ctx.exchange, to_owners=True)
 
 
+class _Pushed(Scattered):
+    """Launches of a call, and the pushes of a copy engine beside them."""
+
+    def run(self) -> None:
+        call, ctx = self.call, self.call.ctx
+        if ctx.num_ranks == 1:
+            return super().run()
+        rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
+        pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
+        try:
+            pushes.fork(stream)
+            self.multiply()
+            pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
+            self.add_deferred()
+        finally:  # what they wait for comes even if a wait in the kernel gave up
+            pushes.join(stream)
+
+
 class CopyEngine(_ToOwners):
     """Tiles stay here, and a copy engine pushes the rows of each peer, in chunks, as their tiles
     are complete."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
-    scatter = "row_block"
+    scatter, launches, copied = "row_block", _Pushed, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
@@ -187,28 +206,8 @@ class CopyEngine(_ToOwners):
             expected = "another one while CUDA_LAUNCH_BLOCKING is set: it would never end"
             raise InvalidArgument("gemm_rs", "way", self.name, expected)
 
-    def run(self, call: Call) -> torch.Tensor:
-        ctx, buffer, num_chunks = call.ctx, call.ctx.buffer, call.num_chunks
-        pushes, awaited = None, False
-        buffer.slots.take(call.A.shape[0], copied=True)
-        ctx.sleep(call.straggler_option)
-        try:
-            scattered = self.scattered(call)
-            stream = ctx.device.current_stream()
-            if ctx.num_ranks > 1:
-                rows = ctx.rows_of_rank(call.A.shape[0])
-                pushes = buffer.pushes(rows, call.gemm_config, num_chunks)
-                pushes.fork(stream)
-            scattered.multiply()
-            if pushes is not None:
-                pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
-            scattered.add_deferred()
-            awaited = True
-        finally:
-            if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
-                pushes.join(stream)
-            buffer.slots.finish(awaited, lambda: buffer.expected(num_chunks))
-        return scattered.C
+    def units(self, call: Call) -> int:
+        return call.num_chunks
 
 
 class Serial(WholeProduct[Call]):
