@@ -89,13 +89,11 @@ def way_of(
         if not isinstance(method, VendorMethod):
             raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
         return method.value
-    for argument, asked, name in (
-        ("serial", serial, Serial.name), ("exchange", exchange, OneLaunch.name),
-    ):  # fmt: skip
-        if asked:
-            if fuse_scatter is False:
-                raise InvalidArgument("gemm_rs", argument, True, "False with fuse_scatter=False")
-            return name
+    if serial or exchange:
+        if fuse_scatter is False:
+            argument = "serial" if serial else "exchange"
+            raise InvalidArgument("gemm_rs", argument, True, "False with fuse_scatter=False")
+        return Serial.name if serial else OneLaunch.name
     if fuse_scatter is None:
         return None
     return Fused.name if fuse_scatter else CopyEngine.name
