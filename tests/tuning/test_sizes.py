@@ -236,13 +236,21 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
     assert not asked  # what was learned at the first call of the range serves all of it
 
 
-def test_what_was_measured_inside_a_range_counts_for_its_own_size():
-    (rank,) = sized()
+def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
+    found = fingerprint(version="7")
+    (rank,) = sized(fingerprint=found)
     call([rank], 2048)
     assert call([rank], 2060)[0][1] == {"tile": "library"}
     record = rank.tuned.tune(2060)
     assert record.at == (2060,)
     assert call([rank], 2170)[0][1] == {"tile": 128}
+    store = MemoryStore()
+    for shipped in unpack(pack([record for record, _ in rank.disk.records()])):
+        store.put(shipped)
+    (there,) = sized(fingerprint=found, disk=store, frozen=True)
+    assert [call([there], M)[0][1]["tile"] for M in (2060, 2170)] == ["library", 128]
+    assert call([there], 2300)[0][1]  # predicted
+    assert there.tuned.tune(2300).at == ()
 
 
 def test_all_ranks_switch_at_one_size():

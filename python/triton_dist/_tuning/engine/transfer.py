@@ -235,13 +235,15 @@ class Neighbours:
         if source is None:
             return None
         trial = next(each for each in source.record.trials if each.digest == chosen.digest)
+        measured = source.record.at or source.sizes
         return dataclasses.replace(
             source.record,
             key=key,
-            trials=(Trial(trial.digest, trial.config, _scaled(trial, source.sizes, ours)),),
+            trials=(Trial(trial.digest, trial.config, _scaled(trial, measured, ours)),),
             timestamp=now,
             seconds=0.0,
             carried=f"predicted from {self}",
+            at=(),
         )
 
     def _scores(self) -> dict[str, float]:

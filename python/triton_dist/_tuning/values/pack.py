@@ -1,7 +1,7 @@
 """Many results of one function on one model of GPU as one tree: what is shipped.
 
-Of each record it keeps the key, the winner with its median, how many others were measured, and the
-medians of the few that a neighbouring size may want to try.
+Of each record it keeps the key, the sizes at which it was measured, the winner with its median, how
+many others were measured, and the medians of the few that a neighbouring size may want to try.
 Configs are written once, under the first digits of their digest, and what results have in common
 once for all of them, so that a few hundred fit into a file that a person can read.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.fingerprint import ShippedFingerprint
 from triton_dist._tuning.values.key import Key
-from triton_dist._tuning.values.outcome import Measurement
+from triton_dist._tuning.values.outcome import Measurement, read_number
 from triton_dist._tuning.values.record import Trial, TuningRecord
 from triton_dist.errors import NewerSchema
 
@@ -56,6 +56,7 @@ def pack(records: Sequence[TuningRecord]) -> codec.Tree:
                 "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
                 **({"near": {t.digest[:_DIGITS]: _median(t) for t in near}} if near else {}),
                 **({"carried": record.carried} if record.carried else {}),
+                **({"at": list(record.at)} if record.at else {}),
             }
         )
     return {
@@ -123,6 +124,7 @@ def _record(
         timestamp=str(group["date"]),
         seconds=0.0,
         carried=str(result.get("carried", "")),
+        at=tuple(int(read_number(size)) for size in result.get("at", ())),
     )
 
 

@@ -105,8 +105,7 @@ class Ways(dict[str, Way[C, S]]):
 
 
 class OpCall:
-    """Arguments of one call of an op, checked; a dataclass whose fields are the op's parameters,
-    in their order."""
+    """Arguments of one call of an op, checked; a dataclass whose fields are the op's parameters."""
 
     chosen: Way[Any, Any]
 
@@ -156,7 +155,7 @@ def op(
         def prepare(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            call(*bound.arguments.values()).compile()
+            call(**bound.arguments).compile()
 
         def recover(*args: Any, **kwargs: Any) -> None:
             """Bring the context of all ranks back to one state after a candidate failed on some

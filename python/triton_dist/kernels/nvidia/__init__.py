@@ -3,7 +3,25 @@
 What every op across ranks promises, and asks for: all ranks call alike. Calls may follow one
 another without synchronisation and be captured in a CUDA graph, which all ranks then replay equally
 often. On the device, calls with one context follow one another, whatever streams they are made on.
-Arguments are checked before anything is launched.
+Arguments are checked before anything is launched: ``InvalidArgument``, or ``ContextFinalized``.
+
+Arguments that are the same for every GEMM across ranks:
+    A, B: of the context's dtype; sizes up to the context's. TMA serves a contiguous A, and a B of
+        unit stride in one dimension and multiples of 16 bytes in the other; pointers serve others.
+    ctx: from the op's ``create_…_context``.
+    way: the algorithm (tuned). Older keywords of an op are names of a way too; tuned with one of
+        them, the tuning is of that way.
+    gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
+    straggler_option: (rank, cycles): that rank sleeps so long in the call, for tests.
+
+Creating a context is collective over its group (default: the world, else this process):
+    rank, and num_ranks or world_size: this rank in the group, and the group's size.
+    num_local_ranks or local_world_size: ranks on one host; clamped to the group's size, which must
+        lie on one host.
+    InvalidArgument: on every rank, for a value that cannot work.
+    RankDisagreement: ranks ask for different contexts.
+    SymmetricMemoryFull: on every rank, if some rank has too little memory.
+    DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
 """
 
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod

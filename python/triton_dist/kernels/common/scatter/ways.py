@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from triton_dist.kernels.common.context import (
     signature_of,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.gemm.spaces import suits_gemm, suits_rows
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.op import AskedWay, OpCall
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
@@ -30,30 +31,33 @@ from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     Scattering,
     SummingContext,
+    chunks_of_row_block,
     tiles_of_row_block,
 )
 from triton_dist.kernels.common.scatter.tiles import add_deferred, copy_sums
 from triton_dist.runtime.device import current_device
 
 
+@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
 class SummingCall(OpCall):
-    """One call.
+    """One call: the parameters that all such ops have.
 
     A: [M, K_per_rank]. B: [K_per_rank, N]. bias: [N] or none. looks: one object for operands that
-    look alike. The others are parameters of the op.
+    look alike.
     """
 
     kind: ClassVar[type[SummingContext[Any]]]
     """Type of the op's contexts."""
     A: torch.Tensor
     B: torch.Tensor
-    bias: torch.Tensor | None
     ctx: Any
-    gemm_config: Any
+    gemm_config: triton.Config | None
     persistent: bool
     num_chunks: int
+    bias: torch.Tensor | None
     straggler_option: tuple[int, int] | None
-    looks: object
+    way: str | None
+    looks: object = field(init=False)
 
     @classmethod
     def accept(
@@ -299,6 +303,16 @@ class SummingSizes:
         """Bytes of the product."""
         return self.M * self.B.shape[1] * self.B.element_size()
 
+    def suit(self, config: Mapping[str, Any], rows: int) -> bool:
+        """Tell whether tiles are worth trying where they are of so many rows."""
+        return suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
+
+    def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
+        """Tell whether there are as many chunks of so many rows as a config says."""
+        number: int = config["num_chunks"]
+        chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], number)
+        return len(chunks.rows) == number
+
 
 C = TypeVar("C", bound=SummingCall)
 
@@ -317,6 +331,9 @@ class SummingWay(AskedWay[C, SummingSizes]):
 class Overlapped(SummingWay[C], Generic[C]):
     """Tiles travel while the next ones are multiplied."""
 
+    copied: ClassVar[bool] = False
+    """Copy engines bring them."""
+
     def check(self, call: C) -> None:
         call.check_tiles()
 
@@ -324,17 +341,21 @@ class Overlapped(SummingWay[C], Generic[C]):
         self.scattered(call).compile()
 
     def run(self, call: C) -> torch.Tensor:
-        ctx, M, awaited = call.ctx, call.A.shape[0], False
-        tiles = tiles_of_row_block(call.gemm_config, ctx.rows_of_rank(M), ctx.N)
-        ctx.buffer.slots.take(M)
+        ctx, units, awaited = call.ctx, self.units(call), False
+        ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
         ctx.sleep(call.straggler_option)
         try:
             scattered = self.scattered(call)
             scattered.run()
             awaited = True  # an own tile waits for each peer
         finally:
-            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(tiles))
+            ctx.buffer.slots.finish(awaited, lambda: ctx.buffer.expected(units))
         return scattered.C
+
+    def units(self, call: C) -> int:
+        """Count what has a flag of each row block: its tiles."""
+        rows = call.ctx.rows_of_rank(call.A.shape[0])
+        return tiles_of_row_block(call.gemm_config, rows, call.ctx.N)
 
     @abstractmethod
     def scattered(self, call: C) -> Scattered:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,15 +34,6 @@ GATHERED_BYTES = 16 << 20
 transfer of more is worth hiding behind the product."""
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """A and B of a call as a context sees them that accepts them; one object for each signature."""
-
-    key: tuple[Any, ...]
-    """All that a tuning depends on."""
-    dtype: torch.dtype
-
-
 class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
     """Symmetric buffers and streams for AllGather-GEMMs of up to ``max_M`` rows. A context manager.
 
@@ -73,7 +62,8 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.all_gather_method = all_gather_method
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
-        nbytes = slot_bytes(self.exchanged_rows, K, dtype, self.num_ranks)
+        elements = self.num_ranks * shard_elements(self.exchanged_rows // self.num_ranks * K)
+        nbytes = max(1, elements * dtype.itemsize) if self.num_ranks > 1 else 1
         self.launcher = Launcher()
         with self._allocating() as own:
             self._buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))
@@ -110,27 +100,23 @@ class _LocalMemory:
     """
 
     def __init__(self, max_M: int, K: int, dtype: torch.dtype) -> None:
-        self._shape, self._dtype = (max_M, K), dtype
-        self._device = current_device()
-        with torch.inference_mode(False):
-            # Now: zeros that are written in a capture would be there from its first replay on.
-            _, counters = room_for_parts(self._device.num_sms)
-            self._counters = torch.zeros(
-                counters, dtype=torch.int32, device=self._device.torch_device
-            )
-        self._device.synchronize()  # calls may come on any stream
+        self._shape, self._dtype, self._device = (max_M, K), dtype, current_device()
+        self._partials, counters = room_for_parts(self._device.num_sms)
+        # Now: zeros that are written in a capture would be there from its first replay on.
+        self._counters = self._new(torch.int32, counters)
+        self.reset()  # to the end, as calls may come on any stream
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(self._shape, dtype=self._dtype, device=self._device.torch_device)
+        return self._new(self._dtype, *self._shape)
 
     @functools.cached_property
     def split(self) -> SplitWorkspace:
+        return SplitWorkspace(self._new(torch.float32, self._partials), self._counters)
+
+    def _new(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            elements, _ = room_for_parts(self._device.num_sms)
-            partials = torch.empty(elements, dtype=torch.float32, device=self._device.torch_device)
-        return SplitWorkspace(partials, self._counters)
+            return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
 
     def reset(self) -> None:
         """Set the counters back, which a launch that failed may have left anywhere."""
@@ -155,8 +141,8 @@ def create_ag_gemm_context(
     group: Group = None,
     all_gather_method: AllGatherMethod = AllGatherMethod.FULL_MESH_PUSH,
 ) -> AllGatherGEMMTensorParallelContext:
-    """Allocate what ``ag_gemm`` needs. Collective over ``group`` (default: the world, else this
-    process).
+    """Allocate what ``ag_gemm`` needs. Collective; more about that, and errors: the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Takes three times ``max_M * K`` elements on each rank, and twice as much again as rows that one
     launch gathers, of these 16 MB at most.
@@ -166,16 +152,8 @@ def create_ag_gemm_context(
         N: global number of columns of B, a multiple of ``num_ranks``.
         K: columns of A.
         dtype: of A, B and C: fp16, bf16 or fp32.
-        rank, num_ranks: this rank in the group, and the group's size.
-        num_local_ranks: ranks on one host; clamped to ``num_ranks``, which must lie on one host.
-
-    Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
-        DeviceUnavailable: CPU ranks whose kernels were not decorated for the interpreter.
+        all_gather_method: the way of calls that name none.
     """
-
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
@@ -195,8 +173,12 @@ def create_ag_gemm_context(
 
 def check_operands(
     A: torch.Tensor, B: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
-) -> Operands:
-    """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
+) -> ProductKey:
+    """All that a tuning depends on; one object for operands of the same signature.
+
+    Raises:
+        InvalidArgument, ContextFinalized: the call cannot work.
+    """
     buffer = buffer_of(ctx, "ag_gemm", "create_ag_gemm_context")
 
     def checks() -> Iterator[Check]:
@@ -213,15 +195,12 @@ def check_operands(
         expected = "a contiguous A; call A.contiguous()"
         yield "A.stride()", A.stride(), A.is_contiguous(), expected
 
-    def operands() -> Operands:
-        key = ProductKey(
-            A.shape[0] * buffer.num_ranks, B.shape[1], ctx.K, A.dtype, layout_of(B),
-            contiguous=True, num_ranks=buffer.num_ranks,
-        )  # fmt: skip
-        return Operands(key, A.dtype)
+    def key() -> ProductKey:
+        M, N, size = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
+        return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=size)
 
     signature = (signature_of(A, B), B.data_ptr() % 16)
-    return accept(ctx.accepted, signature, "ag_gemm", checks, operands)
+    return accept(ctx.accepted, signature, "ag_gemm", checks, key)
 
 
 def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
@@ -230,10 +209,3 @@ def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> in
     if num_ranks == 1:  # which gathers nothing
         return max_M
     return min(max_M, GATHERED_BYTES // (K * dtype.itemsize)) // num_ranks * num_ranks
-
-
-def slot_bytes(rows: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Return what a slot of that launch has to hold for an M of up to ``rows``."""
-    if num_ranks == 1 or rows == 0:
-        return 1
-    return num_ranks * shard_elements(rows // num_ranks * K) * dtype.itemsize

@@ -7,14 +7,16 @@ Abstraction
     *consumer* kernel, a GEMM over all tiles, waits for a tile's flags before it reads the tile's
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
-    Small shards are pushed by the first programs of the consumer itself
-    (``common/gemm/units.py``). Of few rows, what hides the transfer may take longer than the
-    transfer: then one launch gathers, and a library multiplies.
 
 Ways
     ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``: by copy engine, as
-    ``AllGatherMethod`` says. ``"fused_push"``: by programs of the consumer. ``"serial"``: our
-    all-gather in one launch, then ``torch.matmul``. ``"collective"``, ``"async_tp"``: by torch.
+    ``AllGatherMethod`` says.
+    ``"fused_push"``, for small shards, of which the fixed cost of copies is most of the call: the
+    first programs of the consumer send the shard in chunks along K, which tiles wait for inside
+    their K loop (``common/gemm/units.py``).
+    ``"serial"``, for few rows, where what hides the transfer takes longer than the transfer: our
+    all-gather in one launch, then ``torch.matmul``.
+    ``"collective"``, ``"async_tp"``: by torch.
 
 Stream timeline of one call (W = 4, push)
     main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
@@ -24,29 +26,12 @@ Stream timeline of one call (W = 4, push)
     pull stages it, then a barrier). In CUDA graphs, and where a call does not simply follow
     another, a block before the GEMM sees that the peers have consumed what the slot held last.
 
-Host
-    From the second call on, the launches and copies of a (shape, config, slot) lie ready as calls
-    of the driver with all arguments but the addresses of A, B and C: benchmarks/bench_host_cost.py.
-
-Fused
-    Copies have a fixed cost, and a tile waits for the last of its rows: with small shards that is
-    most of the call. ``"fused_push"`` needs neither copy engines nor whole rows: the first programs
-    of the GEMM send the shard in chunks along K, which tiles wait for inside their K loop
-    (common/gemm/units.py).
-
 Physics
     limit = max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines use no
     SM, so the GEMM keeps all of them; they share memory bandwidth, which at K >= 4096 the GEMM
-    leaves free.
+    leaves free. From the second call on, launches and copies lie ready as calls of the driver.
 
-Measured (H200, NVLink, multicast off, torch 2.11, Triton 3.6): docs/explanation/performance.md.
-
-Vocabulary
-    shard: the rows of one rank. chunk: the rows that share a flag. slot: one half of the double
-    buffer. epoch: how often a slot was used; a flag that has reached it says that the chunk is
-    there.
-
-Built this way because
+Built this way because (more, and terms: docs/explanation/allgather_gemm.md)
     * tiles that straddle two shards would need two sources: every shard is tiled on its own, and
       stores are clipped at its end;
     * a flattened tile loop loses its pipelining once a wait stands in it: loops are nested;
@@ -86,7 +71,7 @@ def key_fn(
 ) -> Any:
     """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
     more than those of the context. A way that the older keyword asks for is tuned by itself."""
-    key = (check_operands(A, B, ctx).key, local_copy)
+    key = (check_operands(A, B, ctx), local_copy)
     return key if method is None else (*key, way_of(method))
 
 
@@ -116,32 +101,21 @@ def ag_gemm(
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
 
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
+    About calls, and arguments that are not here: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
         A: [M_per_rank, K], contiguous; not to be overwritten on other streams before the call is
             done.
-        B: [K, N_per_rank], any strides; TMA serves unit stride in one dimension and multiples of 16
-            bytes in the other, pointers the rest.
-        ctx: from ``create_ag_gemm_context``; M_per_rank * num_ranks may be less than its max_M.
-        way: the algorithm: ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``,
-            ``"fused_push"``, ``"serial"`` (for an M of up to the context's ``exchanged_rows``),
-            ``"collective"`` or ``"async_tp"``, see the module (tuned); default: the context's
-            ``all_gather_method``.
-        gemm_config, persistent: tiles and kind of the consumer kernel (tuned), where the GEMM is
-            ours.
+        B: [K, N_per_rank], any strides.
+        way: ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``, ``"fused_push"``,
+            ``"serial"`` (for an M of up to the context's ``exchanged_rows``), ``"collective"`` or
+            ``"async_tp"``; default: the context's ``all_gather_method``.
         num_streams, num_chunks: how copy engines bring shards (tuned); chunks of ``"fused_push"``
             are along K, those of ``"serial"`` pieces of a program's share.
         local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.
-        straggler_option: (rank, cycles): that rank sleeps so long after its copies are queued, for
-            tests; before the call of a library's product.
         num_comm_sms: SMs that send in ``"fused_push"`` (tuned); default 16. Programs of the
             all-gather in ``"serial"`` (tuned); default: by size. No other way takes SMs.
-        method: older name of the way, which is that of its value. Tuned with it, the tuning is of
-            that way.
-
-    Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
+        method: older name of the way, which is that of its value.
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,

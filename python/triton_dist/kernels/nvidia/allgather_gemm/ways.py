@@ -15,19 +15,13 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, SMALL_SHAPES, Exchange, Shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
     fits_fused,
     fits_shape,
     fused_tiles,
     sharded_gemm,
     split_k_tiles,
-)
-from triton_dist.kernels.common.gemm.spaces import (
-    get_config_space,
-    most_rows,
-    of_both_kinds,
-    suits_gemm,
-    warp_specialized_tiles,
 )
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
@@ -98,13 +92,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        ctx: AllGatherGEMMTensorParallelContext,
-        *_: Any,
-        method: AllGatherMethod | VendorMethod | None = None,
-        **__: Any,
+        cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, method: object = None, **__: Any
     ) -> Sizes:
         return cls(A, B, ctx.num_ranks, None if method is None else way_of(method))
 
@@ -114,7 +102,7 @@ class _Tiled(AskedWay[Call, Sizes]):
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
-        if not suits_gemm(config, A, B, sizes):
+        if not spaces.suits_gemm(config, A, B, sizes):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
             return False  # on pointers it would be the same as another one
@@ -165,10 +153,10 @@ class _Tiled(AskedWay[Call, Sizes]):
         own, operands, tiles = call.own, call.operands, call.gemm_config
         precision = dot_precision(operands.dtype)
         call.ctx.launcher.run(
-            (operands, own.stride(), precision, id(gathered), id(tiles), bool(call.persistent)),
+            (id(operands), own.stride(), precision, id(gathered), id(tiles), bool(call.persistent)),
             lambda: self._consumer(call, C, gathered),
             {"own_ptr": own, "b_ptr": call.B, "c_ptr": C},
-            alive=(gathered, tiles),
+            alive=(operands, gathered, tiles),
         )
 
 
@@ -182,7 +170,7 @@ class CopyEngine(_Tiled):
         self.name, self._method, self._schedules = method.value, method, schedules
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        best = next(of_both_kinds(get_config_space))
+        best = next(spaces.of_both_kinds(spaces.get_config_space))
         for schedule in self._schedules:
             yield *best, *schedule
 
@@ -197,10 +185,10 @@ class Push(CopyEngine):
     """The one that was best nearly everywhere on 4 H200: all tiles are tried with it."""
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for each in of_both_kinds(get_config_space):
+        for each in spaces.of_both_kinds(spaces.get_config_space):
             yield *each, 1, 1
         yield from super().candidates()
-        specialized = warp_specialized_tiles()
+        specialized = spaces.warp_specialized_tiles()
         for tiles in (*specialized, *(split_k_tiles() if _has_descriptors() else ())):
             yield tiles, True, 1, 1
         for tiles in specialized[:_CHUNKED_SPECIALIZED]:
@@ -291,26 +279,21 @@ class Serial(_Whole):
 
     def compile(self, call: Call) -> None:
         if call.ctx.num_ranks > 1:
-            own, rows = call.own, self._rows(call)
-            exchange = self._exchange(call)
-            call.ctx.exchange.launch(exchange, own.view(-1), rows.view(-1)).compile()
+            exchange, rows = self._exchange(call)
+            call.ctx.exchange.launch(exchange, call.own.view(-1), rows.view(-1)).compile()
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        rows = self._rows(call)
-        call.ctx.exchange.run(self._exchange(call), own.view(-1), rows.view(-1))
+        exchange, rows = self._exchange(call)
+        call.ctx.exchange.run(exchange, own.view(-1), rows.view(-1))
         return torch.matmul(rows, B)
 
     @staticmethod
-    def _rows(call: Call) -> torch.Tensor:
-        """Return a new tensor for the rows of all ranks."""
-        return call.own.new_empty((call.own.shape[0] * call.ctx.num_ranks, call.own.shape[1]))
-
-    @staticmethod
-    def _exchange(call: Call) -> Exchange:
-        own = call.own
+    def _exchange(call: Call) -> tuple[Exchange, torch.Tensor]:
+        """Describe the launch that gathers, and where the rows of all ranks go."""
+        own, (rows, K) = call.own, call.own.shape
         shape = shape_for(own.nbytes, call.num_comm_sms, call.num_chunks)
-        total = own.numel() * call.ctx.num_ranks
-        return Exchange(kernel_all_gather, own.numel(), total, shape, own.shape[0])
+        gathered = own.new_empty((rows * call.ctx.num_ranks, K))
+        return Exchange(kernel_all_gather, own.numel(), gathered.numel(), shape, rows), gathered
 
 
 class Collective(_Whole):
@@ -360,7 +343,7 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
     """Tell whether so many of the programs that are tried are worth it for all rows of the range
     of A [M_per_rank, K]: half as many would not move them at once. It does not go by the rows of a
     context: others have the same key."""
-    shard_bytes = most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
+    shard_bytes = spaces.most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
         return False
     if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[0]:  # something has to be left

@@ -15,11 +15,7 @@ from triton_dist.kernels.common.scatter.partials import (
     create,
     row_block_rows,
 )
-from triton_dist.kernels.nvidia.allreduce import (
-    ONE_SHOT_BYTES,
-    PACKET_BYTES,
-    AllReduceContext,
-)
+from triton_dist.kernels.nvidia.allreduce import ONE_SHOT_BYTES, PACKET_BYTES, AllReduceContext
 from triton_dist.runtime.ranks import Group
 
 SUMMED_BYTES = 32 << 20
@@ -96,8 +92,8 @@ def create_gemm_ar_context(
     *,
     tp_group: Group = None,
 ) -> GEMMAllReduceTensorParallelContext:
-    """Allocate what ``gemm_ar`` needs. Collective over ``tp_group`` (default: the world, else this
-    process).
+    """Allocate what ``gemm_ar`` needs. Collective; more about that, and errors: the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Takes about four times ``max_M * N`` elements on each rank, and as much again, of them 32 MB at
     most, for products that are summed in one launch; of those at least ``world_size`` times up to
@@ -106,14 +102,7 @@ def create_gemm_ar_context(
     Args:
         max_M: largest number of rows of A.
         N: columns of B.
-        rank, world_size: this rank in the group, and the group's size.
-        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
         output_dtype: of A, B and the output: fp16, bf16 or fp32.
-
-    Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
     return create(
         GEMMAllReduceTensorParallelContext, max_M, N, rank, world_size, local_world_size,

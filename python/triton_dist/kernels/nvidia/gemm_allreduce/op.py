@@ -34,15 +34,9 @@ Numerics
 
 Built this way because (more: docs/explanation/gemm_all_reduce.md)
     * a wait is for tiles that peers have at earlier places of the order: no circle of waits;
-    * partial sums are kept apart and not added on arrival: sums do not depend on who is late;
     * sums are copied to C by a launch of its own: ``copy_to_local=False`` spares it;
     * flags and slots take turns without a barrier: those of two shots as ``slots/epochs.py`` says;
-      one shot is an exchange (``exchange/protocol.py``), one launch and nothing else, as few rows
-      take few us.
-
-Vocabulary
-    row block: the rows that one rank adds. partial sum: one rank's addend. slot: one half of
-    the double buffer.
+      one shot is an exchange (``exchange/protocol.py``), one launch, as few rows take few us.
 """
 
 from __future__ import annotations
@@ -73,9 +67,7 @@ def key_fn(
     """Name what a tuning is for; M in ranges. A way that older keywords ask for is tuned by
     itself."""
     key = (Call.accept(A, B, bias, ctx), bool(copy_to_local))
-    if not kwargs:
-        return key
-    asked = way_of(*(kwargs.get(keyword) for keyword in ("method", "packets", "exchange")))
+    asked = way_of(**kwargs) if kwargs else None
     return key if asked is None else (*key, asked)
 
 
@@ -107,25 +99,17 @@ def gemm_ar(
     way: str | None = None,
 ) -> torch.Tensor:
     """``sum over ranks of A @ B``, plus ``bias``, on every rank; tuned over all ranks. Returns
-    [M, N], contiguous.
+    [M, N], contiguous. Numerics: the module.
 
-    fp32 accumulation; partial sums are rounded to the dtype for the way and added in fp32 in the
-    order of ranks: in one shot and in two the same bits on every rank and at every call (see the
-    module).
-
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
+    About calls, and arguments that are not here: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        A: [M, K_per_rank], any strides; TMA serves contiguous ones, pointers the rest. Any M from 1
-            to the context's max_M.
-        B: [K_per_rank, N], any strides; TMA serves unit stride in one dimension and multiples of 16
-            bytes in the other, pointers the rest.
-        ctx: from ``create_gemm_ar_context``.
-        way: the algorithm, see the module (tuned): ``"one_shot"``, ``"one_shot_in_packets"``,
-            ``"two_shot"``, ``"two_shot_in_one_launch"``, ``"serial"``, ``"collective"``; default
-            ``"by_size"``, one shot or two. One shot, packets and one launch are for an M of up to
-            the context's ``one_shot_rows``, ``packet_rows`` and ``exchanged_rows``.
-        gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
+        A: [M, K_per_rank], any strides; M from 1 on.
+        B: [K_per_rank, N], any strides.
+        way: ``"one_shot"``, ``"one_shot_in_packets"``, ``"two_shot"``,
+            ``"two_shot_in_one_launch"``, ``"serial"``, ``"collective"``; default ``"by_size"``, one
+            shot or two. One shot, packets and one launch are for an M of up to the context's
+            ``one_shot_rows``, ``packet_rows`` and ``exchanged_rows``.
         num_chunks: in which a rank's rows are added and sent, at most, in ``"two_shot"``; of
             ``"serial"``, the pieces of its all-reduce (tuned).
         reduction: the way of the all-reduce of ``"serial"`` (tuned).
@@ -133,15 +117,10 @@ def gemm_ar(
         bias: [N], contiguous, the same on all ranks; added once.
         copy_to_local: ``False``: the result may be a view of the context's memory, which is valid
             until the call after the next one with this context begins; a copy is spared.
-        straggler_option: (rank, cycles): that rank sleeps so long before its GEMM, for tests.
         method, packets, exchange: older names of the way: a ``GEMMAllReduceMethod`` is the way of
-            its value, with ``packets=True`` in packets, with ``exchange=True`` in one launch. Tuned
-            with one of them, the tuning is of that way.
-
-    Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
+            its value, with ``packets=True`` in packets, with ``exchange=True`` in one launch.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, method, packets, exchange, num_chunks, reduction,
-        num_ctas, block_bytes, bias, copy_to_local, straggler_option, way,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, way, copy_to_local,
+        reduction, num_ctas, block_bytes, method, packets, exchange,
     ).run()  # fmt: skip

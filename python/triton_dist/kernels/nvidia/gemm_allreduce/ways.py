@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import (
@@ -17,20 +16,10 @@ from triton_dist.kernels.common.exchange.buffer import (
     is_worth_trying,
     shape_of,
 )
-from triton_dist.kernels.common.gemm.spaces import (
-    LOW,
-    get_config_space,
-    kinds_here,
-    most_rows,
-    of_both_kinds,
-    suits_gemm,
-    suits_rows,
-    tile_shapes,
-    tiles_to_all,
-)
+from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Way, Ways
 from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
-from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
+from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
@@ -61,13 +50,9 @@ _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
     AllReduceMethod.ONE_SHOT: (Shape(16, 2048), Shape(64, 2048), Shape(64, 8192)),
     AllReduceMethod.TWO_SHOT: (
-        SMALL_SHAPES[0],
-        Shape(32, 8192),
-        Shape(128, 8192),
-        Shape(64, 16384, 4),
-        Shape(128, 16384),
+        SMALL_SHAPES[0], Shape(32, 8192), Shape(128, 8192), Shape(64, 16384, 4), Shape(128, 16384),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
@@ -75,22 +60,13 @@ class Call(SummingCall):
     """One call: the parameters of ``gemm_ar``."""
 
     kind = GEMMAllReduceTensorParallelContext
-    A: torch.Tensor
-    B: torch.Tensor
-    ctx: GEMMAllReduceTensorParallelContext
-    gemm_config: triton.Config | None
-    persistent: bool
-    method: GEMMAllReduceMethod | None
-    packets: bool | None
-    exchange: bool | None
-    num_chunks: int
+    copy_to_local: bool
     reduction: AllReduceMethod | str | None
     num_ctas: int | None
     block_bytes: int | None
-    bias: torch.Tensor | None
-    copy_to_local: bool
-    straggler_option: tuple[int, int] | None
-    way: str | None
+    method: GEMMAllReduceMethod | None
+    packets: bool | None
+    exchange: bool | None
 
     def __post_init__(self) -> None:
         self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
@@ -103,9 +79,12 @@ class Call(SummingCall):
 
 
 def way_of(
-    method: GEMMAllReduceMethod | None, packets: bool | None = None, exchange: bool | None = None
+    method: GEMMAllReduceMethod | None = None,
+    packets: bool | None = None,
+    exchange: bool | None = None,
+    **_: Any,
 ) -> str | None:
-    """Name the way that the older keywords ask for; ``None``: they ask for none."""
+    """Name the way that the older keywords of a call ask for; ``None``: they ask for none."""
     if method is not None and not isinstance(method, GEMMAllReduceMethod):
         raise InvalidArgument("gemm_ar", "method", method, "a GEMMAllReduceMethod, or None")
     if packets:
@@ -118,18 +97,10 @@ def way_of(
 
 
 def sizes_of(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: GEMMAllReduceTensorParallelContext,
-    *_: Any,
-    method: GEMMAllReduceMethod | None = None,
-    packets: bool | None = None,
-    exchange: bool | None = None,
-    **__: Any,
+    A: torch.Tensor, B: torch.Tensor, ctx: GEMMAllReduceTensorParallelContext, *_: Any, **kw: Any
 ) -> SummingSizes:
     """Say what decides which configs are worth trying for a call."""
-    asked = way_of(method, packets, exchange)
-    return SummingSizes(A, B, most_rows(A.shape[0]), ctx.num_ranks, asked)
+    return SummingSizes(A, B, spaces.most_rows(A.shape[0]), ctx.num_ranks, way_of(**kw))
 
 
 class BySize(Way[Call, SummingSizes]):
@@ -139,7 +110,7 @@ class BySize(Way[Call, SummingSizes]):
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         descriptors = current_device().prefers_descriptors
-        yield get_config_space(descriptors)[0], descriptors
+        yield spaces.get_config_space(descriptors)[0], descriptors
 
     def suits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         return False
@@ -164,10 +135,10 @@ class OneShot(InOneLaunch[Call]):
     exchange: ClassVar[type[Exchanged]] = Exchanged
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return of_both_kinds(tiles_to_all)
+        return spaces.of_both_kinds(spaces.tiles_to_all)
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return sizes.nbytes <= ONE_SHOT_BYTES and _fit(config, sizes.M, sizes)
+        return sizes.nbytes <= ONE_SHOT_BYTES and sizes.suit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)
@@ -185,7 +156,8 @@ class OneShotInPackets(OneShot):
     exchange = InPackets
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == LOW)
+        low = spaces.LOW
+        return (each for each in super().candidates() if each[0].kwargs["BLOCK_SIZE_M"] == low)
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         in_lines = sizes.M * bytes_of_row(sizes.B.shape[1], sizes.A.element_size())
@@ -204,12 +176,13 @@ class TwoShotInOneLaunch(OneShot):
     to_owners = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return of_both_kinds(lambda persistent: tile_shapes(get_config_space(persistent)))
+        all_tiles = spaces.get_config_space
+        return spaces.of_both_kinds(lambda persistent: spaces.tile_shapes(all_tiles(persistent)))
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         whole = -(-sizes.M // sizes.num_ranks) * sizes.num_ranks
         nbytes = whole * sizes.B.shape[1] * sizes.A.element_size()
-        return nbytes <= SUMMED_BYTES and _fit(config, sizes.M, sizes)
+        return nbytes <= SUMMED_BYTES and sizes.suit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.exchanged_rows)
@@ -222,20 +195,17 @@ class TwoShot(Overlapped[Call]):
     name, tunables = "two_shot", ("gemm_config", "persistent", "num_chunks")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for each in of_both_kinds(get_config_space):
+        for each in spaces.of_both_kinds(spaces.get_config_space):
             yield *each, 1
-        descriptors, interpreted = kinds_here()[0], current_device().interprets
-        chunked = tile_shapes(get_config_space(descriptors))[: 1 if interpreted else _CHUNKED_TILES]
-        for tiles in chunked:
+        descriptors, interpreted = spaces.kinds_here()[0], current_device().interprets
+        shapes = spaces.tile_shapes(spaces.get_config_space(descriptors))
+        for tiles in shapes[: 1 if interpreted else _CHUNKED_TILES]:
             for num_chunks in _CHUNKS:
                 yield tiles, descriptors, num_chunks
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        rows, num_chunks = row_block_rows(sizes.M, sizes.num_ranks), config["num_chunks"]
-        chunks = chunks_of_row_block(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
-        if len(chunks.rows) < num_chunks:  # the same as with fewer
-            return False
-        return _fit(config, rows, sizes)
+        rows = row_block_rows(sizes.M, sizes.num_ranks)
+        return sizes.have_chunks(config, rows) and sizes.suit(config, rows)
 
     def scattered(self, call: Call) -> TwoShots:
         A, buffer = call.A, call.ctx.buffer
@@ -303,11 +273,6 @@ class Collective(WholeProduct[Call]):
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)
         return product
-
-
-def _fit(config: Mapping[str, Any], rows: int, sizes: SummingSizes) -> bool:
-    tiles = config["gemm_config"]
-    return suits_rows(tiles, rows) and suits_gemm({"gemm_config": tiles}, sizes.A, sizes.B)
 
 
 WAYS = Ways(

@@ -71,8 +71,8 @@ def create_gemm_rs_context(
     *,
     tp_group: Group = None,
 ) -> GEMMReduceScatterTensorParallelContext:
-    """Allocate what ``gemm_rs`` needs. Collective over ``tp_group`` (default: the world, else this
-    process).
+    """Allocate what ``gemm_rs`` needs. Collective; more about that, and errors: the docstring of
+    ``triton_dist.kernels.nvidia``.
 
     Takes about twice ``max_M * N`` elements on each rank, as many again for products that one
     launch multiplies and adds, of these 128 MB at most, and as many again once row blocks are
@@ -81,19 +81,12 @@ def create_gemm_rs_context(
     Args:
         max_M: largest number of rows of A, a multiple of ``world_size``.
         N: columns of B.
-        rank, world_size: this rank in the group, and the group's size.
-        local_world_size: ranks on one host; clamped to ``world_size``, which must lie on one host.
         output_dtype: of A, B and the output: fp16, bf16 or fp32.
         rs_stream: where row blocks are pushed from with ``fuse_scatter=False``; default: a stream
             of the context's own, of high priority.
         reduce_st: calls add tiles to an fp32 sum on the owner instead of keeping one partial sum of
             each rank: less memory traffic in the end, twice as much between GPUs for 16-bit dtypes,
             and not deterministic. Allocates the sums; needed for ``gemm_rs(…, reduce_st=True)``.
-
-    Raises:
-        InvalidArgument: on every rank, for a value that cannot work.
-        RankDisagreement: ranks ask for different contexts.
-        SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
     return create(
         GEMMReduceScatterTensorParallelContext, max_M, N, rank, world_size, local_world_size,

@@ -32,14 +32,8 @@ Numerics
 Built this way because (more, with measurements: docs/explanation/gemm_reduce_scatter.md)
     * whoever waits has announced all its tiles for others before: no circle of waits;
     * a TMA store is not complete when the next instruction runs: ``publish_tile`` waits in full
-      before the flag is set (Triton 3.6 does not), and comes when the next tile is computed;
-    * partial sums are kept apart and not added on arrival: sums do not depend on who is late;
-    * flags and slots take turns without a barrier, as those of the all-gather
-      (``slots/epochs.py``).
-
-Vocabulary
-    row block: the rows that one rank owns. chunk: whole rows of tiles of a row block. partial
-    sum: one rank's addend of a row block. slot: one half of the double buffer of these.
+      before the flag is set, and comes when the next tile is computed;
+    * flags and slots take turns without a barrier (``slots/epochs.py``).
 """
 
 from __future__ import annotations
@@ -68,9 +62,7 @@ def key_fn(
 ) -> Any:
     """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
     key = (Call.accept(A, B, bias, ctx), adds(ctx, reduce_st))
-    if not kwargs:
-        return key
-    asked = way_of(*map(kwargs.get, ("fuse_scatter", "exchange", "method", "serial")))
+    asked = way_of(**kwargs) if kwargs else None
     return key if asked is None else (*key, asked)
 
 
@@ -103,39 +95,26 @@ def gemm_rs(
 ) -> torch.Tensor:
     """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
     [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
+    Numerics: the module.
 
-    fp32 accumulation; partial sums are rounded to the dtype for the way and added in fp32 in the
-    order of ranks, so the result is the same at every call, unless ``reduce_st`` or a vendor's
-    method says otherwise (see the module).
-
-    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
+    About calls, and arguments that are not here: the docstring of ``triton_dist.kernels.nvidia``.
 
     Args:
-        A: [M, K_per_rank], any strides; TMA serves contiguous ones, pointers the rest. M is a
-            multiple of the number of ranks, at most the context's max_M.
-        B: [K_per_rank, N], any strides; TMA serves unit stride in one dimension and multiples of 16
-            bytes in the other, pointers the rest.
-        ctx: from ``create_gemm_rs_context``.
-        way: the algorithm: ``"fused"``, ``"one_launch"`` and ``"serial"`` (both for an M of up to
-            the context's ``exchanged_rows``), ``"copy_engine"``, ``"collective"`` or
-            ``"async_tp"``, see the module (tuned); default: ``"fused"``.
-        gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
+        A: [M, K_per_rank], any strides; M is a multiple of the number of ranks.
+        B: [K_per_rank, N], any strides.
+        way: ``"fused"`` (default), ``"one_launch"`` and ``"serial"`` (both for an M of up to the
+            context's ``exchanged_rows``), ``"copy_engine"``, ``"collective"`` or ``"async_tp"``.
         num_chunks: in which a copy engine pushes a rank's rows, at most; of ``"serial"``, the
             pieces of the reduce-scatter (tuned).
         num_ctas, block_bytes: of that reduce-scatter (tuned).
         bias: [N], contiguous; this rank's is added once to each of its rows.
         reduce_st: tiles are added to one fp32 sum on their owner, by ``"fused"`` alone; default:
             the context's.
-        straggler_option: (rank, cycles): that rank sleeps so long before its GEMM, for tests.
         fuse_scatter, exchange, method, serial: older names of the way: ``fuse_scatter=True`` is
             ``"fused"``, ``False`` ``"copy_engine"``; ``exchange=True`` is ``"one_launch"``,
-            ``serial=True`` ``"serial"``, a ``VendorMethod`` the way of its value. Tuned with one
-            of them, the tuning is of that way.
-
-    Raises:
-        InvalidArgument, ContextFinalized: before anything is launched.
+            ``serial=True`` ``"serial"``, a ``VendorMethod`` the way of its value.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, fuse_scatter, exchange, num_chunks, method, bias,
-        reduce_st, straggler_option, serial, num_ctas, block_bytes, way,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, way, reduce_st,
+        num_ctas, block_bytes, fuse_scatter, exchange, method, serial,
     ).run()  # fmt: skip

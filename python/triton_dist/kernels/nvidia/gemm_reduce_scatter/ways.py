@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, is_worth_trying, shape_of
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
-from triton_dist.kernels.common.gemm.spaces import (
-    get_config_space,
-    most_rows,
-    of_both_kinds,
-    suits_gemm,
-    suits_rows,
-    tile_shapes,
-    tiles_to_owners,
-)
+from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Ways
-from triton_dist.kernels.common.scatter.partials import Scatter, chunks_of_row_block
+from triton_dist.kernels.common.scatter.partials import Scatter
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
@@ -56,22 +47,13 @@ class Call(SummingCall):
     """One call: the parameters of ``gemm_rs``."""
 
     kind = GEMMReduceScatterTensorParallelContext
-    A: torch.Tensor
-    B: torch.Tensor
-    ctx: GEMMReduceScatterTensorParallelContext
-    gemm_config: triton.Config | None
-    persistent: bool
-    fuse_scatter: bool | None
-    exchange: bool | None
-    num_chunks: int
-    method: VendorMethod | None
-    bias: torch.Tensor | None
     reduce_st: bool | None
-    straggler_option: tuple[int, int] | None
-    serial: bool | None
     num_ctas: int | None
     block_bytes: int | None
-    way: str | None
+    fuse_scatter: bool | None
+    exchange: bool | None
+    method: VendorMethod | None
+    serial: bool | None
 
     def __post_init__(self) -> None:
         self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
@@ -96,23 +78,22 @@ def adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) ->
 
 
 def way_of(
-    fuse_scatter: bool | None,
+    fuse_scatter: bool | None = None,
     exchange: bool | None = None,
     method: VendorMethod | None = None,
     serial: bool | None = None,
+    **_: Any,
 ) -> str | None:
-    """Name the way that the older keywords ask for; ``None``: they ask for none."""
+    """Name the way that the older keywords of a call ask for; ``None``: they ask for none."""
     if method is not None:
         if not isinstance(method, VendorMethod):
             raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
         return method.value
-    for argument, asked, name in (
-        ("serial", serial, Serial.name), ("exchange", exchange, OneLaunch.name),
-    ):  # fmt: skip
-        if asked:
-            if fuse_scatter is False:
-                raise InvalidArgument("gemm_rs", argument, True, "False with fuse_scatter=False")
-            return name
+    if serial or exchange:
+        if fuse_scatter is False:
+            argument = "serial" if serial else "exchange"
+            raise InvalidArgument("gemm_rs", argument, True, "False with fuse_scatter=False")
+        return Serial.name if serial else OneLaunch.name
     if fuse_scatter is None:
         return None
     return Fused.name if fuse_scatter else CopyEngine.name
@@ -124,30 +105,26 @@ def sizes_of(
     ctx: GEMMReduceScatterTensorParallelContext,
     *_: Any,
     reduce_st: bool | None = None,
-    fuse_scatter: bool | None = None,
-    exchange: bool | None = None,
-    method: VendorMethod | None = None,
-    serial: bool | None = None,
-    **__: Any,
+    **kwargs: Any,
 ) -> SummingSizes:
     """Say what decides which configs are worth trying for a call."""
-    M = most_rows(A.shape[0]) // ctx.num_ranks * ctx.num_ranks
-    asked = way_of(fuse_scatter, exchange, method, serial)
-    return SummingSizes(A, B, M, ctx.num_ranks, asked, adds(ctx, reduce_st))
+    M = spaces.most_rows(A.shape[0]) // ctx.num_ranks * ctx.num_ranks
+    return SummingSizes(A, B, M, ctx.num_ranks, way_of(**kwargs), adds(ctx, reduce_st))
 
 
 class _ToOwners(Overlapped[Call]):
     """Tiles go to the owners of their rows."""
 
     scatter: Scatter
+    launches: ClassVar[type[Scattered]] = Scattered
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return suits_gemm(config, sizes.A, sizes.B)
+        return spaces.suits_gemm(config, sizes.A, sizes.B)
 
     def scattered(self, call: Call) -> Scattered:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
         to = call.ctx.buffer.describe("add" if call.adds else self.scatter)
-        return Scattered(call, C, to)
+        return self.launches(call, C, to)
 
 
 class Fused(_ToOwners):
@@ -157,7 +134,7 @@ class Fused(_ToOwners):
     scatter, is_general = "tile", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return of_both_kinds(get_config_space)
+        return spaces.of_both_kinds(spaces.get_config_space)
 
 
 class OneLaunch(InOneLaunch[Call]):
@@ -166,14 +143,10 @@ class OneLaunch(InOneLaunch[Call]):
     name, tunables = "one_launch", ("gemm_config", "persistent")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        return of_both_kinds(tiles_to_owners)
+        return spaces.of_both_kinds(spaces.tiles_to_owners)
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        return (
-            sizes.nbytes <= EXCHANGED_BYTES
-            and suits_rows(config["gemm_config"], sizes.M)
-            and suits_gemm(config, sizes.A, sizes.B)
-        )
+        return sizes.nbytes <= EXCHANGED_BYTES and sizes.suit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_tiles()
@@ -186,16 +159,34 @@ class OneLaunch(InOneLaunch[Call]):
         return Exchanged(call, call.ctx.exchange, to_owners=True)
 
 
+class _Pushed(Scattered):
+    """Launches of a call, and the pushes of a copy engine beside them."""
+
+    def run(self) -> None:
+        call, ctx = self.call, self.call.ctx
+        if ctx.num_ranks == 1:
+            return super().run()
+        rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
+        pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
+        try:
+            pushes.fork(stream)
+            self.multiply()
+            pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
+            self.add_deferred()
+        finally:  # what they wait for comes even if a wait in the kernel gave up
+            pushes.join(stream)
+
+
 class CopyEngine(_ToOwners):
     """Tiles stay here, and a copy engine pushes the rows of each peer, in chunks, as their tiles
     are complete."""
 
     name, tunables = "copy_engine", ("gemm_config", "persistent", "num_chunks")
-    scatter = "row_block"
+    scatter, launches, copied = "row_block", _Pushed, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         persistent = current_device().prefers_descriptors
-        shapes = tile_shapes(get_config_space(persistent))[:_PUSHED_TILES]
+        shapes = spaces.tile_shapes(spaces.get_config_space(persistent))[:_PUSHED_TILES]
         for number, tiles in enumerate(shapes):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
                 yield tiles, persistent, num_chunks
@@ -203,11 +194,7 @@ class CopyEngine(_ToOwners):
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         if current_device().launches_block:
             return False
-        rows, num_chunks = sizes.M // sizes.num_ranks, config["num_chunks"]
-        chunks = chunks_of_row_block(config["gemm_config"], rows, sizes.B.shape[1], num_chunks)
-        if len(chunks.rows) < num_chunks:  # the same as with fewer
-            return False
-        return super().fits(config, sizes)
+        return sizes.have_chunks(config, sizes.M // sizes.num_ranks) and super().fits(config, sizes)
 
     def check(self, call: Call) -> None:
         super().check(call)
@@ -217,28 +204,8 @@ class CopyEngine(_ToOwners):
             expected = "another one while CUDA_LAUNCH_BLOCKING is set: it would never end"
             raise InvalidArgument("gemm_rs", "way", self.name, expected)
 
-    def run(self, call: Call) -> torch.Tensor:
-        ctx, buffer, num_chunks = call.ctx, call.ctx.buffer, call.num_chunks
-        pushes, awaited = None, False
-        buffer.slots.take(call.A.shape[0], copied=True)
-        ctx.sleep(call.straggler_option)
-        try:
-            scattered = self.scattered(call)
-            stream = ctx.device.current_stream()
-            if ctx.num_ranks > 1:
-                rows = ctx.rows_of_rank(call.A.shape[0])
-                pushes = buffer.pushes(rows, call.gemm_config, num_chunks)
-                pushes.fork(stream)
-            scattered.multiply()
-            if pushes is not None:
-                pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
-            scattered.add_deferred()
-            awaited = True
-        finally:
-            if pushes is not None:  # what they wait for comes even if a wait in the kernel gave up
-                pushes.join(stream)
-            buffer.slots.finish(awaited, lambda: buffer.expected(num_chunks))
-        return scattered.C
+    def units(self, call: Call) -> int:
+        return call.num_chunks
 
 
 class Serial(WholeProduct[Call]):
