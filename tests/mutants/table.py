@@ -20,7 +20,6 @@ _ROUTING = "kernels/common/moe/routing.py"
 _PRODUCT = "kernels/common/moe/product.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
 _COLUMNS = "kernels/common/moe/columns.py"
-_SUMMING_ROUTES = "kernels/common/moe/summing.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
 _STORE = "_tuning/store/file.py"
 
@@ -303,9 +302,9 @@ MUTANTS = (
     ),
     Mutant(
         "agreement: ranks come with the same experts",
-        _SUMMING_ROUTES,
-        "{hashlib.sha256(ids).hexdigest()[:16]}",
-        "{hashlib.sha256(ids).hexdigest()[:0]}",
+        _ROUTING,
+        "{hashlib.sha256(numbers).hexdigest()[:16]}",
+        "{hashlib.sha256(numbers).hexdigest()[:0]}",
         MOE_SUMS,
     ),
     Mutant(

@@ -206,7 +206,7 @@ class PushedColumns(InSlots):
         super().free()
 
     def _transfer(self, columns: Columns, chunk: int) -> Any:
-        """What pushes a chunk of each peer's slab."""
+        """The transfer that pushes a chunk of each peer's slab."""
         key = (self.slots.index, columns, chunk)
         known = self._transfers.get(key)
         if known is None:

@@ -55,7 +55,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     creator: ClassVar[str]
     """Names, for errors, of the op and of the function that makes its contexts."""
     reductions: ClassVar[tuple[str, ...]]
-    """How ``sum_over_ranks`` may do it, beside ``COLLECTIVE``; the most general first."""
+    """Reductions that ``sum_over_ranks`` can do beside ``COLLECTIVE``; the most general first."""
 
     def __init__(
         self,
@@ -156,15 +156,15 @@ class SumKey(NamedTuple):
     """Tokens. The tuner rounds it up: a tuning serves a range."""
     N: int
     K: int
-    """Of this rank."""
+    """This rank's."""
     E: int
     topk: int
     dtype: torch.dtype
     layout: str
-    """Of the weights."""
+    """Layout of the weights."""
     num_ranks: int
     n_chunks_max: int
-    """Of the context."""
+    """The context's."""
 
 
 class SumSizes(NamedTuple):
@@ -247,7 +247,7 @@ class SumCall(OpCall):
         )
         check_fixed(self.ctx, self.n_chunks, self.config)
         self.tiles = self.config or self.gemm_config
-        """Of the product, where it is ours."""
+        """Tiles of the product, where it is ours."""
         self.chunks = self.n_chunks or self.num_chunks or 1
         self.chosen = self.ways[self.way or next(iter(self.ways))]
         self.chosen.check(self)

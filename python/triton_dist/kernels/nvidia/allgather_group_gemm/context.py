@@ -44,7 +44,7 @@ class RoutedKey(NamedTuple):
     topk: int
     dtype: torch.dtype
     layout: str
-    """Of the weights."""
+    """Layout of the weights."""
     num_ranks: int
 
 
