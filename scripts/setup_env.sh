@@ -187,9 +187,11 @@ install() {
         return 1
     fi
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    # pip would do this too, half of its time, on one core. Some packages hold files for other Pythons.
-    "$VENV/bin/python" -m compileall -qq -j 0 "$site" || true
     echo "$ROOT/python" >"$site/triton_dist.pth"
+    # pip would compile all that it installs, half of its time. Each launch imports a fourth of that,
+    # compiled here; the rest is compiled by who imports it first.
+    env -u PYTHONDONTWRITEBYTECODE "$VENV/bin/python" -c \
+        'import torch.distributed.run, triton_dist.kernels.nvidia' 2>/dev/null || true
     printf '#!/usr/bin/env bash\nexec %q -m triton_dist "$@"\n' "$VENV/bin/python" >"$VENV/bin/triton-dist"
     chmod +x "$VENV/bin/triton-dist"
     stamp "$flavour" >"$VENV/.ready-${extra:-run}"

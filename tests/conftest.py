@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from triton_dist import testing
+# torch and what imports it are imported where they are needed: the process that only hands tests to
+# workers starts two seconds earlier.
 
 STARTING_PROCESSES = {"distributed", "docs", "examples", "benchmarks"}
 """Folders whose files take longest. Workers of pytest-xdist take files in the order of collection:
@@ -28,8 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     Triton decides at decoration, so this comes before any test module is imported. Workers of
     pytest-xdist are started later and inherit it.
     """
-    if not torch.cuda.is_available() and not all(map(is_compile_only, asked_for(config))):
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if "TRITON_INTERPRET" in os.environ or all(map(is_compile_only, asked_for(config))):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def asked_for(config: pytest.Config) -> list[Path]:
@@ -51,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def reason_to_skip(item: pytest.Item) -> str | None:
+    import torch
+
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         needed = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
@@ -65,6 +71,8 @@ def reason_to_skip(item: pytest.Item) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _poisoned_empty() -> Iterator[None]:
+    from triton_dist import testing
+
     with testing.poisoned_empty():
         yield
 
@@ -78,4 +86,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def spawn_ranks() -> Callable[..., list[Any]]:
     """:func:`triton_dist.testing.spawn_ranks`: ``spawn_ranks(2, fn, *args, timeout=60)``."""
+    from triton_dist import testing
+
     return testing.spawn_ranks

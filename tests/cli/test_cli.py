@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,12 @@ def cache() -> Path:
     return Path(os.environ["TRITON_DIST_CACHE_DIR"])
 
 
+def explain(*arguments: str) -> tuple[int, str]:
+    """Status and output, in a process that has imported nothing of the caller's."""
+    with redirect_stdout(io.StringIO()) as shown:
+        return main(["explain", *arguments]), shown.getvalue()
+
+
 def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -63,9 +71,9 @@ def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp
     assert "\n  used\n" in explained.stdout
     assert f"{script}.scale, key 3\n" in explained.stdout
     script.write_text(script.read_text().replace("x * n", "x / n"))
-    explained = python("-m", "triton_dist", "explain", "scale", "--module", "script.py")
-    assert explained.returncode == 1
-    assert "  not used: source: scale changed, its digest was " in explained.stdout
+    ((status, shown),) = spawn_ranks(1, explain, "scale", "--module", str(script), init=False)
+    assert status == 1
+    assert "  not used: source: scale changed, its digest was " in shown
 
 
 def test_explain_says_key_winner_date_file_and_that_it_is_used(run):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import triton
 
-from triton_dist.testing.compile_only import compile_only
+from tests.conftest import interpreting
 
 HERE = Path(__file__).parent
 
@@ -20,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ``tests/conftest.py``).
     """
     asked = [Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args]
-    if triton.knobs.runtime.interpret and any(p.resolve().is_relative_to(HERE) for p in asked):
+    if interpreting() and any(p.resolve().is_relative_to(HERE) for p in asked):
         raise pytest.UsageError(
             "tests/compile compiles kernels, but TRITON_INTERPRET is set: they would be "
             "interpreted. Run it alone: env -u TRITON_INTERPRET python -m pytest tests/compile"
@@ -38,5 +37,7 @@ def _own_triton_cache(tmp_path_factory):
 @pytest.fixture
 def sm90():
     """The compile-only driver for H100 and H200."""
+    from triton_dist.testing.compile_only import compile_only
+
     with compile_only(90) as driver:
         yield driver

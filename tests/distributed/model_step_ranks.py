@@ -13,11 +13,6 @@ def train(*arguments: str) -> int:
     return model_step.main(arguments)
 
 
-def train_again_then_race() -> tuple[int, int]:
-    """Extra calls of another start, and of one that has no records: those of a race are its own."""
-    return train("--kernels", "own"), train("--kernels", "own", "--race", "--steps", "1")
-
-
 def two_starts_with_a_library() -> tuple[int, int]:
     """Extra calls of the first, and of one that finds its records.
 

@@ -77,14 +77,14 @@ def test_check_without_tuning(spawn_ranks, tmp_path, cache):
     assert not (tmp_path / "cache").exists()
 
 
-GEMM_RS = ("--case", "check", "-M", "1300", "-N", "4672", "-K", "9024")
+GEMM_RS = ("--case", "check", "-M", "2600", "-N", "9344", "-K", "18048")
 
 
 @pytest.mark.parametrize(
     "options",
     [
         ("--no-persistent", "--no-trans_b", "--has_bias", "--dtype", "float16"),
-        ("--no-fuse_scatter", "--M_range", "1000-2000-1000", "--verify-iters=2"),
+        ("--no-fuse_scatter", "--M_range", "2000-4000-2000", "--verify-iters=2"),
         ("--reduce_st", "--dtype", "float32", "--seed", "1"),
     ],
 )

@@ -7,6 +7,10 @@ import importlib.util
 import pytest
 
 from tests.distributed import model_step_ranks as ranks
+from tests.docs.markdown import ROOT
+from tests.docs.run_blocks import run_program
+
+EXAMPLE = str(ROOT / "examples" / "model_step.py")
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +25,13 @@ def test_own_kernels_compute_what_torch_does(spawn_ranks):
 
 def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
     """Four kernels with four configs: 4 * (3 + 5) extra calls; a race takes fewer."""
-    assert spawn_ranks(2, ranks.train, "--kernels", "own") == [32] * 2
-    first, second = spawn_ranks(2, ranks.train_again_then_race)
+    for calls in (32, 0):
+        printed, _ = spawn_ranks(2, run_program, EXAMPLE, init=False)
+        assert "step 2: loss " in printed
+        assert f"\n2 ranks agree on 4 kernels and keys; {calls} tuning calls\n" in printed
+    first, second = spawn_ranks(2, ranks.train, "--kernels", "own", "--race", "--steps", "1")
     assert first == second
-    again, raced = first
-    assert again == 0
-    assert 4 * 2 < raced < 32
+    assert 4 * 2 < first < 32
 
 
 @pytest.mark.skipif(

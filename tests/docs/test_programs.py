@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.docs.markdown import ROOT, Block, all_blocks
 from tests.docs.outputs import check_output
 from tests.docs.run_blocks import run_program
+from triton_dist.testing.rank_pool import RankPool
 
 PYTHON = all_blocks("python")
 PROGRAMS = [block for block in PYTHON if block.is_program and "gpu" not in block.words]
@@ -58,11 +60,16 @@ def test_program_on_gpus(block: Block, spawn_ranks, tmp_path: Path) -> None:
     check_output(block, "".join(printed))
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[RankPool]:
+    """One for all programs that start ranks themselves: what forks its ranks is started once."""
+    with RankPool(1, init=False, poison_empty=False) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("block", IN_A_RANK, ids=lambda block: block.id)
-def test_program(block: Block, spawn_ranks, tmp_path: Path) -> None:
-    """In a process that is there at once: the program starts its ranks itself."""
-    file, options = file_of(block, tmp_path), {"init": False, "poison_empty": False}
-    check_output(block, *spawn_ranks(1, run_program, file, timeout=150, **options))
+def test_program(block: Block, process: RankPool, tmp_path: Path) -> None:
+    check_output(block, *process.run(run_program, file_of(block, tmp_path), timeout=150))
 
 
 @pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)

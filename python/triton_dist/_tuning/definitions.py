@@ -128,7 +128,7 @@ def _listing(text: str) -> Listing | None:
     _collect_namesakes(module, "", listing)
     _collect(tree, "", listing)
     listing.statements = tree.body
-    declared = (each.names for each in ast.walk(tree) if isinstance(each, ast.Global))
+    declared = (each.names for each in statements(tree) if isinstance(each, ast.Global))
     listing.assigned_in_functions = frozenset(name for names in declared for name in names)
     for statement in tree.body:
         for name in _made_by(statement):
@@ -144,6 +144,24 @@ def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from with_inner(constant)
 
 
+def blocks(node: ast.AST) -> list[tuple[str, list[ast.AST]]]:
+    """The lists of statements, handlers and cases in ``node``, by the names of its fields."""
+    return [
+        (name, inner)
+        for name in ("body", "handlers", "orelse", "finalbody", "cases")
+        if name in node._fields and isinstance(inner := getattr(node, name), list)
+    ]
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and every statement, handler and case inside it, in the order of the text. Most of a
+    tree is expressions, in which nothing is defined or imported."""
+    yield node
+    for _, inner in blocks(node):
+        for each in inner:
+            yield from statements(each)
+
+
 def _collect_namesakes(code: types.CodeType, prefix: str, listing: Listing) -> None:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -157,7 +175,7 @@ def _place(code: types.CodeType) -> tuple[int, str]:
 
 
 def _collect(node: ast.AST, prefix: str, listing: Listing) -> None:
-    for child in ast.iter_child_nodes(node):
+    for child in (each for _, block in blocks(node) for each in block):
         inner = prefix
         if isinstance(child, ast.ClassDef):
             listing.classes[prefix + child.name] = child

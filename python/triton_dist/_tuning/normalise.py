@@ -7,10 +7,9 @@ import copy
 import dis
 import functools
 import types
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from triton_dist._tuning.definitions import Definition, with_inner
+from triton_dist._tuning.definitions import Definition, blocks, statements, with_inner
 
 
 class Import(NamedTuple):
@@ -28,7 +27,7 @@ class Import(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def decorators(node: Definition) -> tuple[ast.expr, ...]:
     """Those of ``node`` and of every definition inside it."""
-    inner = (each for each in ast.walk(node) if isinstance(each, Definition))
+    inner = (each for each in statements(node) if isinstance(each, Definition))
     return tuple(decorator for each in inner for decorator in each.decorator_list)
 
 
@@ -36,25 +35,23 @@ def decorators(node: Definition) -> tuple[ast.expr, ...]:
 def normalised(node: Definition, dropped: frozenset[ast.expr]) -> str:
     """The text of ``node`` in one formatting: no comments, no docstrings, no ``dropped``
     decorators. Line numbers and file names are not in it."""
-    # A dropped decorator is its own copy, so that it is the same object in the copied tree.
-    own = copy.deepcopy(node, {id(each): each for each in dropped})
-    for inner in ast.walk(own):
-        if isinstance(inner, Definition):
-            inner.decorator_list = [each for each in inner.decorator_list if each not in dropped]
-            if ast.get_docstring(inner, clean=False) is not None:
-                inner.body = inner.body[1:] or [ast.Pass()]
-    return ast.unparse(own)
+    return ast.unparse(_without(node, dropped))
 
 
 @functools.lru_cache(maxsize=4096)
 def chains(node: ast.AST, dropped: frozenset[ast.expr] = frozenset()) -> frozenset[str]:
     """Dotted names that are read, such as ``tl.dot``, with all their beginnings; not in
     ``dropped``."""
-    found = set()
-    for inner in _walk(node, dropped):
-        name = dotted(inner)
-        if name is not None and isinstance(getattr(inner, "ctx", None), ast.Load):
-            found.add(name)
+    found, ahead = set(), [node]
+    while ahead:
+        inner = ahead.pop()
+        if inner in dropped:
+            continue
+        ahead += ast.iter_child_nodes(inner)
+        if isinstance(inner, (ast.Name, ast.Attribute)) and isinstance(inner.ctx, ast.Load):
+            name = dotted(inner)
+            if name is not None:
+                found.add(name)
     return frozenset(found)
 
 
@@ -97,7 +94,7 @@ def dotted(node: ast.AST) -> str | None:
 def imports(node: ast.AST) -> tuple[Import, ...]:
     """Every import inside ``node``."""
     found = []
-    for inner in ast.walk(node):
+    for inner in statements(node):
         if isinstance(inner, ast.Import):
             found += [Import(each.asname or each.name, each.name, 0, None) for each in inner.names]
         elif isinstance(inner, ast.ImportFrom):
@@ -146,11 +143,17 @@ def rebound_cells(code: types.CodeType) -> frozenset[str]:
     )
 
 
-def _walk(node: ast.AST, dropped: frozenset[ast.expr]) -> Iterator[ast.AST]:
-    if node not in dropped:
-        yield node
-        for child in ast.iter_child_nodes(node):
-            yield from _walk(child, dropped)
+def _without(node: ast.AST, dropped: frozenset[ast.expr]) -> ast.AST:
+    """``node`` without docstrings and ``dropped`` decorators. Statements are copied; expressions,
+    in which nothing is defined, are shared."""
+    own = copy.copy(node)
+    for name, inner in blocks(own):
+        setattr(own, name, [_without(each, dropped) for each in inner])
+    if isinstance(own, Definition):
+        own.decorator_list = [each for each in own.decorator_list if each not in dropped]
+        if ast.get_docstring(own, clean=False) is not None:
+            own.body = own.body[1:] or [ast.Pass()]
+    return own
 
 
 def _stable(constant: object) -> str:

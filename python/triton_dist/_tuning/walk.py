@@ -11,6 +11,7 @@ import enum
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -38,6 +39,7 @@ class Walk:
         self.constants = constants
         self._library, self._snapshot = library, snapshot
         self._names: dict[int, str] = {}
+        self._namesakes: Counter[str] = Counter()
         self._alive: list[object] = []  # an id means something only while its object lives
 
     def root(self, value: Any) -> None:
@@ -280,8 +282,9 @@ class Walk:
         # A wrapper has the name of what it wraps; its code has its own.
         own = item.__code__.co_name if hasattr(item, "__wrapped__") else item.__qualname__
         base = own.rpartition("<locals>.")[2]
-        count = sum(name.partition("#")[0] == base for name in self.texts)
-        name = base if count == 0 else f"{base}#{count + 1}"
+        self._namesakes[base] += 1
+        count = self._namesakes[base]
+        name = base if count == 1 else f"{base}#{count}"
         self._names[id(item)] = name
         self._alive.append(item)
         self.texts[name] = ""  # taken, while what it reaches is visited

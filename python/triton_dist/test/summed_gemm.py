@@ -22,7 +22,7 @@ from triton_dist.test.utils import assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print
 
-CPU_SCALE = 64
+CPU_SCALE = 128
 """By which sizes are divided for the interpreter."""
 
 

@@ -24,6 +24,7 @@ from triton_dist.test.utils import dtype_named
 from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
 
 _LATE_CYCLES = 17_000_000  # 10 ms
+_CPU_ROWS = 64  # not scaled
 
 
 def get_args() -> argparse.Namespace:
@@ -51,7 +52,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
     """As the command line asks for, scaled on CPU ranks, few rows not; K is cut to a multiple of
     the ranks."""
     scale = 1 if is_cuda() else CPU_SCALE
-    M = args.M if is_cuda() else min(args.M, max(CPU_SCALE, args.M // CPU_SCALE))
+    M = args.M if is_cuda() else min(args.M, max(_CPU_ROWS, args.M // CPU_SCALE))
     N, K = (max(1, size // scale) for size in (args.N, args.K))
     size = dist.get_world_size()
     return Shape(M, N, max(1, K // size) * size)
