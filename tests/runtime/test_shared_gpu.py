@@ -67,8 +67,8 @@ def come_and_go():
         if ranks.rank == late % 2:
             memory.free()
             assert not driver.own  # the other has closed it, so it goes at once
-    lease.end_retired()
     ranks.barrier("all is free")
+    lease.end_retired()
     assert not driver.opened
     return held, len(driver.own)
 

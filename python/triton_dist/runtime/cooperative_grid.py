@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-PAUSE_SECONDS = 50e-6
-"""First pause of a waiting program when nothing else of its grid can run. Long enough for a
-copy thread to take the GIL and for another process to take the core, short against a spin's own
-cost."""
+PAUSE_SECONDS = 200e-6
+"""First pause of a waiting program when nothing else of its grid can run: about what a look costs.
+Long enough for a copy thread to take the GIL and for another process to take the core."""
 LONGEST_PAUSE_SECONDS = 5e-3
-"""The same once it has looked in vain for a quarter of a second: always little against the time
+"""The same once it has looked in vain for a tenth of a second: always little against the time
 waited."""
 
 
@@ -175,7 +174,7 @@ def pause(looks: int = 0) -> bool:
 
     Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
     copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``
-    from 50 µs to 5 ms: a look costs more than the first sleep, and with more ranks than cores,
+    from 200 µs to 5 ms: a look costs as much as the first sleep, and with more ranks than cores,
     polling takes the core away from the very rank that is waited for.
     """
     seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)
