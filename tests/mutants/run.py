@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from tests.mutants.table import MUTANTS, Mutant  # noqa: E402
 
 _COPIED = ("python", "tests", "benchmarks", "examples", "scripts", "docs", "pyproject.toml")
-_FAILED = 1  # what pytest ends with if a test failed; anything else is no answer
+_FAILED = 1  # what pytest ends with if a test failed; another number is no answer
 
 
 def survives(mutant: Mutant, seconds: float) -> str:
@@ -65,7 +65,7 @@ def _verdict(mutant: Mutant, copy: Path, seconds: float) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no test failed within {seconds:.0f} s"
-    if done.returncode == _FAILED:
+    if done.returncode == _FAILED or done.returncode < 0:  # or it crashed: an address of nobody
         return ""
     last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-200:]]
     return f"pytest ended with {done.returncode}: {last[0]}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,19 +41,23 @@ def lined_up(calls: Any, *args: Any, **options: Any) -> None:
         print("done:", *args, options, flush=True)
 
 
-def ag_gemm() -> int:
+def ag_gemm(own: bool) -> int:
     calls = ag_gemm_calls.Calls(ROWS, COLUMNS, K)
     for method in AllGatherMethod:
+        if own and method is AllGatherMethod.SERIAL:
+            continue
         for rows in (ROWS, 5):
             lined_up(calls, rows, method=method, num_chunks=2, persistent=rows == ROWS)
     return calls.finish()
 
 
-def _summed(kind: type[SummedCalls]) -> int:
+def _summed(kind: type[SummedCalls], own: bool) -> int:
     calls = kind(ROWS, COLUMNS, K, **kind.options)
     for each in kind.ways:
         if each["way"] == "copy_engine" and current_device().launches_block:
             continue  # it would never end, and says so
+        if own and each["way"] == "serial":
+            continue
         for rows in (ROWS, 5):
             lined_up(calls, rows, has_bias=rows == 5, persistent=rows == ROWS, **each)
     return calls.finish()
@@ -66,20 +71,22 @@ def _collective(op: str) -> int:
     return calls.finish()
 
 
-OPS: dict[str, Callable[[], int]] = {
+OPS: dict[str, Callable[[bool], int]] = {
     "ag_gemm": ag_gemm,
-    "gemm_rs": lambda: _summed(gemm_rs_calls.Calls),
-    "gemm_ar": lambda: _summed(gemm_ar_calls.Calls),
-    "all_reduce": lambda: _collective("all_reduce"),
-    "reduce_scatter": lambda: _collective("reduce_scatter"),
-    "all_gather": lambda: _collective("all_gather"),
+    "gemm_rs": lambda own: _summed(gemm_rs_calls.Calls, own),
+    "gemm_ar": lambda own: _summed(gemm_ar_calls.Calls, own),
+    "all_reduce": lambda own: _collective("all_reduce"),
+    "reduce_scatter": lambda own: _collective("reduce_scatter"),
+    "all_gather": lambda own: _collective("all_gather"),
 }
+"""Calls of each op; given True, without those that have a product of cuBLAS's."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("op", choices=list(OPS))
     parser.add_argument("--compile", action="store_true", help="first, on all processors")
+    parser.add_argument("--own", action="store_true", help="no kernels of libraries")
     parser.add_argument("--seconds", type=float, help="then print the stacks")
     options = parser.parse_args()
     if options.seconds:
@@ -87,7 +94,7 @@ def main() -> None:
     initialize_distributed()
     print("ranks have met", flush=True)
     with bounded_waits(_WAIT_SECONDS):
-        calls = OPS[options.op]
+        calls = functools.partial(OPS[options.op], options.own)
         count = (compiled_ahead(calls) if options.compile else calls)()
     print(count, "calls are right", flush=True)
     finalize_distributed()

@@ -58,6 +58,8 @@ class Ranks:
         if program is None:
             arguments.append("--compile")
         else:
+            if tool == "racecheck":  # under which torch.matmul ended in an illegal address
+                arguments.append("--own")
             world["CUDA_LAUNCH_BLOCKING"] = "1"  # as the tools do: some ways ask for it
             if not options.torch_cache:
                 # A tensor, an allocation: else all lie in large ones of torch's.

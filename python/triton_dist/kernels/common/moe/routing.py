@@ -45,7 +45,7 @@ run, first and last position of arrival whose rows it has, and one that is unuse
 MOST_EXPERTS, MOST_TOPK, MOST_GROUPS = 512, 10, 4
 _BLOCK = 128
 """Routes that a program places."""
-_BLOCKS, _EXPERTS = 8, 8
+_BLOCKS, _EXPERTS = 4, 8
 """Blocks and experts that a program counts at a time."""
 _COUNTS_AT_ONCE = 4096
 """Counts, a chunk and expert each, that a program adds at a time."""
