@@ -136,7 +136,7 @@ class Sweep:
             "own": winner.candidate.kind == "own",
             "config": _short(winner),
             "how": tuned.how,
-            **({"first_call": tuned.first_call} if tuned.first_call else {}),
+            **({"first_call": tuned.first_call, "raced": tuned.raced} if tuned.raced else {}),
             "failures": failures,
         }
         found = point(M, samples, peers, **about)

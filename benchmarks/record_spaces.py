@@ -75,7 +75,7 @@ class Recorder:
                 for M in self.options.M:
                     operands = self.case.operands(shape(M), dtype, ranks)
                     sizes[str(M)] = self._runs(*self.case.arguments(operands, ctx))
-        safe = [place for place, each in enumerate(self.configs) if self.op.is_safe(each)]
+        safe = [place for place, each in enumerate(self.configs) if self.op.safe_kind(each)]
         return {
             "op": self.options.op, "N": self.options.N, "K": self.options.K,
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),

@@ -17,6 +17,9 @@ from triton_dist.kernels.common.case import Case, Peer
 from .workload import TUNED, TUNED_AGAIN, Choice
 
 
+_RACED = 12
+
+
 class TunedOp:
     """The op of ``case`` at ``shape``, tuned when it is made, or its cached config used."""
 
@@ -38,6 +41,8 @@ class TunedOp:
         self.how = self._record.carried or "tuned at a size of this range"
         self.first_call = _cost(self._record, took) if tuned_now else None
         """What choosing took now: milliseconds of the host, and of the device."""
+        self.raced = _raced(self._record) if tuned_now else None
+        """Medians of the fastest that were measured now, by config."""
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
     def raced(self, number: int = 3) -> list[Peer]:
@@ -109,6 +114,12 @@ class TunedOp:
             if seen[way] <= self._choice.best:
                 best[f"{way} {seen[way]}"] = config
         return best
+
+
+def _raced(record: TuningRecord) -> dict[str, float]:
+    measured = [trial for trial in record.trials if hasattr(trial.outcome, "median")]
+    measured.sort(key=lambda trial: trial.outcome.median)
+    return {str(trial.config): trial.outcome.median for trial in measured[:_RACED]}
 
 
 def _cost(record: TuningRecord, seconds: float) -> dict[str, float]:

@@ -163,7 +163,7 @@ class Rank:
     compiler: Any = None
     search: Any = Exhaustive
     sizes: Sizes | None = None
-    is_safe: Callable[[Any], bool] = lambda config: False
+    safe_kind: Callable[[Any], object] = lambda config: False
     transfer_ms: float = 30.0
     most_hits: int = 4096
     settling: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
@@ -187,7 +187,7 @@ class Rank:
             memory.clear,
             Surroundings(lambda group: self.ranks, most_hits=lambda: self.most_hits),
             sizes=self.sizes,
-            is_safe=self.is_safe,
+            safe_kind=self.safe_kind,
         )
 
     def parts(self, memory: MemoryStore) -> Parts:

@@ -147,11 +147,24 @@ def test_safe_configs_race_at_every_size():
 
     space = [{"tile": 1}, {"tile": 2}, {"tile": "library"}]
     is_safe = lambda config: config["tile"] == "library"  # noqa: E731
-    (rank,) = ranks(cost=cost, space=space, is_safe=is_safe)
+    (rank,) = ranks(cost=cost, space=space, safe_kind=is_safe)
     rank.cost.M = 0
     together([rank], 512)
     record = rank.tuned.tune(576)
     assert {trial.config["tile"] for trial in record.trials} == {1, "library"}
+
+
+def test_one_safe_config_of_each_name_races_at_every_size():
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return {"a": 0.3, "b": 0.2, "c": 0.4, 1: 0.1, 2: 0.9}[config["tile"]]
+
+    space = [{"tile": 1}, {"tile": 2}, *({"tile": name} for name in "abc")]
+    names = {"a": "one", "b": "one", "c": "other"}
+    (rank,) = ranks(cost=cost, space=space, safe_kind=lambda config: names.get(config["tile"]))
+    rank.cost.M = 0
+    together([rank], 512)
+    record = rank.tuned.tune(576)
+    assert {trial.config["tile"] for trial in record.trials} == {1, "b", "c"}
 
 
 def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():
@@ -178,7 +191,7 @@ def library_and_tiles(rank: int, config: dict[str, Any]) -> float:
 def sized(**options: Any) -> list[Rank]:
     space = [{"tile": 128}, {"tile": "library"}]
     is_safe = lambda config: config["tile"] == "library"  # noqa: E731
-    return ranks(cost=library_and_tiles, space=space, is_safe=is_safe, **options)
+    return ranks(cost=library_and_tiles, space=space, safe_kind=is_safe, **options)
 
 
 def test_within_a_range_the_exact_size_decides():
@@ -210,7 +223,7 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
 
     space = [{"tile": tile} for tile in (128, 64, "library")]
     found = fingerprint(version="7")
-    options = {"space": space, "is_safe": lambda config: config["tile"] == "library"}
+    options = {"space": space, "safe_kind": lambda config: config["tile"] == "library"}
     (source,) = ranks(cost=cost, fingerprint=found, transfer_ms=0, **options)
     for M in times:
         call([source], M)
@@ -275,7 +288,7 @@ def test_in_doubt_a_safe_config_is_predicted():
 
     space = [{"tile": 1}, {"tile": "library"}]
     is_safe = lambda config: config["tile"] == "library"  # noqa: E731
-    (rank,) = ranks(cost=cost, space=space, is_safe=is_safe)
+    (rank,) = ranks(cost=cost, space=space, safe_kind=is_safe)
     together([rank], 512)
     rank.frozen = True
     assert together([rank], 576)[0][1] == {"tile": 1}

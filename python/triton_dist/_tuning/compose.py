@@ -113,7 +113,8 @@ def autotune(
             neighbours decide alone. Arguments are added to what ``key_fn`` returns, which then
             need not know them.
         safe_fn: ``safe_fn(config)``, true for configs that are far from the best nowhere, such as
-            a library's: two of them race at every size, and are used in doubt.
+            a library's: one of them races at every size, and is used in doubt. Where it returns
+            names, one of each, of four at most.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -186,13 +187,13 @@ def autotune(
             surroundings,
             origin_of,
             known,
-            (lambda config: bool(safe_fn(config))) if safe_fn is not None else _none_is_safe,
+            safe_fn or _none_is_safe,
         )
 
     return decorate
 
 
-def _none_is_safe(config: Config) -> bool:
+def _none_is_safe(config: Config) -> object:
     return False
 
 

@@ -64,7 +64,7 @@ class AutoTuner(Decorated):
         fn: the function itself, without tuning.
         config_space: the candidates, evaluated when first looked at.
         key_fn, prune_fn: as given.
-        is_safe: tells configs that ``safe_fn`` names.
+        safe_kind: ``safe_fn``, or a function that calls none safe.
         tuning_count: how many tunings this process did; a cached result is none.
     """
 
@@ -82,7 +82,7 @@ class AutoTuner(Decorated):
         surroundings: Surroundings,
         origin_of: Callable[[Callable[..., Any], Iterable[str]], Origin] = Origin.of,
         sizes: Sizes | None = None,
-        is_safe: Callable[[Config], bool] = lambda config: False,
+        safe_kind: Callable[[Config], object] = lambda config: False,
     ) -> None:
         super().__init__(fn)
         self.config_space = config_space
@@ -91,7 +91,7 @@ class AutoTuner(Decorated):
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
-        self._sizes, self.is_safe = sizes, is_safe
+        self._sizes, self.safe_kind = sizes, safe_kind
         self._first_call = self._surroundings.untraced(self._call_first)
         self._chosen: dict[Any, Choice] = {}
         # Views of it for the hot path: arguments by key, of calls without and with a group. They
@@ -303,7 +303,7 @@ class AutoTuner(Decorated):
 
     def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
         origin = self._origin_of(self.fn, space.names)
-        about = (self._hooks, self._sizes, self.is_safe)
+        about = (self._hooks, self._sizes, self.safe_kind)
         subject = Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record

@@ -83,8 +83,9 @@ class Subject:
     hooks: Hooks
     sizes: Sizes | None = None
     """Sizes in its keys."""
-    is_safe: Callable[[Config], bool] = lambda config: False
-    """Tells configs that are nowhere far from the best, such as a library's."""
+    safe_kind: Callable[[Config], object] = lambda config: False
+    """True, or a name, for configs that are nowhere far from the best, such as a library's. Those
+    of one name are alike."""
 
 
 @dataclass(frozen=True)

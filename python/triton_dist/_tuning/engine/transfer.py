@@ -33,8 +33,8 @@ T = TypeVar("T")
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
 _CANDIDATES = 6
-"""Raced, besides two that are safe everywhere."""
-_SAFE = 2
+"""Raced, besides those that are safe everywhere, one of each kind."""
+_SAFE = 4
 _NEIGHBOURS, _IN_FULL = 6, 3
 """So many, the nearest, have a say, and so many of those that were tuned in full."""
 _HOPELESS = 1.0
@@ -140,7 +140,7 @@ class Neighbours:
 
     family: Family
     all: Sequence[Neighbour]
-    is_safe: Callable[[Config], bool]
+    safe_kind: Callable[[Config], object]
 
     @property
     def teach(self) -> bool:
@@ -173,14 +173,14 @@ class Neighbours:
                 full += not record.carried
             if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
                 break
-        return cls(family, list(found.values()), subject.is_safe)
+        return cls(family, list(found.values()), subject.safe_kind)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
-        and in any case some that are safe: the more, the more time there is."""
+        and in any case one of each kind that is safe: the more, the more time there is."""
         if not self.teach:
             return []
         number = round(_CANDIDATES * math.sqrt(max(1.0, milliseconds / 30)))
@@ -190,8 +190,11 @@ class Neighbours:
             key=lambda config: scores[config.digest],
         )
         near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)][:number]
-        safe = [config for config in known if self.is_safe(config)][:_SAFE]
-        safe = safe or [config for config in kept if self.is_safe(config)][:_SAFE]
+        kinds: dict[object, Config] = {}
+        for config in (*known, *kept):
+            if kind := self.safe_kind(config):
+                kinds.setdefault(kind, config)
+        safe = list(kinds.values())[:_SAFE]
         return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
 
     def times(self, record: TuningRecord, usable: Sequence[Config]) -> Times:
@@ -202,7 +205,7 @@ class Neighbours:
             for each in self.all
             if each.sizes < self.family.sizes
         ]
-        is_safe = {config.digest: self.is_safe(config) for config in usable}
+        is_safe = {config.digest: bool(self.safe_kind(config)) for config in usable}
         return times_of(record, at, below, is_safe)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
@@ -230,7 +233,7 @@ class Neighbours:
         chosen = min(candidates, key=lambda config: worst[config])
         one_sided = len(nearest) == 1 and nearest[0].distance > _IN_DOUBT
         if one_sided or worst[chosen] > math.log1p(_NEAR_BEST):
-            chosen = next(filter(self.is_safe, candidates), chosen)
+            chosen = next(filter(self.safe_kind, candidates), chosen)
         source = next((each for each in self.all if chosen.digest in each.slowdowns), None)
         if source is None:
             return None

@@ -172,7 +172,7 @@ def op(
             agree_fn=agree_fn,
             version=version,
             sizes=key_sizes,
-            safe_fn=lambda config: ways[config["way"]].is_safe,
+            safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
         )(fn)
 
     return decorate
