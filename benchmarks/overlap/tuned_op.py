@@ -16,7 +16,6 @@ from triton_dist.kernels.common.case import Case, Peer
 
 from .workload import TUNED, TUNED_AGAIN, Choice
 
-
 _RACED = 12
 
 
