@@ -3,6 +3,7 @@
     bash scripts/launch.sh benchmarks/bench_overlap.py --json overlap.json --png overlap.png
     bash scripts/launch.sh benchmarks/bench_overlap.py --shapes 8192:28672:8192 --mode graph
     bash scripts/launch.sh benchmarks/bench_overlap.py --layers all --M 512,2048,8192
+    bash scripts/launch.sh benchmarks/bench_overlap.py --op ag_group_gemm --routing zipf
     scripts/python benchmarks/bench_overlap.py --from-json overlap.json --png overlap.png
 
 For each shape the op is tuned, or its cached config used. Then the winner, the best few other
@@ -35,12 +36,14 @@ from overlap.tuned_op import open_op
 from overlap.workload import Choice
 
 from triton_dist.kernels.common.case import Case
+from triton_dist.kernels.common.moe_case import ROUTINGS, RoutedCase
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.cases import overlapped_cases
+from triton_dist.testing.cases import all_cases, overlapped_cases
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 256
-CASES = overlapped_cases()
+# One product has nothing to hide, but peers and a limit like the others.
+CASES = overlapped_cases() | {"grouped_gemm": all_cases()["grouped_gemm"]}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -49,7 +52,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
     parser.add_argument("--shapes", help="M:N:K,... global; default: a mix")
-    parser.add_argument("--layers", type=parse_layers, help="N and K by name, or all; with --M")
+    parser.add_argument(
+        "--layers", help="N and K by name, or models of ops with experts, or all; with --M"
+    )
+    parser.add_argument(
+        "--routing", choices=list(ROUTINGS), default="even", help="where an op has experts"
+    )
     parser.add_argument("--M", type=parse_numbers, default=[8192], help="rows for --layers")
     parser.add_argument("--scale", type=int, help="divide every size; default: 1, on CPU ranks 256")
     parser.add_argument("--mode", help="eager,graph; default: both, on CPU ranks eager")
@@ -67,6 +75,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             options.shapes = parse_shapes(options.shapes, CASES[options.op].shape)
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --shapes: {error}")
+    if options.layers is not None:
+        try:
+            options.layers = parse_layers(options.layers, CASES[options.op])
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --layers: {error}")
     unknown = [mode for mode in (options.mode or "eager").split(",") if mode not in MODES]
     if unknown:
         parser.error(f"--mode {unknown[0]!r}, expected {' or '.join(MODES)}")
@@ -82,6 +95,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     dtype = dtype_named(options.dtype)
     choice = Choice(options.best, options.all_candidates)
     trees, case = [], CASES[options.op]
+    if isinstance(case, RoutedCase):
+        case.routing = options.routing
     asked = (case.scaled(each, scale, num_ranks) for each in wanted(options, case))
     for shape in dict.fromkeys(asked):
         # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
@@ -104,7 +119,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def wanted(options: argparse.Namespace, case: Case[Any]) -> list[Any]:
     """Shapes that the command line asks for; default: what the op has to be good at."""
     asked = list(options.shapes or [])
-    asked += [case.shape(M, N, K) for N, K in options.layers or [] for M in options.M]
+    asked += [layer(M) for layer in options.layers or [] for M in options.M]
     return asked or list(case.shapes)
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TypeVar
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from triton_dist.kernels.common.case import Case
 from triton_dist.kernels.common.gemm_case import Shape
+from triton_dist.kernels.common.moe_case import GroupedShape, RoutedCase
 
 S = TypeVar("S")
 
@@ -30,13 +35,30 @@ def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
     return shapes
 
 
-def parse_layers(text: str) -> list[tuple[int, int]]:
-    """Names of ``LAYERS``, or ``all``, for argparse."""
-    names = list(LAYERS) if text == "all" else text.split(",")
-    unknown = [name for name in names if name not in LAYERS]
+def layers_of(case: Case[Any]) -> dict[str, Callable[[int], Any]]:
+    """By the name of a layer, or of a model whose layers have experts: the shape of ``case`` with
+    so many rows."""
+    if isinstance(case, RoutedCase):
+        return {name: functools.partial(_with_rows, shape) for name, shape in case.models.items()}
+    return {name: functools.partial(_of_layer, case.shape, N, K) for name, (N, K) in LAYERS.items()}
+
+
+def parse_layers(text: str, case: Case[Any]) -> list[Callable[[int], Any]]:
+    """Names of ``layers_of``, or ``all``, for argparse."""
+    layers = layers_of(case)
+    names = list(layers) if text == "all" else text.split(",")
+    unknown = [name for name in names if name not in layers]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no layer {unknown[0]!r}; there are {', '.join(LAYERS)}")
-    return [LAYERS[name] for name in names]
+        raise argparse.ArgumentTypeError(f"no layer {unknown[0]!r}; there are {', '.join(layers)}")
+    return [layers[name] for name in names]
+
+
+def _with_rows(shape: GroupedShape, M: int) -> GroupedShape:
+    return dataclasses.replace(shape, M=M)
+
+
+def _of_layer(kind: Callable[[int, int, int], Any], N: int, K: int, M: int) -> Any:
+    return kind(M, N, K)
 
 
 def parse_numbers(text: str) -> list[int]:

@@ -16,7 +16,9 @@ from benchmarks.overlap.shapes import Shape
 from tests.architecture.source import ROOT
 from tests.benchmarks import overlap_ranks
 from tests.docs.run_blocks import run_program
+from triton_dist.kernels.common.moe_case import GroupedShape
 from triton_dist.testing import spawn_ranks
+from triton_dist.testing.cases import all_cases
 
 pytestmark = pytest.mark.timeout(180)
 SCRIPT = str(ROOT / "benchmarks" / "bench_overlap.py")
@@ -211,14 +213,19 @@ def test_tables_and_ratios_do_without_what_failed():
 
 def test_shapes_of_the_command_line():
     assert shapes.parse_shapes("1:2:3,4:5:6") == [Shape(1, 2, 3), Shape(4, 5, 6)]
-    assert shapes.parse_layers("llama-70b-qkv") == [(10240, 8192)]
-    assert len(shapes.parse_layers("all")) == len(shapes.LAYERS)
+    cases = all_cases()
+    (layer,) = shapes.parse_layers("llama-70b-qkv", cases["ag_gemm"])
+    assert layer(64) == Shape(64, 10240, 8192)
+    assert len(shapes.parse_layers("all", cases["gemm_rs"])) == len(shapes.LAYERS)
+    (layer,) = shapes.parse_layers("Mixtral 8x7B", cases["run_moe_reduce_rs"])
+    assert layer(64) == GroupedShape(64, 4096, 14336, 8, 2)
+    with pytest.raises(argparse.ArgumentTypeError, match="no layer 'llama-1b'; there are Mixtral"):
+        shapes.parse_layers("llama-1b", cases["grouped_gemm"])
     assert shapes.parse_numbers("512,1024") == [512, 1024]
     for parse, text in (
         (shapes.parse_shapes, "1:2"),
         (shapes.parse_shapes, "1:2:x"),
         (shapes.parse_shapes, "0:2:3"),
-        (shapes.parse_layers, "llama-1b"),
         (shapes.parse_numbers, "a"),
     ):
         with pytest.raises(argparse.ArgumentTypeError):

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,8 @@ class RoutedCase(Case[GroupedShape]):
     """A case whose operands have ids, drawn as ``routing`` says."""
 
     shape = GroupedShape
+    models: ClassVar[Mapping[str, GroupedShape]]
+    """Layers of models, by name."""
     routing = "even"
     """One of ``ROUTINGS``."""
 
@@ -121,7 +123,7 @@ class SummedRoutesCase(RoutedCase):
     ``expert_weight`` [M, topk], these two the same on all ranks of the world: they are
     broadcast."""
 
-    shapes = tuple(SECOND_PRODUCTS.values())
+    models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
 
     def __init__(self, op: AutoTuner, grouped_gemm: AutoTuner) -> None:
         super().__init__(op)

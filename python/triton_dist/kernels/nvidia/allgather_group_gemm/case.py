@@ -37,7 +37,7 @@ class AllGatherGroupGEMMCase(RoutedCase):
     """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], the same on
     all ranks of the world: they are broadcast."""
 
-    shapes = tuple(FIRST_PRODUCTS.values())
+    models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
     transfer, serial = "all-gather", "all-gather + grouped_gemm"
 
     def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:

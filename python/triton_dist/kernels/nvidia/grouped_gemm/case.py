@@ -32,7 +32,7 @@ MODELS = {
 class GroupedGEMMCase(RoutedCase):
     """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk]: even, random."""
 
-    shapes = tuple(MODELS.values())
+    models, shapes = MODELS, tuple(MODELS.values())
     transfer, serial = "nothing", "grouped_mm between copies"
     overlaps = False
 
