@@ -74,7 +74,7 @@ def routings(draw):
     return ids, E, draw(st.sampled_from([16, 32, 64])), place
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(routings())
 def test_any_routing(routing):
     ids, E, block_m, place = routing

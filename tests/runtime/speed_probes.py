@@ -121,7 +121,7 @@ def digests() -> dict[str, str]:
 def refusal() -> str:
     """What is said of types that do not go together."""
     try:
-        kernel_arithmetic[(1,)](torch.zeros(1), torch.zeros(1), 3, 1, 1, SIZE=16)
+        kernel_arithmetic[(1,)](torch.zeros(512), torch.zeros(32), 3, 1, 1, SIZE=16)
     except triton.runtime.errors.InterpreterError as error:
         return str(error)
     return "none"
