@@ -52,8 +52,8 @@ def compiled(index, layout, **options):
 
 
 def every_tile():
-    """The largest in both layouts, every third of the others: ``test_ag_group_gemm.py`` has all, with
-    more to do in each."""
+    """The largest in both layouts, every third of the others: ``test_ag_group_gemm.py`` has all,
+    with more to do in each."""
     kinds = [kernel_of(config) for config in GROUPED_TILES]
     for number, index in enumerate(sorted({kinds.index(kind) for kind in kinds})):
         config = GROUPED_TILES[index]
