@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test versions fresh stress chaos mutants dist docs bench gpu sanitize
+.PHONY: check format lint types test versions fresh stress chaos mutants dist docs bench gpu gpu-report sanitize
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -56,6 +56,11 @@ dist:
 # On a host without GPUs the tests are listed as skipped, with the reason.
 gpu:
 	bash scripts/test.sh --gpu
+
+# All that is measured on GPUs, the most valuable first, into the folder gpu-report; goes on with it.
+MINUTES = 60
+gpu-report:
+	bash scripts/python benchmarks/gpu_report.py --minutes $(MINUTES) --out gpu-report
 
 # A little of each op under compute-sanitizer, on two ranks, of one GPU if there is but one.
 # SANITIZE="--tools racecheck gemm_rs" limits it to a tool and an op.

@@ -1,0 +1,240 @@
+"""Run everything that is measured on GPUs, the most valuable first, and stop in time.
+
+    make gpu-report MINUTES=25
+    scripts/python benchmarks/gpu_report.py --minutes 25 --out report
+    scripts/python benchmarks/gpu_report.py --list
+    scripts/python benchmarks/gpu_report.py --minutes 5 --out report --steps "any M"
+
+Each step is a command of this repository, with a rank on every GPU and a limit of its own. What it
+writes and prints lies in the folder: JSON, logs, and ``report.json`` and ``report.md``, which say
+on what commit, machine and versions each step ran, how it ended, and what was not reached. The same
+command goes on: what is done is not repeated; what was cut off or failed is. Steps whose name has
+the text of --steps are all that is run with it.
+
+The exit status is the number of steps that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from overlap.results import environment, software
+from overlap.table import console
+from rich.table import Table
+
+from triton_dist.runtime.device import current_device
+
+ROOT = Path(__file__).parents[1]
+_GRACE = 10.0
+"""Seconds between asking a step to end and ending it."""
+_SHOWN = 60
+"""Lines of a log that the report shows: the end, where tables are."""
+DONE, FAILED, CUT_OFF, NOT_REACHED = "done", "failed", "cut off", "not reached"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command; ``{out}`` in it is the path of the step's results, without a suffix, ``{launch}``
+    what starts a program on all ranks."""
+
+    name: str
+    minutes: float
+    """It is cut off after these."""
+    command: str
+
+    @property
+    def file(self) -> str:
+        return self.name.replace(" ", "-").replace(",", "")
+
+
+def _steps() -> tuple[Step, ...]:
+    gemms = ("ag_gemm", "gemm_rs", "gemm_ar")
+    routed = ("ag_group_gemm", "run_moe_reduce_rs", "run_moe_reduce_ar")
+    overlap = "{launch} benchmarks/bench_overlap.py --mode graph --json {out}.json"
+    any_m = "{launch} benchmarks/bench_any_m.py --minutes 4 --json {out}.json"
+    tests = " ".join(f"tests/gpu/test_{op}.py" for op in (*gemms, "ag_group_gemm", "moe_sums"))
+    return (
+        Step("tests of the ops", 6, f"bash scripts/test.sh --gpu {tests}"),
+        *(Step(f"goals, {op}", 5, f"{overlap} --op {op} --best 3 --rounds 15") for op in gemms),
+        *(
+            Step(
+                f"goals, {op}", 4,
+                f"{overlap} --op {op} --layers all --M 8192,64,1024 --best 0 --rounds 15",
+            )
+            for op in routed
+        ),
+        *(Step(f"any M, {op}", 5, f"{any_m} --op {op} --M-random 64") for op in gemms),
+        Step(
+            "goals, collectives", 4,
+            "{launch} benchmarks/bench_collectives.py --mode graph --json {out}.json",
+        ),
+        Step("host cost", 2, "{launch} benchmarks/bench_host_cost.py --json {out}.json"),
+        Step("cold tuning", 4, "{launch} benchmarks/bench_cold_tuning.py --json {out}.json"),
+        Step("contextual race", 4, "{launch} benchmarks/bench_contextual.py --json {out}.json"),
+        Step(
+            "stress", 6, 'bash scripts/test.sh --gpu tests/gpu/test_overlap_stress.py -m "gpu"'
+        ),
+        *(
+            Step(
+                f"records, {op}", 8,
+                f"{{launch}} benchmarks/tune_layers.py --op {op} && "
+                f"scripts/triton-dist pack {op} --out {{out}}.pack.json",
+            )
+            for op in gemms
+        ),
+        Step("all other tests", 12, "bash scripts/test.sh --gpu"),
+    )  # fmt: skip
+
+
+STEPS = _steps()
+
+
+def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, Any]:
+    """Run it for ``seconds`` at most; what the report says of it."""
+    seconds = min(60 * step.minutes, seconds)
+    launch = f"bash scripts/launch.sh --nproc_per_node={ranks}"
+    command = step.command.format(out=shlex.quote(str(folder / step.file)), launch=launch)
+    begin, log = time.monotonic(), folder / f"{step.file}.log"
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = _ended(process, seconds)
+    took = time.monotonic() - begin
+    state = CUT_OFF if status is None else FAILED if status else DONE
+    return {
+        "state": state, "status": status, "seconds": round(took, 1), "command": command,
+        "commit": commit(), "when": now(),
+    }  # fmt: skip
+
+
+def _ended(process: subprocess.Popen[Any], seconds: float) -> int | None:
+    """Its exit status; ``None`` if it was ended, with all that it had started."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for sent in (signal.SIGINT, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, sent)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """The commit of this tree, with ``+`` if files differ from it; empty without git."""
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return run.stdout.strip()
+
+
+def run(steps: Sequence[Step], folder: Path, minutes: float, ranks: int) -> dict[str, Any]:
+    """Run what is not done yet; the report, which is written after each step."""
+    deadline = time.monotonic() + 60 * minutes
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.json"
+    before = json.loads(path.read_text("utf-8"))["steps"] if path.exists() else {}
+    report = {
+        "hardware": {**current_device().facts(), "ranks": str(ranks)},
+        "software": software(),
+        "environment": environment(),
+        "steps": before | {s.name: {"state": NOT_REACHED} for s in steps if not _done(before, s)},
+    }
+    write(report, folder)
+    for step in steps:
+        left = deadline - time.monotonic()
+        if _done(before, step) or left < _GRACE:
+            continue
+        print(f"{step.name}: at most {min(left / 60, step.minutes):.1f} minutes", flush=True)
+        report["steps"][step.name] = run_step(step, folder, left - _GRACE, ranks)
+        write(report, folder)
+    return report
+
+
+def _done(steps: dict[str, Any], step: Step) -> bool:
+    return bool(steps.get(step.name, {}).get("state") == DONE)
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """The report as JSON, and for people with the end of each log."""
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    lines = ["# GPU report", ""]
+    for part in ("hardware", "software", "environment"):
+        lines += [f"{part}: " + ", ".join(f"{k} {v}" for k, v in report[part].items()), ""]
+    lines += ["| step | | s | commit | when |", "|---|---|---|---|---|"]
+    for name, step in report["steps"].items():
+        cells = (step.get(each, "") for each in ("state", "seconds", "commit", "when"))
+        lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+    for name, step in report["steps"].items():
+        if "command" in step:
+            log = folder / f"{Step(name, 0, '').file}.log"
+            shown = log.read_text("utf-8", errors="replace").splitlines()[-_SHOWN:]
+            lines += ["", f"## {name}", "", f"`{step['command']}`", "", "```text", *shown, "```"]
+    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def table(report: dict[str, Any]) -> Table:
+    """How each step ended."""
+    found = Table(title="GPU report", title_justify="left")
+    for name in ("step", "", "s", "commit"):
+        found.add_column(name)
+    for name, step in report["steps"].items():
+        found.add_row(name, step["state"], str(step.get("seconds", "")), step.get("commit", ""))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="in all; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder")
+    parser.add_argument("--steps", default="", help="only those whose name has this text")
+    parser.add_argument("--list", action="store_true", help="show the steps, run none")
+    options = parser.parse_args(arguments)
+    steps = [step for step in STEPS if options.steps in step.name]
+    if not steps:
+        parser.error(f"--steps {options.steps!r}: none of {', '.join(s.name for s in STEPS)}")
+    if options.list:
+        for step in steps:
+            print(f"{step.name} ({step.minutes:g} min): {step.command}")
+        return 0
+    ranks = torch.cuda.device_count()
+    if ranks == 0:
+        parser.error("there is no GPU here; --list shows what would be run")
+    report = run(steps, options.out.absolute(), options.minutes, ranks)
+    console().print(table(report))
+    return sum(step["state"] == FAILED for step in report["steps"].values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
