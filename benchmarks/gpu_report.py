@@ -123,7 +123,7 @@ def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, 
     state = CUT_OFF if status is None else FAILED if status else DONE
     return {
         "state": state, "status": status, "seconds": round(took, 1), "command": command,
-        "commit": commit(), "when": now(),
+        "log": log.name, "commit": commit(), "when": now(),
     }  # fmt: skip
 
 
@@ -196,8 +196,8 @@ def write(report: dict[str, Any], folder: Path) -> None:
         lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
     for name, step in report["steps"].items():
         if "command" in step:
-            log = folder / f"{Step(name, 0, '').file}.log"
-            shown = log.read_text("utf-8", errors="replace").splitlines()[-_SHOWN:]
+            text = (folder / step["log"]).read_text("utf-8", errors="replace")
+            shown = text.splitlines()[-_SHOWN:]
             lines += ["", f"## {name}", "", f"`{step['command']}`", "", "```text", *shown, "```"]
     (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

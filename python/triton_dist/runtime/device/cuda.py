@@ -56,6 +56,9 @@ class CudaDevice:
         self._kilohertz: int = self._properties.clock_rate
         # Tensor descriptors become TMA from compute capability 9.0 on; before, pointers are faster.
         self.prefers_descriptors: bool = self._properties.major >= 9
+        # A launch returns when its kernel has ended: CUDA looks at the variable once, too. ``make
+        # sanitize`` sets it, since under compute-sanitizer launches do so anyway.
+        self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
 
     def synchronize(self, seconds: float | None = None) -> None:
@@ -119,12 +122,6 @@ class CudaDevice:
     def has_async_tp(self) -> bool:
         """torch's own symmetric memory, on which its async tensor parallelism stands, too."""
         return ranks_per_gpu() == 1
-
-    @property
-    def launches_block(self) -> bool:
-        """A launch returns when its kernel has ended. ``make sanitize`` sets the variable too:
-        under compute-sanitizer launches do so anyway."""
-        return knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
 
     def shared_memory_bytes(self) -> int:
         """Largest dynamic shared memory of one block, in bytes (opt-in limit)."""

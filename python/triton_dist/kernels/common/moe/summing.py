@@ -43,6 +43,19 @@ _OPERANDS = ("x", "weights", "chosen_experts", "expert_weight", "ctx")
 _FIXED = ("n_chunks", "persistent", "config")
 
 
+class RoutedProducts(NamedTuple):
+    """The products that a context serves, on the ranks of ``group``."""
+
+    max_tokens: int
+    N: int
+    E: int
+    topk: int
+    dtype: torch.dtype
+    n_chunks_max: int
+    local_world_size: int
+    group: dist.ProcessGroup | None
+
+
 class MoESumContext(GEMMContext[PushedColumns], ABC):
     """Symmetric memory for such an op. A context manager.
 
@@ -57,22 +70,13 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     reductions: ClassVar[tuple[str, ...]]
     """Reductions that ``sum_over_ranks`` can do beside ``COLLECTIVE``; the most general first."""
 
-    def __init__(
-        self,
-        max_tokens: int,
-        N: int,
-        E: int,
-        topk: int,
-        dtype: torch.dtype,
-        n_chunks_max: int,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(group)
-        self.max_tokens, self.max_routes = max_tokens, max_tokens * topk
-        self.N, self.E, self.topk, self.dtype = N, E, topk, dtype
-        self.n_chunks_max, self.world_size = n_chunks_max, self.num_ranks
-        self.local_world_size = min(local_world_size, self.num_ranks)
+    def __init__(self, products: RoutedProducts) -> None:
+        super().__init__(products.group)
+        self.max_tokens, self.max_routes = products.max_tokens, products.max_tokens * products.topk
+        self.N, self.E, self.topk = products.N, products.E, products.topk
+        self.dtype, self.n_chunks_max = products.dtype, products.n_chunks_max
+        self.world_size = self.num_ranks
+        self.local_world_size = min(products.local_world_size, self.num_ranks)
 
     @staticmethod
     @abstractmethod
@@ -145,8 +149,11 @@ def create(
         "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
     }  # fmt: skip
     agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
-    sizes = (max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max)
-    return kind(*sizes, local_world_size, members)
+    products = RoutedProducts(
+        max_token_num // topk, hidden_dim, num_experts, topk, input_dtype, n_chunks_max,
+        local_world_size, members,
+    )  # fmt: skip
+    return kind(products)
 
 
 class SumKey(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -195,9 +196,9 @@ class _Whole(_Gathering):
     def run(self, call: Call) -> torch.Tensor:
         return call.ctx.buffer.beside(lambda: self.multiply(call))
 
+    @abstractmethod
     def multiply(self, call: Call) -> torch.Tensor:
         """Gather, and return the product."""
-        raise NotImplementedError
 
     def compile_gather(self, call: Call) -> None:
         """Compile what ``Call.all_rows`` launches."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import DEFAULT_SHAPE, Exchange, Shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
 from triton_dist.kernels.common.moe.columns import PushedColumns
-from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, create
+from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
 from triton_dist.kernels.nvidia.allreduce import (
     ONE_SHOT_BYTES,
     AllReduceContext,
@@ -32,24 +31,15 @@ class MoEReduceARContext(MoESumContext):
     title, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
     creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT)
 
-    def __init__(
-        self,
-        max_tokens: int,
-        N: int,
-        E: int,
-        topk: int,
-        dtype: torch.dtype,
-        n_chunks_max: int,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(max_tokens, N, E, topk, dtype, n_chunks_max, local_world_size, group)
-        rows = self.slab_rows(max_tokens)
+    def __init__(self, products: RoutedProducts) -> None:
+        super().__init__(products)
+        N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
+        rows = self.slab_rows(self.max_tokens)
         nbytes = self.num_ranks * rows * N * dtype.itemsize if self.num_ranks > 1 else 1
         with self._allocating() as own:
             self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found = self.buffer.disagreements
-            self.reducer = own(AllReduceContext(nbytes, local_world_size, group, found))
+            self.reducer = own(AllReduceContext(nbytes, products.local_world_size, group, found))
         self.reducer.row_elements = N
 
     @staticmethod

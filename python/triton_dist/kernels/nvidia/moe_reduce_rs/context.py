@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import Check
@@ -16,7 +15,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 )
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.moe.columns import PushedColumns
-from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, create
+from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
 from triton_dist.runtime.ranks import Group
 
 PUSH = "push"
@@ -34,19 +33,10 @@ class MoEReduceRSContext(MoESumContext):
     title, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
     creator, reductions = "create_moe_rs_context", (PUSH,)
 
-    def __init__(
-        self,
-        max_tokens: int,
-        N: int,
-        E: int,
-        topk: int,
-        dtype: torch.dtype,
-        n_chunks_max: int,
-        local_world_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(max_tokens, N, E, topk, dtype, n_chunks_max, local_world_size, group)
-        rows = self.slab_rows(max_tokens)
+    def __init__(self, products: RoutedProducts) -> None:
+        super().__init__(products)
+        N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
+        rows = self.slab_rows(self.max_tokens)
         held = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
         part_bytes = shard_elements(max(1, held) * N) * dtype.itemsize
         nbytes = self.num_ranks * part_bytes if self.num_ranks > 1 else 1
