@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import (
     SMALL_SHAPES,
     Shape,
@@ -275,6 +276,35 @@ class Collective(WholeProduct[Call]):
         return product
 
 
+class SymmetricCollective(WholeProduct[Call]):
+    """The all-reduce is torch's, of products in symmetric memory, in two shots. On GPUs of its own
+    for each rank, of bf16 and fp32, where rows are whole vectors of 16 bytes."""
+
+    name, is_safe = "symmetric_collective", True
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        yield ()
+
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return self._takes(sizes.B)
+
+    def check(self, call: Call) -> None:
+        if not self._takes(call.B):
+            expected = "another one here: torch's sum of symmetric memory takes bf16 and fp32, "
+            expected += "rows of whole 16 bytes, and a GPU for each rank"
+            raise InvalidArgument("gemm_ar", "way", self.name, expected)
+
+    def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return self.sum(call, torch.matmul(A, B, out=call.ctx.buffer.spare_sums(A.shape[0])))
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        return vendor.two_shot_all_reduce(product, torch.empty_like(product), call.ctx.group)
+
+    @staticmethod
+    def _takes(B: torch.Tensor) -> bool:
+        return vendor.sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
+
+
 WAYS = Ways(
     "gemm_ar",
     (
@@ -285,5 +315,6 @@ WAYS = Ways(
         TwoShotInOneLaunch(),
         Serial(),
         Collective(),
+        SymmetricCollective(),
     ),
 )
