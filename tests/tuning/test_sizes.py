@@ -214,8 +214,8 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
     """Tiles or library, where the other one won: its time says that it is faster at 2050."""
     winner = 128 if rival == "library" else "library"
     times = {
-        2048: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 3.0, 64: 2.0},
-        2176: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.1},
+        2048: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 2.08, 64: 2.0},
+        2176: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.01},
     }
 
     def cost(rank: int, config: dict[str, Any]) -> float:
@@ -264,6 +264,14 @@ def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     assert [call([there], M)[0][1]["tile"] for M in (2060, 2170)] == ["library", 128]
     assert call([there], 2300)[0][1]  # predicted
     assert there.tuned.tune(2300).at == ()
+
+
+def test_a_library_that_won_is_used_where_no_smaller_size_was_measured():
+    (rank,) = sized()
+    call([rank], 2304)
+    assert call([rank], 2060)[0][1] == {"tile": "library"}
+    assert rank.tuned.tune(2060).carried
+    assert call([rank], 2060)[0][1] == {"tile": "library"}
 
 
 def test_all_ranks_switch_at_one_size():
