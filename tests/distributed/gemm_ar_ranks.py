@@ -62,13 +62,15 @@ def whole_in_turn(rounds: int) -> int:
     libraries = (COLLECTIVE, SYMMETRIC) if has_symmetric else (COLLECTIVE,)
     for number in range(rounds):
         library = libraries[number % len(libraries)]
-        calls(16 + 8 * (number % 3), **library, has_bias=number % 3 == 0)
+        options = {"has_bias": number % 3 == 0, "copy_to_local": number % 4 < 2}
+        calls(16 + 8 * (number % 3), **library, **options)
         calls(64 - 8 * (number % 2), **WAYS[number % len(WAYS)])
         calls(33, way="serial", num_chunks=1 + number % 3, num_ctas=3)
     A, B = (matrix(rows, 64, torch.bfloat16) for rows in (4, 64))
     if not has_symmetric:
-        error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **SYMMETRIC))
-        assert "symmetric_collective" in str(error) and "a GPU for each rank" in str(error)
+        error = str(refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **SYMMETRIC)))
+        assert "symmetric_collective" in error
+        assert "a GPU for each rank" in error
     return calls.finish()
 
 

@@ -8,6 +8,7 @@ the neighbours decide alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ class Neighbours:
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
-        and in any case one of each kind that is safe: the more, the more time there is."""
+        in turn with one of each kind that is safe: the more, the more time there is."""
         if not self.teach:
             return []
         number = round(_CANDIDATES * math.sqrt(max(1.0, milliseconds / 30)))
@@ -194,8 +195,10 @@ class Neighbours:
         for config in (*known, *kept):
             if kind := self.safe_kind(config):
                 kinds.setdefault(kind, config)
-        safe = list(kinds.values())[:_SAFE]
-        return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
+        if not near:
+            return []
+        pairs = itertools.zip_longest(near, list(kinds.values())[:_SAFE])  # time may end the race
+        return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
     def times(self, record: TuningRecord, usable: Sequence[Config]) -> Times:
         """The times of these configs by size, for the range of ``record``."""

@@ -115,17 +115,20 @@ def all_reduce(addend: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
     """Tell whether ``two_shot_all_reduce`` works on this process's device, for any number of such
     rows."""
-    if not current_device().has_async_tp or not _has_operator(TWO_SHOT_ALL_REDUCE):
-        return False
-    return dtype in (torch.bfloat16, torch.float32) and row_bytes % _SUMMED_BYTES == 0
+    fits = dtype in (torch.bfloat16, torch.float32) and row_bytes % _SUMMED_BYTES == 0
+    return fits and current_device().has_async_tp and _has_operator(TWO_SHOT_ALL_REDUCE)
 
 
 def two_shot_all_reduce(
-    addend: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None
+    addend: torch.Tensor, group: dist.ProcessGroup | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``out``, the sum of ``addend`` over all ranks; ``addend`` lies in symmetric memory, at the
-    same place on every rank, and is overwritten. Waits for all ranks when it begins and ends."""
+    """The sum of ``addend`` over all ranks, in ``out``, or else in its place. ``addend`` lies in
+    symmetric memory, at the same place on every rank, and is overwritten. All ranks have come when
+    it begins, and nobody reads ``addend`` when it ends."""
     name = _group_of_symmetric_memory(group)
+    if out is None:
+        torch.ops.symm_mem.two_shot_all_reduce_(addend, "sum", name)
+        return addend
     torch.ops.symm_mem.two_shot_all_reduce_out(addend, "sum", name, out)
     return out
 

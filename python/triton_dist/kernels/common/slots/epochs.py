@@ -195,6 +195,11 @@ class EpochSlots:
             self._check_peers(self.index, size)
         self._in_turn = False
 
+    def skip(self) -> None:
+        """Go on to the other slot without an epoch: a call uses its memory that needs no flags of
+        it, since it waits for all ranks in its own way when it begins and ends."""
+        self.index = self.following
+
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
         """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch. The
         current stream has joined the call's side streams.

@@ -110,8 +110,9 @@ def gemm_ar(
         B: [K_per_rank, N], any strides.
         way: ``"one_shot"``, ``"one_shot_in_packets"``, ``"two_shot"``,
             ``"two_shot_in_one_launch"``, ``"serial"``, ``"collective"``,
-            ``"symmetric_collective"``; default ``"by_size"``, one shot or two. One shot, packets and one launch are for an M of up to the context's
-            ``one_shot_rows``, ``packet_rows`` and ``exchanged_rows``.
+            ``"symmetric_collective"``; default ``"by_size"``, one shot or two. One shot, packets
+            and one launch are for an M of up to the context's ``one_shot_rows``, ``packet_rows``
+            and ``exchanged_rows``.
         num_chunks: in which a rank's rows are added and sent, at most, in ``"two_shot"``; of
             ``"serial"``, the pieces of its all-reduce (tuned).
         reduction: the way of the all-reduce of ``"serial"`` (tuned).

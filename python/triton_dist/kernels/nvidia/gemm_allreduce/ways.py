@@ -48,10 +48,11 @@ from triton_dist.runtime.device import current_device
 # Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
 _TWO_SHOT_FROM = 1 << 20
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
+# From the largest that a product fills, which is the likeliest.
 _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
-    AllReduceMethod.ONE_SHOT: (Shape(16, 2048), Shape(64, 2048), Shape(64, 8192)),
+    AllReduceMethod.ONE_SHOT: (Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
     AllReduceMethod.TWO_SHOT: (
-        SMALL_SHAPES[0], Shape(32, 8192), Shape(128, 8192), Shape(64, 16384, 4), Shape(128, 16384),
+        Shape(128, 16384), Shape(64, 16384, 4), Shape(128, 8192), Shape(32, 8192), SMALL_SHAPES[0],
     ),
 }  # fmt: skip
 
@@ -224,7 +225,7 @@ class Serial(WholeProduct[Call]):
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
         for reduction, shapes in _SERIAL.items():
-            for shape in shapes[:1] if interpreted else shapes:
+            for shape in shapes[-1:] if interpreted else shapes:
                 yield reduction.value, shape.num_pieces, shape.num_ctas, shape.block_bytes
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
@@ -298,7 +299,10 @@ class SymmetricCollective(WholeProduct[Call]):
         return self.sum(call, torch.matmul(A, B, out=call.ctx.buffer.spare_sums(A.shape[0])))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
-        return vendor.two_shot_all_reduce(product, torch.empty_like(product), call.ctx.group)
+        if call.copy_to_local:
+            return vendor.two_shot_all_reduce(product, call.ctx.group, torch.empty_like(product))
+        call.ctx.buffer.slots.skip()  # so that the next call leaves the result
+        return vendor.two_shot_all_reduce(product, call.ctx.group)
 
     @staticmethod
     def _takes(B: torch.Tensor) -> bool:
