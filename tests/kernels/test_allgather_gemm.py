@@ -117,7 +117,7 @@ def test_an_older_keyword_names_the_only_way():
         (512, 8192, 64, torch.float16, 4, True),
         (1024, 8192, 64, torch.float16, 4, True),  # 16 MiB
         (1024, 8200, 64, torch.float16, 4, False),
-        (1000, 8200, 64, torch.float16, 4, False),  # as 1024 rows
+        (1000, 8208, 64, torch.float16, 4, False),  # as 1024 rows
         (1025, 64, 64, torch.float16, 4, False),
         (128, 8192, 64, torch.float16, 1, False),
         (128, 8192, 64, torch.float32, 4, False),  # without matrix units: by pointers
