@@ -121,15 +121,15 @@ class Family:
     """
 
     def __init__(self, fields: Sequence[tuple[Path, str, int]], key: Any) -> None:
-        self._paths = [path for path, _, _ in fields]
+        self._paths = tuple(path for path, _, _ in fields)
         self._names = [name for _, name, _ in fields]
         self.sizes = tuple(value for _, _, value in fields)
-        self._others = self._cut(codec.text(codec.encode(key)))[1]
+        self._others = _cut(codec.text(codec.encode(key)), self._paths)[1]
 
     def sizes_of(self, record: Key) -> tuple[int, ...] | None:
         """The sizes in the key of a record; ``None`` if it is no relative."""
         try:
-            sizes, others = self._cut(record.text)
+            sizes, others = _cut(record.text, self._paths)
         except (LookupError, TypeError, AttributeError):  # keys were others once
             return None
         fits = others == self._others and all(type(size) is int for size in sizes)
@@ -139,14 +139,16 @@ class Family:
         """``M=512``"""
         return ", ".join(f"{name}={size}" for name, size in zip(self._names, sizes, strict=True))
 
-    def _cut(self, text: str) -> tuple[tuple[Any, ...], str]:
-        """The sizes, and a digest of all else."""
-        tree, sizes = json.loads(text), []
-        for path in self._paths:
-            items = functools.reduce(lambda node, step: _items(node)[step], path[:-1], tree)
-            sizes.append(_items(items)[path[-1]])
-            _items(items)[path[-1]] = None
-        return tuple(sizes), codec.digest(tree)
+
+@functools.lru_cache(maxsize=4096)  # a first call asks this of every record of its function
+def _cut(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
+    """The sizes at ``paths`` of a key's text, and a digest of all else."""
+    tree, sizes = json.loads(text), []
+    for path in paths:
+        items = functools.reduce(lambda node, step: _items(node)[step], path[:-1], tree)
+        sizes.append(_items(items)[path[-1]])
+        _items(items)[path[-1]] = None
+    return tuple(sizes), codec.digest(tree)
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
