@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
+from triton_dist._archive import pack_places
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, roundings
@@ -20,7 +21,7 @@ from triton_dist._tuning.search import Brief, Exhaustive, Racing
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, pack_store
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
-from triton_dist._tuning.store import FileLog, MemoryStore, pack_folders
+from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
 from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
@@ -216,7 +217,7 @@ class _Composer:
         ranks: RankGroup = group_for(process_group, self.scope)
         takes_turns = current_device().name == "cuda" and ranks_per_gpu() > 1
         policy = self.policy(current_device().name, takes_turns=takes_turns)
-        packs = map(pack_store, pack_folders(knobs.autotune_readonly_dirs.get()))
+        packs = map(pack_store, pack_places())
         common = common_parts(policy, ranks, verbose, self.memory, *packs)
         files = file_store(knobs.cache_dir.get())
         return Parts(

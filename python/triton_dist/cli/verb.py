@@ -18,11 +18,13 @@ def add_verb(
     help: str,
     description: str,
     examples: Sequence[str],
+    takes_command: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser for ``name``, whose help ends with commands to try.
 
     Args:
         run: does it; returns the exit status.
+        takes_command: words after ``--`` are another program's, in ``command``.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
     parser: argparse.ArgumentParser = verbs.add_parser(
@@ -32,7 +34,7 @@ def add_verb(
         epilog=f"example{'s' * (len(examples) > 1)}:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_command=takes_command)
     return parser
 
 

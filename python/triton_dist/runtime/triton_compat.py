@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from collections.abc import Mapping
 from importlib import metadata
+from types import FrameType
 from typing import Any
 
 import torch
@@ -114,6 +117,27 @@ def has_allocator() -> bool:
     from triton.runtime import _allocation
 
     return _allocation._allocator.get() is not _allocation._NULL_ALLOCATOR
+
+
+def compilation() -> Mapping[str, Any]:
+    """What this thread is compiling or about to look up: ``src``, ``target`` and ``options``; empty
+    outside of ``triton.compile``.
+
+    Triton tells a cache manager no more than a key. What is behind it are local names of
+    ``triton.compile``, the same in 3.6 to 3.9; they are read for messages alone.
+    """
+    code = triton.compiler.compiler.compile.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def has_loaded_kernels() -> bool:
+    """True if Triton has launched or loaded a kernel on a GPU: it has loaded what does so."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    return hasattr(CudaUtils, "instance")
 
 
 def source_class(function: Any) -> Any:
