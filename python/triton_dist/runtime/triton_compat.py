@@ -120,15 +120,29 @@ def has_allocator() -> bool:
 
 
 def compilation() -> Mapping[str, Any]:
-    """What this thread is compiling or about to look up: ``src``, ``target`` and ``options``; empty
-    outside of ``triton.compile``.
+    """Local names of the ``triton.compile`` that this thread is in, ``src``, ``target`` and
+    ``options`` among them; empty outside of one.
 
-    Triton tells a cache manager no more than a key. What is behind it are local names of
-    ``triton.compile``, the same in 3.6 to 3.9; they are read for messages alone.
+    Triton tells a cache manager no more than a key. What is behind it are local names, the same in
+    3.6 to 3.9; they are read for messages and manifests alone.
     """
-    code = triton.compiler.compiler.compile.__code__
+    return _locals_of(triton.compiler.compiler.compile)
+
+
+def module_source() -> str:
+    """C source of the native module that this thread looks up or builds; empty where that cannot
+    be seen.
+
+    Triton's own key of it depends on whether the host has the command ``file``
+    (``platform.architecture``), so a module that is built on one host is not found on another.
+    """
+    return str(_locals_of(triton.runtime.build.compile_module_from_src).get("src", ""))
+
+
+def _locals_of(function: Any) -> Mapping[str, Any]:
+    """Local names of the innermost call of ``function`` on this thread; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
 

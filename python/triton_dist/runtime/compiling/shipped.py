@@ -23,7 +23,7 @@ import triton
 from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from triton_dist import knobs
-from triton_dist._archive import Pack, pack_places, packs_in
+from triton_dist._archive import Pack, pack_places, packs_in, sha256
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, KernelNotShipped, PackRefused
 from triton_dist.runtime import triton_compat
@@ -74,20 +74,26 @@ class ShippedCache(CacheManager):
 
     def get_file(self, filename: str) -> str | None:
         found = None if self._own is None else self._own.get_file(filename)
-        is_module = self._is_cache and filename.endswith(MODULE_SUFFIX)
-        if found is None and self._is_cache:
-            found = (files_of(self._digest) or {}).get(filename)
-        if found is None and is_module and knobs.compile_frozen.get():
+        if not (self._is_cache and filename.endswith(MODULE_SUFFIX)):
+            return found
+        if found is None:
+            found = (files_of(self._module_digest()) or {}).get(filename)
+        if found is not None:
+            saw_module(self._module_digest(), filename, found)
+        elif knobs.compile_frozen.get():
             raise _not_shipped(filename)
-        if found is not None and is_module:
-            saw_module(self._digest, filename, found)
         return found
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         path = str(self._writable().put(data, filename, binary))
         if self._is_cache and filename.endswith(MODULE_SUFFIX):
-            saw_module(self._digest, filename, path)
+            saw_module(self._module_digest(), filename, path)
         return path
+
+    def _module_digest(self) -> str:
+        """Of the C source alone: the name of the file says for which Python and machine it is."""
+        source = triton_compat.module_source()
+        return sha256(source.encode()) if source else self._digest
 
     def put_group(self, filename: str, group: dict[str, str]) -> Any:
         return self._writable().put_group(filename, group)
