@@ -19,6 +19,7 @@ import json
 import os
 import re
 import stat
+import struct
 import threading
 import zipfile
 import zlib
@@ -39,6 +40,11 @@ _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
 _KERNEL = re.compile(r"kernels/([0-9a-f]{64})/([^/\\\0]{1,200}\.(?:json|cubin|so))")
 _LARGEST = 1 << 28
 """Bytes that a member may have: more is no kernel, but a zip that is made to fill the memory."""
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
+    OverflowError,
+)  # fmt: skip
+"""Raised by ``zipfile`` over a file that is none, or whose offsets lead nowhere."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 _ELF, _EM_CUDA = b"\x7fELF", 190
 
@@ -138,7 +144,7 @@ class Pack:
             self._refuse("it is no regular file")
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
+        except _DAMAGE as error:
             self._refuse(f"it is no zip, or damaged: {error}")
         self._members = self._checked_members()
         manifest = self._manifest()
@@ -187,6 +193,8 @@ class Pack:
                 self._refuse("it is encrypted", name)
             if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
                 self._refuse("it is no regular file, but a link or the like", name)
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                self._refuse(f"it is compressed by method {member.compress_type}", name)
             if member.file_size > _LARGEST:
                 self._refuse(f"it has {member.file_size} bytes, more than any kernel", name)
             found[name] = member
@@ -212,7 +220,7 @@ class Pack:
     def _read(self, name: str, whole: str | None = None) -> bytes:
         try:
             data = self._zip.read(self._members[name])
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
+        except _DAMAGE as error:
             self._refuse(f"it is damaged: {error}", name)
         if whole is not None and sha256(data) != whole:
             self._refuse("its SHA-256 is not the one in the manifest", name)

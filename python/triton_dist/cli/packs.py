@@ -9,7 +9,7 @@ from typing import Any
 
 from triton_dist import _archive, knobs
 from triton_dist._archive import SUFFIX, Pack
-from triton_dist._tuning.store.archive import differences, merged, records_of
+from triton_dist._tuning.store.archive import differences, merged, records_of, verified
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import PackRefused
 
@@ -87,7 +87,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     refused = 0
     for path in arguments.files:
         try:
-            packed = _whole(path)
+            packed = verified(path)
         except PackRefused as error:
             print(error)
             refused += 1
@@ -99,19 +99,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     folder = knobs.cache_dir.get().expanduser() / "packs"
     for path in arguments.files:
-        packed = _whole(path)
+        packed = verified(path)
         there = folder / f"{path.stem}{SUFFIX}"
         _archive.write(there, packed.contents())
         print(f"{there}: {_counts(packed)}")
     return 0
-
-
-def _whole(path: Path) -> Pack:
-    """A pack of which every file was read. Raises ``PackRefused``."""
-    packed = Pack(path)
-    packed.contents()
-    records_of(packed)
-    return packed
 
 
 def _facts(packed: Pack) -> dict[str, Any]:

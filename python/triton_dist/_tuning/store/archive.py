@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from triton_dist._archive import Contents, Pack, PackedKernel
 from triton_dist._tuning.store.layout import readable_json
@@ -86,20 +87,31 @@ def differences(before: Pack, after: Pack) -> Iterator[str]:
             yield f"! kernel {one.name} {digest[:12]}: other bytes under the same digest"
 
 
-def records_of(packed: Pack) -> list[TuningRecord]:
-    """All records in it.
+def verified(path: Path) -> Pack:
+    """The pack at ``path``, of which every file was read and found to be what it should be.
 
     Raises:
-        PackRefused: a file of records is damaged.
+        PackRefused: one is not.
+        OSError: the pack cannot be read.
     """
-    found: list[TuningRecord] = []
-    for name in packed.records:
-        data = packed.record(name)
-        try:
-            found += unpack(codec.loads(data.decode("ascii")))
-        except ValueError as error:
-            raise PackRefused(str(packed.path), f"records/{name}", str(error)) from error
-    return found
+    packed = Pack(path)
+    packed.contents()
+    records_of(packed)
+    return packed
+
+
+def records_of(packed: Pack) -> list[TuningRecord]:
+    """All records in it. Raises ``PackRefused``."""
+    return [record for name in packed.records for record in records_in(packed, name)]
+
+
+def records_in(packed: Pack, name: str) -> list[TuningRecord]:
+    """Records in one of its files. Raises ``PackRefused``."""
+    data = packed.record(name)
+    try:
+        return list(unpack(codec.loads(data.decode("ascii"))))
+    except ValueError as error:
+        raise PackRefused(str(packed.path), f"records/{name}", str(error)) from error
 
 
 def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]) -> Contents:

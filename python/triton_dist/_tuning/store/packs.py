@@ -7,16 +7,16 @@ loosely than a user's own record, so it comes last, and only for a function of t
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from triton_dist._archive import SUFFIX, opened
+from triton_dist._tuning.store.archive import records_in
 from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord, codec, unpack
 from triton_dist._warn import warn
-from triton_dist.errors import CacheWarning
+from triton_dist.errors import CacheWarning, PackRefused
 
 
 class PackStore:
@@ -74,26 +74,27 @@ class PackStore:
 def _read(path: Path) -> Mapping[Key, list[TuningRecord]]:
     """Records by key; several where functions of one name, or versions of one, have it."""
     found: dict[Key, list[TuningRecord]] = {}
-    if path.suffix != SUFFIX:
-        records = _unpacked(str(path), lambda: read_bytes(path))
-    elif (pack := opened(path)) is None:
-        records = []
-    else:
-        records = [
-            record
-            for name in pack.records
-            for record in _unpacked(f"{path}, {name},", functools.partial(pack.record, name))
-        ]
-    for record in records:
+    for record in _of_archive(path) if path.suffix == SUFFIX else _of_json(path):
         found.setdefault(record.key, []).append(record)
     return found
 
 
-def _unpacked(where: str, read: Callable[[], bytes]) -> list[TuningRecord]:
-    """Records in a file; none and a warning if they are damaged."""
+def _of_archive(path: Path) -> Iterator[TuningRecord]:
+    """Records of a pack with kernels: of each file in it that is not damaged."""
+    pack = opened(path)
+    if pack is None:
+        return
+    for name in pack.records:
+        try:
+            yield from records_in(pack, name)
+        except PackRefused as error:
+            warn(str(error), CacheWarning)
+
+
+def _of_json(path: Path) -> list[TuningRecord]:
     try:
-        return list(unpack(codec.loads(read().decode("ascii"))))
+        return list(unpack(codec.loads(read_bytes(path).decode("ascii"))))
     except (OSError, ValueError) as error:
         remedy = "Make it again: triton-dist pack"
-        warn(f"pack {where} is not used: {error}. {remedy}", CacheWarning)
+        warn(f"pack {path} is not used: {error}. {remedy}", CacheWarning)
         return []
