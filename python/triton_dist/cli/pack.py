@@ -34,7 +34,7 @@ def add_to(verbs: Any) -> None:
         "ends with .tdpack.",
         examples=[
             "pack matmul --out packs/matmul.H200.json",
-            "pack matmul --kernels --out packs/model.tdpack -- python serve.py --warm-up",
+            "pack matmul --kernels --out model.tdpack -- python warm_up.py",
         ],
         takes_command=True,
     )
