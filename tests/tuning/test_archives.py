@@ -22,6 +22,7 @@ from triton_dist._tuning.store import PackStore
 from triton_dist._tuning.store.archive import contents_of, merged, records_of, verified
 from triton_dist.errors import CacheWarning, NoSuchFunction, PackRefused
 from triton_dist.runtime.compiling import shipped
+from triton_dist.tune import autotune
 
 MM, STUB = sha256(b"mm"), sha256(b"stub")
 CUBIN = b"\x7fELF" + bytes(14) + (190).to_bytes(2, "little") + bytes(range(200))
@@ -306,3 +307,12 @@ def test_a_function_without_a_version_cannot_be_packed():
     nameless = one(fingerprint=type(NOW)(**{**vars(NOW), "version": ""}))
     with pytest.raises(NoSuchFunction, match="declares no version"):
         contents_of([nameless.tuned.tune(1)])
+
+
+def test_where_a_kernel_comes_from_is_no_part_of_what_was_timed():
+    def loads(n):
+        packs.use("model.tdpack")
+        return shipped.files_of(MM), n
+
+    tuned = autotune([{"n": 1}], key_fn=lambda: 1)(loads)
+    assert list(tuned.fingerprint().source) == ["loads"]
