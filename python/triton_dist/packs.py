@@ -109,3 +109,4 @@ def use(path: str | Path) -> None:
     """
     _archive.use(Path(path))
     shipped.install()
+    shipped.prepare()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import triton
 from tests.compile import packed
 from triton_dist import _archive, packs
 from triton_dist._archive import Contents, Pack, PackedKernel
+from triton_dist._tuning import compose
 from triton_dist._tuning.store.archive import merged
 from triton_dist.errors import CacheWarning, KernelNotShipped, NoSuchFunction
 from triton_dist.runtime.compiling import recorder, shipped
@@ -180,6 +182,17 @@ def test_a_variable_that_triton_counts_is_named(pack, elsewhere, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     with pytest.raises(KernelNotShipped, match="variable TRITON_DEFAULT_FP_FUSION: shipped true"):
         launch()
+
+
+def test_what_first_calls_need_is_read_meanwhile(pack, elsewhere, monkeypatch):
+    """Of the functions whose records are in a pack that is used."""
+    read = []
+    monkeypatch.setattr(compose, "source_of", lambda roots, *_: read.extend(roots))
+    packs.use(pack)
+    for thread in threading.enumerate():
+        if thread.name == "triton_dist prepares":
+            thread.join()
+    assert read == [packed.scaled.fn]
 
 
 def test_a_process_that_is_told_to_records_what_it_loads(pack, elsewhere, monkeypatch, tmp_path):

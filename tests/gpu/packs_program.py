@@ -18,6 +18,7 @@ import triton.language as tl
 
 import triton_dist
 from triton_dist import tune
+from triton_dist._tuning import compose
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context, matmul
 from triton_dist.utils import finalize_distributed, initialize_distributed
 
@@ -52,8 +53,9 @@ def timed(name: str, call: Callable[[], Any]) -> Any:
 def watch() -> None:
     """Count kernels, and time parts of the first calls."""
     cache, runtime = triton.runtime.cache, triton.knobs.runtime
-    hashed, begun = cache.triton_key, []
+    hashed, digested, begun = cache.triton_key, compose.source_of, []
     cache.triton_key = lambda: timed("hash Triton's files", hashed)
+    compose.source_of = lambda *of: timed("digest sources", lambda: digested(*of))
     before = triton.knobs.compilation.listener
 
     def listen(*, cache_hit: bool, **details: Any) -> None:

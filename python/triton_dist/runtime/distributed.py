@@ -44,6 +44,7 @@ def initialize_distributed(
             or cannot be; or CPU ranks without the interpreter.
     """
     shipped.install()
+    shipped.prepare()
     if not dist.is_initialized():
         _join_world()
     init_seed(dist.get_rank() if seed is None else seed)

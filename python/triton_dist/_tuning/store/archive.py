@@ -16,8 +16,10 @@ COLUMNS = 200  # a result on one line
 
 
 def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
-    """Of records of one function on one model of GPU, at least one: those of the version that was
-    tuned last, the last of each key.
+    """The last record of each key, of the version that was tuned last.
+
+    Args:
+        found: records of one function on one model of GPU, at least one.
 
     Raises:
         NoSuchFunction: the function declares no version.
@@ -129,7 +131,7 @@ def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]
 
 
 def _file_name(tree: codec.Tree) -> str:
-    """Of the records of a function: its name, and a digest of what else tells the file apart."""
+    """The function's name, and a digest of what else tells the file apart."""
     last = str(tree["function"]).rpartition(".")[2]
     about = [str(tree[name]) for name in ("module", "function", "version", "gpu")]
     readable = re.sub(r"[^A-Za-z0-9_-]", "_", last)[:100]

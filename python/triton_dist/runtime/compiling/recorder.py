@@ -1,4 +1,4 @@
-"""What a process loads to launch kernels, written as it goes: each kernel as a pack of its own.
+"""Kernels that a process loads, written as it goes: each as a pack of its own.
 
 So nothing is lost when a process is killed, ranks write into one folder, and all that is left to do
 is to merge.
@@ -23,7 +23,7 @@ MODULE_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 """Ends the name of a native module, and says for which Python it is."""
 
 _LEVELS = (".json", ".cubin")
-"""What a launch needs; the levels before it are several times as much."""
+"""Files that a launch needs; the levels before them are several times as much."""
 
 _active: list[Recorder] = []
 

@@ -16,6 +16,8 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,7 @@ class ShippedCache(CacheManager):
         return path
 
     def _module_digest(self) -> str:
-        """Of the C source alone: the name of the file says for which Python and machine it is."""
+        """The digest of the C source alone: the file's name says for which Python it is."""
         source = triton_compat.module_source()
         return sha256(source.encode()) if source else self._digest
 
@@ -159,7 +161,7 @@ def _lay_out(pack: Pack, digest: str) -> dict[str, str] | None:
 
 @functools.cache
 def _folder(process: int) -> Path:
-    """Of this process; a fork has one of its own, since each removes its own."""
+    """A folder of this process; a fork has another, since each removes its own."""
     folder = Path(tempfile.mkdtemp(prefix="triton_dist-kernels-"))
 
     def remove() -> None:
@@ -174,7 +176,27 @@ def _folder(process: int) -> Path:
 def _hash_triton() -> None:
     """Hash Triton's own files, a part of every digest, while the program does something else: it
     takes 0.3 to 0.9 s at the first look-up, most of it without Python's lock."""
-    threading.Thread(target=triton_key, name="triton_dist hashes triton", daemon=True).start()
+    _in_a_thread(triton_key)
+
+
+def prepare() -> None:
+    """Do what first calls need, where packs are used, while the program joins its group and loads
+    what it serves. Called when its imports are done."""
+    if triton.knobs.cache.manager_class is ShippedCache and any(packs_in(pack_places())):
+        for job in meanwhile:
+            _in_a_thread(job)
+
+
+meanwhile: list[Callable[[], object]] = []
+"""Jobs of :func:`prepare`, of those that import this; what they raise is let be."""
+
+
+def _in_a_thread(job: Callable[[], object]) -> None:
+    def run() -> None:
+        with suppress(Exception):  # it comes again where the result is needed
+            job()
+
+    threading.Thread(target=run, name="triton_dist prepares", daemon=True).start()
 
 
 def _not_shipped(filename: str, reason: str = "") -> KernelNotShipped:
