@@ -57,7 +57,6 @@ def test_a_command_that_fails_writes_nothing(run, tmp_path):
         ("pack work --kernels --out f", "--kernels --out FILE -- COMMAND"),
         ("pack work --out f -- true", "--kernels --out FILE -- COMMAND"),
         ("pack --out f", "one FUNCTION is needed"),
-        ("list -- true", "list takes no command"),
         ("packs merge a b", "merge, and nothing else, takes --out"),
         ("packs show a --out b", "merge, and nothing else, takes --out"),
         ("packs diff a", "diff takes two files"),

@@ -85,7 +85,8 @@ def test_a_fresh_process_compiles_and_tunes_nothing_and_needs_no_compiler(pack, 
     frozen = {"TRITON_DIST_COMPILE_FROZEN": "1", "TRITON_DIST_AUTOTUNE_FROZEN": "1"}
     closed = {"HOME": "/proc/1/none", "TRITON_CACHE_DIR": "/proc/1/none", "PATH": str(tmp_path)}
     ours = {"TRITON_DIST_CACHE_DIR": "/proc/1/none", "TRITON_DIST_DEVICE": "cpu"}
-    paths = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT}", "TMPDIR": str(tmp_path)}
+    inherited = os.environ.get("PYTHONPATH", "")
+    paths = {"PYTHONPATH": f"{inherited}:{ROOT / 'python'}:{ROOT}", "TMPDIR": str(tmp_path)}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.compile.packed", str(pack)],
         env=frozen | closed | ours | paths,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from triton_dist import __version__
 from triton_dist.cli import clear, env, explain, listing, pack, packs
+from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -30,12 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (listing, explain, clear, pack, packs, env):
         verb.add_to(verbs)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    end = words.index("--") if "--" in words else len(words)
-    parsed = parser.parse_args(words[:end])
-    parsed.command = words[end + 1 :]
-    if parsed.command and not parsed.takes_command:
-        parser.error(f"{parsed.verb} takes no command after --")
+    words, command = split(sys.argv[1:] if arguments is None else arguments)
+    parsed = parser.parse_args(words)
+    if command:
+        parsed.command = command
     with warnings.catch_warnings():
         warnings.simplefilter("always", CacheWarning)
         warnings.showwarning = _show_warning

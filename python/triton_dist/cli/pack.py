@@ -43,7 +43,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--gpu", help="model of GPU; needed if there are records of several")
     parser.add_argument("--kernels", action="store_true", help="those that COMMAND loads")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.set_defaults(fail=parser.error)
+    parser.set_defaults(fail=parser.error, command=[])
 
 
 def _run(arguments: argparse.Namespace) -> int:
