@@ -65,7 +65,9 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
     layers = {
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
     }
-    case, rows = CASES[options.op], options.M or every_range()
+    case = CASES[options.op]
+    # The most that the ranks can share: an end may be odd.
+    rows = options.M or [max(end // num_ranks, 1) * num_ranks for end in every_range()]
     return [
         list(dict.fromkeys(case.scaled(case.layer(M, N, K), scale, num_ranks) for M in rows))
         for N, K in sorted(layers)
