@@ -47,6 +47,8 @@ _DAMAGE = (
 """Raised by ``zipfile`` over a file that is none, or whose offsets lead nowhere."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 _ELF, _EM_CUDA = b"\x7fELF", 190
+_ARCHITECTURE = {51: 0, 65: 8}
+"""Place of the architecture in a cubin's flags, in bits, by ELF's OS ABI: of CUDA 12, and of 13."""
 
 PACKAGE_RECORDS = Path(__file__).parent / "records"
 """Those that come with triton_dist."""
@@ -254,9 +256,13 @@ def _flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
     """Reason why a file is not that of the kernel ``entry``; empty: it is."""
     if name.endswith(".so"):
         return "" if data.startswith(_ELF) else "it is no native module"
+    claimed = entry.facts.get("target")
     if name.endswith(".cubin"):
-        is_cubin = data.startswith(_ELF) and int.from_bytes(data[18:20], "little") == _EM_CUDA
-        return "" if is_cubin else "it is no cubin"
+        if not data.startswith(_ELF) or int.from_bytes(data[18:20], "little") != _EM_CUDA:
+            return "it is no cubin"
+        flags, place = int.from_bytes(data[48:52], "little"), _ARCHITECTURE.get(data[7])
+        target = claimed if place is None else f"cuda {flags >> place & 0xFF}"
+        return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
     try:
         about = json.loads(data)
         target = f"{about['target']['backend']} {about['target']['arch']}"
@@ -265,7 +271,6 @@ def _flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
         return "it is not the metadata of a kernel"
     if known != digest:
         return f"it is of kernel {known}"
-    claimed = entry.facts.get("target")
     return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
 
 

@@ -25,7 +25,20 @@ from triton_dist.runtime.compiling import shipped
 from triton_dist.tune import autotune
 
 MM, STUB = sha256(b"mm"), sha256(b"stub")
-CUBIN = b"\x7fELF" + bytes(14) + (190).to_bytes(2, "little") + bytes(range(200))
+
+
+def elf(machine: int = 190, abi: int = 51, flags: int = 0x5A055A) -> bytes:
+    """A header as that of a cubin for compute capability 9.0."""
+    head = bytearray(b"\x7fELF" + bytes(60) + bytes(range(200)))
+    head[7], head[18:20], head[48:52] = (
+        abi,
+        machine.to_bytes(2, "little"),
+        flags.to_bytes(4, "little"),
+    )
+    return bytes(head)
+
+
+CUBIN = elf()
 STUB_FILE = "launcher.cpython-311-x86_64-linux-gnu.so"
 
 
@@ -202,11 +215,17 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "a cubin that is none": (
         lambda: consistent("mm.cubin", b"#!/bin/sh"), f"{OF_MM}.cubin", "it is no cubin"),
     "a program of the host": (
-        lambda: consistent("mm.cubin", CUBIN.replace(b"\xbe\x00", b"\x3e\x00", 1)),
+        lambda: consistent("mm.cubin", elf(machine=62)),
         f"{OF_MM}.cubin", "it is no cubin"),
     "another architecture": (
         lambda: consistent("mm.json", kernel(arch=100).files["mm.json"]),
         f"{OF_MM}.json", "it is for cuda 100, the manifest says cuda 90"),
+    "a cubin of another architecture": (
+        lambda: consistent("mm.cubin", elf(flags=0x640564)),
+        f"{OF_MM}.cubin", "it is for cuda 100, the manifest says cuda 90"),
+    "the same of CUDA 13": (
+        lambda: consistent("mm.cubin", elf(abi=65, flags=0x6006404)),
+        f"{OF_MM}.cubin", "it is for cuda 100, the manifest says cuda 90"),
     "metadata of another kernel": (
         lambda: rebuilt(digest=STUB), f"{OF_MM}.json", f"it is of kernel {STUB}"),
     "metadata that are none": (lambda: foreign_metadata("[]"), f"{OF_MM}.json", "not the metadata"),
