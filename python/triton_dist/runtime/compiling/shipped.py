@@ -92,11 +92,6 @@ class ShippedCache(CacheManager):
             saw_module(self._module_digest(), filename, path)
         return path
 
-    def _module_digest(self) -> str:
-        """The digest of the C source alone: the file's name says for which Python it is."""
-        source = triton_compat.module_source()
-        return sha256(source.encode()) if source else self._digest
-
     def put_group(self, filename: str, group: dict[str, str]) -> Any:
         return self._writable().put_group(filename, group)
 
@@ -104,6 +99,11 @@ class ShippedCache(CacheManager):
         if self._refusal is not None:
             raise self._refusal
         return self._own
+
+    def _module_digest(self) -> str:
+        """The digest of the C source alone: the file's name says for which Python it is."""
+        source = triton_compat.module_source()
+        return sha256(source.encode()) if source else self._digest
 
 
 def install() -> None:
