@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from tests.compile import packed
 from triton_dist import _archive, packs
@@ -211,6 +213,16 @@ def test_a_process_that_is_told_to_records_what_it_loads(pack, elsewhere, monkey
     whole = merged(parts)
     assert whole.kernels.items() <= Pack(pack).contents().kernels.items()  # compiled alike
     assert elsewhere == [False]
+
+
+def test_the_page_lists_variables_that_triton_counts(monkeypatch):
+    page = (ROOT / "docs" / "how-to" / "ship-kernels.md").read_text(encoding="utf-8")
+    section = page.partition("### Variables that Triton counts")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([A-Z0-9_]+)(?:=1)?`", section))
+    assert len(named) == 25
+    for variable in named:
+        monkeypatch.setenv(variable, "1")
+    assert named <= get_cache_invalidating_env_vars().keys()
 
 
 def test_nothing_is_changed_in_triton_where_there_is_no_pack(elsewhere):
