@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from triton_dist._archive import PACKAGE_RECORDS
 from triton_dist._tuning import compose
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
     Key,
     Measurement,
