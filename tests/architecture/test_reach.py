@@ -14,7 +14,7 @@ from tests.architecture.source import PACKAGE
 MOST = {
     "allgather_gemm": (20, 5500),
     "gemm_reduce_scatter": (20, 5530),
-    "gemm_allreduce": (27, 7150),
+    "gemm_allreduce": (27, 7220),
     "gemm": (10, 2450),
     "grouped_gemm": (13, 2850),
     "allgather_group_gemm": (22, 5400),

@@ -163,7 +163,9 @@ class CudaDevice:
         # capture breaks.
         with torch.cuda.stream(side):
             # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
-            graph.capture_begin(self._graph_memory.id, capture_error_mode="thread_local")
+            # torch's type of a pool is that of `graph_pool_handle` alone
+            memory: Any = self._graph_memory.id
+            graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
                 call()
             except BaseException:
