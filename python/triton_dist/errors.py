@@ -291,6 +291,23 @@ class NoSuchFunction(TritonDistError, LookupError):
         super().__init__(f"{asked}: {reason}. {remedy}")
 
 
+class NoSuchRecord(TritonDistError, LookupError):
+    """A command was asked about one tuning record, and a file is none, or the words fit several."""
+
+    def __init__(self, asked: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{asked}: {reason}. {remedy}")
+
+
+class MissingExtra(TritonDistError, ImportError):
+    """A package that only some uses need, and that is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{what} needs {package}, which is not installed here. Install it: pip install "
+            f"'triton_dist[{extra}]', or pip install {package}"
+        )
+
+
 class CandidateFailed(TritonDistError, RuntimeError):
     """One config could not be prepared or run; the tuner records it and goes on."""
 

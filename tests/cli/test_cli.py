@@ -21,7 +21,7 @@ import triton_dist
 from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
-from triton_dist.cli import listing
+from triton_dist.cli import text
 from triton_dist.cli.main import main
 from triton_dist.errors import TuningWarning
 from triton_dist.tune import autotune
@@ -222,7 +222,7 @@ def test_list_of_a_function_has_its_winners_and_files(run):
 def test_list_fits_a_terminal(run, monkeypatch, columns):
     ops.matmul(A, B)
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(listing, "_is_terminal", lambda: True)
+    monkeypatch.setattr(text, "is_terminal", lambda: True)
     for arguments in ([], ["matmul"]):
         lines = run("list", *arguments)[1].splitlines()
         paths = [line for line in lines if str(cache()) in line or "autotune/" in line]
@@ -384,8 +384,8 @@ def test_only_explain_needs_torch():
 def test_an_age_is_shown_in_its_largest_unit(seconds, shown):
     now = datetime.datetime.now(datetime.timezone.utc)
     then = now - datetime.timedelta(seconds=seconds)
-    assert listing._age(then.isoformat()) == shown
-    assert listing._age("the day before") == listing._age("2030-01-01") == "unknown"
+    assert text.age(then.isoformat()) == shown
+    assert text.age("the day before") == text.age("2030-01-01") == "unknown"
 
 
 def test_clear_removes_the_records_of_one_function(run):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from triton_dist import knobs
 from triton_dist._archive import pack_places
@@ -15,7 +17,9 @@ from triton_dist._tuning.store import (
     ReadOnlyStore,
     interrupted,
 )
+from triton_dist._tuning.store.readonly import read
 from triton_dist._tuning.values import Key, StoredRecord
+from triton_dist.errors import NewerSchema, NoSuchRecord
 
 
 def user_store() -> FileStore:
@@ -39,6 +43,77 @@ def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
     for stored in store.records():
         if function is None or names(stored.record.key, function):
             yield stored
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """The options that choose among a function's records: see :func:`chosen`."""
+    parser.add_argument("--key", metavar="TEXT", help="records whose key has TEXT in it")
+    parser.add_argument("--on", metavar="TEXT", help="records whose hardware has TEXT in it")
+
+
+def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
+    """Records that the words of a command fit: the file that is named, or those of the function,
+    shipped ones last, that have ``--key`` in their key and ``--on`` in their hardware. A key that
+    is the whole text counts alone.
+
+    Raises:
+        NoSuchRecord: ``asked`` is a file and no record.
+    """
+    if asked.endswith(".json") or Path(asked).is_file():
+        return [_in_file(Path(asked))]
+    return fitting(records_of(with_packs(), asked), arguments)
+
+
+def fitting(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
+    """Those that ``--key`` and ``--on`` leave."""
+    found = [each for each in records if (arguments.on or "") in each.record.key.hardware]
+    if arguments.key is None:
+        return found
+    whole = [each for each in found if str(each.record.key) == arguments.key]
+    return whole or [each for each in found if arguments.key in str(each.record.key)]
+
+
+def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
+    """The one of ``found``, at least one.
+
+    Raises:
+        NoSuchRecord: there are several; names some.
+    """
+    if len(found) == 1:
+        return found[0]
+    some = "".join(
+        f"\n  {each.record.key}\n    on {each.record.key.hardware}\n    {each.where}"
+        for each in found[:_SOME]
+    )
+    more = f"\n  and {len(found) - _SOME} more" if len(found) > _SOME else ""
+    raise NoSuchRecord(
+        asked,
+        f"{len(found)} records fit, one is needed:{some}{more}",
+        "Name one: --key TEXT, --on TEXT, or its file in place of the function",
+    )
+
+
+_SOME = 5
+
+
+def say_none(asked: str, arguments: argparse.Namespace) -> int:
+    """Say that nothing fits; the exit status."""
+    that = "".join(
+        f", {option} {text!r}"
+        for option, text in (("--key", arguments.key), ("--on", arguments.on))
+        if text is not None
+    )
+    print(f"No record of {asked}{that} in {folders()}.")
+    return 1
+
+
+def _in_file(path: Path) -> StoredRecord:
+    try:
+        return StoredRecord(read(path), str(path))
+    except (NewerSchema, ValueError) as error:
+        raise NoSuchRecord(
+            str(path), f"it is no tuning record: {error}", "`triton-dist list FUNCTION` names some"
+        ) from error
 
 
 def interrupted_of(store: FileStore, function: str | None) -> list[Interrupted]:

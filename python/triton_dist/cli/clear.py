@@ -1,14 +1,20 @@
-"""``clear``: remove a function's records, so that it is tuned again."""
+"""``clear``: remove a function's records, or some of what lies beside them."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
-from triton_dist._tuning.store import is_held, places, remove_tuning
-from triton_dist.cli import cache
+from triton_dist._tuning.store import is_held, places, removable
+from triton_dist._tuning.values import Key, StoredRecord
+from triton_dist.cli import cache, subject
+from triton_dist.cli.judge import Judge
 from triton_dist.cli.verb import add_verb, counted
+from triton_dist.errors import NoSuchFunction
+
+_THINGS = {"record": "record", "journal": "interrupted tuning", "log": "log"}
 
 
 def add_to(verbs: Any) -> None:
@@ -18,32 +24,108 @@ def add_to(verbs: Any) -> None:
         _run,
         help="remove the records of a function",
         description="Removes the user's records of FUNCTION, so that it is tuned again, with their "
-        "logs, and what interrupted tunings of it have measured. Read-only folders are left alone, "
-        "and so is a tuning that is going on.",
-        examples=["clear matmul", "clear mypackage.ops.matmul", "clear --all"],
+        "logs, and what interrupted tunings of it have measured. With one or more of --stale, "
+        "--logs and --interrupted only these. Read-only folders are left alone, and so is a "
+        "tuning that is going on.",
+        examples=[
+            "clear matmul",
+            "clear mypackage.ops.matmul --logs --interrupted",
+            "clear --all --stale --dry-run",
+        ],
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "function", metavar="FUNCTION", nargs="?", help="its name, or with its module"
     )
     which.add_argument("--all", action="store_true", help="the records of all functions")
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="records, with their logs, that the function as it is now would not use on this "
+        "hardware with these versions; its module is imported",
+    )
+    parser.add_argument("--logs", action="store_true", help="logs; the records stay")
+    parser.add_argument("--interrupted", action="store_true", help="what was begun; records stay")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--json", action="store_true", help="what was removed, for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     store, name = cache.user_store(), None if arguments.all else arguments.function
-    records = [Path(stored.where) for stored in cache.records_of(store, name)]
+    records = list(cache.records_of(store, name))
     journals = [each.path for each in cache.interrupted_of(store, name)]
-    found = {path.with_suffix("") for path in (*records, *journals)}
-    removed: set[Path] = set()
-    for place in sorted(places(store.root) if arguments.all else found):
-        journal = place.with_suffix(".journal")
-        if is_held(journal):
-            print(f"{journal}: left alone, the tuning is going on")
-        removed |= remove_tuning(place)
-    gone = sorted(removed & {*records, *journals})
-    print(*gone, sep="\n", end="\n" if gone else "")
-    begun = sum(path.suffix == ".journal" for path in gone)
-    parts = [counted(len(gone) - begun, "record"), counted(len(removed) - len(gone), "log")]
-    parts[1:1] = [counted(begun, "interrupted tuning")] * bool(begun)
-    print(f"removed {', '.join(parts)} of {name or 'all functions'}")
-    return 0 if removed or arguments.all else 1
+    found = {path.with_suffix("") for path in (*(Path(r.where) for r in records), *journals)}
+    known = places(store.root) if arguments.all else found
+    left = {
+        str(journal): "the tuning is going on"
+        for journal in (place.with_suffix(".journal") for place in sorted(known))
+        if is_held(journal)
+    }
+    kinds = {"log"} if arguments.logs else set()
+    kinds |= {"journal"} if arguments.interrupted else set()
+    if not (kinds or arguments.stale):
+        kinds = set(_THINGS)
+    gone = {
+        path: kind
+        for place in known
+        for path, kind in removable(place).items()
+        if kind in kinds
+    }  # fmt: skip
+    if arguments.stale:
+        stale, unjudged = _stale(records)
+        left |= unjudged
+        for place in stale:
+            gone |= {p: k for p, k in removable(place).items() if k != "journal"}
+    if not arguments.dry_run:
+        for path in gone:
+            path.unlink(missing_ok=True)
+    (_print_json if arguments.json else _print)(arguments, dict(sorted(gone.items())), left)
+    return 0 if gone or arguments.all else 1
+
+
+def _stale(records: list[StoredRecord]) -> tuple[set[Path], dict[str, str]]:
+    """Places of records that are of no use any more, and why others cannot be judged."""
+    stale: set[Path] = set()
+    unjudged: dict[str, str] = {}
+    judges: dict[tuple[str, str], Judge | NoSuchFunction] = {}
+    for record, where in records:
+        judge = _judge(judges, record.key)
+        if isinstance(judge, NoSuchFunction):
+            unjudged[where] = f"not compared: {judge}"
+            continue
+        is_stale = judge.is_stale(record)
+        if is_stale is None:
+            unjudged[where] = f"not compared: it was made on {record.key.hardware}"
+        elif is_stale:
+            stale.add(Path(where).with_suffix(""))
+    return stale, unjudged
+
+
+def _judge(
+    judges: dict[tuple[str, str], Judge | NoSuchFunction], key: Key
+) -> Judge | NoSuchFunction:
+    name = key.module, key.function
+    if name not in judges:
+        try:
+            judges[name] = Judge(subject.load(*name), {})
+        except NoSuchFunction as error:  # a program that lies elsewhere: its records stay
+            judges[name] = error
+    return judges[name]
+
+
+def _print(arguments: argparse.Namespace, gone: dict[Path, Any], left: dict[str, str]) -> None:
+    for file, why in left.items():
+        print(f"{file}: left alone, {why}")
+    for path in (path for path, kind in gone.items() if kind != "log"):
+        print(path)
+    counts = {kind: list(gone.values()).count(kind) for kind in _THINGS}
+    parts = [counted(n, _THINGS[kind]) for kind, n in counts.items() if n or kind != "journal"]
+    done = "would remove" if arguments.dry_run else "removed"
+    print(f"{done} {', '.join(parts)} of {arguments.function or 'all functions'}")
+
+
+def _print_json(arguments: argparse.Namespace, gone: dict[Path, Any], left: dict[str, str]) -> None:
+    removed = [{"file": str(path), "kind": kind} for path, kind in gone.items()]
+    kept = [{"file": file, "why": why} for file, why in left.items()]
+    tree = {"dry_run": arguments.dry_run, "removed": removed, "left_alone": kept}
+    print(json.dumps(tree, indent=2))

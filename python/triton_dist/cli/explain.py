@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton_dist import knobs
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.values import (
-    Config,
-    ConfigSpace,
-    Fingerprint,
-    FixedSpace,
-    Key,
-    Origin,
-    TuningRecord,
-    validity,
-)
+from triton_dist._tuning.values import Key, Origin, TuningRecord
 from triton_dist.cli import cache, subject
+from triton_dist.cli.judge import Judge
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import NoSuchFunction
 
@@ -98,14 +88,12 @@ def _list(store: LayeredStore, name: str, because: str = "") -> int:
 
 
 def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -> int:
-    origin, whole = tuned.origin(), tuned.fingerprint()
+    origin, judge = tuned.origin(), Judge(tuned, ranks)
     used = count = 0
     for key in _keys(store, origin):
-        taken, space = "", _space(tuned, key)
-        live = whole if space is tuned.config_space else tuned.fingerprint(space)
+        taken = ""
         for record, where in store.find(key):
-            now = dataclasses.replace(live, topology=_topology(record, live, ranks))
-            found = validity(record, now, space, knobs.autotune_version_check.get())
+            found = judge.validity(record, key)
             print(*_heading(record, where), sep="\n")
             if found.reasons:
                 print(*(f"  not used: {reason}" for reason in found.reasons), sep="\n")
@@ -127,18 +115,6 @@ def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) ->
     return _FOUND if used else _NOTHING
 
 
-def _space(tuned: AutoTuner, key: Key) -> ConfigSpace:
-    """The space that such a call chooses from: without the names that it gave a value for."""
-    if key.given is None:
-        return tuned.config_space
-    text, digest = key.given
-    try:
-        given = Config(ast.literal_eval(text.removeprefix("with ")))
-    except (ValueError, SyntaxError):  # values that are no literals
-        given = Config({})
-    return FixedSpace(tuned.config_space, given) if given.digest == digest else tuned.config_space
-
-
 def _keys(store: LayeredStore, origin: Origin) -> Iterator[Key]:
     """The keys that records of this function have, as a tuner would look for them."""
     seen = set()
@@ -155,15 +131,6 @@ def _keys(store: LayeredStore, origin: Origin) -> Iterator[Key]:
             if key not in seen:
                 seen.add(key)
                 yield key
-
-
-def _topology(
-    record: TuningRecord, live: Fingerprint, ranks: Mapping[str, str]
-) -> Mapping[str, str]:
-    """This process is alone: the group that would call the function is taken to be the recorded
-    one."""
-    recorded = record.fingerprint.topology
-    return {**live.topology, **recorded, **ranks}
 
 
 def _heading(record: TuningRecord, where: str) -> list[str]:

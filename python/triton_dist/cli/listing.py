@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from triton_dist._tuning.store import Interrupted
 from triton_dist._tuning.values import Failure, StoredRecord
-from triton_dist.cli import cache
+from triton_dist.cli import cache, text
 from triton_dist.cli.verb import add_verb, counted
-
-_SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def add_to(verbs: Any) -> None:
@@ -64,10 +58,10 @@ def _lines(
     for name, by_hardware in sorted(groups.items()):
         yield name
         for hardware, blocks in by_hardware.items():
-            yield from _fitted(f"  on {hardware}")
+            yield from text.fitted(f"  on {hardware}")
             for block in blocks:
                 for line in block:
-                    yield from _fitted(line) if in_full else [_cut(line)]
+                    yield from text.fitted(line) if in_full else [text.cut(line)]
     yield (
         f"{counted(len(records), 'record')} of {counted(len(groups), 'function')}"
         + f", {counted(len(begun), 'interrupted tuning')}" * bool(begun)
@@ -79,7 +73,7 @@ def _lines(
 def _line(stored: StoredRecord) -> str:
     record = stored.record
     median = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
-    return f"  {median:12.4f} ms {_age(record.timestamp):>7} ago  {record.key}"
+    return f"  {median:12.4f} ms {text.age(record.timestamp):>7} ago  {record.key}"
 
 
 def _block(stored: StoredRecord) -> list[str]:
@@ -90,7 +84,7 @@ def _block(stored: StoredRecord) -> list[str]:
     return [
         f"    key     {record.key}",
         f"    winner  {record.best}",
-        f"    time    {median:.4f} ms, {tried}, {_age(record.timestamp)} ago",
+        f"    time    {median:.4f} ms, {tried}, {text.age(record.timestamp)} ago",
         f"    file    {where}",
         "",
     ]
@@ -123,33 +117,3 @@ def _begun(each: Interrupted) -> dict[str, Any]:
         "tried": each.tried,
         "file": str(each.path),
     }
-
-
-def _fitted(line: str) -> list[str]:
-    """Lines that fit the terminal; in a pipe one, which can be searched for."""
-    if not _is_terminal():
-        return [line]
-    width = shutil.get_terminal_size().columns
-    return textwrap.wrap(line, width, subsequent_indent=" " * 12, drop_whitespace=True) or [""]
-
-
-def _cut(line: str) -> str:
-    """The part that fits the terminal."""
-    width = shutil.get_terminal_size().columns
-    return line if not _is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
-
-
-def _is_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
-def _age(timestamp: str) -> str:
-    try:
-        then = datetime.datetime.fromisoformat(timestamp)
-        seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
-    except (ValueError, TypeError):
-        return "unknown"
-    for unit, size in _SECONDS.items():
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return "0 s"

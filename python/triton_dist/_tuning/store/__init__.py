@@ -5,7 +5,7 @@ from triton_dist._tuning.store.beside import (
     interrupted,
     is_held,
     places,
-    remove_tuning,
+    removable,
 )
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
@@ -28,5 +28,5 @@ __all__ = [
     "interrupted",
     "is_held",
     "places",
-    "remove_tuning",
+    "removable",
 ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from triton_dist._tuning.store.disk import names_in, open_regular
 from triton_dist._tuning.store.journal import lines_of
-from triton_dist._tuning.values import Key
+from triton_dist._tuning.values import Entry, Key, Measurement
 from triton_dist._tuning.values.outcome import UNREADABLE
 
 
@@ -24,6 +25,14 @@ class Interrupted(NamedTuple):
     """``None``: the journal does not say."""
     tried: int
     """Configs that an outcome is known of."""
+    candidates: int = 0
+    """Number of configs that there are to try."""
+    best: float | None = None
+    """Lowest median so far, in milliseconds."""
+    seconds: float = 0.0
+    """Spent so far."""
+    stuck: int = 0
+    """Configs that are not tried again, since a process did not come back from them."""
 
 
 def interrupted(root: Path) -> Iterator[Interrupted]:
@@ -35,7 +44,7 @@ def interrupted(root: Path) -> Iterator[Interrupted]:
 
 
 def places(root: Path) -> set[Path]:
-    """Arguments for :func:`remove_tuning`: all that lies in the folders of ``root``."""
+    """Arguments for :func:`removable`: all that lies in the folders of ``root``."""
     return {
         root / folder / name.partition(".")[0]
         for folder in _names_in(root)
@@ -57,27 +66,34 @@ def is_held(journal: Path) -> bool:
     return False
 
 
-def remove_tuning(place: Path) -> set[Path]:
-    """Remove a record with its journal and logs, ``<place>.json`` and so on; those of a tuning that
-    is going on stay. Returns what was removed.
+Kind = Literal["record", "journal", "log"]
+
+
+def removable(place: Path) -> dict[Path, Kind]:
+    """Files of a record that may be removed, ``<place>.json`` and so on: itself, its journal, its
+    logs; of a tuning that is going on the record alone.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be read.
     """
-    record = place.with_name(f"{place.name}.json")
-    removed = set()
+    found: dict[Path, Kind] = {}
     stays = is_held(place.with_name(f"{place.name}.journal"))
     for name in names_in(place.parent):
-        path = place.parent / name
-        if name.startswith(f"{place.name}.") and (path == record or not stays):
-            path.unlink(missing_ok=True)
-            removed.add(path)
-    return removed
+        if name.startswith(f"{place.name}."):
+            kind = _KINDS.get(name.removeprefix(place.name), "log")
+            if kind == "record" or not stays:
+                found[place.parent / name] = kind
+    return found
+
+
+_KINDS: dict[str, Kind] = {".json": "record", ".journal": "journal"}
 
 
 def _read(path: Path) -> Interrupted:
     key: Key | None = None
     tried: set[object] = set()
+    stuck: set[object] = set()
+    candidates, best, seconds = 0, None, 0.0
     for line in lines_of(path):
         head = line.get("head")
         if isinstance(head, dict):
@@ -88,9 +104,18 @@ def _read(path: Path) -> Interrupted:
                 found = Key(function, text, hardware, str(line.get("module", "")))
                 str(found)  # a text that is none is no key
                 key = found
-        if "n" in line:
+            with suppress(*UNREADABLE):
+                candidates = len(head["candidates"])
+        elif "stuck" in line:
+            stuck.add(line["stuck"])
+        elif "n" in line:
             tried.add(line.get("config"))
-    return Interrupted(path, key, len(tried))
+            with suppress(*UNREADABLE):
+                entry = Entry.from_tree(line)
+                seconds = entry.seconds
+                if isinstance(entry.outcome, Measurement):
+                    best = min(entry.outcome.median, math.inf if best is None else best)
+    return Interrupted(path, key, len(tried), candidates, best, seconds, len(stuck))
 
 
 def _names_in(folder: Path) -> list[str]:

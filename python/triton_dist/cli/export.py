@@ -1,0 +1,139 @@
+"""``export``: records as a table, or in the format of the autotuning community."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from triton_dist._tuning.values import Failure, StoredRecord, Trial, TuningRecord
+from triton_dist._tuning.values.analysis import parameters
+from triton_dist.cli import cache, show
+from triton_dist.cli.verb import add_verb, counted
+
+_INVALID = {
+    "pruned": "constraints",
+    "resources": "constraints",
+    "compile": "compile",
+    "launch": "runtime",
+    "crashed": "runtime",
+    "timeout": "timeout",
+    "wrong_result": "correctness",
+}
+"""Words of the T4 format for kinds of failures."""
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "export",
+        _run,
+        help="records as CSV, JSON or T4",
+        description="Writes the records of FUNCTION, or the one in a FILE: csv, a line for each "
+        "config with a column for each parameter; json, as `show --json`; t4, one record in the "
+        "format of the autotuning community's benchmark hub, on which other tuners can be "
+        "replayed. To standard output, or to --out.",
+        examples=[
+            "export matmul > matmul.csv",
+            "export matmul --key 8192 --format t4 --out matmul_T4.json",
+        ],
+    )
+    parser.add_argument("function", metavar="FUNCTION|FILE", help="its name, or a record's file")
+    cache.add_choice(parser)
+    parser.add_argument("--format", choices=sorted(_FORMATS), default="csv", help="default: csv")
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="short for --format json"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    found = cache.chosen(arguments.function, arguments)
+    if not found:
+        return cache.say_none(arguments.function, arguments)
+    if arguments.format == "t4":
+        found = [cache.only(arguments.function, found)]
+    written = _FORMATS[arguments.format](found)
+    if arguments.out is None:
+        sys.stdout.write(written)
+        return 0
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(written, encoding="utf-8")
+    configs = sum(len(stored.record.trials) for stored in found)
+    records = counted(len(found), "record")
+    print(f"{arguments.out}: {records}, {counted(configs, 'config')}")
+    return 0
+
+
+def _csv(found: Sequence[StoredRecord]) -> str:
+    rows = [_row(stored.record, trial) for stored in found for trial in stored.record.trials]
+    names = dict.fromkeys(name for row in rows for name in row)
+    last = [name for name in names if name in _LAST]
+    text = io.StringIO()
+    table = csv.DictWriter(
+        text, [name for name in names if name not in _LAST] + last, lineterminator="\n"
+    )
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+
+_LAST = ("ms", "samples", "failure", "message")
+
+
+def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
+    key, outcome = record.key, trial.outcome
+    row = {"function": key.full_name, "key": str(key), "hardware": key.hardware}
+    row |= {f"{n}'" if n in (*row, *_LAST) else n: v for n, v in parameters(trial.config).items()}
+    if isinstance(outcome, Failure):
+        return row | {"ms": "", "samples": 0, "failure": outcome.kind, "message": outcome.message}
+    found = {"ms": outcome.median, "samples": len(outcome.samples)}
+    return {**row, **found, "failure": "", "message": ""}
+
+
+def _json(found: Sequence[StoredRecord]) -> str:
+    return json.dumps({"records": [show.tree(each) for each in found]}, indent=2) + "\n"
+
+
+def _t4(found: Sequence[StoredRecord]) -> str:
+    results = [_result(trial) for trial in found[0].record.trials]
+    metadata = {"timeunit": "milliseconds", "function": found[0].record.key.full_name}
+    tree = {"schema_version": "1.0.0", "metadata": metadata, "results": results}
+    return json.dumps(tree) + "\n"
+
+
+def _result(trial: Trial) -> dict[str, Any]:
+    outcome, configuration = trial.outcome, _typed(parameters(trial.config))
+    if isinstance(outcome, Failure):
+        invalidity, runtimes, measurements = _INVALID[outcome.kind], [], []
+    else:
+        invalidity, runtimes = "correct", list(outcome.samples)
+        measurements = [{"name": "time", "value": outcome.median, "unit": "ms"}]
+    return {
+        "configuration": configuration,
+        "invalidity": invalidity,
+        "correctness": int(invalidity == "correct"),
+        "times": {"runtimes": runtimes},
+        "measurements": measurements,
+        "objectives": ["time"],
+    }
+
+
+def _typed(values: Mapping[str, str]) -> dict[str, Any]:
+    """Numbers and truth values as such, since others' searches need their order."""
+    typed: dict[str, Any] = {}
+    for name, text in values.items():
+        try:
+            typed[name] = {"True": True, "False": False}.get(text)
+            typed[name] = json.loads(text) if typed[name] is None else typed[name]
+        except ValueError:
+            typed[name] = text
+    return typed
+
+
+_FORMATS = {"csv": _csv, "json": _json, "t4": _t4}

@@ -1,0 +1,66 @@
+"""Judgement on the records of a tuned function that can be imported."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from triton_dist import knobs
+from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
+    Fingerprint,
+    FixedSpace,
+    Key,
+    TuningRecord,
+    Validity,
+    validity,
+)
+
+if TYPE_CHECKING:
+    from triton_dist.tune import AutoTuner
+
+
+class Judge:
+    """What a tuner would say of records, asked without arguments.
+
+    Args:
+        ranks: facts of the group that would call the function, by their names in the fingerprint;
+            this process is alone, so others are taken to be the recorded ones.
+    """
+
+    def __init__(self, tuned: AutoTuner, ranks: Mapping[str, str]) -> None:
+        self._tuned, self._ranks, self._whole = tuned, ranks, tuned.fingerprint()
+
+    def validity(self, record: TuningRecord, key: Key) -> Validity:
+        """Reasons for and against ``record`` for a call with this key."""
+        space = self._space(key)
+        live = self._live(space)
+        topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
+        now = dataclasses.replace(live, topology=topology)
+        return validity(record, now, space, knobs.autotune_version_check.get())
+
+    def is_stale(self, record: TuningRecord) -> bool | None:
+        """True if no call on this hardware can use ``record`` again; ``None`` if it was made on
+        other hardware, of which nothing is known here."""
+        if record.fingerprint.hardware.get("gpu") != self._whole.hardware.get("gpu"):
+            return None
+        return bool(self.validity(record, record.key).reasons)
+
+    def _live(self, space: ConfigSpace) -> Fingerprint:
+        whole = space is self._tuned.config_space
+        return self._whole if whole else self._tuned.fingerprint(space)
+
+    def _space(self, key: Key) -> ConfigSpace:
+        """The space that such a call chooses from: without the names that it gave a value for."""
+        space: ConfigSpace = self._tuned.config_space
+        if key.given is None:
+            return space
+        text, digest = key.given
+        try:
+            given = Config(ast.literal_eval(text.removeprefix("with ")))
+        except (ValueError, SyntaxError):  # values that are no literals
+            given = Config({})
+        return FixedSpace(space, given) if given.digest == digest else space

@@ -1,0 +1,126 @@
+"""``show``: one tuning, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from triton_dist._tuning.values import StoredRecord
+from triton_dist._tuning.values.analysis import Analysis, Timed, shown
+from triton_dist.cli import cache, text
+from triton_dist.cli.verb import add_verb, counted
+
+_TOP = 8
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "show",
+        _run,
+        help="the configs that a tuning tried, as a table",
+        description="Prints the records of FUNCTION, or the one in a FILE: the fastest configs "
+        "with their times, how peaked the space is, what matters, and what failed. `to best` is "
+        "the time over that of the winner; `spread` the distance of the quartiles over the median.",
+        examples=["show matmul", "show matmul --key 8192 --top 20", "show matmul --json | jq"],
+    )
+    parser.add_argument("function", metavar="FUNCTION|FILE", help="its name, or a record's file")
+    cache.add_choice(parser)
+    parser.add_argument("--top", type=int, default=_TOP, metavar="N", help=f"rows; default {_TOP}")
+    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    found = cache.chosen(arguments.function, arguments)
+    if arguments.json:
+        print(json.dumps({"records": [tree(each) for each in found]}, indent=2))
+        return 0 if found else 1
+    if not found:
+        return cache.say_none(arguments.function, arguments)
+    for place, stored in enumerate(found):
+        for line in [*([""] if place else []), *_lines(stored, arguments.top)]:
+            print(*text.fitted(line, indent=4), sep="\n")
+    return 0
+
+
+def tree(stored: StoredRecord) -> dict[str, Any]:
+    """One record for programs, the fastest config first."""
+    record, where = stored
+    found = Analysis(record)
+    return {
+        "function": record.key.full_name,
+        "key": str(record.key),
+        "hardware": record.key.hardware,
+        "timestamp": record.timestamp,
+        "seconds": record.seconds,
+        "shipped": record.shipped,
+        "file": where,
+        "winner": str(record.best),
+        "ms": found.winner.ms,
+        "configs": [_row(found, each) for each in found.timed],
+        "failures": [vars(each) for each in found.failed],
+        "always_failed": [
+            {"parameter": name, "value": value, "count": count}
+            for name, value, count in found.always_failed()
+        ],
+        "within_1_percent": found.within(0.01),
+        "importance": dict(found.ranked()),
+        "price": {name: found.price(name) for name in found.varying},
+        "fixed": found.fixed,
+    }
+
+
+def _row(found: Analysis, each: Timed) -> dict[str, Any]:
+    return {
+        "config": str(each.trial),
+        "digest": each.trial.digest,
+        "parameters": each.parameters,
+        "ms": each.ms,
+        "to_best": found.ratio(each.ms),
+        "samples": list(each.samples),
+    }
+
+
+def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
+    record, where = stored
+    found = Analysis(record)
+    duration = "shipped" if record.shipped else f"in {record.seconds:.1f} s"
+    yield f"{record.key.full_name}, key {record.key}"
+    yield f"  on      {record.key.hardware}"
+    yield f"  tuned   {record.timestamp}, {text.age(record.timestamp)} ago, {duration}"
+    if record.carried:
+        yield f"  how     {record.carried}"
+    yield f"  file    {where}"
+    yield f"  winner  {record.best}, {found.winner.ms:.4f} ms"
+    if found.fixed:
+        yield f"  all     {shown(found.fixed, found.fixed)}"
+    yield f"  {'ms':>10} {'to best':>8} {'spread':>7} {'samples':>7}  config"
+    for place, timed in enumerate(found.timed):
+        mark = "  <- winner" if timed is found.winner else ""
+        if place < top or mark:
+            yield (
+                f"  {timed.ms:10.4f} {found.ratio(timed.ms):7.3f}x {spread(timed.samples):>7} "
+                f"{len(timed.samples):>7}  {shown(timed.parameters, found.varying)}{mark}"
+            )
+    if len(found.timed) > top:
+        yield f"  {len(found.timed)} were measured; --top N shows more"
+    near = ", ".join(f"{counted(found.within(p / 100), 'config')} in {p} %" for p in (1, 5, 10))
+    yield f"  near the winner: {near}"
+    important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
+    if important:
+        yield f"  share of the variance of log time, one alone: {', '.join(important)}"
+    for each in found.failed:
+        yield f"  {each.count} x {each.kind}, the first: {' '.join(each.first.split())[:120]}"
+    for name, value, count in found.always_failed():
+        yield f"  always failed: {name}={value}, {counted(count, 'time')}"
+
+
+def spread(samples: tuple[float, ...]) -> str:
+    """Distance of the quartiles over the median."""
+    if len(samples) < 2:
+        return "-"
+    first, middle, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return f"{(third - first) / middle:.1%}" if middle else "-"

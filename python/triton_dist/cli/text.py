@@ -1,0 +1,41 @@
+"""Text that fits a terminal, and that a pipe gets whole."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import sys
+import textwrap
+
+_SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+
+def fitted(line: str, indent: int = 12) -> list[str]:
+    """Lines that fit the terminal; in a pipe one, which can be searched for."""
+    if not is_terminal():
+        return [line]
+    width = shutil.get_terminal_size().columns
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent) or [""]
+
+
+def cut(line: str) -> str:
+    """The part that fits the terminal."""
+    width = shutil.get_terminal_size().columns
+    return line if not is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def age(timestamp: str) -> str:
+    """Time since ``timestamp``, ISO 8601, in its largest unit."""
+    try:
+        then = datetime.datetime.fromisoformat(timestamp)
+        seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
+    except (ValueError, TypeError):
+        return "unknown"
+    for unit, size in _SECONDS.items():
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return "0 s"
