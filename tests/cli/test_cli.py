@@ -22,7 +22,7 @@ from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
 from triton_dist.cli import text
-from triton_dist.cli.main import main
+from triton_dist.cli.main import VERBS, main
 from triton_dist.errors import TuningWarning
 from triton_dist.tune import autotune
 
@@ -362,8 +362,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"triton_dist {triton_dist.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["list", "explain", "clear", "pack", "packs", "env"])
+@pytest.mark.parametrize("verb", [verb.__name__.rpartition(".")[2] for verb in VERBS])
 def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
+    verb = {"listing": "list"}.get(verb, verb)
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     out = capsys.readouterr().out

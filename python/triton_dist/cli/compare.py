@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ def add_to(verbs: Any) -> None:
         description="For each key of FUNCTION that has several records (of other GPUs, numbers of "
         "ranks or versions): the winners with their times, and how much slower the winner of one "
         "is where another was measured, as far as it was measured there.",
-        examples=["compare gemm_rs", "compare matmul --key 8192 --cache /shared/cache"],
+        examples=[
+            "compare matmul --key 8192 --cache /shared/cache",
+            "compare gemm_rs --ranks --key 7168",
+        ],
     )
     parser.add_argument("function", metavar="FUNCTION", help="its name, or with its module")
     cache.add_choice(parser)
@@ -32,6 +36,12 @@ def add_to(verbs: Any) -> None:
         "--cache", type=Path, action="append", default=[], metavar="DIR",
         help="a folder of records to look into besides; any number of times",
     )  # fmt: skip
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="keys that differ in the number of ranks alone are one: the last number in a key that "
+        "is as large as its group does not count",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -43,8 +53,8 @@ def _run(arguments: argparse.Namespace) -> int:
         found += [each for each in cache.fitting(more, arguments) if each.where not in known]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:
-        keys.setdefault(f"{stored.record.key.function} {stored.record.key.text}", []).append(stored)
-    several = [group for group in keys.values() if len(group) > 1]
+        keys.setdefault(_text(stored, arguments.ranks), []).append(stored)
+    several = [sorted(group, key=_order) for _, group in sorted(keys.items()) if len(group) > 1]
     if arguments.json:
         print(json.dumps({"keys": [_tree(group) for group in several]}, indent=2))
         return 0 if several else 1
@@ -57,6 +67,21 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"{counted(len(several), 'key')} of {arguments.function} with several records, "
           f"{alone} with one.")  # fmt: skip
     return 0 if several else 1
+
+
+def _text(stored: StoredRecord, but_ranks: bool) -> str:
+    """The same for records that are compared."""
+    key, ranks = stored.record.key, stored.record.fingerprint.topology.get("world_size", "")
+    text = key.text
+    if but_ranks and (found := [*re.finditer(rf"\b{re.escape(ranks)}\b", text)]) and ranks:
+        text = f"{text[: found[-1].start()]}RANKS{text[found[-1].end() :]}"
+    return f"{key.function} {text}"
+
+
+def _order(stored: StoredRecord) -> list[str]:
+    """By hardware, 2 ranks before 16, then by age."""
+    parts = re.split(r"(\d+)", f"{stored.record.key.hardware} {stored.record.timestamp}")
+    return [part.rjust(8, "0") if part.isdigit() else part for part in parts]
 
 
 def _lines(group: Sequence[StoredRecord]) -> list[str]:

@@ -26,7 +26,7 @@ from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
-_VERBS = (listing, show, status, explain, diff, compare, export, clear, pack, packs, env)
+VERBS = (listing, show, status, explain, diff, compare, export, clear, pack, packs, env)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in _VERBS:
+    for verb in VERBS:
         verb.add_to(verbs)
     words, command = split(sys.argv[1:] if arguments is None else arguments)
     parsed = parser.parse_args(words)

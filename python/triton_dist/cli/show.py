@@ -87,28 +87,32 @@ def _row(found: Analysis, each: Timed) -> dict[str, Any]:
 def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     record, where = stored
     found = Analysis(record)
-    duration = "shipped" if record.shipped else f"in {record.seconds:.1f} s"
+    age = f"{text.age(record.timestamp)} ago, in {record.seconds:.1f} s"
     yield f"{record.key.full_name}, key {record.key}"
     yield f"  on      {record.key.hardware}"
-    yield f"  tuned   {record.timestamp}, {text.age(record.timestamp)} ago, {duration}"
+    yield f"  tuned   {record.timestamp}, {'shipped' if record.shipped else age}"
     if record.carried:
         yield f"  how     {record.carried}"
     yield f"  file    {where}"
     yield f"  winner  {record.best}, {found.winner.ms:.4f} ms"
-    if found.fixed:
+    if found.varying and found.fixed:
         yield f"  all     {shown(found.fixed, found.fixed)}"
     yield f"  {'ms':>10} {'to best':>8} {'spread':>7} {'samples':>7}  config"
+    names = found.varying or tuple(found.fixed)
     for place, timed in enumerate(found.timed):
         mark = "  <- winner" if timed is found.winner else ""
         if place < top or mark:
             yield (
                 f"  {timed.ms:10.4f} {found.ratio(timed.ms):7.3f}x {spread(timed.samples):>7} "
-                f"{len(timed.samples):>7}  {shown(timed.parameters, found.varying)}{mark}"
+                f"{len(timed.samples):>7}  {shown(timed.parameters, names)}{mark}"
             )
     if len(found.timed) > top:
         yield f"  {len(found.timed)} were measured; --top N shows more"
-    near = ", ".join(f"{counted(found.within(p / 100), 'config')} in {p} %" for p in (1, 5, 10))
-    yield f"  near the winner: {near}"
+    if found.varying:
+        one, *others = (found.within(percent / 100) for percent in (1, 5, 10))
+        yield f"  near the winner: {one} of {len(found.timed)} within 1 %, " + (
+            "{} within 5 %, {} within 10 %".format(*others)
+        )
     important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
     if important:
         yield f"  share of the variance of log time, one alone: {', '.join(important)}"

@@ -24,7 +24,12 @@ from triton_dist._tuning.values import (
 )
 from triton_dist.errors import CandidateFailed
 
-_KINDS: dict[str, FailureKind] = {"compile": "compile", "runtime": "launch"}
+_KINDS: dict[str, FailureKind] = {
+    "compile": "compile",
+    "runtime": "launch",
+    "timeout": "timeout",
+    "constraints": "pruned",
+}
 
 
 @dataclass(frozen=True)

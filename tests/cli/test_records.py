@@ -1,0 +1,236 @@
+"""Commands that look into records: show, diff, compare, status, export, and what clear leaves."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.made import SPACE, kept, record, timed
+from triton_dist import knobs
+from triton_dist._tuning.values.analysis import Analysis, Changes, parameters
+from triton_dist.cli import text
+from triton_dist.testing.replay import RecordedSpace
+from triton_dist.tune import autotune
+
+
+def test_a_space_is_analysed():
+    found = Analysis(record())
+    assert [each.ms for each in found.timed] == [1.0, 1.1, 2.0, 2.2]
+    assert found.varying == ("block", "warps")
+    assert [found.within(share) for share in (0.01, 0.1001, 5)] == [1, 2, 4]
+    (first, block), (second, warps) = found.ranked()
+    assert (first, second) == ("block", "warps")
+    assert 0.6 < block < 0.8  # all but a little, less what chance explains of four configs
+    assert warps == 0
+    assert found.price("warps") == pytest.approx({"4": 0, "8": 0.1})
+    assert found.always_failed() == [("block", "256", 2)]
+    assert [(each.kind, each.count) for each in found.failed] == [("resources", 2)]
+
+
+def test_a_config_of_triton_is_its_parameters():
+    tree = {
+        "way": "push",
+        "one": {"triton.Config": {"BLOCK": 64}, "num_warps": 4},
+        "two": {"triton.Config": {"BLOCK": 32}, "num_stages": 3},
+    }
+    shown = {"way": "'push'", "BLOCK": "64", "num_warps": "4", "two.BLOCK": "32", "num_stages": "3"}
+    assert parameters(tree) == shown
+
+
+def test_changes_of_two_records():
+    slower = [(values, timed(3.0, 3.0)) for values, _ in SPACE[:1]] + SPACE[1:3]
+    changes = Changes.of(record(), record(slower, source={"gemm": "2"}))
+    assert changes.facts == ["source: gemm changed, its digest was 1, is 2"]
+    assert not changes.same_winner
+    assert changes.older_winner_now == pytest.approx(3 / 1.1)
+    assert (len(changes.common), len(changes.gone), changes.new) == (3, 3, [])
+    assert changes.correlation == pytest.approx(-0.5)
+
+
+def test_show(run, monkeypatch):
+    (file,) = kept(record())
+    status, out, _ = run("show", "gemm")
+    assert status == 0
+    lines = out.splitlines()
+    assert "      1.0000   1.000x    1.0%       3  block=64 warps=4  <- winner" in lines
+    assert "      2.2000   2.200x    0.0%       3  block=128 warps=8" in lines
+    assert "  2 x resources, the first: too much shared memory" in lines
+    assert "  always failed: block=256, 2 times" in lines
+    assert run("show", file)[1] == out
+    assert "2.2000" not in run("show", "gemm", "--top", "2")[1]
+    monkeypatch.setattr(text, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    wrapped = [line for line in run("show", "gemm")[1].splitlines() if file[:20] not in line]
+    assert max(map(len, wrapped)) <= 80
+
+
+def test_diff(run):
+    old, other = kept(record(), record(key=8192, source={"gemm": "2"}))
+    status, out, _ = run("diff", old, other)
+    assert status == 1
+    assert "  key: it was 4096, is 8192\n  source: gemm changed, its digest was 1, is 2\n" in out
+    assert "  winner: the same, {'block': 64, 'warps': 4}\n" in out
+    assert "facts: no difference" in run("diff", old, old)[1]
+    assert run("diff", old, "gemm", "--key", "4096")[0] == 0
+    status, _, err = run("diff", old, "gemm")
+    assert status == 2
+    assert "gemm: 2 records fit, one is needed:" in err
+
+
+def test_compare(run, tmp_path, monkeypatch):
+    other = [(values, timed(*([each / 2] * 3))) for (values, _), each in zip(SPACE, (9, 3))]  # noqa: B905
+    kept(record(key=(4096, 2)), record(key=(512, 2)), record(other, key=(4096, 4), ranks=4))
+    status, out, _ = run("compare", "gemm")
+    assert (status, out) == (1, "0 keys of gemm with several records, 3 with one.\n")
+    status, out, _ = run("compare", "gemm", "--ranks")
+    assert status == 0
+    assert "  winner of   on [1]   on [2]\n" in out
+    assert "        [1]   1.000x   3.000x\n" in out
+    assert "        [2]   2.000x   1.000x\n" in out
+    elsewhere = knobs.cache_dir.get()
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "empty"))
+    kept(record(other, key=(512, 2)))  # in another folder, so of the same place
+    assert "1 key of gemm" in run("compare", "gemm", "--cache", str(elsewhere))[1]
+
+
+def test_export_as_csv_and_for_others_to_replay(run, tmp_path):
+    kept(record())
+    rows = [*csv.DictReader(io.StringIO(run("export", "gemm")[1]))]
+    assert [row["ms"] for row in rows] == ["1.0", "2.0", "1.1", "2.2", "", ""]
+    assert rows[0] | {"block": "64", "warps": "4", "key": "4096"} == rows[0]
+    assert rows[4] | {"failure": "resources", "message": "too much shared memory"} == rows[4]
+    out = tmp_path / "deep" / "gemm_T4.json"
+    assert run("export", "gemm", "--format", "t4", "--out", str(out))[0] == 0
+    space = RecordedSpace.read(out)
+    assert list(space.configs[0].items()) == [("block", 64), ("warps", 4)]
+    assert space.runs[space.configs[0].digest] == (1.0, 1.0, 1.02)
+    assert space.runs[space.configs[4].digest].kind == "pruned"
+
+
+@autotune([{"n": 1}, {"n": 2}, {"n": 3}], key_fn=lambda x: x)
+def stopped(x, n):
+    if n == 2 and x > 1:
+        raise KeyboardInterrupt
+    return x
+
+
+@pytest.fixture
+def begun():
+    """One record, and the journal of a tuning that was interrupted."""
+    stopped.clear()
+    stopped(1)
+    with pytest.raises(KeyboardInterrupt):
+        stopped(64)
+    (journal,) = knobs.cache_dir.get().rglob("*.journal")
+    return journal
+
+
+def test_status(run, begun):
+    status, out, _ = run("status", "stopped")
+    assert status == 0
+    assert f"{__name__}.stopped, key 64\n" in out
+    assert "    interrupted, 1 of 3 configs tried in " in out
+    with begun.open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        (tuning,) = json.loads(run("status", "--json")[1])["tunings"]
+    assert (tuning["going_on"], tuning["tried"], tuning["candidates"]) == (True, 1, 3)
+    assert tuning["best_ms"] >= 0
+    assert run("status", "absent")[0] == 1
+
+
+def test_clear_of_logs_and_of_what_was_interrupted(run, begun):
+    (file,) = begun.parent.glob("*.json")
+    dry = json.loads(run("clear", "stopped", "--logs", "--dry-run", "--json")[1])
+    assert {each["kind"] for each in dry["removed"]} == {"log"}
+    assert all(Path(each["file"]).exists() for each in dry["removed"])
+    assert "removed 0 records, 4 logs of stopped" in run("clear", "stopped", "--logs")[1]
+    assert sorted(begun.parent.glob("[!.]*")) == sorted([file, begun])
+    out = run("clear", "stopped", "--interrupted")[1]
+    assert out == f"{begun}\nremoved 0 records, 1 interrupted tuning, 0 logs of stopped\n"
+    assert file.exists()
+
+
+def test_clear_of_stale_records_leaves_those_that_are_used_or_cannot_be_judged(run):
+    stopped.clear()
+    stopped(0)
+    (used,) = knobs.cache_dir.get().rglob("*.json")
+    tree = json.loads(used.read_text())
+    tree.pop("whole", None)
+    tree["key"], tree["fingerprint"]["space"] = 1, "another"
+    stale = used.with_name(f"{'0' * 32}-0.json")
+    stale.write_text(json.dumps(tree))
+    tree["fingerprint"]["hardware"]["gpu"] = "NVIDIA H200"
+    foreign = used.with_name(f"{'1' * 32}-0.json")
+    foreign.write_text(json.dumps(tree))
+    (program,) = kept(record())
+    status, out, _ = run("clear", "--all", "--stale")
+    assert status == 0
+    assert f"{foreign}: left alone, not compared: it was made on " in out
+    assert f"{program}: left alone, not compared: shop.ops: it cannot be imported" in out
+    assert f"{stale}\nremoved 1 record, 0 logs of all functions\n" in out
+    assert used.exists()
+    assert Path(program).exists()
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("verb", ["show", "export"])
+def test_none_and_a_file_that_is_no_record(run, tmp_path, verb):
+    status, out, _ = run(verb, "gemm", "--key", "7")
+    assert (status, out) == (1, f"No record of gemm, --key '7' in {knobs.cache_dir.get()}.\n")
+    (tmp_path / "some.json").write_text("{}")
+    status, _, err = run(verb, str(tmp_path / "some.json"))
+    assert status == 2
+    assert "some.json: it is no tuning record: " in err
+
+
+def names(tree: object) -> object:
+    """The names in a tree of JSON, without what depends on the record."""
+    if isinstance(tree, dict):
+        free = ("parameters", "importance", "price", "fixed", "software")
+        return {name: None if name in free else names(each) for name, each in tree.items()}
+    return [names(tree[0])] if isinstance(tree, list) and tree else None
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "show gemm --key 4096",
+            "records: always_failed: count parameter value; configs: config digest ms parameters "
+            "samples to_best; failures: count first kind; file fixed function hardware importance "
+            "key ms price seconds shipped timestamp winner within_1_percent",
+        ),
+        (
+            "diff gemm gemm --key 4096",
+            "common: config digest new old; facts ms_new ms_old new old older_winner_now only_new "
+            "only_old rank_correlation same_winner winner_new winner_old",
+        ),
+        (
+            "compare gemm --ranks",
+            "keys: function key records: file hardware ms shipped software version winner; "
+            "winner_elsewhere",
+        ),
+    ],
+)
+def test_names_in_json_stay(run, command, expected):
+    kept(record(), record(key=2), record(key=4, ranks=4))
+
+    def written(tree: object) -> str:
+        match tree:
+            case dict():
+                parts = [
+                    f"{name}: {written(each[0])};"
+                    if isinstance(each, list) and each and isinstance(each[0], dict)
+                    else name
+                    for name, each in sorted(tree.items())
+                ]
+                return " ".join(parts)
+        return ""
+
+    tree = names(json.loads(run(*command.split(), "--json")[1]))
+    assert written(tree).rstrip(";").replace(";;", ";") == expected
