@@ -60,7 +60,7 @@ def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
         NoSuchRecord: ``asked`` is a file and no record.
     """
     if asked.endswith(".json") or Path(asked).is_file():
-        return [_in_file(Path(asked))]
+        return [in_file(Path(asked))]
     return fitting(records_of(with_packs(), asked), arguments)
 
 
@@ -107,7 +107,8 @@ def say_none(asked: str, arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _in_file(path: Path) -> StoredRecord:
+def in_file(path: Path) -> StoredRecord:
+    """The record in a file. Raises ``NoSuchRecord`` if that is none."""
     try:
         return StoredRecord(read(path), str(path))
     except (NewerSchema, ValueError) as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """What a tuner would say of records, asked without arguments.
+    """A tuner's answer about records, without a call's arguments.
 
     Args:
         ranks: facts of the group that would call the function, by their names in the fingerprint;

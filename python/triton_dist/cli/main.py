@@ -19,6 +19,7 @@ from triton_dist.cli import (
     listing,
     pack,
     packs,
+    report,
     show,
     status,
 )
@@ -26,7 +27,7 @@ from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
-VERBS = (listing, show, status, explain, diff, compare, export, clear, pack, packs, env)
+VERBS = (listing, show, status, explain, diff, compare, report, export, clear, pack, packs, env)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

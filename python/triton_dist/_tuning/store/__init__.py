@@ -10,7 +10,7 @@ from triton_dist._tuning.store.beside import (
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore
-from triton_dist._tuning.store.log import FileLog, StepLog
+from triton_dist._tuning.store.log import FileLog, StepLog, events_of
 from triton_dist._tuning.store.memory import MemoryStore
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
@@ -25,6 +25,7 @@ __all__ = [
     "PackStore",
     "ReadOnlyStore",
     "StepLog",
+    "events_of",
     "interrupted",
     "is_held",
     "places",

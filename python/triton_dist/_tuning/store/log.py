@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from triton_dist._tuning.store.disk import expanded, make_folder, open_regular
+from triton_dist._tuning.store.journal import lines_of
 from triton_dist._warn import warn
 from triton_dist.errors import TuningWarning
 
@@ -86,6 +87,20 @@ class FileLog:
     def close(self) -> None:
         self._events.close()
         self._lines.close()
+
+
+def events_of(record: Path, winner: str) -> list[dict[str, Any]]:
+    """Events of the latest tuning that ended with the config ``winner`` (its digest), from its
+    begin to its end; none if the log beside ``record`` does not have it any more."""
+    events: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for event in lines_of(record.with_suffix(".log.jsonl")):
+        if event.get("event") == "begin":
+            events = []
+        events.append(event)
+        if event.get("event") == "winner" and event.get("config") == winner:
+            found, events = events, []
+    return found
 
 
 def _now() -> str:

@@ -49,7 +49,7 @@ class Analysis:
 
     @cached_property
     def timed(self) -> tuple[Timed, ...]:
-        """What was measured, the fastest first."""
+        """All that was measured, the fastest first."""
         found = [
             Timed(trial, parameters(trial.config), trial.outcome.median, trial.outcome.samples)
             for trial in self.record.trials

@@ -1,0 +1,151 @@
+"""The page of a report: one file, which needs no network and no script but to sort a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from triton_dist._tuning.values.analysis import shown
+from triton_dist.cli import diff, plots
+from triton_dist.cli.show import spread
+
+if TYPE_CHECKING:
+    from triton_dist.cli.report import Subject
+
+_ROWS = 300
+"""So many of the fastest configs are listed; `show --top` has all."""
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em;
+       color: #222; background: #fff }
+h1 { font-size: 1.5em; overflow-wrap: anywhere } h2 { font-size: 1.15em; margin: 1.5em 0 .3em }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(24em, 1fr)); gap: 1.5em }
+figure { margin: 0 } figure svg { width: 100%; height: auto } figcaption { font-weight: 600 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .15em .8em .15em 0; text-align: left; vertical-align: top }
+th { border-bottom: 1px solid #999 } table.sortable th { cursor: pointer }
+td.number { text-align: right } tr.winner { background: #e4efe2 }
+code, pre { font-size: .9em; overflow-wrap: anywhere; white-space: pre-wrap }
+.wide { overflow-x: auto }
+"""
+
+_SORT = """
+for (const table of document.querySelectorAll("table.sortable"))
+  table.tHead.rows[0].addEventListener("click", ({target}) => {
+    const column = target.cellIndex, body = table.tBodies[0], cell = row => row.cells[column]
+      .textContent, up = target.dataset.up = target.dataset.up === "1" ? "0" : "1";
+    const order = (a, b) => cell(a).localeCompare(cell(b), undefined, {numeric: true});
+    body.append(...[...body.rows].sort((a, b) => up === "1" ? order(a, b) : order(b, a)));
+  });
+"""
+
+
+def html(subject: Subject) -> str:
+    """The whole page."""
+    key = subject.stored.record.key
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{escape(key.function)}, a tuning</title><style>{_STYLE}</style>",
+        f"<h1>{escape(key.full_name)}, key {escape(str(key))}</h1>",
+        *_about(subject),
+        '<div class="panels">',
+        *(
+            f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+            for title, svg in plots.svgs(subject)
+        ),
+        "</div>",
+        *_since(subject),
+        *_configs(subject),
+        *_prices(subject),
+        *_failures(subject),
+        f"<script>{_SORT}</script></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _about(subject: Subject) -> Iterator[str]:
+    record, where = subject.stored
+    found = subject.found
+    yield _table(
+        [],
+        [
+            ["winner", _code(str(record.best)), f"{found.winner.ms:.4f} ms"],
+            ["on", escape(record.key.hardware), ""],
+            ["tuned", escape(record.timestamp), f"in {record.seconds:.1f} s"],
+            ["file", _code(where), ""],
+            *([["how", escape(record.carried), ""]] if record.carried else []),
+            *([["all have", _code(shown(found.fixed, found.fixed)), ""]] if found.fixed else []),
+        ],
+    )
+
+
+def _since(subject: Subject) -> Iterator[str]:
+    if subject.changes is not None and subject.older is not None:
+        yield f"<h2>What changed since {_code(subject.older.where)}</h2>"
+        yield f"<pre>{escape(chr(10).join(diff.lines(subject.changes)))}</pre>"
+
+
+def _configs(subject: Subject) -> Iterator[str]:
+    found = subject.found
+    names = found.varying
+    count = f"the fastest {_ROWS} of {len(found.timed)}" if len(found.timed) > _ROWS else "all"
+    yield f"<h2>Configs: {count}. A click on a heading sorts.</h2>"
+    rows = [
+        [
+            str(place), f"{each.ms:.4f}", f"{found.ratio(each.ms):.3f}", spread(each.samples),
+            str(len(each.samples)), *(escape(each.parameters.get(name, "-")) for name in names),
+        ]
+        for place, each in enumerate(found.timed[:_ROWS], 1)
+    ]  # fmt: skip
+    heads = ["", "ms", "to best", "spread", "samples", *names]
+    yield '<div class="wide">'
+    yield _table(heads, rows, marked=found.timed.index(found.winner), sortable=True)
+    yield "</div>"
+
+
+def _prices(subject: Subject) -> Iterator[str]:
+    found = subject.found
+    if not found.varying:
+        return
+    yield "<h2>Parameters: what they explain, and what it costs to fix a value</h2>"
+    yield _table(
+        ["parameter", "of the variance", "fastest config with the value, behind the winner"],
+        [
+            [
+                _code(name),
+                f"{share:.0%}",
+                ", ".join(f"{_code(value)} {p:+.1%}" for value, p in found.price(name).items()),
+            ]
+            for name, share in found.ranked()
+        ],
+    )
+
+
+def _failures(subject: Subject) -> Iterator[str]:
+    found = subject.found
+    if found.failed:
+        yield "<h2>Failures</h2>"
+        rows = [[escape(f.kind), str(f.count), _code(f.first[:500])] for f in found.failed]
+        yield _table(["kind", "configs", "message of the first"], rows)
+    if always := found.always_failed():
+        values = ", ".join(f"{_code(f'{name}={value}')} ({count})" for name, value, count in always)
+        yield f"<p>Nothing could be measured with {values}.</p>"
+
+
+def _table(
+    heads: Iterable[str], rows: Sequence[Sequence[str]], marked: int = -1, sortable: bool = False
+) -> str:
+    """A table of cells that are HTML; ``heads`` are text. The row ``marked`` is the winner's."""
+    head = "".join(f"<th>{escape(name)}" for name in heads)
+    body = "\n".join(
+        f"<tr{' class=winner' if place == marked else ''}>" + "".join(f"<td>{c}" for c in row)
+        for place, row in enumerate(rows)
+    )
+    kind = " class=sortable" if sortable else ""
+    return f"<table{kind}>{f'<thead><tr>{head}</thead>' if head else ''}<tbody>{body}</table>"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"

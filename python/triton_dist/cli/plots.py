@@ -1,0 +1,233 @@
+"""Pictures of a tuning: one function a panel, each answers one question."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from triton_dist._tuning.values.analysis import shown
+
+if TYPE_CHECKING:
+    from triton_dist.cli.report import Subject
+
+_POINT, _BEST, _BAR, _ZONE = "#8fa9c4", "#c0392b", "#1f5f99", "#e4efe2"
+_PHASES = {"compile": "#c9b458", "measure": "#1f5f99", "agree": "#8c8c8c"}
+_WIDTH, _HEIGHT = 5.6, 3.5
+"""Inches of a panel; two side by side are as wide as a page."""
+_BARS, _FINALISTS, _LONGEST = 12, 8, 26
+_FEW = 2
+"""A config with no more samples left early: drawn faint."""
+
+
+def panels(subject: Subject) -> list[tuple[str, Callable[[Any, Subject], None]]]:
+    """Title and painter of each panel that there is something to show in."""
+    found = subject.found
+    several = len(found.timed) > 1
+    all_of_them: list[tuple[str, Callable[[Any, Subject], None], object]] = [
+        ("All configs, sorted", _sorted, several),
+        ("Convergence: every answer, and the best so far", _convergence, subject.answers),
+        ("Finalists: all samples", _finalists, several),
+        ("Importance: variance that one parameter explains", _importance, found.varying),
+        ("Price of fixing a value", _price, found.varying),
+        ("Failures by kind", _failures, found.failed),
+        ("Since the older record", _since, subject.changes and subject.changes.common),
+    ]
+    return [(title, painter) for title, painter, wanted in all_of_them if wanted]
+
+
+def write_png(subject: Subject, path: Path) -> None:
+    """All panels as one picture, two columns wide."""
+    key, drawn = subject.stored.record.key, panels(subject)
+    rows = max(1, math.ceil(len(drawn) / 2))
+    with _style():
+        figure = Figure(figsize=(2 * _WIDTH, _HEIGHT * rows + 0.7), layout="constrained", dpi=100)
+        name = _cut(f"{key.full_name}, key {key}", 100)
+        figure.suptitle(f"{name}\n{_cut(key.hardware, 100)}", fontsize=11)
+        axes = figure.subplots(rows, 2, squeeze=False).flatten()
+        for ax in axes[len(drawn) :]:
+            ax.set_axis_off()
+        for ax, (title, painter) in zip(axes, drawn, strict=False):
+            painter(ax, subject)
+            ax.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
+        figure.savefig(path)
+
+
+def svgs(subject: Subject) -> list[tuple[str, str]]:
+    """Title and SVG of each panel. Many points are one image inside it."""
+    drawn = []
+    with _style():
+        for title, painter in panels(subject):
+            figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+            painter(figure.subplots(), subject)
+            written = io.StringIO()
+            figure.savefig(written, format="svg", dpi=150, metadata={"Date": None})
+            text = written.getvalue()
+            drawn.append((title, text[text.index("<svg") :]))
+    return drawn
+
+
+def _style() -> AbstractContextManager[None]:
+    style: AbstractContextManager[None] = matplotlib.rc_context(
+        {
+            "font.size": 9.5,
+            "svg.fonttype": "none",
+            "text.parse_math": False,  # a key may have dollars in it
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
+    return style
+
+
+def _sorted(ax: Any, subject: Subject) -> None:
+    found = subject.found
+    ratios = [found.ratio(each.ms) for each in found.timed]
+    rough = [len(each.samples) <= _FEW for each in found.timed]
+    for few, colour, label in (
+        (True, _POINT, f"{_FEW} samples or fewer"),
+        (False, _BAR, "more samples"),
+    ):
+        places = [place + 1 for place, is_rough in enumerate(rough) if is_rough == few]
+        if places:
+            times = [ratios[place - 1] for place in places]
+            ax.scatter(places, times, s=9, color=colour, label=label, rasterized=len(places) > 200)
+    ax.axhline(1.01, color=_BEST, linewidth=1, linestyle="--", label="1 % behind the winner")
+    _ratio_axis(ax, max(ratios))
+    ax.set(xlabel=f"config, of {len(ratios)} measured", ylabel="time / winner's")
+    counts = "\n".join(f"{found.within(p / 100)} within {p} %" for p in (1, 5, 10))
+    ax.text(0.02, 0.97, counts, transform=ax.transAxes, va="top")
+    ax.legend(loc="lower right", fontsize=8.5)
+
+
+def _convergence(ax: Any, subject: Subject) -> None:
+    answers = subject.answers
+    seconds, times = [each.seconds for each in answers], [each.ms for each in answers]
+    many = len(answers) > 200
+    ax.scatter(seconds, times, s=9, color=_POINT, rasterized=many, label="an answer")
+    lowest = [min(times[:1])]
+    for ms in times[1:]:
+        lowest.append(min(lowest[-1], ms))
+    ax.step(seconds, lowest, where="post", color=_BEST, linewidth=1.5, label="lowest so far")
+    if min(times) > 0:
+        ax.set_yscale("log")
+        _plain_numbers(ax.yaxis)
+    ax.set(xlabel="seconds since the tuning began", ylabel="ms")
+    ax.legend(loc="upper right", fontsize=8.5)
+    spent = {name: value for name, value in subject.phases.items() if name in _PHASES and value}
+    if spent:
+        strip = ax.inset_axes((0, -0.40, 1, 0.09))
+        left = 0.0
+        for name, value in spent.items():
+            label = f"{name} {value:.3g} s"
+            strip.barh([0], [value], left=[left], color=_PHASES[name], label=label)
+            left += value
+        strip.set_axis_off()
+        strip.margins(0)
+        strip.legend(
+            loc="upper center", bbox_to_anchor=(0.5, 0), ncols=len(spent), fontsize=8.5,
+            frameon=False, title="all of it was spent on", title_fontsize=8.5,
+        )  # fmt: skip
+
+
+def _finalists(ax: Any, subject: Subject) -> None:
+    found = subject.found
+    ranked = [each for each in found.timed if len(each.samples) > _FEW] or list(found.timed)
+    best = ranked[:_FINALISTS]
+    ax.axvspan(1, 1.01, color=_ZONE, label="within 1 %")
+    for place, each in enumerate(best):
+        ratios = [found.ratio(sample) for sample in each.samples]
+        colour = _BEST if each is found.winner else _POINT
+        ax.scatter(ratios, [place] * len(ratios), s=14, color=colour, alpha=0.6, linewidths=0)
+        ax.plot([found.ratio(each.ms)] * 2, [place - 0.32, place + 0.32], color="black")
+    labels = [_cut(shown(each.parameters, found.varying), _LONGEST) for each in best]
+    ax.set_yticks(range(len(best)), labels, fontsize=7.5)
+    ax.invert_yaxis()
+    ax.set_xlabel("sample / winner's median; line: median; red: winner")
+    ax.legend(loc="lower right", fontsize=8.5)
+
+
+def _importance(ax: Any, subject: Subject) -> None:
+    ranked = subject.found.ranked()[:_BARS]
+    _bars(ax, [name for name, _ in ranked], [100 * share for _, share in ranked], "{:.0f} %")
+    left = max(0.0, 1 - sum(share for _, share in subject.found.ranked()))
+    ax.set_xlabel(f"% of the variance of log time; {left:.0%} is of several together, or noise")
+
+
+def _price(ax: Any, subject: Subject) -> None:
+    found = subject.found
+    prices = [
+        (f"{name}={value}", 100 * price)
+        for name in found.varying
+        for value, price in found.price(name).items()
+    ]
+    dearest = sorted(prices, key=lambda each: -each[1])[:_BARS]
+    _bars(ax, [name for name, _ in dearest], [price for _, price in dearest], "{:+.3g} %")
+    free = len(prices) - sum(price > 1 for _, price in prices)
+    ax.set_xlabel(f"% behind the winner, at best; {free} of {len(prices)} values cost 1 % or less")
+    if dearest[0][1] > 50:
+        ax.set_xscale("symlog", linthresh=10)
+        _plain_numbers(ax.xaxis)
+
+
+def _failures(ax: Any, subject: Subject) -> None:
+    failed, tried = subject.found.failed, len(subject.stored.record.trials)
+    _bars(ax, [each.kind for each in failed], [each.count for each in failed], "{:.0f}")
+    ax.set_xlabel(f"configs, of {tried} in all")
+
+
+def _since(ax: Any, subject: Subject) -> None:
+    changes = subject.changes
+    assert changes is not None
+    pairs = [(old.ms, new.ms) for old, new in changes.common]
+    ax.scatter(*zip(*pairs, strict=True), s=9, color=_POINT, rasterized=len(pairs) > 200)
+    for marker, colour, label, digest in (
+        ("o", "black", "older winner", changes.before.winner.trial.digest),
+        ("D", _BEST, "winner now", changes.after.winner.trial.digest),
+    ):
+        there = [(old.ms, new.ms) for old, new in changes.common if new.trial.digest == digest]
+        for x, y in there:
+            ax.scatter([x], [y], s=60, marker=marker, facecolors="none", edgecolors=colour,
+                       label=label, linewidths=1.6)  # fmt: skip
+    ax.axline(
+        (pairs[0][0],) * 2, slope=1, color="gray", linewidth=1, linestyle=":", label="as fast"
+    )
+    if min(min(pair) for pair in pairs) > 0:
+        ax.set(xscale="log", yscale="log")
+        _plain_numbers(ax.xaxis)
+        _plain_numbers(ax.yaxis)
+    ax.set(xlabel=f"ms in the older record; {len(pairs)} configs in both", ylabel="ms now")
+    ax.legend(loc="upper left", fontsize=8.5)
+
+
+def _bars(ax: Any, names: list[str], values: list[float], label: str) -> None:
+    """Horizontal bars, the first at the top, each with its number."""
+    bars = ax.barh(range(len(names)), values, color=_BAR)
+    ax.bar_label(bars, [label.format(value) for value in values], padding=3, fontsize=8.5)
+    ax.set_yticks(range(len(names)), [_cut(name, _LONGEST) for name in names], fontsize=8.5)
+    ax.invert_yaxis()
+    ax.margins(x=0.15)
+
+
+def _ratio_axis(ax: Any, most: float) -> None:
+    if most > 2:
+        ax.set_yscale("log")
+        _plain_numbers(ax.yaxis)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """1, 2, 5 and 10 rather than powers of ten."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
