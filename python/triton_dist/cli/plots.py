@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from triton_dist._tuning.values.analysis import shown
+from triton_dist._tuning.values.analysis import Timed, shown
 
 if TYPE_CHECKING:
     from triton_dist.cli.report import Subject
 
 _POINT, _BEST, _BAR, _ZONE = "#8fa9c4", "#c0392b", "#1f5f99", "#e4efe2"
-_PHASES = {"compile": "#c9b458", "measure": "#1f5f99", "agree": "#8c8c8c"}
+_PHASES = {"compile": "#8a6d1b", "measure": "#1f5f99", "agree": "#6b6b6b"}
 _WIDTH, _HEIGHT = 5.6, 3.5
 """Inches of a panel; two side by side are as wide as a page."""
-_BARS, _FINALISTS, _LONGEST = 12, 8, 26
+_BARS, _FINALISTS, _LONGEST = 12, 8, 30
+_NEAR = 1.25
+"""Slower configs are not drawn beside the fastest, if there are some."""
+_WIDE = 4
+"""Ratio of the largest value to the smallest from which on an axis is logarithmic."""
+_NOTHING = 0.05
+"""Per cent; values that cost less are not drawn."""
+_ROOM = 5
+"""Rows that bars have room for at least, so that two are not fat."""
 _FEW = 2
 """A config with no more samples left early: drawn faint."""
 
@@ -32,9 +41,9 @@ def panels(subject: Subject) -> list[tuple[str, Callable[[Any, Subject], None]]]
     several = len(found.timed) > 1
     all_of_them: list[tuple[str, Callable[[Any, Subject], None], object]] = [
         ("All configs, sorted", _sorted, several),
-        ("Convergence: every answer, and the best so far", _convergence, subject.answers),
-        ("Finalists: all samples", _finalists, several),
-        ("Importance: variance that one parameter explains", _importance, found.varying),
+        ("Convergence", _convergence, subject.answers),
+        ("The fastest: all samples", _fastest, several),
+        ("Importance of parameters", _importance, found.varying),
         ("Price of fixing a value", _price, found.varying),
         ("Failures by kind", _failures, found.failed),
         ("Since the older record", _since, subject.changes and subject.changes.common),
@@ -45,17 +54,21 @@ def panels(subject: Subject) -> list[tuple[str, Callable[[Any, Subject], None]]]
 def write_png(subject: Subject, path: Path) -> None:
     """All panels as one picture, two columns wide."""
     key, drawn = subject.stored.record.key, panels(subject)
-    rows = max(1, math.ceil(len(drawn) / 2))
+    rows = math.ceil(len(drawn) / 2)
     with _style():
-        figure = Figure(figsize=(2 * _WIDTH, _HEIGHT * rows + 0.7), layout="constrained", dpi=100)
-        name = _cut(f"{key.full_name}, key {key}", 100)
+        figure = Figure(figsize=(2 * _WIDTH, _HEIGHT * rows + 0.7), dpi=100)
+        name = _cut(f"{key.full_name}, key {key}", 120)
+        if not drawn:
+            name = f"{name}: one config was measured, there is nothing to compare"
         figure.suptitle(f"{name}\n{_cut(key.hardware, 100)}", fontsize=11)
-        axes = figure.subplots(rows, 2, squeeze=False).flatten()
-        for ax in axes[len(drawn) :]:
-            ax.set_axis_off()
-        for ax, (title, painter) in zip(axes, drawn, strict=False):
-            painter(ax, subject)
-            ax.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
+        if drawn:
+            figure.set_layout_engine("constrained")
+            axes = figure.subplots(rows, 2, squeeze=False).flatten()
+            for ax in axes[len(drawn) :]:
+                ax.set_axis_off()
+            for ax, (title, painter) in zip(axes, drawn, strict=False):
+                painter(ax, subject)
+                ax.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
         figure.savefig(path)
 
 
@@ -99,11 +112,10 @@ def _sorted(ax: Any, subject: Subject) -> None:
             times = [ratios[place - 1] for place in places]
             ax.scatter(places, times, s=9, color=colour, label=label, rasterized=len(places) > 200)
     ax.axhline(1.01, color=_BEST, linewidth=1, linestyle="--", label="1 % behind the winner")
-    _ratio_axis(ax, max(ratios))
+    _log_if_wide(ax.set_yscale, ax.yaxis, ratios)
     ax.set(xlabel=f"config, of {len(ratios)} measured", ylabel="time / winner's")
-    counts = "\n".join(f"{found.within(p / 100)} within {p} %" for p in (1, 5, 10))
-    ax.text(0.02, 0.97, counts, transform=ax.transAxes, va="top")
-    ax.legend(loc="lower right", fontsize=8.5)
+    counts = ", ".join(f"{found.within(p / 100)} within {p} %" for p in (1, 5, 10))
+    ax.legend(loc="upper left", fontsize=8.5, title=counts, title_fontsize=9, alignment="left")
 
 
 def _convergence(ax: Any, subject: Subject) -> None:
@@ -115,49 +127,63 @@ def _convergence(ax: Any, subject: Subject) -> None:
     for ms in times[1:]:
         lowest.append(min(lowest[-1], ms))
     ax.step(seconds, lowest, where="post", color=_BEST, linewidth=1.5, label="lowest so far")
-    if min(times) > 0:
-        ax.set_yscale("log")
-        _plain_numbers(ax.yaxis)
+    _log_if_wide(ax.set_yscale, ax.yaxis, times)
     ax.set(xlabel="seconds since the tuning began", ylabel="ms")
     ax.legend(loc="upper right", fontsize=8.5)
-    spent = {name: value for name, value in subject.phases.items() if name in _PHASES and value}
-    if spent:
-        strip = ax.inset_axes((0, -0.40, 1, 0.09))
-        left = 0.0
-        for name, value in spent.items():
-            label = f"{name} {value:.3g} s"
-            strip.barh([0], [value], left=[left], color=_PHASES[name], label=label)
-            left += value
-        strip.set_axis_off()
-        strip.margins(0)
-        strip.legend(
-            loc="upper center", bbox_to_anchor=(0.5, 0), ncols=len(spent), fontsize=8.5,
-            frameon=False, title="all of it was spent on", title_fontsize=8.5,
-        )  # fmt: skip
+    spent = {name: value for name, value in subject.phases.items() if name in _PHASES}
+    whole = sum(spent.values())
+    if whole <= 0:
+        return
+    strip, left = ax.inset_axes((0, 1.02, 1, 0.07)), 0.0
+    for name, value in spent.items():
+        strip.barh([0], [value], left=[left], color=_PHASES[name])
+        if value > whole / 6:
+            strip.text(
+                left + value / 2, 0, f"{name} {value:.3g} s", color="white",
+                ha="center", va="center_baseline", fontsize=8.5, in_layout=False,
+            )  # fmt: skip
+        left += value
+    strip.set_axis_off()
+    strip.set(xlim=(0, whole), ylim=(-0.4, 0.4))
+    seconds_of = ", ".join(f"{name} {value:.3g}" for name, value in spent.items())
+    ax.set_xlabel(f"seconds; spent: {seconds_of}")
 
 
-def _finalists(ax: Any, subject: Subject) -> None:
+def _fastest(ax: Any, subject: Subject) -> None:
     found = subject.found
-    ranked = [each for each in found.timed if len(each.samples) > _FEW] or list(found.timed)
-    best = ranked[:_FINALISTS]
+    near = [each for each in found.timed if found.ratio(each.ms) <= _NEAR]
+    best = (near if len(near) > 2 else list(found.timed[:3]))[:_FINALISTS]
     ax.axvspan(1, 1.01, color=_ZONE, label="within 1 %")
     for place, each in enumerate(best):
         ratios = [found.ratio(sample) for sample in each.samples]
-        colour = _BEST if each is found.winner else _POINT
-        ax.scatter(ratios, [place] * len(ratios), s=14, color=colour, alpha=0.6, linewidths=0)
-        ax.plot([found.ratio(each.ms)] * 2, [place - 0.32, place + 0.32], color="black")
-    labels = [_cut(shown(each.parameters, found.varying), _LONGEST) for each in best]
-    ax.set_yticks(range(len(best)), labels, fontsize=7.5)
-    ax.invert_yaxis()
-    ax.set_xlabel("sample / winner's median; line: median; red: winner")
+        colour = _POINT if len(each.samples) <= _FEW else _BAR
+        colour = _BEST if each is found.winner else colour
+        ax.scatter(ratios, [place] * len(ratios), s=16, color=colour, alpha=0.7, linewidths=0)
+        ax.plot([found.ratio(each.ms)] * 2, [place - 0.2, place + 0.2], color="black", linewidth=1)
+        ax.text(
+            0.01, place - 0.36, _beside_winner(subject, each), fontsize=7.5, color="#555555",
+            va="center", transform=ax.get_yaxis_transform(), in_layout=False,
+        )  # fmt: skip
+    ax.set_yticks(range(len(best)), [f"#{place + 1}" for place in range(len(best))])
+    ax.set_ylim(max(len(best), _ROOM) + 0.4, -0.7)
+    ax.set_xlabel("sample / winner's median; line: median of a config")
     ax.legend(loc="lower right", fontsize=8.5)
+
+
+def _beside_winner(subject: Subject, each: Timed) -> str:
+    """The parameters in which a config differs from the winner."""
+    winner = subject.found.winner
+    if each is winner:
+        return "winner"
+    differ = [n for n, value in each.parameters.items() if winner.parameters.get(n) != value]
+    return _cut(shown(each.parameters, differ), 2 * _LONGEST)
 
 
 def _importance(ax: Any, subject: Subject) -> None:
     ranked = subject.found.ranked()[:_BARS]
     _bars(ax, [name for name, _ in ranked], [100 * share for _, share in ranked], "{:.0f} %")
     left = max(0.0, 1 - sum(share for _, share in subject.found.ranked()))
-    ax.set_xlabel(f"% of the variance of log time; {left:.0%} is of several together, or noise")
+    ax.set_xlabel(f"% of the variance of log time, alone; {left:.0%} is joint, or noise")
 
 
 def _price(ax: Any, subject: Subject) -> None:
@@ -167,7 +193,8 @@ def _price(ax: Any, subject: Subject) -> None:
         for name in found.varying
         for value, price in found.price(name).items()
     ]
-    dearest = sorted(prices, key=lambda each: -each[1])[:_BARS]
+    costly = [each for each in prices if each[1] >= _NOTHING] or prices
+    dearest = sorted(costly, key=lambda each: -each[1])[:_BARS]
     _bars(ax, [name for name, _ in dearest], [price for _, price in dearest], "{:+.3g} %")
     free = len(prices) - sum(price > 1 for _, price in prices)
     ax.set_xlabel(f"% behind the winner, at best; {free} of {len(prices)} values cost 1 % or less")
@@ -179,6 +206,7 @@ def _price(ax: Any, subject: Subject) -> None:
 def _failures(ax: Any, subject: Subject) -> None:
     failed, tried = subject.found.failed, len(subject.stored.record.trials)
     _bars(ax, [each.kind for each in failed], [each.count for each in failed], "{:.0f}")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel(f"configs, of {tried} in all")
 
 
@@ -198,12 +226,10 @@ def _since(ax: Any, subject: Subject) -> None:
     ax.axline(
         (pairs[0][0],) * 2, slope=1, color="gray", linewidth=1, linestyle=":", label="as fast"
     )
-    if min(min(pair) for pair in pairs) > 0:
-        ax.set(xscale="log", yscale="log")
-        _plain_numbers(ax.xaxis)
-        _plain_numbers(ax.yaxis)
+    _log_if_wide(ax.set_xscale, ax.xaxis, [old for old, _ in pairs])
+    _log_if_wide(ax.set_yscale, ax.yaxis, [new for _, new in pairs])
     ax.set(xlabel=f"ms in the older record; {len(pairs)} configs in both", ylabel="ms now")
-    ax.legend(loc="upper left", fontsize=8.5)
+    ax.legend(loc="lower right", fontsize=8.5)
 
 
 def _bars(ax: Any, names: list[str], values: list[float], label: str) -> None:
@@ -211,20 +237,20 @@ def _bars(ax: Any, names: list[str], values: list[float], label: str) -> None:
     bars = ax.barh(range(len(names)), values, color=_BAR)
     ax.bar_label(bars, [label.format(value) for value in values], padding=3, fontsize=8.5)
     ax.set_yticks(range(len(names)), [_cut(name, _LONGEST) for name in names], fontsize=8.5)
-    ax.invert_yaxis()
+    ax.set_ylim(max(len(names), _ROOM) - 0.5, -0.6)
     ax.margins(x=0.15)
 
 
-def _ratio_axis(ax: Any, most: float) -> None:
-    if most > 2:
-        ax.set_yscale("log")
-        _plain_numbers(ax.yaxis)
+def _log_if_wide(set_scale: Callable[[str], object], axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis for values that lie far apart."""
+    if min(values) > 0 and max(values) > _WIDE * min(values):
+        set_scale("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        _plain_numbers(axis)
 
 
 def _plain_numbers(axis: Any) -> None:
     """1, 2, 5 and 10 rather than powers of ten."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
