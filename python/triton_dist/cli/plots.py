@@ -166,7 +166,11 @@ def _fastest(ax: Any, subject: Subject) -> None:
         )  # fmt: skip
     ax.set_yticks(range(len(best)), [f"#{place + 1}" for place in range(len(best))])
     ax.set_ylim(max(len(best), _ROOM) + 0.4, -0.7)
-    ax.set_xlabel("sample / winner's median; line: median of a config")
+    last = 1.02 + 2 * (max(found.ratio(each.ms) for each in best) - 1)
+    samples = [found.ratio(sample) for each in best for sample in each.samples]
+    beyond = sum(sample > last for sample in samples)
+    ax.set_xlim(right=min(last, max(*samples, 1.01) + 0.005))
+    ax.set_xlabel("sample / winner's median; line: median" + f"; {beyond} beyond" * bool(beyond))
     ax.legend(loc="lower right", fontsize=8.5)
 
 
