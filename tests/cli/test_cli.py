@@ -325,6 +325,25 @@ def test_explain_says_the_one_cause_of_a_record_that_was_interpreted(run, monkey
     assert len(list(cache().rglob("*.json"))) == 2
 
 
+def test_explain_says_the_one_cause_of_a_record_of_another_gpu(run):
+    """And none of the versions, sources and spaces that are others there."""
+    ops.matmul(A, B)
+    (file,) = cache().rglob("*.json")
+    tree = json.loads(file.read_text())
+    tree.pop("whole", None)
+    about = tree["fingerprint"]
+    about["hardware"]["driver"], about["software"]["triton"], about["space"] = "1", "2.0.0", "3"
+    for gpu, told in {
+        "NVIDIA H200": "it was made without TRITON_INTERPRET=1, on NVIDIA H200; now it is none ",
+        "toaster (interpreter)": "hardware: gpu was toaster (interpreter), is none (interpreter)",
+    }.items():
+        about["hardware"]["gpu"] = gpu
+        file.write_text(json.dumps(tree))
+        reasons = [e for e in run("explain", f"{OPS}:matmul")[1].splitlines() if "not used" in e]
+        assert len(reasons) == 1
+        assert told in reasons[0]
+
+
 def test_env_says_versions_variables_and_paths(run, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_TIMEOUT", "soon")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALLWAYS", "1")

@@ -59,7 +59,7 @@ def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
     Raises:
         NoSuchRecord: ``asked`` is a file and no record.
     """
-    if asked.endswith(".json") or Path(asked).is_file():
+    if asked.endswith(".json"):
         return [in_file(Path(asked))]
     return fitting(records_of(with_packs(), asked), arguments)
 

@@ -63,8 +63,8 @@ def _lines(tuning: dict[str, Any]) -> Iterator[str]:
     state = "going on" if tuning["going_on"] else "interrupted"
     best = "" if tuning["best_ms"] is None else f", best {tuning['best_ms']:.4f} ms"
     stuck = tuning["not_tried_again"]
-    yield f"{tuning['function'] or 'unknown function'}, key {tuning['key']}"
-    yield f"    on      {tuning['hardware']}"
+    yield f"{tuning['function'] or 'unknown function'}, key {tuning['key'] or 'unknown'}"
+    yield f"    on      {tuning['hardware'] or 'unknown hardware'}"
     yield f"    {state}, {tuning['tried']} of {counted(tuning['candidates'], 'config')} tried" + (
         f" in {tuning['seconds']:.1f} s{best}"
         + f", {counted(stuck, 'config')} not tried again" * bool(stuck)

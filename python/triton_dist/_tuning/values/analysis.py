@@ -89,7 +89,7 @@ class Analysis:
 
     def ratio(self, ms: float) -> float:
         """``ms`` over the median of the winner."""
-        return ms / self.winner.ms if self.winner.ms > 0 else math.nan
+        return ms / max(self.winner.ms, _LEAST)
 
     def within(self, share: float) -> int:
         """Number of configs at most that share slower than the winner: a flat space has many."""

@@ -47,10 +47,13 @@ _INTERPRETER = " (interpreter)"
 
 def _told(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
     """Differences to be told. If kernels were interpreted then and are not now, or the other way
-    round, that is said alone: much code is then another, and names of it explain nothing."""
+    round, or if it is another GPU, that is said alone: driver, libraries, code and config space may
+    all be others for that one reason, and explain nothing."""
     was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
-    if was.endswith(_INTERPRETER) == is_.endswith(_INTERPRETER):
+    if was == is_:
         yield from then.compare(now)
+    elif was.endswith(_INTERPRETER) == is_.endswith(_INTERPRETER):
+        yield from (d for d in then.compare(now) if d.sentence.startswith("hardware: gpu "))
     elif was.removesuffix(_INTERPRETER) == is_.removesuffix(_INTERPRETER):
         made = (
             "with TRITON_INTERPRET=1, which is not set"
@@ -59,4 +62,5 @@ def _told(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
         )
         yield Difference(f"it was made {made} now", False)
     else:
-        yield from (each for each in then.compare(now) if not each.sentence.startswith("source:"))
+        how = "with" if was.endswith(_INTERPRETER) else "without"
+        yield Difference(f"it was made {how} TRITON_INTERPRET=1, on {was}; now it is {is_}", False)
