@@ -38,7 +38,8 @@ def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
     importlib.util.find_spec("fla") is None, reason="needs fla-core, of the test extra"
 )
 def test_kernels_of_a_library(spawn_ranks):
-    first, second = spawn_ranks(2, ranks.two_starts_with_a_library, timeout=110, fresh=True)
-    assert first == second
-    assert first[0] > 0
-    assert first[1] == 0
+    """In one rank, since the library takes six seconds to import; that ranks agree is tested
+    above."""
+    (calls,) = spawn_ranks(1, ranks.two_starts_with_a_library, timeout=110, fresh=True)
+    assert calls[0] > 0
+    assert calls[1] == 0
