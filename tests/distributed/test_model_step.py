@@ -24,14 +24,11 @@ def test_own_kernels_compute_what_torch_does(spawn_ranks):
 
 
 def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
-    """Four kernels with four configs: 4 * (3 + 5) extra calls; a race takes fewer."""
+    """Four kernels with four configs: 4 * (3 + 5) extra calls."""
     for calls in (32, 0):
         printed, _ = spawn_ranks(2, run_program, EXAMPLE, init=False)
         assert "step 2: loss " in printed
         assert f"\n2 ranks agree on 4 kernels and keys; {calls} tuning calls\n" in printed
-    first, second = spawn_ranks(2, ranks.train, "--kernels", "own", "--race", "--steps", "1")
-    assert first == second
-    assert 4 * 2 < first < 32
 
 
 @pytest.mark.skipif(
