@@ -136,12 +136,12 @@ def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[in
 
 
 def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
-    """Weights laid out in each way, sizes that are no multiples of anything, ids of 64 bits,
-    weights of routes in 16."""
+    """Weights laid out in each way, and in the last of a further shape: sizes that are no multiples
+    of anything, ids of 64 bits, weights of routes in 16."""
     count, case, dtype = 0, CASES[name], torch.float16
-    for shape in shapes:
+    for number, shape in enumerate(shapes):
         with context(name, shape, dtype) as ctx:
-            for layout, laid_out in LAYOUTS.items():
+            for layout, laid_out in [*LAYOUTS.items()][2 if number else 0 :]:
                 data = operands(name, shape, dtype)
                 data["weights"] = laid_out(data["weights"])
                 data["chosen_experts"] = data["chosen_experts"].long()
