@@ -29,7 +29,7 @@ def test_every_way_any_tokens_and_routing(spawn_ranks, name, size, dtype):
 
 
 def test_layouts_odd_sizes_many_choices_and_experts(spawn_ranks, name):
-    shapes = (GroupedShape(6, 35, 42, 1, 1), GroupedShape(2, 24, 16, 70, 10))
+    shapes = (GroupedShape(6, 35, 42, 1, 1), GroupedShape(2, 24, 16, 24, 10))
     count = (3 + 1) * (2 if name == RS.name else 3)
     assert spawn_ranks(2, moe_sum_ranks.layouts, name, shapes) == [count] * 2
 
