@@ -21,8 +21,8 @@ from triton_dist.testing.rank_pool import RankPool
 PYTHON = all_blocks("python")
 PROGRAMS = [block for block in PYTHON if block.is_program and "gpu" not in block.words]
 ON_RANKS = [block for block in PROGRAMS if block.ranks]
-IN_A_RANK = [block for block in PROGRAMS if not block.ranks and "spawn_ranks(" in block.text]
-ALONE = [block for block in PROGRAMS if not block.ranks and block not in IN_A_RANK]
+ALONE = [block for block in PROGRAMS if "compiled" in block.words]
+IN_A_RANK = [block for block in PROGRAMS if not block.ranks and block not in ALONE]
 GPU = [block for block in PYTHON if "gpu" in block.words]
 
 
@@ -62,7 +62,8 @@ def test_program_on_gpus(block: Block, spawn_ranks, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[RankPool]:
-    """One for all programs that start ranks themselves: what forks its ranks is started once."""
+    """One for all programs that are interpreted: the package is imported there, and what forks the
+    ranks of those that start some is started once."""
     with RankPool(1, init=False, poison_empty=False) as pool:
         yield pool
 
@@ -74,8 +75,7 @@ def test_program(block: Block, process: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)
 def test_program_alone(block: Block, tmp_path: Path) -> None:
-    interpreted = {} if "compiled" in block.words else {"TRITON_INTERPRET": "1"}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | interpreted
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     check_output(block, run_alone(block, tmp_path, environment))
 
 

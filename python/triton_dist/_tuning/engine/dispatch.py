@@ -175,6 +175,8 @@ class AutoTuner(Decorated):
         """The config that a call with these arguments uses; tunes if such a call would.
 
         Without the names whose values the caller gives."""
+        if self._surroundings.is_off():
+            return self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         return self._choose(args, kwargs, *options).config
 
@@ -211,11 +213,8 @@ class AutoTuner(Decorated):
         if served is not None:
             return self.fn(*args, **kwargs, **served)
         if not autotune or surroundings.is_off():
-            with self._told(process_group):
-                self._fixed(kwargs, allow_overwrite)
-                arguments = self._default().arguments()
             variable = "" if not autotune else ", set by TRITON_DIST_AUTOTUNE"
-            self._note(process_group, f"called it with autotune=False{variable}")
+            arguments = self._off(kwargs, process_group, allow_overwrite, variable).arguments()
         elif surroundings.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
             arguments = self._untuned("while it is traced").arguments()
@@ -387,6 +386,22 @@ class AutoTuner(Decorated):
                 "is tuned for it",
             )
         return Config(fixed)
+
+    def _off(
+        self,
+        kwargs: dict[str, Any],
+        process_group: Any,
+        allow_overwrite: bool,
+        by: str = ", set by TRITON_DIST_AUTOTUNE",
+    ) -> Config:
+        """The default config, where nothing is to be tuned; without names that the caller gives."""
+        with self._told(process_group):
+            fixed = self._fixed(kwargs, allow_overwrite)
+            default = self._default()
+        self._note(process_group, f"called it with autotune=False{by}")
+        if not fixed:
+            return default
+        return Config({name: value for name, value in default.items() if name not in fixed})
 
     def _untuned(self, when: str, key: object = None) -> Config:
         """The default config, where nothing can be tuned."""
