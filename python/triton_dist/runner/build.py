@@ -1,0 +1,104 @@
+"""The rest of Triton's compiler, from any level on.
+
+One of the two files that call what Triton does not promise, alike in 3.6 to 3.9: the stages of a
+backend, ``parse`` and ``CompiledKernel``. tests/compile/test_runner.py compares cubins, for each
+version by ``make versions``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton.compiler.compiler import CompiledKernel, parse
+
+from triton_dist.errors import InvalidArtefact
+from triton_dist.runner.artefact import LEVELS, Artefact
+from triton_dist.runner.specialisation import Place, Specialisation
+
+
+def build(
+    function: Any,
+    artefact: Artefact,
+    made_for: Specialisation,
+    constants: Mapping[Place, Any],
+    options: Any,
+    target: Any,
+    backend: Any,
+) -> Any:
+    """Triton's ``CompiledKernel`` of ``artefact``: levels below it are compiled, none above it.
+
+    Args:
+        made_for: types and alignments that the launcher passes: the artefact's, which may be more
+            general than the call's.
+        constants: values of the constants of ``made_for``.
+
+    Raises:
+        InvalidArtefact: Triton cannot read or compile it.
+    """
+    attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
+    src = function.ASTSource(function, dict(made_for.types), dict(constants), attributes)
+    given = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
+    options = dataclasses.replace(options, **given, ir_override=None)
+    metadata = {
+        "hash": artefact.digest,
+        "target": target,
+        **vars(options),
+        **get_cache_invalidating_env_vars(),
+        "triton_version": triton.__version__,
+        **artefact.about.launch,  # what the stages that are skipped would have said
+    }
+    # CompiledKernel reads files, and keeps what it has read.
+    with tempfile.TemporaryDirectory(prefix="triton_dist_") as folder:
+        try:
+            group, took = _lower(Path(folder), function.__name__, artefact, src, metadata,
+                                 options, backend)  # fmt: skip
+        except Exception as error:
+            why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
+            raise InvalidArtefact(artefact.where, why) from error
+        kernel = CompiledKernel(src, group, artefact.digest)
+        listener = triton.knobs.compilation.listener
+        if listener is not None:
+            times = triton.knobs.CompileTimes(0, took, 0)
+            listener(src=src, metadata=kernel.metadata._asdict(), metadata_group=group,
+                     times=times, cache_hit=True)  # fmt: skip
+    return kernel
+
+
+def _lower(
+    folder: Path, name: str, artefact: Artefact, src: Any, metadata: dict[str, Any],
+    options: Any, backend: Any,
+) -> tuple[dict[str, str], list[tuple[str, int]]]:  # fmt: skip
+    """The files of all levels from the artefact's on, by name, and microseconds of each stage."""
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, src.language)
+    if artefact.level not in stages:
+        raise ValueError(f"a kernel of this kind has the levels {', '.join(stages)}")
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    group: dict[str, str] = {}
+
+    def keep(level: str, content: Any) -> Path:
+        path = folder / f"{name}.{level}"
+        path.write_bytes(content if isinstance(content, bytes) else str(content).encode())
+        group[path.name] = str(path)
+        return path
+
+    first = keep(artefact.level, artefact.data)
+    module = parse(str(first), artefact.level, context)
+    took = []
+    for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
+        begin = time.perf_counter()
+        module = stages[level](module, metadata)
+        took.append((level, int((time.perf_counter() - begin) * 1e6)))
+        keep(level, module)
+    keep("json", json.dumps(metadata, default=vars))
+    return group, took

@@ -1,0 +1,146 @@
+"""Artefacts as files: a folder has ``<kernel>.<level>`` and what it was made for,
+``<kernel>.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from triton_dist._tuning.values import codec
+from triton_dist.errors import InvalidArgument, InvalidArtefact
+from triton_dist.runner import foreign
+from triton_dist.runner.artefact import LEVELS, About, Artefact
+from triton_dist.runner.specialisation import Specialisation, tree_of
+
+_ELF = b"\x7fELF"
+_ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
+
+
+def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
+    """Write ``kernel`` at ``levels``, with what it was made for, into ``folder``; returns it.
+
+    Args:
+        kernel: what a launch, or a ``warmup``, of any Triton or Gluon kernel returned.
+        folder: is made; a kernel of that name in it is replaced.
+
+    Raises:
+        InvalidArgument: no compiled kernel, or no such level in it; a constant without exact text.
+    """
+    known = getattr(kernel, "asm", None)
+    if known is None:
+        expected = "what a launch or a warmup of a kernel returned, compiled"
+        raise InvalidArgument("runner.export", "kernel", kernel, expected)
+    for level in levels:
+        if level not in LEVELS or (level not in known and levels is not LEVELS):
+            there = ", ".join(each for each in LEVELS if each in known)
+            raise InvalidArgument("runner.export", "levels", level, f"some of {there}")
+    texts = {level: known[level] for level in levels if level in known}
+    ttgir = known.get("ttgir", "")
+    write(Path(folder), about_of(kernel.src, kernel.metadata._asdict(), str(ttgir)), texts)
+    return Path(folder)
+
+
+def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
+    """All about a kernel that Triton compiled from ``src``."""
+    function = str(src.fn.__name__)
+    named = {place: src.fn.arg_names[place[0]] for place in src.constants}
+    constants = {}
+    for place, value in src.constants.items():
+        try:
+            constants[place] = tree_of(value)
+        except TypeError as error:
+            expected = f"a value with an exact text ({error})"
+            raise InvalidArgument(function, named[place], value, expected) from None
+    attributes = {place: dict(each) for place, each in src.attrs.items() if each}
+    options = foreign.options_of(metadata)
+    # Of a kernel with specialised warps the metadata has all warps, those of its helpers too.
+    given = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
+    if given:
+        options["num_warps"] = int(given[1])
+    return About(
+        function, int(metadata["target"].arch), Specialisation(src.signature, constants, attributes),
+        options, foreign.launch_of(metadata), f"triton {triton.__version__}",
+    )  # fmt: skip
+
+
+def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
+    """Each file at once or not at all; what it is about last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = json.dumps(about.to_tree(), indent=2) + "\n"
+    for level, text in {**texts, "json": tree}.items():
+        path = folder / f"{about.function}.{level}"
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_bytes(text if isinstance(text, bytes) else text.encode())
+        beside.replace(path)
+
+
+def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") -> Artefact:
+    """The kernel ``function`` at ``level`` in ``folder``; see :func:`export`.
+
+    What Triton's cache and other tools wrote is read too, as far as it tells.
+
+    Raises:
+        InvalidArgument: no such level.
+        InvalidArtefact: a file is missing, damaged or of a later version.
+    """
+    if level not in LEVELS:
+        raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
+    path = Path(folder).expanduser() / f"{function}.{level}"
+    data = content(path)
+    side = path.with_suffix(".json")
+    if not side.exists() and level in foreign.TELLING:
+        return Artefact(level, data, foreign.nothing_known(function, data.decode()), str(path))
+    about = _read(side, function)
+    _check(path, level, data, about)
+    return Artefact(level, data, about, str(path))
+
+
+def content(path: Path) -> bytes:
+    """Bytes of a file.
+
+    Raises:
+        InvalidArtefact: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        beside = path.parent
+        found = sorted(each.name for each in beside.iterdir()) if beside.is_dir() else []
+        there = f"in {beside} there are {', '.join(found[:8])}" if found else f"{beside} is empty"
+        raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from None
+
+
+def _read(side: Path, function: str) -> About:
+    try:
+        tree = codec.loads(content(side))
+        if "triton_dist_artefact" in tree:
+            about: About | None = About.from_tree(tree)
+        else:
+            about = foreign.about(tree, function, str(side))
+        assert about is not None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidArtefact):
+            raise
+        why = f"it cannot be read: {type(error).__name__}: {error}"
+        raise InvalidArtefact(str(side), why) from None
+    if about.function != function:
+        raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
+    return about
+
+
+def _check(path: Path, level: str, data: bytes, about: About) -> None:
+    """Raise unless ``data`` looks like a kernel of that level and name."""
+    if level == "cubin" and not data.startswith(_ELF):
+        raise InvalidArtefact(str(path), "it is no cubin")
+    entry = about.launch.get("name", about.function)
+    if level in _ENTRY:
+        found = re.findall(_ENTRY[level], data.decode("utf-8", "replace"))
+        if entry not in found:
+            there = ", ".join(found) or "none"
+            raise InvalidArtefact(str(path), f"it has no kernel {entry}; there is {there}")

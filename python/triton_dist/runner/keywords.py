@@ -1,0 +1,66 @@
+"""Launch keywords that name an artefact, and those of other tools that do not work here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from triton_dist.errors import InvalidArgument, InvalidArtefact
+from triton_dist.runner import files, foreign
+from triton_dist.runner.artefact import LEVELS, Artefact
+
+_IN_FOLDER = {f"{level}_dir": level for level in LEVELS} | {"autotune_cubin_dir": "cubin"}
+_AS_TEXT = {f"{level}_src": level for level in LEVELS if level != "cubin"}
+_NOT_HERE = {
+    "amdgcn_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
+    "hsaco_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
+    "start_pass": "a whole level: the passes inside of one differ with every version of Triton",
+    "dump_tensor": "a pointer argument that the kernel stores to; IR is not edited",
+    "dump_value": "a pointer argument that the kernel stores to; IR is not edited",
+    "dump_grid": "a pointer argument that the kernel stores to; IR is not edited",
+}
+KEYWORDS = frozenset({"artefact", *_IN_FOLDER, *_AS_TEXT, *_NOT_HERE})
+
+
+def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
+    """The artefact that a launch of ``function`` names by ``keyword``.
+
+    Raises:
+        InvalidArgument: the keyword is not for this tool, or the value not for the keyword.
+        InvalidArtefact: a file is missing or cannot be read.
+    """
+    if keyword in _NOT_HERE:
+        raise InvalidArgument(function, keyword, value, _NOT_HERE[keyword])
+    if metadata is not None and keyword not in _AS_TEXT:
+        expected = "none: an artefact in a folder has its own <kernel>.json"
+        raise InvalidArgument(function, "metadata_json", metadata, expected)
+    if keyword == "artefact":
+        return _checked(function, keyword, value, lambda v: isinstance(v, Artefact),
+                        "an artefact, as runner.load returns it")  # fmt: skip
+    if keyword in _IN_FOLDER:
+        folder = _checked(function, keyword, value, lambda v: isinstance(v, (str, os.PathLike)),
+                          "the path of a folder")  # fmt: skip
+        return files.load(folder, function, _IN_FOLDER[keyword])
+    level = _AS_TEXT[keyword]
+    text = _checked(function, keyword, value, lambda v: isinstance(v, (str, os.PathLike)),
+                    f"the text of a kernel in {level}, or the path of a file with one")  # fmt: skip
+    where = keyword
+    if isinstance(text, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
+        where, text = str(text), files.content(Path(text)).decode("utf-8", "replace")
+    about = foreign.about(metadata, function, where)
+    if about is None:
+        if level not in foreign.TELLING:
+            why = "its launch needs metadata_json: shared memory and others are not in the text"
+            raise InvalidArtefact(where, why)
+        about = foreign.nothing_known(function, text)
+    return Artefact(level, text.encode(), about, where)
+
+
+def _checked(
+    function: str, keyword: str, value: Any, fits: Callable[[Any], bool], expected: str
+) -> Any:
+    if not fits(value):
+        raise InvalidArgument(function, keyword, value, expected)
+    return value
