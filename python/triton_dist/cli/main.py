@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from triton_dist import __version__
-from triton_dist.cli import clear, env, explain, listing, pack
+from triton_dist.cli import clear, dump, env, explain, listing, pack
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (listing, explain, clear, pack, env):
+    for verb in (listing, explain, clear, pack, dump, env):
         verb.add_to(verbs)
     parsed = parser.parse_args(arguments)
     with warnings.catch_warnings():

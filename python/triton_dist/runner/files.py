@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import triton
-
 from triton_dist._tuning.values import codec
 from triton_dist.errors import InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
-from triton_dist.runner.specialisation import Specialisation, tree_of
 
 _ELF = b"\x7fELF"
 _ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
@@ -42,31 +39,8 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
             raise InvalidArgument("runner.export", "levels", level, f"some of {there}")
     texts = {level: known[level] for level in levels if level in known}
     ttgir = known.get("ttgir", "")
-    write(Path(folder), about_of(kernel.src, kernel.metadata._asdict(), str(ttgir)), texts)
+    write(Path(folder), foreign.about_of(kernel.src, kernel.metadata._asdict(), str(ttgir)), texts)
     return Path(folder)
-
-
-def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
-    """All about a kernel that Triton compiled from ``src``."""
-    function = str(src.fn.__name__)
-    named = {place: src.fn.arg_names[place[0]] for place in src.constants}
-    constants = {}
-    for place, value in src.constants.items():
-        try:
-            constants[place] = tree_of(value)
-        except TypeError as error:
-            expected = f"a value with an exact text ({error})"
-            raise InvalidArgument(function, named[place], value, expected) from None
-    attributes = {place: dict(each) for place, each in src.attrs.items() if each}
-    options = foreign.options_of(metadata)
-    # Of a kernel with specialised warps the metadata has all warps, those of its helpers too.
-    given = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
-    if given:
-        options["num_warps"] = int(given[1])
-    return About(
-        function, int(metadata["target"].arch), Specialisation(src.signature, constants, attributes),
-        options, foreign.launch_of(metadata), f"triton {triton.__version__}",
-    )  # fmt: skip
 
 
 def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:

@@ -11,15 +11,21 @@ import ast
 import dataclasses
 import os
 import re
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from triton_dist._tuning.values import codec
-from triton_dist._warn import warn
-from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArtefact
+from triton_dist._warn import warn_at
+from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner.artefact import About, Artefact
-from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Specialisation, tree_of
+from triton_dist.runner.specialisation import (
+    CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of,
+)  # fmt: skip
 
 TELLING = ("ttir", "ttgir")
 """Levels whose text has all that a launch needs."""
@@ -31,6 +37,7 @@ _LAUNCH = (
     "name", "num_warps", "shared", "tmem_size", "global_scratch_size", "global_scratch_align",
     "profile_scratch_size", "profile_scratch_align", "tensordesc_meta",
 )  # fmt: skip
+_LIBRARIES = re.compile(r"(triton|triton_dist)(\.|$)")
 _TYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "f8E5M2": "fp8e5",
           "f8E4M3FN": "fp8e4nv"}  # fmt: skip
 
@@ -43,6 +50,29 @@ def options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def launch_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What the compiler found out, of Triton's metadata."""
     return {name: metadata[name] for name in _LAUNCH if metadata.get(name) is not None}
+
+
+def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
+    """All about a kernel that Triton compiled from ``src``."""
+    function, arch = str(src.fn.__name__), int(metadata["target"].arch)
+    named = {place: src.fn.arg_names[place[0]] for place in src.constants}
+    constants = {}
+    for place, value in src.constants.items():
+        try:
+            constants[place] = tree_of(value)
+        except TypeError as error:
+            expected = f"a value with an exact text ({error})"
+            raise InvalidArgument(function, named[place], value, expected) from None
+    attributes = {place: dict(each) for place, each in src.attrs.items() if each}
+    options = options_of(metadata)
+    # Of a kernel with specialised warps the metadata has all warps, those of its helpers too.
+    given = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
+    if given:
+        options["num_warps"] = int(given[1])
+    return About(
+        function, arch, Specialisation(src.signature, constants, attributes), options,
+        launch_of(metadata), f"triton {triton.__version__}",
+    )  # fmt: skip
 
 
 def about(metadata: Any, function: str, where: str) -> About | None:
@@ -58,8 +88,6 @@ def about(metadata: Any, function: str, where: str) -> About | None:
     if metadata is None:
         return None
     if hasattr(metadata, "asm") and hasattr(metadata, "src"):
-        from triton_dist.runner.files import about_of
-
         return about_of(metadata.src, metadata.metadata._asdict(), str(metadata.asm.get("ttgir")))
     if isinstance(metadata, (str, os.PathLike)):
         where, metadata = str(metadata), codec.loads(Path(metadata).read_bytes())
@@ -80,15 +108,16 @@ def about(metadata: Any, function: str, where: str) -> About | None:
 
 def _of_triton_runner(signature: str) -> Specialisation:
     """The text of a tuple of (name, type, specialisation, given by keyword)."""
-    types: dict[str, Any] = {}
-    constants, attributes = {}, {}
+    kinds: dict[str, Any] = {}
+    constants: dict[Place, Any] = {}
+    attributes: dict[Place, dict[str, int]] = {}
     for index, (name, kind, special, *_) in enumerate(ast.literal_eval(signature)):
-        types[name] = kind
+        kinds[name] = kind
         if kind == CONSTANT:
             constants[(index,)] = tree_of(special)
         elif special == "D":
             attributes[(index,)] = {DIVISIBILITY: 16}
-    return Specialisation(types, constants, attributes)
+    return Specialisation(kinds, constants, attributes)
 
 
 def nothing_known(function: str, text: str) -> About:
@@ -122,20 +151,29 @@ def completed(artefact: Artefact, call: Specialisation) -> Artefact:
         for place, (kind, known) in zip(passed, head, strict=True):
             kinds[place], attributes[place] = kind or kinds[place], known
         told = "constants of its arguments cannot be checked"
-    warn(
+    warn_at(
+        _calling_frame(),
         f"{artefact.where} does not say what it was made for: {told}. Export it with "
         "runner.export, or give metadata_json=compiled, the kernel that a launch returned",
         ArtefactWarning,
     )
-    types = {name: _nested((index,), kind, kinds)
+    every = {name: _nested((index,), kind, kinds)
              for index, (name, kind) in enumerate(call.types.items())}  # fmt: skip
-    made_for = Specialisation(types, dict(call.constants), attributes)
+    made_for = Specialisation(every, dict(call.constants), attributes)
     return dataclasses.replace(
         artefact, about=dataclasses.replace(artefact.about, specialisation=made_for)
     )
 
 
-def _nested(place: tuple[int, ...], kind: Any, kinds: Mapping[tuple[int, ...], str]) -> Any:
+def _calling_frame() -> types.FrameType:
+    """The innermost frame that is neither Triton's nor ours: the launch."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame or sys._getframe(1)
+
+
+def _nested(place: Place, kind: Any, kinds: Mapping[Place, str]) -> Any:
     if isinstance(kind, (tuple, list)):
         return tuple(_nested((*place, i), inner, kinds) for i, inner in enumerate(kind))
     return kinds[place]

@@ -28,7 +28,7 @@ _HOOKS_GET_TARGET = Version("3.7")
 
 
 class Runner:
-    """Mixin for Triton's functions: a launch that names an artefact runs it, any other is theirs."""
+    """Mixin for Triton's functions: a launch that names an artefact runs that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,17 +90,15 @@ class Runner:
                 key, signature, device, constexprs, options, attrs, warmup
             )
         cache, _, target, backend, _ = self.device_caches[device]  # type: ignore[attr-defined]
-        call = Specialisation(signature, _trees(constexprs), {
-            place: {name: value for name, value in each} for place, each in attrs.items() if each
-        })  # fmt: skip
+        attributes = {place: dict(each) for place, each in attrs.items() if each}
+        call = Specialisation(signature, _trees(constexprs), attributes)
         artefact = foreign.completed(artefact, call)
         made_for = artefact.about.specialisation
         why = artefact.about.refusal(artefact.level, call, target.arch)
         if why is not None or made_for is None:
             raise ArtefactRefused(self._named, artefact.where, why or "nothing is known of it")
-        seen = (key, signature, target, device)
-        if triton_version() < _HOOKS_GET_TARGET:
-            seen = (key, signature, device)
+        targets = () if triton_version() < _HOOKS_GET_TARGET else (target,)
+        seen = (key, signature, *targets, device)
         after = (constexprs, options, [attrs], warmup)
         hooks = triton.knobs.runtime
         if self._call_hook(hooks.jit_cache_hook, *seen, *after):  # type: ignore[attr-defined]
@@ -128,7 +126,7 @@ def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
     return trees
 
 
-class TritonRunner(Runner, triton.JITFunction):  # type: ignore[misc]
+class TritonRunner(Runner, triton.JITFunction):
     """A kernel in Triton's language."""
 
 
@@ -140,7 +138,7 @@ def _gluon_runner() -> type[Any]:
     return type("GluonRunner", (Runner, GluonJITFunction), {"__doc__": "A kernel in Gluon."})
 
 
-class InterpretedRunner(InterpretedFunction):  # type: ignore[misc]
+class InterpretedRunner(InterpretedFunction):
     """A kernel that is interpreted: from its source alone."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,19 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         expected = "none: an artefact in a folder has its own <kernel>.json"
         raise InvalidArgument(function, "metadata_json", metadata, expected)
     if keyword == "artefact":
-        return _checked(function, keyword, value, lambda v: isinstance(v, Artefact),
-                        "an artefact, as runner.load returns it")  # fmt: skip
+        if isinstance(value, Artefact):
+            return value
+        raise InvalidArgument(function, keyword, value, "an artefact, as runner.load returns it")
+    level = _IN_FOLDER.get(keyword) or _AS_TEXT[keyword]
+    if not isinstance(value, (str, os.PathLike)):
+        text = f"the text of a kernel in {level}, or the path of a file with one"
+        expected = "the path of a folder" if keyword in _IN_FOLDER else text
+        raise InvalidArgument(function, keyword, value, expected)
     if keyword in _IN_FOLDER:
-        folder = _checked(function, keyword, value, lambda v: isinstance(v, (str, os.PathLike)),
-                          "the path of a folder")  # fmt: skip
-        return files.load(folder, function, _IN_FOLDER[keyword])
-    level = _AS_TEXT[keyword]
-    text = _checked(function, keyword, value, lambda v: isinstance(v, (str, os.PathLike)),
-                    f"the text of a kernel in {level}, or the path of a file with one")  # fmt: skip
-    where = keyword
-    if isinstance(text, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
-        where, text = str(text), files.content(Path(text)).decode("utf-8", "replace")
+        return files.load(value, function, level)
+    where, text = keyword, str(value)
+    if isinstance(value, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
+        where, text = text, files.content(Path(text)).decode("utf-8", "replace")
     about = foreign.about(metadata, function, where)
     if about is None:
         if level not in foreign.TELLING:
@@ -56,11 +56,3 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
             raise InvalidArtefact(where, why)
         about = foreign.nothing_known(function, text)
     return Artefact(level, text.encode(), about, where)
-
-
-def _checked(
-    function: str, keyword: str, value: Any, fits: Callable[[Any], bool], expected: str
-) -> Any:
-    if not fits(value):
-        raise InvalidArgument(function, keyword, value, expected)
-    return value

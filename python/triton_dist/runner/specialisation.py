@@ -93,7 +93,7 @@ class Specialisation:
         _, have = call.leaves.get(place, ("", "nothing"))
         if wanted == CONSTANT:
             return self._constant_refusal(name, place, have, call)
-        value = call.constants.get(place)
+        value: Any = call.constants.get(place)
         if have == CONSTANT and not (type(value) is int and _fits(value, wanted)):
             return f"it takes {name} as {wanted}, the call has the constant {show(value)}"
         if have != CONSTANT and not _takes(wanted, have):

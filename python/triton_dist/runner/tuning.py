@@ -39,5 +39,3 @@ def cubin_space(
         return [{name: files.load(path.parent, function)} for path in paths]
 
     return space
-
-
