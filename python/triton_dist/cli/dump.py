@@ -13,6 +13,7 @@ import triton_dist
 from triton_dist import knobs
 from triton_dist.cli import site
 from triton_dist.cli.verb import add_verb, counted
+from triton_dist.errors import InvalidArgument
 
 _SASS = "sass"
 _ROW = "{:<40} {:>5} {:>5} {:>6} {:>9} {:>7} {:>8}"
@@ -26,9 +27,9 @@ def add_to(verbs: Any) -> None:
         _run,
         help="run a program and export every kernel that it uses",
         description="Runs COMMAND, and writes each Triton or Gluon kernel that it compiles or "
-        "takes from Triton's cache into a folder of its own in DIR: <kernel>.ttir to <kernel>.cubin, its "
-        "machine code <kernel>.sass, and <kernel>.json, what it was made for. Kernels of libraries "
-        "too; the program need not know. Exits with the status of COMMAND.",
+        "takes from Triton's cache into a folder of its own in DIR: <kernel>.ttir to "
+        "<kernel>.cubin, its machine code <kernel>.sass, and <kernel>.json, what it was made for. "
+        "Kernels of libraries too; the program need not know. Exits with the status of COMMAND.",
         examples=[
             "dump --to kernels -- python train.py",
             "dump --to k --levels ptx -- torchrun t.py",
@@ -45,17 +46,16 @@ def add_to(verbs: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     folder = arguments.to.resolve()
     before = set(folder.glob("*/*.json"))
-    variables = {knobs.dump_dir.variable: str(folder)}
-    if arguments.levels:
-        variables[knobs.dump_levels.variable] = arguments.levels
+    wanted = _levels(arguments.levels) if arguments.levels else knobs.dump_levels.default
     known = knobs.environment()
     package = str(Path(triton_dist.__file__).parents[1])
-    paths = [str(Path(site.__file__).parent), known.get("PYTHONPATH", ""), package]
-    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    for variable, value in variables.items():
-        knobs.put(variable, value)
-    wanted = knobs.dump_levels.get()  # a wrong one is an error before the program is started
-    status = subprocess.run(arguments.command, env=knobs.environment()).returncode
+    paths = [str(Path(str(site.__file__)).parent), known.get("PYTHONPATH", ""), package]
+    variables = {
+        knobs.dump_dir.variable: str(folder),
+        knobs.dump_levels.variable: ",".join(wanted),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    status = subprocess.run(arguments.command, env=known | variables).returncode
     sides = sorted(folder.glob("*/*.json"))
     rows = [_row(side, _SASS in wanted) for side in sides]
     if rows:
@@ -63,6 +63,13 @@ def _run(arguments: argparse.Namespace) -> int:
     new = len(set(sides) - before)
     print(f"{folder}: {counted(len(sides), 'kernel')}, {new} new", file=sys.stderr)
     return status or int(not sides)
+
+
+def _levels(raw: str) -> tuple[str, ...]:
+    try:
+        return knobs.dump_levels.parse(raw)
+    except ValueError:
+        raise InvalidArgument("dump", "--levels", raw, knobs.dump_levels.expected) from None
 
 
 def _row(side: Path, with_sass: bool) -> tuple[object, ...]:

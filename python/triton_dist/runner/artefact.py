@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.values import codec
@@ -70,19 +70,23 @@ class About:
                    dict(tree["launch"]), str(tree["compiler"]))  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Artefact:
     """A kernel at ``level``, to be launched with ``kernel[grid](..., artefact=artefact)``.
 
-    Artefacts of equal content are equal, wherever they lie, and print alike: one can be a value of
-    a config space.
+    Artefacts of equal content are equal, wherever they lie, and print alike, with a digest: one can
+    be a value of a config space.
     """
 
-    level: str
-    data: bytes
-    about: About
-    where: str = field(default="an artefact in memory")
-    """The file, for messages."""
+    # No dataclass: the tuner would write its bytes into records, instead of how it prints.
+
+    def __init__(
+        self, level: str, data: bytes, about: About, where: str = "an artefact in memory"
+    ) -> None:
+        self.level = level
+        self.data = data
+        self.about = about
+        self.where = where
+        """The file, for messages."""
 
     @functools.cached_property
     def digest(self) -> str:

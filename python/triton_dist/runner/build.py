@@ -8,10 +8,14 @@ version by ``make versions``.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
+import os
+import signal
 import tempfile
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ from triton.compiler.compiler import CompiledKernel, parse
 from triton_dist.errors import InvalidArtefact
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.specialisation import Place, Specialisation
+
+_PATIENCE = 60.0
+"""Seconds; a step takes milliseconds."""
 
 
 def build(
@@ -94,6 +101,8 @@ def _lower(
 
     first = keep(artefact.level, artefact.data)
     module = parse(str(first), artefact.level, context)
+    if artefact.level == "llir":
+        _try_apart(lambda: stages["ptx"](module, dict(metadata)))
     took = []
     for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
         begin = time.perf_counter()
@@ -102,3 +111,33 @@ def _lower(
         keep(level, module)
     keep("json", json.dumps(metadata, default=vars))
     return group, took
+
+
+def _try_apart(step: Callable[[], object]) -> None:
+    """Run ``step`` in a copy of this process: LLVM ends a process in which it reads a wrong text.
+
+    Raises:
+        ValueError: the copy did not come to its end; with the last that it said.
+    """
+    with tempfile.TemporaryFile() as said, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; the copy starts none
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 2)
+            faulthandler.disable()
+            try:
+                step()
+            except Exception as error:
+                os.write(2, f"{type(error).__name__}: {error}".encode())
+                os._exit(1)
+            os._exit(0)
+        deadline = time.monotonic() + _PATIENCE
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(1e-3)
+        said.seek(0)
+        if ended[1]:
+            last = said.read().decode("utf-8", "replace").strip().splitlines()[-4:]
+            raise ValueError("; ".join(last) or f"status {ended[1]}")

@@ -24,7 +24,11 @@ from triton_dist._warn import warn_at
 from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner.artefact import About, Artefact
 from triton_dist.runner.specialisation import (
-    CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of,
+    CONSTANT,
+    DIVISIBILITY,
+    Place,
+    Specialisation,
+    tree_of,
 )  # fmt: skip
 
 TELLING = ("ttir", "ttgir")
@@ -160,9 +164,8 @@ def completed(artefact: Artefact, call: Specialisation) -> Artefact:
     every = {name: _nested((index,), kind, kinds)
              for index, (name, kind) in enumerate(call.types.items())}  # fmt: skip
     made_for = Specialisation(every, dict(call.constants), attributes)
-    return dataclasses.replace(
-        artefact, about=dataclasses.replace(artefact.about, specialisation=made_for)
-    )
+    about = dataclasses.replace(artefact.about, specialisation=made_for)
+    return Artefact(artefact.level, artefact.data, about, artefact.where)
 
 
 def _calling_frame() -> types.FrameType:
