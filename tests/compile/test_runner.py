@@ -293,7 +293,7 @@ def test_folders_of_other_tools(exported, tmp_path):
     (tmp_path / "scale.json").write_text(json.dumps(tree | {"kernel_signature": str(signature)}))
     artefact = runner.load(tmp_path, "scale")
     assert artefact.constants() == {"stride": 1, "BLOCK": 64, "DTYPE": None}
-    with pytest.raises(ArtefactRefused, match="n to be divisible by 16, .*it has DTYPE = None"):
+    with pytest.raises(ArtefactRefused, match=r"n to be divisible by 16, .*it has DTYPE = None"):
         scale[(1,)](**SPECIAL | {"n": 3}, artefact=artefact)
 
 
@@ -313,7 +313,7 @@ def test_decorating():
     assert isinstance(again, triton.JITFunction)
     assert (again.do_not_specialize, again.debug) == (["n"], True)
     for wrong in (3, triton.autotune([triton.Config({})], key=[])(kernel)):
-        with pytest.raises(InvalidArgument, match="other decorators, such as triton.autotune"):
+        with pytest.raises(InvalidArgument, match=r"other decorators, such as triton\.autotune"):
             runner.jit(wrong)
     with pytest.raises(InvalidArgument, match="none for a decorated kernel"):
         runner.jit(kernel, debug=True)

@@ -189,7 +189,7 @@ def _head(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
     if line is None:
         return None
     found = []
-    for argument in re.split(r"%\w+: ", line[1].partition(") attributes")[0])[1:]:
+    for argument in re.split(r"%[^\s:]+: ", line[1].partition(") attributes")[0])[1:]:
         kind = re.match(r"!tt\.ptr<\w+>|[\w.]*", argument)
         known = re.findall(r"(tt\.\w+) = (\d+) : i32", argument)
         found.append((_type(kind[0] if kind else ""), {name: int(n) for name, n in known}))
