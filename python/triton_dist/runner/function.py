@@ -8,7 +8,7 @@ kernels that are decorated by others cost what they did.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import triton
@@ -38,43 +38,50 @@ class Runner:
         """That text, and the constants that a launch may leave out, by keyword, value and number of
         positional arguments."""
 
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """``kernel[grid]``: as Triton's, with no call more on the way than theirs takes."""
+        run = super().run  # type: ignore[misc]
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if not KEYWORDS.isdisjoint(kwargs):
+                self._put_artefact(len(args), kwargs)
+            return run(*args, grid=grid, warmup=False, **kwargs)
+
+        return launch
+
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        """Launch, or only compile; see ``runner.jit`` for the keywords."""
+        """Launch, or only compile; for ``triton.autotune`` and ``warmup``."""
         if not KEYWORDS.isdisjoint(kwargs):
             self._put_artefact(len(args), kwargs)
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
 
     def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
         """Replace the keyword that names an artefact by what Triton keeps kernels apart by."""
-        for keyword in kwargs:
-            if keyword in KEYWORDS:
-                break
+        keyword, *others = [name for name in kwargs if name in KEYWORDS]
+        if others:
+            raise InvalidArgument(self._named, "keywords", [keyword, *others], "one artefact")
         value = kwargs.pop(keyword)
-        metadata = kwargs.pop("metadata_json", None)
-        if not KEYWORDS.isdisjoint(kwargs):
-            several = [keyword, *(other for other in kwargs if other in KEYWORDS)]
-            raise InvalidArgument(self._named, "keywords", several, "one artefact")
-        asked = (keyword, value, positional)
-        known = self._known.get(asked) if metadata is None and _is_quick(value) else None
-        if known is None:
-            known = self._resolve(keyword, value, metadata, positional)
-            if metadata is None and _is_quick(value):
-                self._known[asked] = known
-        token, constants = known
+        try:
+            token, constants = self._known[keyword, value, positional]
+        except (KeyError, TypeError):  # a new one, or one that has no hash, which is told of
+            token, constants = self._resolve(keyword, value, positional, kwargs)
         kwargs["ir_override"] = token
         for name, constant in constants.items():
             kwargs.setdefault(name, constant)
 
     def _resolve(
-        self, keyword: str, value: Any, metadata: Any, positional: int
+        self, keyword: str, value: Any, positional: int, kwargs: dict[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        artefact = resolve(self._named, keyword, value, metadata)
+        artefact = resolve(self._named, keyword, value, kwargs.pop("metadata_json", None))
         token = f"{artefact.digest}.{artefact.level}"
         self._artefacts[token] = artefact
         given = {parameter.name for parameter in self.params[:positional]}  # type: ignore[attr-defined]
         declared = {parameter.name for parameter in self.params if parameter.is_constexpr}  # type: ignore[attr-defined]
         left_out = declared - given
-        return token, {n: v for n, v in artefact.constants().items() if n in left_out}
+        found = token, {n: v for n, v in artefact.constants().items() if n in left_out}
+        if not keyword.endswith("_src"):  # a text may come with other metadata the next time
+            self._known[keyword, value, positional] = found
+        return found
 
     @property
     def _named(self) -> str:
@@ -108,11 +115,6 @@ class Runner:
         cache[key] = kernel
         self._call_hook(hooks.jit_post_compile_hook, *seen, *after)  # type: ignore[attr-defined]
         return kernel
-
-
-def _is_quick(value: Any) -> bool:
-    """True for names of folders and for artefacts; a source text would be hashed each time."""
-    return isinstance(value, (str, Artefact)) or hasattr(value, "__fspath__")
 
 
 def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
