@@ -35,6 +35,12 @@ def renamed(source_ptr, y_ptr, n, stride, alpha, pair, BLOCK: tl.constexpr, DTYP
 
 
 @runner.jit
+def add_one(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1.0, mask=i < n)
+
+
+@runner.jit
 @gluon.jit
 def gluon_copy(x_ptr, y_ptr, n, BLOCK: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
