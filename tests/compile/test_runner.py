@@ -196,7 +196,9 @@ def damaged(name: str, folder: Path) -> str:
         case "of another kernel":
             side.write_text(json.dumps(tree | {"function": "other"}))
         case "no cubin":
-            (folder / "scale.cubin").write_bytes(b"PK")
+            (folder / "scale.cubin").write_bytes(b"PK" * 99)
+        case "half a cubin":
+            (folder / "scale.cubin").write_bytes((folder / "scale.cubin").read_bytes()[:-50])
         case "no entry":
             ptx = folder / "scale.ptx"
             ptx.write_text(ptx.read_text().replace(".entry scale", ".entry other"))
@@ -218,7 +220,8 @@ DAMAGES = {
     "sidecar of a later version": "a later version of triton_dist wrote it",
     "sidecar of others": "scale.json",
     "of another kernel": "it is of the kernel other, not scale",
-    "no cubin": "it is no cubin",
+    "no cubin": "it is no cubin, or not a whole one",
+    "half a cubin": "it is no cubin, or not a whole one",
     "no entry": "it has no kernel scale; there is other",
     "wrong ptx": r"Triton 3\.\d+\.\d+ cannot compile it: PTXASError",
     "wrong llir": r"Triton 3\.\d+\.\d+ cannot compile it",

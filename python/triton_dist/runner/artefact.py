@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
+from triton_dist.errors import InvalidArtefact
 from triton_dist.runner.specialisation import CONSTANT, Specialisation, can_be_read, value_of
 
 LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin")
 """Levels of Triton's compiler for NVIDIA GPUs, from the top; Gluon kernels begin at ttgir."""
 SCHEMA = 1
+_ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
+_ELF_HEADER = struct.Struct("<4s28xQQ6xHHHH")
+"""Magic; where program and section headers begin; size and number of each."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,18 @@ class Artefact:
         values = "".join(f", {name}={value}" for name, value in shown.items())
         return f"Artefact({self.about.function}.{self.level} {self.digest}{values})"
 
+    def check(self) -> None:
+        """Raise :class:`InvalidArtefact` unless the bytes look like a kernel of this level and
+        name: what a driver makes of half a file is not known."""
+        if self.level == "cubin" and not _is_whole_elf(self.data):
+            raise InvalidArtefact(self.where, "it is no cubin, or not a whole one")
+        if self.level in _ENTRY:
+            found = re.findall(_ENTRY[self.level], self.data.decode("utf-8", "replace"))
+            entry = self.about.launch.get("name", self.about.function)
+            if entry not in found:
+                there = ", ".join(found) or "none"
+                raise InvalidArtefact(self.where, f"it has no kernel {entry}; there is {there}")
+
     def constants(self) -> dict[str, Any]:
         """Values of the arguments that are constants, by name, as far as they can be read back."""
         return {name: value_of(tree) for name, tree in self._trees().items() if can_be_read(tree)}
@@ -116,3 +134,12 @@ class Artefact:
             return {}
         named = {place: name for place, (name, kind) in known.leaves.items() if kind == CONSTANT}
         return {name: known.constants[place] for place, name in named.items() if len(place) == 1}
+
+
+def _is_whole_elf(data: bytes) -> bool:
+    """True if ``data`` begins like a 64-bit ELF and reaches to the end of its headers."""
+    if len(data) < _ELF_HEADER.size:
+        return False
+    magic, programs, sections, *sizes = _ELF_HEADER.unpack_from(data)
+    ends = programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3]
+    return magic == b"\x7fELF" and max(ends) <= len(data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ from triton_dist._tuning.values import codec
 from triton_dist.errors import InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
-
-_ELF = b"\x7fELF"
-_ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
 
 
 def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
@@ -61,7 +57,8 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
 
     Raises:
         InvalidArgument: no such level.
-        InvalidArtefact: a file is missing, damaged or of a later version.
+        InvalidArtefact: a file is missing, or ``<kernel>.json`` damaged or of a later version. The
+            kernel itself is looked at when it is launched.
     """
     if level not in LEVELS:
         raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
@@ -71,7 +68,6 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     if not side.exists() and level in foreign.TELLING:
         return Artefact(level, data, foreign.nothing_known(function, data.decode()), str(path))
     about = _read(side, function)
-    _check(path, level, data, about)
     return Artefact(level, data, about, str(path))
 
 
@@ -106,15 +102,3 @@ def _read(side: Path, function: str) -> About:
     if about.function != function:
         raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
     return about
-
-
-def _check(path: Path, level: str, data: bytes, about: About) -> None:
-    """Raise unless ``data`` looks like a kernel of that level and name."""
-    if level == "cubin" and not data.startswith(_ELF):
-        raise InvalidArtefact(str(path), "it is no cubin")
-    entry = about.launch.get("name", about.function)
-    if level in _ENTRY:
-        found = re.findall(_ENTRY[level], data.decode("utf-8", "replace"))
-        if entry not in found:
-            there = ", ".join(found) or "none"
-            raise InvalidArtefact(str(path), f"it has no kernel {entry}; there is {there}")

@@ -37,7 +37,7 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         raise InvalidArgument(function, "metadata_json", metadata, expected)
     if keyword == "artefact":
         if isinstance(value, Artefact):
-            return value
+            return _checked(value)
         raise InvalidArgument(function, keyword, value, "an artefact, as runner.load returns it")
     level = _IN_FOLDER.get(keyword) or _AS_TEXT[keyword]
     if not isinstance(value, (str, os.PathLike)):
@@ -45,7 +45,7 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         expected = "the path of a folder" if keyword in _IN_FOLDER else text
         raise InvalidArgument(function, keyword, value, expected)
     if keyword in _IN_FOLDER:
-        return files.load(value, function, level)
+        return _checked(files.load(value, function, level))
     where, text = keyword, str(value)
     if isinstance(value, os.PathLike) or ("\n" not in text and text.endswith(f".{level}")):
         where, text = text, files.content(Path(text)).decode("utf-8", "replace")
@@ -55,4 +55,9 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
             why = "its launch needs metadata_json: shared memory and others are not in the text"
             raise InvalidArtefact(where, why)
         about = foreign.nothing_known(function, text)
-    return Artefact(level, text.encode(), about, where)
+    return _checked(Artefact(level, text.encode(), about, where))
+
+
+def _checked(artefact: Artefact) -> Artefact:
+    artefact.check()
+    return artefact
