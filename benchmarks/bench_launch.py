@@ -115,8 +115,10 @@ def microseconds(
     """Median host time of each call."""
     device = current_device()
     took: dict[str, list[float]] = {name: [] for name in calls}
+    turns = list(calls.items())
     for _ in range(rounds):
-        for name, call in calls.items():
+        turns.append(turns.pop(0))  # who comes after whom differs from round to round
+        for name, call in turns:
             device.synchronize()
             begin = time.perf_counter()
             for _ in range(row):

@@ -142,4 +142,4 @@ def _is_whole_elf(data: bytes) -> bool:
         return False
     magic, programs, sections, *sizes = _ELF_HEADER.unpack_from(data)
     ends = programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3]
-    return magic == b"\x7fELF" and max(ends) <= len(data)
+    return bool(magic == b"\x7fELF" and max(ends) <= len(data))
