@@ -282,6 +282,8 @@ def test_folders_of_other_tools(exported, tmp_path):
     """Triton's cache tells what a launch needs; triton-runner also what the kernel was made for."""
     kernel = scale[(1,)](**SPECIAL, num_warps=2)
     tree = json.loads(json.dumps(kernel.metadata._asdict(), default=vars))
+    for later in ("profile_scratch_size", "profile_scratch_align", "global_scratch_align"):
+        del tree[later]  # as of Triton 3.3
     signature = (
         ("x_ptr", "*fp16", "D", False), ("y_ptr", "*fp16", "D", False), ("n", "i32", "D", False),
         ("stride", "constexpr", 1, False), ("alpha", "fp32", "", False),

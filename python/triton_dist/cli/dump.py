@@ -73,7 +73,7 @@ def _levels(raw: str) -> tuple[str, ...]:
 
 
 def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
-    """What is printed of a kernel; its machine code is written beside it."""
+    """Columns of one kernel; its machine code is written beside it."""
     from triton_dist.runner import files
     from triton_dist.runtime import binaries
 

@@ -10,7 +10,7 @@ runner.export(compiled, "folder")              # folder/kernel.ttir ... folder/k
 kernel[(1,)](x, n, cubin_dir="folder")         # BLOCK is the artefact's
 """
 
-from triton_dist.runner import tuning
+from triton_dist.runner import color_print, testing, torch_utils, tuning
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 from triton_dist.runner.files import export, load
 from triton_dist.runner.function import jit
@@ -28,6 +28,7 @@ __all__ = [
     "About",
     "Artefact",
     "autotune",
+    "color_print",
     "configure_autotune_backend",
     "configure_jit_backend",
     "export",
@@ -36,5 +37,7 @@ __all__ = [
     "load",
     "restore_autotune_backend",
     "restore_jit_backend",
+    "testing",
+    "torch_utils",
     "tuning",
 ]

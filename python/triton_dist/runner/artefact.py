@@ -41,8 +41,8 @@ class About:
     compiler: str = ""
 
     def refusal(self, level: str, call: Specialisation, arch: int) -> str | None:
-        """Why a launch that is specialised as ``call`` on a GPU of capability ``arch`` cannot run
-        this kernel at ``level``; ``None`` if it can. TTIR alone is for any GPU."""
+        """Say why a launch that is specialised as ``call``, on a GPU of capability ``arch``, cannot
+        run this kernel at ``level``; ``None`` if it can. TTIR alone is for any GPU."""
         found = [] if self.specialisation is None else self.specialisation.refusals(call)
         if level != "ttir" and arch != self.arch:
             found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
@@ -63,7 +63,7 @@ class About:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> About:
-        """What ``to_tree`` wrote.
+        """Read what ``to_tree`` wrote.
 
         Raises:
             KeyError, TypeError, AttributeError, ValueError: it did not.

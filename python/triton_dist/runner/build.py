@@ -27,6 +27,11 @@ from triton_dist.errors import InvalidArtefact
 from triton_dist.runner.artefact import LEVELS, Artefact
 from triton_dist.runner.specialisation import Place, Specialisation
 
+_OF_EARLIER_VERSIONS = {
+    "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+}  # fmt: skip
+"""What Triton before 3.6 does not say of a kernel, and launchers of now ask."""
 _PATIENCE = 60.0
 """Seconds; a step takes milliseconds."""
 
@@ -60,6 +65,7 @@ def build(
         **vars(options),
         **get_cache_invalidating_env_vars(),
         "triton_version": triton.__version__,
+        **_OF_EARLIER_VERSIONS,
         **artefact.about.launch,  # what the stages that are skipped would have said
     }
     # CompiledKernel reads files, and keeps what it has read.

@@ -1,4 +1,4 @@
-"""What others tell of a kernel: Triton's metadata, triton-runner's files, the head of an IR.
+"""Facts of a kernel as others tell them: Triton's metadata, triton-runner's files, the head of IR.
 
 Triton's metadata has what a launch needs, not what the kernel was made for. triton-runner adds
 types, alignments and constants. TTIR and TTGIR name types and alignments of what is passed at run
@@ -47,12 +47,12 @@ _TYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "f8E5M2":
 
 
 def options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the compiler was given, of Triton's metadata."""
+    """Options that the compiler was given, of Triton's metadata."""
     return {n: metadata[n] for n in _OPTIONS if metadata.get(n) is not None}
 
 
 def launch_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the compiler found out, of Triton's metadata."""
+    """Facts that the compiler found out, of Triton's metadata."""
     return {name: metadata[name] for name in _LAUNCH if metadata.get(name) is not None}
 
 

@@ -33,9 +33,9 @@ class Runner:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._artefacts: dict[str, Artefact] = {}
-        """Of launches so far, by the text that stands for them in Triton's key of kernels."""
+        """Those of launches so far, by the text that stands for them in Triton's key of kernels."""
         self._known: dict[Any, tuple[str, dict[str, Any]]] = {}
-        """That text, and the constants that a launch may leave out, by keyword, value and number of
+        """The text, and the constants that a launch may leave out, by keyword, value and number of
         positional arguments."""
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:

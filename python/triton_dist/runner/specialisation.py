@@ -1,4 +1,4 @@
-"""What a kernel was specialised for, and whether a launch fits.
+"""Specialisations of kernels, and launches that fit them or do not.
 
 A kernel serves the launches that it was specialised for, and those that are more special: one that
 was made for pointers of any alignment serves aligned ones. :meth:`Specialisation.refusals` says,
@@ -55,7 +55,7 @@ class Specialisation:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, codec.Tree]) -> Specialisation:
-        """What ``to_tree`` wrote.
+        """Read what ``to_tree`` wrote.
 
         Raises:
             KeyError, TypeError, AttributeError: it did not.

@@ -1,4 +1,4 @@
-"""What a cubin says of itself, by the programs of CUDA that come with Triton."""
+"""Resources and machine code of a cubin, by the programs of CUDA that come with Triton."""
 
 from __future__ import annotations
 
