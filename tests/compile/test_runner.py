@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.compile.runner_kernels import gluon_copy, product, renamed, scale
+from tests.compile.runner_kernels import add_one, gluon_copy, product, renamed, scale
 from triton_dist import runner, tune
 from triton_dist.cli.main import main
 from triton_dist.errors import (
@@ -300,6 +300,20 @@ def test_folders_of_other_tools(exported, tmp_path):
     assert artefact.constants() == {"stride": 1, "BLOCK": 64, "DTYPE": None}
     with pytest.raises(ArtefactRefused, match=r"n to be divisible by 16, .*it has DTYPE = None"):
         scale[(1,)](**SPECIAL | {"n": 3}, artefact=artefact)
+
+
+@pytest.mark.parametrize("level", ["ttir", "ttgir", "llir", "cubin"])
+def test_artefacts_of_another_triton(level):
+    """What 3.9.0 wrote runs in each that is supported; PTX alone is of a later CUDA
+    than ptxas of 3.6 knows."""
+    x = torch.zeros(1024)
+    folder = Path(__file__).parent / "data" / "triton-3.9.0"
+    kernel = add_one[(16,)](x, x, 1024, **{f"{level}_dir": folder})
+    assert runner.load(folder, "add_one", level).about.compiler == "triton 3.9.0"
+    assert kernel.metadata.num_warps == 4
+    assert b"add_one" in kernel.asm["cubin"]
+    with pytest.raises(ArtefactRefused, match="n to be divisible by 16"):
+        add_one[(16,)](x, x, 1023, **{f"{level}_dir": folder})
 
 
 def test_interpreted_kernels_take_no_artefact(exported, monkeypatch):

@@ -62,7 +62,6 @@ OTHER_NAMES = {
         kind for kind, value in vars(errors).items()
         if inspect.isclass(value) and value.__module__ == errors.__name__
     ],
-    "triton_dist.runner.tuning": ["cubin_space"],
     "triton_dist.knobs": ["InvalidKnob"],
 }  # fmt: skip
 SCRIPTS = sorted(path.stem for path in (PACKAGE / "test" / "nvidia").glob("test_*.py"))

@@ -31,7 +31,7 @@ _OF_EARLIER_VERSIONS = {
     "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
     "profile_scratch_align": 1,
 }  # fmt: skip
-"""What Triton before 3.6 does not say of a kernel, and launchers of now ask."""
+"""Facts that Triton before 3.6 does not tell of a kernel, and launchers of now ask for."""
 _PATIENCE = 60.0
 """Seconds; a step takes milliseconds."""
 
