@@ -105,6 +105,16 @@ def _levels(raw: str) -> tuple[str, ...]:
     return named
 
 
+def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
+    found = []
+    for each in raw.split(","):
+        name, separator, folder = each.strip().partition("=")
+        if not (name and separator and folder):
+            raise ValueError(raw)
+        found.append((name, Path(folder)))
+    return tuple(found)
+
+
 _LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin", "sass")
 
 
@@ -230,6 +240,14 @@ dump_levels: Knob[tuple[str, ...]] = Knob(
     _levels,
     f"some of {','.join(_LEVELS)}",
     "Set by triton-dist dump: the levels at which they are.",
+)
+toolchains: Knob[tuple[tuple[str, Path], ...]] = Knob(
+    "TRITON_DIST_TOOLCHAINS",
+    (),
+    _named_folders,
+    "NAME=FOLDER,NAME=FOLDER",
+    "Other installed Tritons, whose compilers a launch may name: toolchain=NAME; each folder has "
+    "the package triton in it.",
 )
 wait_timeout = seconds(
     "TRITON_DIST_WAIT_TIMEOUT",

@@ -27,7 +27,8 @@ from triton_dist.errors import (
     InvalidArtefact,
     NoValidConfig,
 )
-from triton_dist.runner import scripts
+from triton_dist.knobs import InvalidKnob
+from triton_dist.runner import scripts, toolchains
 from triton_dist.testing.compile_only import compile_only
 
 MEMORY = torch.zeros(1 << 12, dtype=torch.float16)
@@ -410,6 +411,75 @@ def test_tuning_among_cubins(several, monkeypatch):
         tuned(several / "none")()
     with pytest.raises(NoValidConfig):
         tuned(several / "1-64")()
+
+
+@pytest.fixture
+def toolchain(monkeypatch):
+    """The Triton of this process as another one, called ``here``; requests to it are answered in
+    this process, and listed. tests/gpu has a process for it."""
+    monkeypatch.setenv("TRITON_DIST_TOOLCHAINS", f"here={Path(triton.__file__).parents[1]}")
+    requests = []
+
+    def answer(kernel, folder, request):
+        requests.append(kernel)
+        driver = triton.runtime.driver._active
+        toolchains.compile_here(json.loads(json.dumps(request)))
+        triton.runtime.driver._active = driver
+
+    monkeypatch.setattr(toolchains, "_compile_apart", answer)
+    return requests
+
+
+def test_a_kernel_of_another_compiler(toolchain):
+    plain = scale[(1,)](**SPECIAL, num_warps=2)
+    for _ in range(2):  # in a process that compiled it, and in one that finds it
+        fresh = runner.jit(triton.jit(scale.fn))
+        kernel = fresh[(1,)](**SPECIAL, num_warps=2, toolchain="here")
+        assert (set(kernel.asm), kernel.metadata.num_warps) == ({"cubin"}, 2)
+        assert kernel.asm["cubin"] == plain.asm["cubin"]
+        assert fresh[(1,)](**SPECIAL, num_warps=2, toolchain=None) is not kernel
+    assert toolchain == ["scale"]
+    general = scale[(1,)](**GENERAL, toolchain="here")
+    assert general.src.signature["n"] == "i64"
+
+
+def test_tuning_among_compilers(toolchain):
+    space = runner.tuning.toolchain_space([{"BLOCK": 32}, {"BLOCK": 64}])
+
+    @tune.autotune(space, lambda: 0, scope="rank")
+    def tuned(BLOCK, toolchain):
+        return launched(BLOCK=BLOCK, DTYPE=tl.float16, toolchain=toolchain)
+
+    assert tuned() in (32, 64)
+    assert len(tuned.tune().trials) == 4
+    assert toolchain == ["scale"] * 2
+    assert [each["toolchain"] for each in space()] == [None, None, "here", "here"]
+    assert f"Toolchain('here', triton {triton.__version__})" in str(space()[-1])
+
+
+def test_mistakes_with_toolchains(toolchain, tmp_path, monkeypatch):
+    @runner.jit
+    def local(x_ptr):
+        pass
+
+    with pytest.raises(InvalidArgument, match=r"'3\.0', expected one of .*TOOLCHAINS, .* here"):
+        scale[(1,)](**SPECIAL, toolchain="3.0")
+    with pytest.raises(InvalidArgument, match="another process cannot see one that a function"):
+        local[(1,)](MEMORY, toolchain="here")
+    monkeypatch.setenv("TRITON_DIST_TOOLCHAINS", f"empty={tmp_path}")
+    with pytest.raises(InvalidArgument, match="a folder with the package triton in it"):
+        scale[(1,)](**SPECIAL, toolchain="empty")
+    monkeypatch.setenv("TRITON_DIST_TOOLCHAINS", "empty")
+    with pytest.raises(InvalidKnob, match="NAME=FOLDER"):
+        scale[(1,)](**SPECIAL, toolchain="empty")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise RuntimeError('it is broken')")
+    monkeypatch.setenv("TRITON_DIST_TOOLCHAINS", f"broken={tmp_path}")
+    with pytest.raises(InvalidArtefact, match=r"by the Triton in .*RuntimeError: it is broken"):
+        scale[(1,)](**SPECIAL, toolchain="broken")
 
 
 def test_artefacts_are_compared_by_content(exported, tmp_path):

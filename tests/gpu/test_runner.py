@@ -148,6 +148,15 @@ def test_triton_autotune_among_folders(blocks):
     assert torch.equal(y[:N], x[:N] + 1)
 
 
+def test_a_kernel_of_another_process_compiler(tmp_path, monkeypatch):
+    """By this Triton, as if it were another one."""
+    monkeypatch.setenv("TRITON_DIST_TOOLCHAINS", f"here={Path(triton.__file__).parents[1]}")
+    x, y = vectors()
+    kernel = fresh(add_one)[(16,)](x, y, N, BLOCK=64, toolchain="here")
+    assert set(kernel.asm) == {"cubin"}
+    assert torch.equal(y[:N], x[:N] + 1)
+
+
 def tuned_by_all(folder: str):
     """In a rank: what was chosen, how often it was tuned, and whether the result is right."""
     kernel = fresh(add_one)

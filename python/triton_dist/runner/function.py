@@ -17,10 +17,10 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from triton_dist._jit import jit as triton_dist_jit
 from triton_dist.errors import ArtefactRefused, InvalidArgument
-from triton_dist.runner import foreign
+from triton_dist.runner import foreign, toolchains
 from triton_dist.runner.artefact import Artefact
 from triton_dist.runner.build import build
-from triton_dist.runner.keywords import KEYWORDS, resolve
+from triton_dist.runner.keywords import KEYWORDS, TOOLCHAIN, resolve
 from triton_dist.runner.specialisation import Specialisation, tree_of
 from triton_dist.runtime.triton_compat import triton_version
 
@@ -61,6 +61,11 @@ class Runner:
         if others:
             raise InvalidArgument(self._named, "keywords", [keyword, *others], "one artefact")
         value = kwargs.pop(keyword)
+        if keyword == TOOLCHAIN:
+            if value is not None:  # None: this process's own
+                toolchains.folder_of(value)
+                kwargs["ir_override"] = f"{TOOLCHAIN} {value}"
+            return
         try:
             token, constants = self._known[keyword, value, positional]
         except (KeyError, TypeError):  # a new one, or one that has no hash, which is told of
@@ -91,25 +96,29 @@ class Runner:
         self, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any,
         warmup: bool,
     ) -> Any:  # fmt: skip
-        artefact = self._artefacts.get(options.ir_override)
-        if artefact is None:
+        named: str = options.ir_override or ""
+        if named not in self._artefacts and not named.startswith(f"{TOOLCHAIN} "):
             return super()._do_compile(  # type: ignore[misc]
                 key, signature, device, constexprs, options, attrs, warmup
             )
         cache, _, target, backend, _ = self.device_caches[device]  # type: ignore[attr-defined]
         attributes = {place: dict(each) for place, each in attrs.items() if each}
         call = Specialisation(signature, _trees(constexprs), attributes)
-        artefact = foreign.completed(artefact, call)
-        made_for = artefact.about.specialisation
-        why = artefact.about.refusal(artefact.level, call, target.arch)
-        if why is not None or made_for is None:
-            raise ArtefactRefused(self._named, artefact.where, why or "nothing is known of it")
         targets = () if triton_version() < _HOOKS_GET_TARGET else (target,)
         seen = (key, signature, *targets, device)
         after = (constexprs, options, [attrs], warmup)
         hooks = triton.knobs.runtime
         if self._call_hook(hooks.jit_cache_hook, *seen, *after):  # type: ignore[attr-defined]
             return None
+        if named in self._artefacts:
+            artefact = foreign.completed(self._artefacts[named], call)
+        else:
+            name = named.removeprefix(f"{TOOLCHAIN} ")
+            artefact = toolchains.compiled(self, name, call, vars(options), target.arch)
+        made_for = artefact.about.specialisation
+        why = artefact.about.refusal(artefact.level, call, target.arch)
+        if why is not None or made_for is None:
+            raise ArtefactRefused(self._named, artefact.where, why or "nothing is known of it")
         constants = {place: constexprs[place] for place in made_for.constants}
         kernel = build(self, artefact, made_for, constants, options, target, backend)
         cache[key] = kernel
@@ -167,6 +176,9 @@ def jit(fn: Any = None, **options: Any) -> Any:
     * ``autotune_cubin_dir``: as ``cubin_dir``, for a ``triton.Config``;
     * ``ttir_src``, ``ttgir_src``, ``llir_src``, ``ptx_src``: text or path of a file, with
       ``metadata_json`` (dict, path, ``compiled.metadata`` or the compiled kernel itself).
+
+    * ``toolchain``: compiled by another installed Triton, by its name in
+      ``TRITON_DIST_TOOLCHAINS``; ``None``: by this process's.
 
     ``tl.constexpr`` arguments that a launch leaves out are the artefact's; those that it gives must
     agree with it. ``num_warps`` and other options are always the artefact's. A folder is read once

@@ -20,7 +20,8 @@ _NOT_HERE = {
     "dump_value": "a pointer argument that the kernel stores to; IR is not edited",
     "dump_grid": "a pointer argument that the kernel stores to; IR is not edited",
 }
-KEYWORDS = frozenset({"artefact", *_IN_FOLDER, *_AS_TEXT, *_NOT_HERE})
+TOOLCHAIN = "toolchain"
+KEYWORDS = frozenset({"artefact", TOOLCHAIN, *_IN_FOLDER, *_AS_TEXT, *_NOT_HERE})
 
 
 def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:

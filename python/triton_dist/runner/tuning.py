@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from triton_dist import knobs
 from triton_dist.errors import InvalidArgument
 from triton_dist.runner import files
+from triton_dist.runner.toolchains import Toolchain
 
 
 def cubin_space(
@@ -37,5 +39,26 @@ def cubin_space(
             expected = f"a folder with {function}.cubin in it, or in folders in it"
             raise InvalidArgument("runner.tuning.cubin_space", "folder", str(folder), expected)
         return [{name: files.load(path.parent, function)} for path in paths]
+
+    return space
+
+
+def toolchain_space(
+    configs: Iterable[Mapping[str, Any]], name: str = "toolchain"
+) -> Callable[[], list[dict[str, Any]]]:
+    """A config space of ``configs``, each by this process's Triton and by every other one.
+
+    For ``tune.autotune``: ``TRITON_DIST_TOOLCHAINS`` is read at the first tuning. ``{name: None}``
+    is this process's; the others are in the order of the variable, and print with the version that
+    lies there, so that another one is tuned again.
+
+    Raises:
+        InvalidArgument: at the first tuning; a folder that has no Triton.
+    """
+    every = [dict(config) for config in configs]
+
+    def space() -> list[dict[str, Any]]:
+        names = (None, *(Toolchain(each) for each, _ in knobs.toolchains.get()))
+        return [{**config, name: each} for each in names for config in every]
 
     return space
