@@ -34,6 +34,9 @@ from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.kernels import without_gpu
 
 _PACKAGE = "triton/__init__.py"
+_PROGRAM = (
+    f"import json, sys; from {__name__} import compile_here; compile_here(json.load(sys.stdin))"
+)
 _LAST_LINES = 4
 
 
@@ -118,7 +121,7 @@ def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> Non
     seconds = knobs.compile_timeout.get()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__], input=json.dumps(request), env=environment,
+            [sys.executable, "-c", _PROGRAM], input=json.dumps(request), env=environment,
             capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -163,7 +166,3 @@ def _found(module_name: str, file: str, function: str) -> Any:
     while not isinstance(found, triton.JITFunction):
         found = found.fn
     return found
-
-
-if __name__ == "__main__":
-    compile_here(json.load(sys.stdin))
