@@ -41,6 +41,11 @@ def add_one(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 @runner.jit
+def copy_tile(source, target):
+    target.store([0, 0], source.load([0, 0]))
+
+
+@runner.jit
 @gluon.jit
 def gluon_copy(x_ptr, y_ptr, n, BLOCK: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

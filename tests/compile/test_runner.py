@@ -16,8 +16,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.compile.runner_kernels import add_one, gluon_copy, product, renamed, scale
+from tests.compile.runner_kernels import add_one, copy_tile, gluon_copy, product, renamed, scale
 from triton_dist import runner, tune
 from triton_dist.cli.main import main
 from triton_dist.errors import (
@@ -142,6 +143,23 @@ def test_another_architecture_is_refused_below_ttir(exported):
             scale[(1,)](**SPECIAL, cubin_dir=exported / "special")
         kernel = scale[(1,)](**SPECIAL, ttir_dir=exported / "special")
         assert ".target sm_80" in kernel.asm["ptx"]
+
+
+def test_descriptors_of_the_host(tmp_path):
+    """Each is several parameters of the kernel; what launchers make of it is in the sidecar."""
+    matrix = torch.empty(256, 256, dtype=torch.float16)
+    wide, narrow = (TensorDescriptor.from_tensor(matrix, [64, n]) for n in (64, 32))
+    plain = copy_tile[(1,)](wide, wide)
+    runner.export(plain, tmp_path)
+    for level in ("ttir", "llir", "cubin"):
+        kernel = copy_tile[(1,)](wide, wide, **{f"{level}_dir": tmp_path})
+        assert kernel.asm["cubin"] == plain.asm["cubin"]
+        assert kernel.metadata.tensordesc_meta == plain.metadata.tensordesc_meta
+    with pytest.raises(ArtefactRefused, match=r"takes target as tensordesc<fp16\[64, 64\]>, the"):
+        copy_tile[(1,)](wide, narrow, cubin_dir=tmp_path)
+    with pytest.warns(ArtefactWarning):
+        kernel = copy_tile[(1,)](wide, wide, ttgir_src=plain.asm["ttgir"])
+    assert kernel.asm["cubin"] == plain.asm["cubin"]
 
 
 def test_what_a_launch_leaves_out_is_the_artefacts(exported, sm90):

@@ -14,7 +14,11 @@ import triton.language as tl
 from tests.compile.runner_kernels import add_one, gluon_copy, product, scale
 from triton_dist import runner, tune
 from triton_dist.errors import ArtefactRefused
+from triton_dist.kernels.common.case import tolerance
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 from triton_dist.runner import files
+from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.compile_only import compile_only
 
@@ -67,6 +71,24 @@ def test_every_level_of_gluon_runs(level, tmp_path):
     gluon_copy[(16,)](x, y, N, **{f"{level}_dir": tmp_path})
     assert torch.equal(y[:N], x[:N])
     assert y[N:].isnan().all()
+
+
+@pytest.mark.parametrize("level", runner.LEVELS[1:])
+def test_a_kernel_with_specialised_warps(level, tmp_path):
+    """It is compiled for 4 warps and launched with 12."""
+    if current_device().facts()["capability"] != "9.0":
+        pytest.skip("specialised warps are for compute capability 9.0")
+    A, B = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) / 22 for _ in "AB")
+    C = torch.empty_like(A)
+    tile = WARP_SPECIALIZED_TILES[0]
+    launch = sharded_gemm(A, B.T, C, tile, num_sms=132, persistent=True)
+    runner.export(launch.run(), tmp_path)
+    C.fill_(float("nan"))
+    kernel = runner.jit(launch.kernel)
+    again = kernel[launch.grid](*launch.args, **launch.options, **{f"{level}_dir": tmp_path})
+    assert again.metadata.num_warps == 12
+    limit = tolerance(C.dtype)
+    assert_allclose(C, A @ B.T, rtol=limit, atol=limit)
 
 
 def test_an_edit_of_the_ptx_is_what_runs(blocks):
