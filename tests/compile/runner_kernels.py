@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,6 +39,17 @@ def renamed(source_ptr, y_ptr, n, stride, alpha, pair, BLOCK: tl.constexpr, DTYP
 def add_one(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1.0, mask=i < n)
+
+
+@triton.jit
+def twice(x):
+    return 2 * x
+
+
+@runner.jit
+def choose(x_ptr, function: tl.constexpr, sizes: tl.constexpr, nothing: tl.constexpr):
+    i = tl.arange(0, sizes[0])
+    tl.store(x_ptr + i, function(tl.load(x_ptr + i)) + sizes[1])
 
 
 @runner.jit

@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.compile.runner_kernels import add_one, copy_tile, gluon_copy, product, renamed, scale
+from tests.compile.runner_kernels import (
+    add_one,
+    choose,
+    copy_tile,
+    gluon_copy,
+    product,
+    renamed,
+    scale,
+    twice,
+)  # fmt: skip
 from triton_dist import runner, tune
 from triton_dist.cli.main import main
 from triton_dist.errors import (
@@ -357,6 +366,21 @@ def test_decorating():
         runner.jit(kernel, debug=True)
 
 
+def test_constants_of_every_kind(tmp_path):
+    """A kernel is compared by its name, and cannot be left out; a tuple and ``None`` can."""
+    call = {"x_ptr": MEMORY, "function": twice, "sizes": (64, 1.5), "nothing": None}
+    plain = choose[(1,)](**call)
+    runner.export(plain, tmp_path)
+    artefact = runner.load(tmp_path, "choose")
+    assert artefact.constants() == {"sizes": (64, 1.5), "nothing": None}
+    assert choose[(1,)](MEMORY, twice, artefact=artefact).asm["cubin"] == plain.asm["cubin"]
+    for wrong in ({"function": renamed}, {"sizes": (64, 1)}, {"sizes": (32, 1.5)}, {"nothing": 0}):
+        with pytest.raises(ArtefactRefused, match=f"it has {next(iter(wrong))} = "):
+            choose[(1,)](**call | wrong, artefact=artefact)
+    with pytest.raises(TypeError, match="function"):
+        choose[(1,)](MEMORY, artefact=artefact)
+
+
 def test_exporting_what_is_not_there(tmp_path):
     kernel = scale[(1,)](**SPECIAL)
     with pytest.raises(InvalidArgument, match="levels is 'sass', expected some of ttir, ttgir"):
@@ -523,6 +547,7 @@ def test_names_of_scripts(exported):
 
 
 PROGRAM = """
+import sitecustomize
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 
@@ -532,14 +557,17 @@ def zero(x_ptr, N: tl.constexpr):
 
 source = triton.compiler.ASTSource(zero, {"x_ptr": "*fp32", "N": "constexpr"}, {"N": 64})
 triton.compile(source, target=GPUTarget("cuda", 90, 32))
-raise SystemExit(3)
+raise SystemExit(sitecustomize.STATUS)
 """
 
 
-def test_dump(tmp_path, capfd):
-    """Of a program that knows nothing of triton_dist; its status is the command's."""
+def test_dump(tmp_path, capfd, monkeypatch):
+    """Of a program that knows nothing of triton_dist, in an environment that has a sitecustomize of
+    its own; the status is the command's."""
     program, folder = tmp_path / "program.py", tmp_path / "dumped"
     program.write_text(PROGRAM)
+    (tmp_path / "sitecustomize.py").write_text("STATUS = 3")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = ["dump", "--to", str(folder), "--levels", "ptx,sass"]
     assert main([*command, "--", sys.executable, str(program)]) == 3
     (kernel,) = folder.iterdir()
