@@ -83,6 +83,10 @@ def _steps() -> tuple[Step, ...]:
             "{launch} benchmarks/bench_collectives.py --mode graph --json {out}.json",
         ),
         Step("host cost", 2, "{launch} benchmarks/bench_host_cost.py --json {out}.json"),
+        Step("launch", 2, "bash scripts/python benchmarks/bench_launch.py --json {out}.json"),
+        Step(
+            "matmul", 8, "bash scripts/python benchmarks/bench_matmul.py --first 2 --json {out}.json"
+        ),
         Step("cold tuning", 4, "{launch} benchmarks/bench_cold_tuning.py --json {out}.json"),
         Step("contextual race", 4, "{launch} benchmarks/bench_contextual.py --json {out}.json"),
         Step(
