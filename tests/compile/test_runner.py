@@ -38,7 +38,8 @@ from triton_dist.errors import (
     NoValidConfig,
 )
 from triton_dist.knobs import InvalidKnob
-from triton_dist.runner import scripts, toolchains
+from triton_dist.runner import foreign, scripts, toolchains
+from triton_dist.runner.specialisation import Specialisation
 from triton_dist.testing.compile_only import compile_only
 
 MEMORY = torch.zeros(1 << 12, dtype=torch.float16)
@@ -292,12 +293,23 @@ def test_a_body_of_pass_runs_from_its_ir(exported):
         renamed[(1,)](**call | {"stride": 2}, ttgir_src=text)
 
 
+def test_types_that_an_ir_does_not_tell_apart():
+    head = b"  tt.func public @f(%a: !tt.ptr<i8>, %b: i1, %c: !tt.ptr<f16>, %d: i64) attributes {}"
+    types = {"a": "*u8", "b": "u1", "c": "*kfp16", "d": "i32"}
+    artefact = runner.Artefact("ttir", head, foreign.nothing_known("f", ""))
+    with pytest.warns(ArtefactWarning):
+        found = foreign.completed(artefact, Specialisation(types, {}, {}))
+    assert found.about.specialisation.types == types | {"d": "i64"}
+
+
 @pytest.mark.parametrize("level", ["llir", "ptx"])
 def test_a_text_with_metadata(level, exported):
     kernel = scale[(1,)](**SPECIAL, num_warps=2)
     keywords = {f"{level}_src": kernel.asm[level]}
     with pytest.raises(InvalidArtefact, match="needs metadata_json"):
         scale[(1,)](**SPECIAL, **keywords)
+    with pytest.raises(InvalidArtefact, match="metadata cannot be read: FileNotFoundError"):
+        scale[(1,)](**SPECIAL, **keywords, metadata_json="none.json")
     with pytest.raises(ArtefactRefused, match="BLOCK = 64, the call 32"):
         scale[(1,)](**SPECIAL | {"BLOCK": 32}, **keywords, metadata_json=kernel)
     checked = scale[(1,)](**SPECIAL, **keywords, metadata_json=exported / "special/scale.json")

@@ -23,13 +23,7 @@ from triton_dist._tuning.values import codec
 from triton_dist._warn import warn_at
 from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
 from triton_dist.runner.artefact import About, Artefact
-from triton_dist.runner.specialisation import (
-    CONSTANT,
-    DIVISIBILITY,
-    Place,
-    Specialisation,
-    tree_of,
-)  # fmt: skip
+from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of
 
 TELLING = ("ttir", "ttgir")
 """Levels whose text has all that a launch needs."""
@@ -93,10 +87,10 @@ def about(metadata: Any, function: str, where: str) -> About | None:
         return None
     if hasattr(metadata, "asm") and hasattr(metadata, "src"):
         return about_of(metadata.src, metadata.metadata._asdict(), str(metadata.asm.get("ttgir")))
-    if isinstance(metadata, (str, os.PathLike)):
-        where, metadata = str(metadata), codec.loads(Path(metadata).read_bytes())
-    tree = metadata._asdict() if hasattr(metadata, "_asdict") else metadata
     try:
+        if isinstance(metadata, (str, os.PathLike)):
+            where, metadata = str(metadata), codec.loads(Path(metadata).read_bytes())
+        tree = metadata._asdict() if hasattr(metadata, "_asdict") else metadata
         if "triton_dist_artefact" in tree:
             return About.from_tree(tree)
         target = tree["target"]
@@ -105,7 +99,7 @@ def about(metadata: Any, function: str, where: str) -> About | None:
         made_for = None if signature is None else _of_triton_runner(signature)
         version = f"triton {tree.get('triton_version', '')}".strip()
         return About(function, int(arch), made_for, options_of(tree), launch_of(tree), version)
-    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         why = f"its metadata cannot be read: {type(error).__name__}: {error}"
         raise InvalidArtefact(where, why) from None
 
@@ -155,7 +149,9 @@ def completed(artefact: Artefact, call: Specialisation) -> Artefact:
                 f"it takes {len(head)} arguments at run time, the call has {len(passed)}",
             )  # fmt: skip
         for place, (kind, known) in zip(passed, head, strict=True):
-            kinds[place], attributes[place] = kind or kinds[place], known
+            attributes[place] = known
+            if kind and kind != kinds[place].replace("u", "i").replace("*k", "*"):
+                kinds[place] = kind  # MLIR has no unsigned types, nor pointers to constants
         told = "constants of its arguments cannot be checked"
     warn_at(
         _calling_frame(),

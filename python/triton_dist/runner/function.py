@@ -34,8 +34,8 @@ class Runner:
         super().__init__(*args, **kwargs)
         self._artefacts: dict[str, Artefact] = {}
         """Those of launches so far, by the text that stands for them in Triton's key of kernels."""
-        self._known: dict[Any, tuple[str, dict[str, Any]]] = {}
-        """The text, and the constants that a launch may leave out, by keyword, value and number of
+        self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
+        """The text (``None``: as Triton does it), and the constants that a launch may leave out, by keyword, value and number of
         positional arguments."""
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
@@ -61,22 +61,25 @@ class Runner:
         if others:
             raise InvalidArgument(self._named, "keywords", [keyword, *others], "one artefact")
         value = kwargs.pop(keyword)
-        if keyword == TOOLCHAIN:
-            if value is not None:  # None: this process's own
-                toolchains.folder_of(value)
-                kwargs["ir_override"] = f"{TOOLCHAIN} {value}"
-            return
         try:
             token, constants = self._known[keyword, value, positional]
         except (KeyError, TypeError):  # a new one, or one that has no hash, which is told of
             token, constants = self._resolve(keyword, value, positional, kwargs)
-        kwargs["ir_override"] = token
+        if token is not None:
+            kwargs["ir_override"] = token
         for name, constant in constants.items():
             kwargs.setdefault(name, constant)
 
     def _resolve(
         self, keyword: str, value: Any, positional: int, kwargs: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, Any]]:
+        found: tuple[str | None, dict[str, Any]]
+        if keyword == TOOLCHAIN:
+            if value is not None:
+                toolchains.folder_of(value)
+            found = None if value is None else f"{TOOLCHAIN} {value}", {}
+            self._known[keyword, value, positional] = found
+            return found
         artefact = resolve(self._named, keyword, value, kwargs.pop("metadata_json", None))
         token = f"{artefact.digest}.{artefact.level}"
         self._artefacts[token] = artefact
