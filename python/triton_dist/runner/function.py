@@ -35,8 +35,8 @@ class Runner:
         self._artefacts: dict[str, Artefact] = {}
         """Those of launches so far, by the text that stands for them in Triton's key of kernels."""
         self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
-        """The text (``None``: as Triton does it), and the constants that a launch may leave out, by keyword, value and number of
-        positional arguments."""
+        """The text (``None``: as Triton does it), and the constants that a launch may leave out; by
+        keyword, value and number of positional arguments."""
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """``kernel[grid]``: as Triton's, with no call more on the way than theirs takes."""
