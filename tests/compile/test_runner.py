@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests import commands
+from tests.architecture.source import ROOT
 from tests.compile.runner_kernels import (
     add_one,
     choose,
@@ -42,6 +44,7 @@ from triton_dist.runner import foreign, scripts, toolchains
 from triton_dist.runner.specialisation import Specialisation
 from triton_dist.testing.compile_only import compile_only
 
+DATA = Path(__file__).parent / "data" / "triton-3.9.0"
 MEMORY = torch.zeros(1 << 12, dtype=torch.float16)
 ODD = MEMORY[1:]  # its address is divisible by 2 alone
 SPECIAL = {
@@ -347,13 +350,12 @@ def test_artefacts_of_another_triton(level):
     """What 3.9.0 wrote runs in each that is supported; PTX alone is of a later CUDA
     than ptxas of 3.6 knows."""
     x = torch.zeros(1024)
-    folder = Path(__file__).parent / "data" / "triton-3.9.0"
-    kernel = add_one[(16,)](x, x, 1024, **{f"{level}_dir": folder})
-    assert runner.load(folder, "add_one", level).about.compiler == "triton 3.9.0"
+    kernel = add_one[(16,)](x, x, 1024, **{f"{level}_dir": DATA})
+    assert runner.load(DATA, "add_one", level).about.compiler == "triton 3.9.0"
     assert kernel.metadata.num_warps == 4
     assert b"add_one" in kernel.asm["cubin"]
     with pytest.raises(ArtefactRefused, match="n to be divisible by 16"):
-        add_one[(16,)](x, x, 1023, **{f"{level}_dir": folder})
+        add_one[(16,)](x, x, 1023, **{f"{level}_dir": DATA})
 
 
 def test_interpreted_kernels_take_no_artefact(exported, monkeypatch):
@@ -556,6 +558,24 @@ def test_names_of_scripts(exported):
     assert triton.jit is jit
     assert runner.get_file_dir(__file__) == str(Path(__file__).parent)
     assert scripts.autotune is triton.autotune
+
+
+FROM_LLIR = """
+import sys
+import torch
+from tests.compile.runner_kernels import add_one
+from triton_dist.testing.compile_only import install
+
+install(90)
+x = torch.zeros(1024)
+add_one[(16,)](x, x, 1024, llir_dir=sys.argv[1])
+"""
+
+
+def test_a_process_that_begins_at_llir():
+    """Nothing has initialised LLVM there: stages above do it."""
+    done = commands.python("-c", FROM_LLIR, str(DATA), PYTHONPATH=f"{ROOT}:{ROOT / 'python'}")
+    assert done.returncode == 0, done.stderr
 
 
 PROGRAM = """

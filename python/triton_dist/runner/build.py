@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir, llvm
 from triton.compiler.compiler import CompiledKernel, parse
 
 from triton_dist.errors import InvalidArtefact
@@ -108,6 +108,7 @@ def _lower(
     first = keep(artefact.level, artefact.data)
     module = parse(str(first), artefact.level, context)
     if artefact.level == "llir":
+        llvm.init_targets()  # by make_llir, which is skipped; LLVM crashes without, in 3.6 to 3.9
         _try_apart(lambda: stages["ptx"](module, dict(metadata)))
     took = []
     for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
