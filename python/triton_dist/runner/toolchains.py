@@ -13,11 +13,11 @@ import inspect
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ def compiled(
         with tempfile.TemporaryDirectory(dir=kept.parent) as beside:
             made = Path(beside, "made")
             _compile_apart(function.__name__, folder, {**request, "out": str(made)})
-            if not kept.exists():  # other ranks compile it too
-                shutil.copytree(made, kept, dirs_exist_ok=True)
+            with suppress(OSError):  # another rank was faster, and its folder is not empty
+                made.rename(kept)
     return files.load(kept, function.__name__)
 
 
