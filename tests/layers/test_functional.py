@@ -1,0 +1,41 @@
+"""Differentiable products: gradients, modes of autograd, one graph, and what is refused."""
+
+from __future__ import annotations
+
+from tests.layers import functional_ranks
+
+
+def test_gradients_of_the_wrappers_in_fp64(on_two_ranks):
+    assert on_two_ranks(functional_ranks.gradients_of_wrappers) == [10, 10]
+
+
+def test_gradients_of_the_ops_are_autograds(on_two_ranks):
+    assert on_two_ranks(functional_ranks.gradients_of_ops) == [14, 14]
+
+
+def test_no_grad_inference_mode_and_autocast(on_two_ranks):
+    assert on_two_ranks(functional_ranks.without_gradients) == [4, 4]
+
+
+def test_one_graph(on_two_ranks):
+    """Contexts: of both products and their gradients that are spread, of two sums."""
+    assert on_two_ranks(functional_ranks.compiled, "aot_eager") == [[2, 1]] * 2
+
+
+def test_mistakes_are_said(on_two_ranks):
+    dtypes = "torch.float16, torch.bfloat16 or torch.float32"
+    starts = (
+        "ag_gemm: A.dtype is torch.float32, expected the weight's torch.float16",
+        f"ag_gemm: A.dtype is torch.int8, expected {dtypes}",
+        f"ag_gemm: A.dtype is torch.float64, expected {dtypes}",
+        "ag_gemm: A.shape is (6, 19), expected […, 20], as the weight [K, N] = (20, 18)",
+        "ag_gemm: M is 14, expected at most the context's max_M = 12",
+        "gemm_rs: M is 5, expected a positive multiple of world_size = 2",
+        "trying to differentiate twice",
+        "TensorParallel: max_M is 0, expected at least 1",
+        "TensorParallel was finalized",
+        "TensorParallel 'nobody' was finalized",
+    )
+    for seen in on_two_ranks(functional_ranks.mistakes):
+        for message, start in zip(seen, starts, strict=True):
+            assert message.startswith(start)
