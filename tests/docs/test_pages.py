@@ -40,6 +40,9 @@ PUBLIC_MODULES = [
     "triton_dist.kernels.nvidia.reduce_scatter",
     "triton_dist.kernels.nvidia.allgather",
     "triton_dist.layers.nvidia",
+    "triton_dist.models.kv_cache",
+    "triton_dist.models.llama",
+    "triton_dist.models.utils",
     "triton_dist.testing",
     "triton_dist.test.utils",
 ]

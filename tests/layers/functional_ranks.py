@@ -170,49 +170,6 @@ def without_gradients() -> int:
     return len(SPREAD)
 
 
-class Pair(torch.nn.Module):
-    """Both layers of a pair, in either mode, and what lies between."""
-
-    def __init__(self, ranks: Collectives, is_spread: bool) -> None:
-        super().__init__()
-        self.first = torch.nn.Parameter(part(drawn(2, K, N), ranks, 1).clone())
-        self.second = torch.nn.Parameter(part(drawn(4, N, K), ranks, 0).clone())
-        self.ranks, self.is_spread = ranks, is_spread
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = functional.ag_gemm if self.is_spread else functional.gemm
-        second = functional.gemm_rs if self.is_spread else functional.gemm_ar
-        hidden = torch.nn.functional.silu(first(x, self.first, self.ranks))
-        return second(hidden, self.second, self.ranks)
-
-
-def compiled(backend: str, mode: str | None = None) -> list[int]:
-    """A pair in one graph, with other rows at a second call: the numbers of eager mode. Returns how
-    many contexts either pair made."""
-    counts = []
-    torch.compiler.reset()
-    for is_spread in (True, False):
-        with TensorParallel(M) as ranks:
-            pair = Pair(ranks, is_spread)
-            fast = torch.compile(pair, fullgraph=True, backend=backend, mode=mode)
-            for rows in (M, M // 2)[: 1 + is_spread]:
-                x = drawn(1, rows, K)
-                x = part(x, ranks, 0).clone() if is_spread else x
-                results = []
-                for module in (fast, pair):
-                    leaf = x.clone().requires_grad_()
-                    pair.zero_grad()
-                    y = module(leaf)
-                    y.square().sum().backward()
-                    grads = [each.grad.clone() for each in pair.parameters()]
-                    results.append([y.detach().clone(), leaf.grad, *grads])
-                same(*results)
-            with torch.no_grad():
-                same([fast(x)], [results[1][0]])
-            counts.append(len(ranks._contexts or ()))
-    return counts
-
-
 def mistakes() -> list[str]:
     """Messages of what a caller can get wrong."""
     seen = []

@@ -1,4 +1,4 @@
-"""Differentiable products: gradients, modes of autograd, one graph, and what is refused."""
+"""Differentiable products: gradients, modes of autograd, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ def test_gradients_of_the_ops_are_autograds(on_two_ranks):
 
 def test_no_grad_inference_mode_and_autocast(on_two_ranks):
     assert on_two_ranks(functional_ranks.without_gradients) == [4, 4]
-
-
-def test_one_graph(on_two_ranks):
-    """Contexts: of both products and their gradients that are spread, of two sums."""
-    assert on_two_ranks(functional_ranks.compiled, "aot_eager") == [[2, 1]] * 2
 
 
 def test_mistakes_are_said(on_two_ranks):

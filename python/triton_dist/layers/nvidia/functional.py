@@ -86,11 +86,17 @@ def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     return total
 
 
+def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
+    """[m, …] of each rank to [M, …], by the group's library, differentiable; also for integers."""
+    rows: torch.Tensor = torch.ops.triton_dist.all_gather(shard, ranks.name)
+    return rows
+
+
 def _accepted(
     function: str, A: torch.Tensor, B: torch.Tensor, ranks: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operands, in autocast's dtype where it is on."""
-    kind = A.device.type
+    kind = ranks.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         A, B = A.to(dtype), B.to(dtype)
@@ -154,6 +160,29 @@ def _all_gather(shard: torch.Tensor, ranks: str) -> torch.Tensor:
 @_all_gather.register_fake
 def _(shard: Any, ranks: str) -> Any:
     return shard.new_empty(shard.shape[0] * named(ranks).num_ranks, *shard.shape[1:])
+
+
+@torch.library.custom_op("triton_dist::reduce_scatter", mutates_args=())
+def _reduce_scatter(addend: torch.Tensor, ranks: str) -> torch.Tensor:
+    rows = named(ranks).reduce_scatter(addend)
+    return rows.clone() if rows is addend else rows
+
+
+@_reduce_scatter.register_fake
+def _(addend: Any, ranks: str) -> Any:
+    return addend.new_empty(addend.shape[0] // named(ranks).num_ranks, *addend.shape[1:])
+
+
+def _setup_all_gather(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.ranks = inputs
+
+
+@once_differentiable
+def _backward_all_gather(ctx: Any, grad: torch.Tensor) -> Any:
+    return torch.ops.triton_dist.reduce_scatter(grad, ctx.ranks), None
+
+
+_all_gather.register_autograd(_backward_all_gather, setup_context=_setup_all_gather)
 
 
 @torch.library.custom_op("triton_dist::gemm_rs", mutates_args=())

@@ -20,11 +20,18 @@ from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import DTYPES, OpContext
 from triton_dist.kernels.nvidia import (
     ag_gemm,
+    ag_group_gemm,
     create_ag_gemm_context,
+    create_ag_group_gemm_context,
     create_gemm_ar_context,
     create_gemm_rs_context,
+    create_moe_ar_context,
+    create_moe_rs_context,
     gemm_ar,
     gemm_rs,
+    grouped_gemm,
+    run_moe_reduce_ar,
+    run_moe_reduce_rs,
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
@@ -82,6 +89,12 @@ class Collectives:
             return shard
         return vendor.all_gather_rows(shard.contiguous(), self.group)
 
+    def reduce_scatter(self, addend: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks: [M, …] to [m, …]."""
+        if self.num_ranks == 1:
+            return addend
+        return vendor.reduce_scatter(addend.contiguous(), self.group)
+
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """``addend``, which becomes its sum over ranks."""
         return addend if self.num_ranks == 1 else vendor.all_reduce(addend, self.group)
@@ -98,12 +111,44 @@ class Collectives:
 
     def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
-        product = A @ B
-        return product if self.num_ranks == 1 else vendor.reduce_scatter(product, self.group)
+        return self.reduce_scatter(A @ B)
 
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """The sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
         return self.all_reduce(A @ B)
+
+    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Each row times the weights of its route's expert, on this rank: [M, K] or [M * topk, K],
+        [E, K, n] and ids [M, topk] to [M * topk, n]. Routes of no expert give zeros."""
+        flat, every = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
+        C = A.new_zeros(flat.numel(), B.shape[2])
+        for expert in range(len(B)):
+            (routes,) = torch.where(flat == expert)
+            C[routes] = A[routes // every] @ B[expert]
+        return C
+
+    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """``group_gemm`` of all ranks' tokens: [m, K], [E, K, n] and [M, topk] to [M * topk, n]."""
+        return self.group_gemm(self.all_gather(A), B, ids)
+
+    def moe_reduce_rs(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``:
+        [M * topk, k], [E, k, N], twice [M, topk] to [m, N]."""
+        return self.reduce_scatter(self._tokens(x, weights, ids, scales))
+
+    def moe_reduce_ar(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """The same of all tokens, on every rank: [M, N]."""
+        return self.all_reduce(self._tokens(x, weights, ids, scales))
+
+    def _tokens(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        products = self.group_gemm(x, weights, ids).view(*ids.shape, -1)
+        return (products * scales[..., None]).sum(1).to(x.dtype)
 
     def finalize(self) -> None:
         """Nothing: there is nothing to free."""
@@ -148,6 +193,52 @@ class TensorParallel(Collectives):
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = gemm_ar(A, B, self.ar_context(B.shape[1], A.dtype))
         return total
+
+    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = grouped_gemm(A.contiguous(), B, ids)
+        return product
+
+    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        (E, K, columns), topk = B.shape, ids.shape[1]
+        most = -(-self.max_M // self.num_ranks) * self.num_ranks
+
+        def create() -> Any:
+            return create_ag_group_gemm_context(
+                most, columns, K, E, topk, A.dtype, self.rank, self.num_ranks, self.num_ranks,
+                group=self.group,
+            )  # fmt: skip
+
+        context = self.context(("ag_group_gemm", columns, K, E, topk, A.dtype), create)
+        product: torch.Tensor = ag_group_gemm(A.contiguous(), B, context, ids)
+        return product
+
+    def moe_reduce_rs(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids)
+        rows: torch.Tensor = run_moe_reduce_rs(x.contiguous(), weights, ids, scales, context)
+        return rows
+
+    def moe_reduce_ar(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
+        total: torch.Tensor = run_moe_reduce_ar(x.contiguous(), weights, ids, scales, context)
+        return total
+
+    def _sum_context(
+        self, name: str, creator: Callable[..., Any], weights: torch.Tensor, ids: torch.Tensor
+    ) -> Any:
+        (E, _, N), topk, dtype = weights.shape, ids.shape[1], weights.dtype
+        routes = -(-self.max_M // self.num_ranks) * self.num_ranks * topk
+
+        def create() -> Any:
+            return creator(
+                self.rank, self.num_ranks, self.num_ranks, routes, N, E, topk, dtype,
+                tp_group=self.group,
+            )  # fmt: skip
+
+        return self.context((name, N, E, topk, dtype), create)
 
     def ag_context(self, columns: int, K: int, dtype: torch.dtype) -> Any:
         """The context of ``ag_gemm`` for a B [K, columns]."""
@@ -228,7 +319,7 @@ def check_operand(
     if x.dtype != weight.dtype:
         raise InvalidArgument(function, f"{argument}.dtype", x.dtype, expected)
     for name, tensor in ((argument, x), ("weight", weight)):
-        if tensor.device != ranks.device and not tensor.is_meta:
+        if tensor.device != ranks.device:
             expected = f"{ranks.device}, this rank's"
             raise InvalidArgument(function, f"{name}.device", tensor.device, expected)
     if x.ndim < 1 or x.shape[-1] != weight.shape[0]:
