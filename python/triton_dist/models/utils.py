@@ -26,13 +26,25 @@ def init_model_cpu(
 
     Args:
         num_layers: default: all that it has.
-        scale: divides hidden and intermediate sizes and the vocabulary: for the interpreter.
+        scale: of ``few``.
     """
     config = LlamaConfig.of(model_name)
-    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
-    few = {name: max(32, getattr(config, name) // scale) for name in sizes if scale > 1}
+    if scale > 1:
+        config = few(config, scale)
     if num_layers is not None:
-        few["num_hidden_layers"] = num_layers
+        config = dataclasses.replace(config, num_hidden_layers=num_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Llama(dataclasses.replace(config, **few), dtype)
+        return Llama(config, dtype)
+
+
+def few(config: LlamaConfig, scale: int) -> LlamaConfig:
+    """A model of the same kind for the interpreter: sizes divided by ``scale``, few heads and
+    experts."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
+    divided = {name: max(32, getattr(config, name) // scale) for name in sizes}
+    return dataclasses.replace(
+        config, **divided, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        num_experts=min(8, config.num_experts),
+        num_experts_per_tok=min(2, config.num_experts_per_tok),
+    )  # fmt: skip
