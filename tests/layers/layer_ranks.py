@@ -24,6 +24,7 @@ from triton_dist.layers.nvidia.tp_attn import _set_cos_sin_cache
 from triton_dist.models.kv_cache import KV_Cache
 from triton_dist.models.llama import MLP, Llama, LlamaConfig
 from triton_dist.runtime.device import current_device
+from triton_dist.testing.timing import captured
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 24,
@@ -274,3 +275,88 @@ def mistakes() -> list[str]:
         TP_Attn()._init_parameters(model(num_key_value_heads=1).model.layers[0].self_attn)
     seen.extend(str(each.message) for each in caught)
     return seen
+
+
+def a_step(shared: Any, x: torch.Tensor, cache: Any, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Decode one token of each sequence by the first block, in all-reduce mode."""
+    block = shared.model.layers[0]
+    positions = cache.kv_offset[:, None].long()
+    attention = block.self_attn.dist_triton_gemm_ar_fwd
+    h = x + attention(block.input_layernorm(x), positions, cos_sin, cache, 0)
+    return h + block.mlp.dist_triton_gemm_ar_fwd(block.post_attention_layernorm(h))
+
+
+def steps_in_a_graph(dtype: torch.dtype, steps: int = 6) -> int:
+    """A decode step captured once and replayed: at each step, what an eager one gives, with fresh
+    inputs and a cache that grows."""
+    shared = model(num_key_value_heads=2).to(dtype)
+    inv_freq = shared.model.rotary_emb.inv_freq.float()
+    with parallelize(shared, max_M=4) as ranks:
+        caches = [KV_Cache(1, 4, 16, 2, 8, dtype, ranks.num_ranks) for _ in range(2)]
+        cos_sin, x = _set_cos_sin_cache(inv_freq, 16), drawn(1, 4, 1, 32, dtype=dtype)
+        found: list[torch.Tensor] = []
+
+        def step() -> None:
+            found[:] = [a_step(shared, x, caches[0], cos_sin)]
+
+        with torch.no_grad():
+            replay = captured(step)
+            caches[0].clear()
+            for number in range(steps):
+                x.copy_(drawn(2 + number, 4, 1, 32, dtype=dtype))
+                replay()
+                wanted = a_step(shared, x, caches[1], cos_sin)
+                torch.testing.assert_close(found[0], wanted, rtol=1e-2, atol=1e-2)
+                for cache in caches:
+                    cache.inc_offset()
+        del replay  # a graph ends before its contexts
+        found.clear()
+    return steps
+
+
+def compiled_steps(steps: int = 6) -> int:
+    """A feed-forward layer compiled with ``mode="reduce-overhead"``, whose CUDA graphs replay."""
+    torch.compiler.reset()
+    shared = model()
+    with parallelize(shared, max_M=4) as ranks, torch.no_grad():
+        layer = shared.model.layers[0].mlp
+        fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        for number in range(steps):
+            x = drawn(number, 4, 32)
+            wanted = layer(x)
+            torch.testing.assert_close(fast(x), wanted, rtol=1e-4, atol=1e-4)
+        current_device().synchronize()
+        torch.compiler.reset()  # graphs end before their contexts
+        assert ranks.num_ranks == dist.get_world_size()
+    return steps
+
+
+def large_layers(tokens: int, hidden: int, columns: int) -> dict[str, float]:
+    """bf16, sizes of a model: the largest difference from products in fp32, of the largest value;
+    forward, and gradients of x and of weights."""
+    torch.manual_seed(0)
+    stock = MLP(hidden, columns).to(current_device().torch_device).bfloat16()
+    apart, whole = {}, drawn(1, tokens, hidden, dtype=torch.bfloat16)
+    reference = MLP(hidden, columns).to(whole.device)
+    reference.load_state_dict(stock.state_dict())
+    leaf = whole.float().requires_grad_()
+    y = reference(leaf)
+    y.sum().backward()
+    for is_spread in (True, False):
+        layer = TP_MLP(sequence_parallel=is_spread, keep_gathered=is_spread)
+        layer._init_parameters(stock)
+        layer._init_ctx(tokens)
+        ranks = layer.library
+        x = (part(whole, ranks, 0) if is_spread else whole).clone().requires_grad_()
+        out = layer(x)
+        out.sum().backward()
+        down = part(reference.down_proj.weight.grad, ranks, 1)
+        for name, one, other in (
+            ("y", out, part(y, ranks, 0) if is_spread else y),
+            ("dx", x.grad, part(leaf.grad, ranks, 0) if is_spread else leaf.grad),
+            ("dW", layer.down_proj.grad, down),
+        ):
+            difference = (one.detach().float() - other.detach()).abs().max()
+            apart[f"{name} {is_spread}"] = float(difference / other.detach().abs().max())
+        layer.finalize()
+    return apart

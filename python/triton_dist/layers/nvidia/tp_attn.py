@@ -128,24 +128,34 @@ class TP_Attn(TensorParallelLayer):
         cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            mask, is_causal = attention_mask, attention_mask is None
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
-                asked, known = q.shape[2], k.shape[2]
-                if is_causal and asked != known:  # the last ones ask
-                    is_causal = False
-                    mask = torch.ones(asked, known, dtype=torch.bool, device=q.device)
-                    mask = mask.tril(known - asked)
-            seen = scaled_dot_product_attention(
-                q, k, v, mask, is_causal=is_causal, scale=self.scaling,
-                enable_gqa=self.num_heads != self.num_kv_heads,
-            )  # fmt: skip
-            return seen.transpose(1, 2)
+            return self._attend(q, k, v, attention_mask, past_key_values)
 
         tokens = position_embeddings[0].shape[-2]
         across, is_spread = self._across(), self.sequence_parallel
         return self._run(hidden_states, across, is_spread, tokens, cos, sin, attend), None
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> torch.Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        is_causal = mask is None
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+            asked, known = q.shape[2], k.shape[2]
+            if is_causal and asked != known:  # the last ones ask
+                is_causal = False
+                mask = torch.ones(asked, known, dtype=torch.bool, device=q.device)
+                mask = mask.tril(known - asked)
+        seen = scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=self.scaling,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )  # fmt: skip
+        return seen.transpose(1, 2)
 
     def sum_partial_gradients(self) -> None:
         """Add up gradients over ranks that each have a part of: those of norms of heads, and of
@@ -180,22 +190,33 @@ class TP_Attn(TensorParallelLayer):
             qkv = functional.ag_gemm(rows, self.wqkv.T, ranks, keep_gathered=keeps)
         else:
             qkv = functional.gemm(rows, self.wqkv.T, ranks)
-        if qkv.shape[0] % tokens:
+        seen = self._between(qkv, tokens, cos, sin, attend)
+        last = functional.gemm_rs if is_spread else functional.gemm_ar
+        y = last(seen, self.wo.T, ranks)
+        return (y if self.bo is None else y + self.bo).view(x.shape)
+
+    def _between(
+        self,
+        qkv: torch.Tensor,
+        tokens: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Rows of queries, keys and values to what queries see, [rows, heads * head_dim]."""
+        rows, heads, kv_heads = qkv.shape[0], self.num_heads, self.num_kv_heads
+        if rows % tokens:
             expected = f"a multiple of the {tokens} tokens that position_embeddings are for"
-            raise self._refusal("rows of hidden_states", qkv.shape[0], expected)
+            raise self._refusal("rows of hidden_states", rows, expected)
         if self.bqkv is not None:
             qkv = qkv + self.bqkv
-        heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.view(-1, tokens, heads + 2 * kv_heads, self.head_dim)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], -2)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        seen = attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
-        last = functional.gemm_rs if is_spread else functional.gemm_ar
-        y = last(seen.reshape(qkv.shape[0] * tokens, -1), self.wo.T, ranks)
-        return (y if self.bo is None else y + self.bo).view(x.shape)
+        return attend(rotated(q, cos, sin), rotated(k, cos, sin), v).reshape(rows, -1)
 
     def _with_cache(
         self,

@@ -65,9 +65,13 @@ class TP_MLP(TensorParallelLayer):
             both = functional.ag_gemm(rows, weight, ranks, keep_gathered=keeps)
         else:
             both = functional.gemm(rows, self.gate_up_proj.T, ranks)
-        gate, up = both.chunk(2, -1)
         last = functional.gemm_rs if is_spread else functional.gemm_ar
-        return last(self.act_fn(gate) * up, self.down_proj.T, ranks).view(x.shape)
+        return last(self._between(both), self.down_proj.T, ranks).view(x.shape)
+
+    def _between(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        hidden: torch.Tensor = self.act_fn(gate) * up
+        return hidden
 
     @torch.no_grad()
     def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
