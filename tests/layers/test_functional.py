@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from tests.layers import functional_ranks
+from triton_dist.layers.nvidia import Collectives, experts, functional
+
+IDS = torch.tensor([[0, 2], [2, 1], [-1, 2], [0, 1]])
+"""Experts of four tokens, one of which has a route of nobody."""
 
 
 def test_gradients_of_the_wrappers_in_fp64(on_two_ranks):
     assert on_two_ranks(functional_ranks.gradients_of_wrappers) == [10, 10]
+
+
+@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "gemm", "gemm_ar"])
+def test_gradcheck_on_one_rank(name):
+    A, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3, 5)))
+    product, ranks = getattr(functional, name), Collectives()
+    leaves = A.requires_grad_(), B.requires_grad_()
+    assert torch.autograd.gradcheck(lambda A, B: product(A, B, ranks), leaves)
+
+
+@pytest.mark.parametrize("name", ["ag_group_gemm", "group_gemm"])
+def test_gradcheck_of_rows_of_experts(name):
+    A, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3, 3, 2)))
+    product, ranks = getattr(experts, name), Collectives()
+    leaves = A.requires_grad_(), B.requires_grad_()
+    assert torch.autograd.gradcheck(lambda A, B: product(A, B, IDS, ranks), leaves)
+
+
+@pytest.mark.parametrize("name", ["moe_reduce_rs", "moe_reduce_ar"])
+def test_gradcheck_of_sums_over_choices(name):
+    shapes = ((8, 2), (3, 2, 3), (4, 2))
+    leaves = [torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    product, ranks = getattr(experts, name), Collectives()
+    assert torch.autograd.gradcheck(lambda x, W, s: product(x, W, IDS, s, ranks), leaves)
 
 
 def test_gradients_of_the_ops_are_autograds(on_two_ranks):

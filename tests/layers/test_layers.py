@@ -33,8 +33,9 @@ def test_call_forms_of_scripts(on_two_ranks):
     assert on_two_ranks(layer_ranks.call_forms) == [7, 7]
 
 
-def test_prefill_and_decode_with_a_cache(on_two_ranks):
-    assert on_two_ranks(layer_ranks.with_a_cache) == [12, 12]
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_prefill_and_decode_with_a_cache(on_two_ranks, kv_heads):
+    assert on_two_ranks(layer_ranks.with_a_cache, kv_heads) == [12, 12]
 
 
 def test_mistakes_are_said(on_two_ranks):

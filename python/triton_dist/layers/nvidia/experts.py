@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
+from triton_dist.layers.nvidia.functional import is_plain
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, named
 
 
@@ -44,6 +45,8 @@ def ag_group_gemm(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     _check("ag_group_gemm", A, B, ids, ranks)
+    if is_plain(A, B):
+        return ranks.ag_group_gemm(A, B, ids)
     product: torch.Tensor = torch.ops.triton_dist.ag_group_gemm(A, B, ids, ranks.name)
     return product
 
@@ -53,6 +56,8 @@ def group_gemm(
 ) -> torch.Tensor:
     """The same for an A [M, K] that all ranks have; its gradient is summed over ranks."""
     _check("group_gemm", A, B, ids, ranks)
+    if is_plain(A, B):
+        return ranks.group_gemm(A, B, ids)
     product: torch.Tensor = torch.ops.triton_dist.group_gemm(A, B, ids, ranks.name)
     return product
 
@@ -75,6 +80,8 @@ def moe_reduce_rs(
         [m, N]. Errors: as of ``ag_group_gemm``.
     """
     _check("moe_reduce_rs", x, weights, ids, ranks)
+    if is_plain(x, weights, scales):
+        return ranks.moe_reduce_rs(x, weights, ids, scales)
     rows: torch.Tensor = torch.ops.triton_dist.moe_reduce_rs(x, weights, ids, scales, ranks.name)
     return rows
 
@@ -89,6 +96,8 @@ def moe_reduce_ar(
     """The same of all tokens, on every rank, [M, N]; all ranks have the same loss, and the gradient
     of ``scales`` is summed over them."""
     _check("moe_reduce_ar", x, weights, ids, ranks)
+    if is_plain(x, weights, scales):
+        return ranks.moe_reduce_ar(x, weights, ids, scales)
     total: torch.Tensor = torch.ops.triton_dist.moe_reduce_ar(x, weights, ids, scales, ranks.name)
     return total
 

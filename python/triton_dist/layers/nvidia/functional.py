@@ -5,7 +5,7 @@ that is made of the others:
 
     product                                       gradient of A              gradient of B
     ag_gemm    C = all_gather(A) @ B              gemm_rs(dC, B.T)           all_gather(A).T @ dC
-    gemm_rs    C = own rows of sum of A @ B       ag_gemm(dC, B.T)           A.T @ all_gather(dC)
+    gemm_rs    C = own rows of sum of A @ B       ag_gemm(dC, B.T)           A.T @ what it gathered
     gemm       C = A @ B, A the same on all       gemm_ar(dC, B.T)           A.T @ dC
     gemm_ar    C = sum of A @ B, on all           dC @ B.T                   A.T @ dC
 
@@ -47,7 +47,7 @@ def ag_gemm(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     A, B = _accepted("ag_gemm", A, B, ranks)
-    if _is_plain(A, B):
+    if is_plain(A, B):
         return ranks.ag_gemm(A, B)
     keeps = keep_gathered and B.requires_grad
     product: torch.Tensor = torch.ops.triton_dist.ag_gemm(A, B, ranks.name, keeps)[0]
@@ -58,7 +58,7 @@ def gemm_rs(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     """This rank's rows of the sum over ranks of ``A @ B``, differentiable: [M, k] and [k, N] to
     [m, N]. Arguments and errors: as of ``ag_gemm``; M is a multiple of the ranks."""
     A, B = _accepted("gemm_rs", A, B, ranks)
-    if _is_plain(A, B):
+    if is_plain(A, B):
         return ranks.gemm_rs(A, B)
     rows: torch.Tensor = torch.ops.triton_dist.gemm_rs(A, B, ranks.name)
     return rows
@@ -69,7 +69,7 @@ def gemm(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     differentiable: the gradient of A is summed over ranks. Returns [M, n]. Arguments and errors: as
     of ``ag_gemm``."""
     A, B = _accepted("gemm", A, B, ranks)
-    if _is_plain(A, B):
+    if is_plain(A, B):
         return A @ B
     product: torch.Tensor = torch.ops.triton_dist.gemm(A, B, ranks.name)
     return product
@@ -80,7 +80,7 @@ def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
     All ranks must have the same loss, so the same gradient comes back. Arguments and errors: as of
     ``ag_gemm``."""
     A, B = _accepted("gemm_ar", A, B, ranks)
-    if _is_plain(A, B):
+    if is_plain(A, B):
         return ranks.gemm_ar(A, B)
     total: torch.Tensor = torch.ops.triton_dist.gemm_ar(A, B, ranks.name)
     return total
@@ -88,6 +88,8 @@ def gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: Collectives) -> torch.Tenso
 
 def all_gather(shard: torch.Tensor, ranks: Collectives) -> torch.Tensor:
     """[m, …] of each rank to [M, …], by the group's library, differentiable; also for integers."""
+    if is_plain(shard):
+        return ranks.all_gather(shard)
     rows: torch.Tensor = torch.ops.triton_dist.all_gather(shard, ranks.name)
     return rows
 
@@ -104,11 +106,11 @@ def _accepted(
     return A, B
 
 
-def _is_plain(A: torch.Tensor, B: torch.Tensor) -> bool:
+def is_plain(*operands: torch.Tensor) -> bool:
     """Tell whether nobody asks for a gradient or traces."""
     if torch.compiler.is_compiling():
         return False
-    return not (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad))
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in operands))
 
 
 # What torch sees. ``ranks`` is the name of a ``Collectives``.
@@ -198,13 +200,13 @@ def _(A: Any, B: Any, ranks: str) -> Any:
 @once_differentiable
 def _backward_gemm_rs(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
-    ops = torch.ops.triton_dist
-    if not ctx.needs_input_grad[1]:
-        return ops.ag_gemm(dC, B.T, ctx.ranks, False)[0], None, None
-    # The gradient of B needs all rows, and that of A has them then: gathered beside its product
-    # they would be gathered twice.
-    rows = ops.all_gather(dC, ctx.ranks)
-    return rows @ B.T if ctx.needs_input_grad[0] else None, A.T @ rows, None
+    needs_A, needs_B, _ = ctx.needs_input_grad
+    ops, dA = torch.ops.triton_dist, None
+    if needs_A:  # with the rows that the other gradient takes: they travel once, beside a product
+        dA, rows = ops.ag_gemm(dC, B.T, ctx.ranks, needs_B)
+    elif needs_B:
+        rows = ops.all_gather(dC, ctx.ranks)
+    return dA, A.T @ rows if needs_B else None, None
 
 
 @torch.library.custom_op("triton_dist::gemm", mutates_args=())

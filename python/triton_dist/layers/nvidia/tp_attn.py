@@ -128,7 +128,9 @@ class TP_Attn(TensorParallelLayer):
         cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self._attend(q, k, v, attention_mask, past_key_values)
+            # Under the older of two names too: a cache must not be overlooked.
+            cache = unused.get("past_key_value") if past_key_values is None else past_key_values
+            return self._attend(q, k, v, attention_mask, cache)
 
         tokens = position_embeddings[0].shape[-2]
         across, is_spread = self._across(), self.sequence_parallel
@@ -140,12 +142,12 @@ class TP_Attn(TensorParallelLayer):
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
     ) -> torch.Tensor:
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         is_causal = mask is None
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
             asked, known = q.shape[2], k.shape[2]
             if is_causal and asked != known:  # the last ones ask
                 is_causal = False
@@ -235,6 +237,9 @@ class TP_Attn(TensorParallelLayer):
         if k_cache.shape[2] != self.num_kv_heads:
             expected = f"{self.num_kv_heads}, those of this rank"
             raise self._refusal("heads of kv_cache", k_cache.shape[2], expected)
+        if k_cache.dtype != self.wqkv.dtype:
+            expected = f"the weights' {self.wqkv.dtype}"
+            raise self._refusal("dtype of kv_cache", k_cache.dtype, expected)
         batch = x.shape[0] * (ranks.num_ranks if is_spread else 1)
         if batch > k_cache.shape[0]:
             expected = f"at most the cache's batch_size = {k_cache.shape[0]}"
