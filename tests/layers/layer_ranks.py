@@ -243,6 +243,7 @@ def mistakes() -> list[str]:
     layer, stock = TP_MLP(), MLP(32, 48)
     refused(lambda: TP_MLP(rank=size))
     refused(lambda: TP_MLP(world_size=size + 1))
+    refused(lambda: layer._init_parameters(torch.nn.Linear(4, 4)))
     refused(lambda: layer._init_parameters(MLP(32, 49)))
     stock.up_proj = torch.nn.Linear(32, 50, bias=False)
     refused(lambda: layer._init_parameters(stock))

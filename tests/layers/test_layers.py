@@ -42,6 +42,7 @@ def test_mistakes_are_said(on_two_ranks):
     starts = (
         "TP_MLP: rank is 2, expected ",
         "TP_MLP: world_size is 3, expected 2, the size of the group",
+        "TP_MLP: module is 'Linear', expected one with gate_proj, up_proj, down_proj, act_fn",
         "TP_MLP: columns of gate_proj is 49, expected a multiple of the 2 ranks",
         "TP_MLP: up_proj.weight.shape is (50, 32), expected [outputs, inputs] = (48, 32)",
         "TP_MLP: up_proj.bias is (48,), expected None",

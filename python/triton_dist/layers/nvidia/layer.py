@@ -87,6 +87,11 @@ class TensorParallelLayer(torch.nn.Module):
     def _refusal(self, argument: str, value: object, expected: str) -> InvalidArgument:
         return InvalidArgument(type(self).__name__, argument, value, expected)
 
+    def _check_members(self, name: str, module: torch.nn.Module, *members: str) -> None:
+        if not all(hasattr(module, member) for member in members):
+            expected = f"one with {', '.join(members)}"
+            raise self._refusal(name, type(module).__name__, expected)
+
     def _linear(
         self, name: str, linear: torch.nn.Module, shape: tuple[int | None, int | None]
     ) -> torch.Tensor:

@@ -47,6 +47,7 @@ class TP_Attn(TensorParallelLayer):
             InvalidArgument: weights that do not go together, or heads that cannot be shared out.
         """
         source: Any = self_attn
+        self._check_members("module", self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
         q = self._linear("q_proj", source.q_proj, (None, None))
         q_columns, hidden = q.shape
         k = self._linear("k_proj", source.k_proj, (None, hidden))

@@ -32,6 +32,7 @@ class TP_MLP(TensorParallelLayer):
             InvalidArgument: weights that do not go together, or cannot be shared out; a bias.
         """
         source: Any = mlp
+        self._check_members("module", mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
         gate = self._linear("gate_proj", source.gate_proj, (None, None))
         columns, hidden = gate.shape
         up = self._linear("up_proj", source.up_proj, (columns, hidden))

@@ -48,10 +48,14 @@ class TP_MoE(TensorParallelLayer):
             InvalidArgument: weights that do not go together, or cannot be shared out; a bias.
         """
         source: Any = module
+        self._check_members("module", module, "gate", "experts", "top_k")
         gate = self._linear("gate", source.gate, (len(source.experts), None))
         self.num_experts, self.hidden_size = gate.shape
         self.top_k: int = source.top_k
         self.normalises: bool = getattr(source, "norm_topk_prob", True)
+        for number, expert in enumerate(source.experts):
+            needed = ("gate_proj", "up_proj", "down_proj", "act_fn")
+            self._check_members(f"experts.{number}", expert, *needed)
         first = self._linear("experts.0.gate_proj", source.experts[0].gate_proj, (None, None))
         columns = first.shape[0]
         self._check_split("columns of experts.0.gate_proj", columns)
