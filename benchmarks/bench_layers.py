@@ -8,7 +8,7 @@ on they are sequence-parallel (prefill and training: one sequence), below with a
 (decode: a token of each of so many sequences, which sees itself alone). ``forward`` is captured in
 a CUDA graph; ``both``, with the gradients of x and all weights, is not, and is for the first alone.
 
-Peers: ``nccl``: our layer on NCCL's collectives and cuBLAS, one after the other, as Megatron does;
+Peers: ``nccl``: our layer on NCCL's collectives and cuBLAS, as Megatron has them, one by one;
 ``async_tp``: the same in torch's functional collectives, compiled with its async tensor parallelism
 on; ``dtensor``: the stock module by ``torch.distributed.tensor.parallel``. A peer that does not run
 is reported with its error. Results are compared with those of ``nccl`` first. All are timed

@@ -178,12 +178,30 @@ def call_forms() -> int:
     return count
 
 
+class Stacked(torch.nn.Module):
+    """The same experts in two tensors, with ``top_k`` at the gate."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.gate, self.experts = torch.nn.Module(), torch.nn.Module()
+        self.gate.weight, self.gate.top_k = stock.gate.weight, stock.top_k
+        both = [torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in stock.experts]
+        down = [expert.down_proj.weight for expert in stock.experts]
+        self.experts.gate_up_proj = torch.nn.Parameter(torch.stack(both))
+        self.experts.down_proj = torch.nn.Parameter(torch.stack(down))
+        self.experts.act_fn = stock.experts[0].act_fn
+
+
 def experts_call_forms() -> int:
     """The experts as scripts call them, in both modes."""
     stock = model(num_experts=5).model.layers[0].mlp
     layer = TP_MoE(rank=dist.get_rank(), world_size=dist.get_world_size(), autotune=True)
     layer._init_parameters(stock, verbose=True)
     layer._init_ctx(M=12)
+    stacked = TP_MoE()
+    stacked._init_parameters(Stacked(stock))
+    for one, other in zip(layer.parameters(), stacked.parameters(), strict=True):
+        assert torch.equal(one, other)
     x, count = drawn(1, 4, 3, 32), 0
     with torch.no_grad():
         golden = stock(x)
@@ -271,6 +289,11 @@ def mistakes() -> list[str]:
         attention = model(**heads).model.layers[0].self_attn
         refused(functools.partial(TP_Attn()._init_parameters, attention))
     refused(lambda: KV_Cache(kv_heads=3, world_size=2, max_length=1))
+    experts = model(num_experts=2).model.layers[0].mlp
+    experts.experts[1].down_proj = torch.nn.Linear(26, 32, bias=False)
+    refused(lambda: TP_MoE()._init_parameters(experts))
+    experts.shared_expert = stock
+    refused(lambda: TP_MoE()._init_parameters(experts))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         TP_Attn()._init_parameters(model(num_key_value_heads=1).model.layers[0].self_attn)

@@ -58,6 +58,8 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
         "TP_Attn: heads of k_proj is 3, expected a multiple or a divisor of the 2 ranks",
         "KV_Cache: kv_heads is 3, expected a multiple or a divisor of world_size = 2",
+        "TP_MoE: experts.1.down_proj.weight.shape is (32, 26), expected (32, 24)",
+        "TP_MoE: shared_expert is 'MLP', expected none",
     )
     told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks keep each head"
     for rank, seen in enumerate(on_two_ranks(layer_ranks.mistakes)):

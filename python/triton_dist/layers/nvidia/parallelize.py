@@ -14,7 +14,7 @@ from triton_dist.runtime.ranks import Group
 
 _KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
     (TP_Attn, ("q_proj", "k_proj", "v_proj", "o_proj")),
-    (TP_MoE, ("gate", "experts", "top_k")),
+    (TP_MoE, ("gate", "experts")),
     (TP_MLP, ("gate_proj", "up_proj", "down_proj")),
 )
 """Layers, and the members by which a module that one stands for is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from triton_dist.layers.nvidia import experts, functional
 from triton_dist.layers.nvidia.layer import TensorParallelLayer
 from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class TP_MoE(TensorParallelLayer):
@@ -40,47 +43,71 @@ class TP_MoE(TensorParallelLayer):
         super().__init__(rank, world_size, group, **options)
 
     def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
-        """Take this rank's share of a module with ``gate``, ``top_k`` and a list ``experts`` of
-        modules with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``; it may lie on another
-        device. Weights of the best are normalised unless its ``norm_topk_prob`` is false.
+        """Take this rank's share of a module with ``gate`` and ``experts``: a list of modules with
+        ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, or one that has all of them
+        stacked, ``gate_up_proj`` [E, 2 * I, hidden] and ``down_proj`` [E, hidden, I]. It, or its
+        gate, has ``top_k``; weights of the best are normalised unless its ``norm_topk_prob`` is
+        false. It may lie on another device.
 
         Raises:
-            InvalidArgument: weights that do not go together, or cannot be shared out; a bias.
+            InvalidArgument: weights that do not go together, or cannot be shared out; a bias;
+                experts that all tokens share.
         """
         source: Any = module
-        self._check_members("module", module, "gate", "experts", "top_k")
-        gate = self._linear("gate", source.gate, (len(source.experts), None))
+        self._check_members("module", module, "gate", "experts")
+        for name in ("shared_expert", "shared_experts"):
+            if hasattr(source, name):
+                raise self._refusal(name, type(getattr(source, name)).__name__, "none")
+        with torch.enable_grad():  # views of what is trained say so
+            each = list(self._experts_of(source.experts))
+        gate = self._linear("gate", source.gate, (len(each), None))
         self.num_experts, self.hidden_size = gate.shape
-        self.top_k: int = source.top_k
-        self.normalises: bool = getattr(source, "norm_topk_prob", True)
-        for number, expert in enumerate(source.experts):
-            needed = ("gate_proj", "up_proj", "down_proj", "act_fn")
-            self._check_members(f"experts.{number}", expert, *needed)
-        first = self._linear("experts.0.gate_proj", source.experts[0].gate_proj, (None, None))
-        columns = first.shape[0]
-        self._check_split("columns of experts.0.gate_proj", columns)
-        shapes = {"gate_proj": (columns, self.hidden_size), "up_proj": (columns, self.hidden_size)}
-        shapes["down_proj"] = self.hidden_size, columns
-        gate_up, down = [], []
-        for number, expert in enumerate(source.experts):
-            weights = {}
-            for name, shape in shapes.items():
-                where, projection = f"experts.{number}.{name}", getattr(expert, name)
-                weights[name] = self._linear(where, projection, shape)
-                if weights[name].dtype != gate.dtype:
+        router = source if hasattr(source, "top_k") else source.gate
+        self._check_members("gate", router, "top_k")
+        self.top_k: int = router.top_k
+        self.normalises: bool = getattr(router, "norm_topk_prob", True)
+        columns = len(each[0][0])
+        self._check_split("columns of an expert", columns)
+        shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
+        for number, weights in enumerate(each):
+            for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
+                where = f"experts.{number}.{name}.weight"
+                if tuple(weight.shape) != shape:
+                    raise self._refusal(f"{where}.shape", tuple(weight.shape), f"{shape}")
+                if weight.dtype != gate.dtype:
                     expected = f"that of gate, {gate.dtype}"
-                    raise self._refusal(f"{where}.weight.dtype", weights[name].dtype, expected)
-                if getattr(projection, "bias", None) is not None:
-                    raise self._refusal(f"{where}.bias", tuple(projection.bias.shape), "None")
-            both = [self._shard(weights[name], 0) for name in ("gate_proj", "up_proj")]
-            gate_up.append(torch.cat(both).T)
-            down.append(self._shard(weights["down_proj"], 1).T)
+                    raise self._refusal(f"{where}.dtype", weight.dtype, expected)
+        gate_up = [torch.cat([self._shard(w, 0) for w in weights[:2]]).T for weights in each]
+        down = [self._shard(weights[2], 1).T for weights in each]
         whole = gate.detach().to(self.library.device)
         self.gate = torch.nn.Parameter(whole, requires_grad=gate.requires_grad)
-        self.gate_up_proj = self._parameter(torch.stack(gate_up), first)
-        self.down_proj = self._parameter(torch.stack(down), first)
-        self.act_fn: Any = source.experts[0].act_fn
+        self.gate_up_proj = self._parameter(torch.stack(gate_up), each[0][0])
+        self.down_proj = self._parameter(torch.stack(down), each[0][2])
+        is_list = isinstance(source.experts, torch.nn.ModuleList)
+        self.act_fn: Any = (source.experts[0] if is_list else source.experts).act_fn
         self._tell(verbose)
+
+    def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Gate, up and down of each expert, [outputs, inputs]."""
+        if isinstance(source, torch.nn.ModuleList):
+            for number, expert in enumerate(source):
+                self._check_members(f"experts.{number}", expert, *_NAMES, "act_fn")
+                for name in _NAMES:
+                    bias = getattr(getattr(expert, name), "bias", None)
+                    if bias is not None:
+                        where = f"experts.{number}.{name}.bias"
+                        raise self._refusal(where, tuple(bias.shape), "None")
+                yield tuple(
+                    self._linear(f"experts.{number}.{name}", getattr(expert, name), (None, None))
+                    for name in _NAMES
+                )
+            return
+        self._check_members("experts", source, "gate_up_proj", "down_proj", "act_fn")
+        if hasattr(source, "gate_up_proj_bias"):
+            shape = tuple(source.gate_up_proj_bias.shape)
+            raise self._refusal("experts.gate_up_proj_bias", shape, "none")
+        for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
+            yield (*both.chunk(2), down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden] to the same, in the layer's mode. Tuned at the first call of a shape.
