@@ -285,6 +285,9 @@ def mistakes() -> list[str]:
     refused(lambda: layer(x.to("meta")))
     layer.finalize()
     refused(lambda: parallelize(torch.nn.Linear(4, 4), max_M=4))
+    broken = model(num_attention_heads=3)
+    refused(lambda: parallelize(broken, max_M=4))
+    assert type(broken.model.layers[0].mlp) is MLP, "nothing is changed"
     for heads in ({"num_attention_heads": 3}, {"num_key_value_heads": 3}):
         attention = model(**heads).model.layers[0].self_attn
         refused(functools.partial(TP_Attn()._init_parameters, attention))

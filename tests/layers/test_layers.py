@@ -55,7 +55,7 @@ def test_mistakes_are_said(on_two_ranks):
         "gemm: A.dtype is torch.int8, expected torch.float16, ",
         "gemm: A.device is ",
         "parallelize: module is 'Linear', expected a module with q_proj, ",
-        "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
+        *["TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks"] * 2,
         "TP_Attn: heads of k_proj is 3, expected a multiple or a divisor of the 2 ranks",
         "KV_Cache: kv_heads is 3, expected a multiple or a divisor of world_size = 2",
         "TP_MoE: experts.1.down_proj.weight.shape is (32, 26), expected (32, 24)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,9 @@ class TensorParallelLayer(torch.nn.Module):
     Raises:
         InvalidArgument: another rank or size than those of the group.
     """
+
+    shards: ClassVar[tuple[str, ...]]
+    """Names of parameters of which this rank has a share, and the gradient of it."""
 
     def __init__(
         self,
@@ -118,10 +121,8 @@ class TensorParallelLayer(torch.nn.Module):
         return weight.detach().chunk(self.world_size, dim)[self.rank].to(self.library.device)
 
     def _parameter(self, weight: torch.Tensor, like: torch.Tensor) -> torch.nn.Parameter:
-        """A parameter that is trained if ``like`` is; its gradient is this rank's own."""
-        parameter = torch.nn.Parameter(weight.contiguous(), requires_grad=like.requires_grad)
-        parameter.is_shard = True  # type: ignore[attr-defined]  # see ``sum_gradients``
-        return parameter
+        """A parameter that is trained if ``like`` is."""
+        return torch.nn.Parameter(weight.contiguous(), requires_grad=like.requires_grad)
 
     def _tell(self, verbose: bool) -> None:
         if verbose:

@@ -87,15 +87,15 @@ def sum_gradients(module: torch.nn.Module) -> None:
     its own tokens; else norms of heads, and key-value heads that several ranks keep.
     """
     layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
-    done = set[torch.nn.Parameter]()
+    done = set[torch.Tensor | None]()
     for layer in layers:
+        done.update(getattr(layer, name) for name in layer.shards)
         if isinstance(layer, TP_Attn):
             layer.sum_partial_gradients()
             norms = (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
             done.update(parameter for norm in norms for parameter in norm.parameters())
     spread = next((layer.library for layer in layers if layer.sequence_parallel), None)
-    for parameter in module.parameters() if spread is not None else ():
-        is_own = getattr(parameter, "is_shard", False) or parameter in done
-        if parameter.grad is not None and not is_own:
-            assert spread is not None
-            parameter.grad = spread.all_reduce(parameter.grad)
+    if spread is not None:
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter not in done:
+                parameter.grad = spread.all_reduce(parameter.grad)

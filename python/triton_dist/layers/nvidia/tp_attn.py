@@ -32,6 +32,7 @@ class TP_Attn(TensorParallelLayer):
         num_heads, num_kv_heads: of this rank. replicas: ranks that have the same kv head.
     """
 
+    shards = ("wqkv", "bqkv", "wo")
     wqkv: torch.nn.Parameter
     wo: torch.nn.Parameter
     bqkv: torch.nn.Parameter | None

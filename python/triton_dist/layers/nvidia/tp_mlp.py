@@ -21,6 +21,7 @@ class TP_MLP(TensorParallelLayer):
         down_proj: [hidden, I / ranks].
     """
 
+    shards = ("gate_up_proj", "down_proj")
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
 

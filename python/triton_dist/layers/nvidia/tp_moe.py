@@ -28,6 +28,7 @@ class TP_MoE(TensorParallelLayer):
         gate_up_proj: [E, hidden, 2 * I / ranks]. down_proj: [E, I / ranks, hidden].
     """
 
+    shards = ("gate_up_proj", "down_proj")
     gate: torch.nn.Parameter
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
