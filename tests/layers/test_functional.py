@@ -40,6 +40,34 @@ def test_gradcheck_of_sums_over_choices(name):
     assert torch.autograd.gradcheck(lambda x, W, s: product(x, W, IDS, s, ranks), leaves)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+def test_torchs_checks_of_custom_ops():
+    """Schemas, shapes of tracing, and graphs with gradients, also of sizes that vary."""
+    ranks, ops = Collectives(), torch.ops.triton_dist
+
+    def leaf(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    A, B, W, scales = leaf(4, 3), leaf(3, 5), leaf(3, 3, 2), leaf(4, 2)
+    calls = {
+        "ag_gemm": (A, B, ranks.name, True),
+        "gemm_rs": (A, B, ranks.name),
+        "gemm": (A, B, ranks.name),
+        "gemm_ar": (A, B, ranks.name),
+        "all_gather": (A, ranks.name),
+        "reduce_scatter": (A.detach(), ranks.name),
+        "all_reduce": (A.detach(), ranks.name),
+        "ag_group_gemm": (A, W, IDS, ranks.name),
+        "group_gemm": (A, W, IDS, ranks.name),
+        "moe_reduce_rs": (leaf(8, 3), W, IDS, scales, ranks.name),
+        "moe_reduce_ar": (leaf(8, 3), W, IDS, scales, ranks.name),
+        "expert_sums": (A.detach(), torch.randn(8, 2), IDS, 3),
+    }
+    for name, arguments in calls.items():
+        found = torch.library.opcheck(getattr(ops, name).default, arguments)
+        assert set(found.values()) == {"SUCCESS"}, name
+
+
 def test_gradients_of_the_ops_are_autograds(on_two_ranks):
     assert on_two_ranks(functional_ranks.gradients_of_ops) == [14, 14]
 
