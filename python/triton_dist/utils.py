@@ -24,8 +24,10 @@ from triton_dist.runtime.distributed import (
     initialize_distributed,
 )
 from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
+from triton_dist.testing.assertions import assert_allclose
 
 __all__ = [
+    "assert_allclose",
     "dist_print",
     "finalize_distributed",
     "generate_data",

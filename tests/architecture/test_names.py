@@ -31,6 +31,7 @@ NAMES = {
         "requires_p2p_native_atomic",
         "supports_p2p_native_atomic",
         "wait_until_max_gpu_clock_or_warning",
+        "assert_allclose",
         "perf_func",
         "group_profile",
     ],

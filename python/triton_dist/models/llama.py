@@ -154,7 +154,8 @@ class MLP(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """A token's best experts, weighted by a softmax over all, normalised over the best."""
+    """A token's best experts, weighted by a softmax over all, normalised over the best. With the
+    router's logits, as scripts expect."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -163,17 +164,17 @@ class SparseMoE(nn.Module):
         sizes = config.hidden_size, config.moe_intermediate_size
         self.experts = nn.ModuleList(MLP(*sizes) for _ in range(self.num_experts))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.flatten(0, -2)
-        weights = linear(rows, self.gate.weight).softmax(-1, dtype=torch.float32)
-        best, ids = weights.topk(self.top_k, -1)
+        logits = linear(rows, self.gate.weight)
+        best, ids = logits.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         best = best / best.sum(-1, keepdim=True)
         total = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             token, choice = torch.where(ids == number)
             part = expert(rows[token]) * best[token, choice, None].to(x.dtype)
             total = total.index_add(0, token, part)
-        return total.view(x.shape)
+        return total.view(x.shape), logits
 
 
 class Block(nn.Module):
@@ -187,8 +188,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, **of_attention: Any) -> torch.Tensor:
         x = x + self.self_attn(hidden_states=self.input_layernorm(x), **of_attention)[0]
-        y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return y
+        y: Any = self.mlp(self.post_attention_layernorm(x))
+        total: torch.Tensor = x + (y[0] if isinstance(y, tuple) else y)
+        return total
 
 
 class Decoder(nn.Module):

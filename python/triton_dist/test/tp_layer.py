@@ -109,6 +109,6 @@ def _perf(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> No
                 form.call()
 
 
-def no_grad(module: Any) -> Callable[..., torch.Tensor]:
+def no_grad(module: Any) -> Callable[..., Any]:
     """``module`` without gradients."""
     return torch.no_grad()(module)  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ def main() -> None:
     layer = TP_MoE(rank=dist.get_rank(), world_size=size, group=group)
     layer._init_parameters(block.mlp, verbose=True)
     layer._init_ctx(M=batch * tokens)
-    golden, own = tp_layer.no_grad(block.mlp)(x), rows_of_rank(x)
+    golden, own = tp_layer.no_grad(block.mlp)(x)[0], rows_of_rank(x)
     forms = {
         "torch": Form(lambda: layer.torch_fwd_no_loop(x), golden),
         "sequence-parallel": Form(lambda: layer.dist_triton_fwd(own), rows_of_rank(golden)),
