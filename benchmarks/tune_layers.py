@@ -6,7 +6,11 @@
 Powers of two are tuned in full, the ranges between them with what was learned there. Records go to
 ``TRITON_DIST_CACHE_DIR``, as of any call; what is there, or ships, is not tuned again: delete the
 op's file in records/ first. One run for each number of ranks; tune on an idle machine. On CPU ranks
-sizes are scaled down.
+sizes are scaled down. With --run each winner is called once, which loads its kernels, so that a
+pack for hosts that have no compiler is made by
+
+    scripts/triton-dist pack --kernels --out ag_gemm.NVIDIA_H200.tdpack -- \\
+        bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm --run
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--M", type=parse_numbers, help="global rows; default: every range")
     parser.add_argument("--layers", help="names of models, separated by commas; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--run", action="store_true", help="call the op once at each size")
     options = parser.parse_args(arguments)
     names = options.layers.split(",") if options.layers else list(LAYER_CONFIGS)
     unknown = [name for name in names if name not in LAYER_CONFIGS]
@@ -65,7 +70,9 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
     layers = {
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
     }
-    case, rows = CASES[options.op], options.M or every_range()
+    case = CASES[options.op]
+    # The most that the ranks can share: an end may be odd.
+    rows = options.M or [max(end // num_ranks, 1) * num_ranks for end in every_range()]
     return [
         list(dict.fromkeys(case.scaled(case.layer(M, N, K), scale, num_ranks) for M in rows))
         for N, K in sorted(layers)
@@ -84,9 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with case.context(largest, dtype) as ctx:
             for shape in asked:
                 number += 1
-                note = TunedOp(case, shape, dtype, ctx, Choice(0)).note
+                op = TunedOp(case, shape, dtype, ctx, Choice(0))
+                if options.run:
+                    op.run()
                 took = time.perf_counter() - begin
-                dist_print(f"[{number}/{total}, {took:.0f} s] {shape}: {note}")
+                dist_print(f"[{number}/{total}, {took:.0f} s] {shape}: {op.note}")
     finalize_distributed()
 
 

@@ -44,6 +44,10 @@ class TunedOp:
         """Medians of the fastest that were measured now, by config."""
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
+    def run(self) -> Any:
+        """Call the op as a program does; returns its result."""
+        return self.case.op(*self._args, **self._kwargs)
+
     def raced(self, number: int = 3) -> list[Peer]:
         """The fastest of a new tuning at this size, which the op then uses: clear it."""
         op = self.case.op

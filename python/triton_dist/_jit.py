@@ -8,6 +8,7 @@ from typing import Any
 import triton
 
 from triton_dist.runtime import interpreter, triton_compat
+from triton_dist.runtime.compiling import shipped
 
 
 def jit(fn: Any = None, **options: Any) -> Any:
@@ -29,4 +30,5 @@ def jit(fn: Any = None, **options: Any) -> Any:
     else:
         triton_compat.pin_defaults()
         triton_compat.explain_missing_driver()
+        shipped.install()
     return triton.jit(fn, **options) if fn is not None else triton.jit(**options)

@@ -243,6 +243,47 @@ class NewerSchema(TritonDistError, ValueError):
         )
 
 
+class PackRefused(TritonDistError, ValueError):
+    """A pack with kernels that is damaged, foreign or of a later format, or a member of one.
+
+    ``pack`` is its path, ``member`` the file in it that is at fault, empty: none in particular.
+    """
+
+    def __init__(self, pack: str, member: str, reason: str) -> None:
+        self.pack, self.member, self.reason = pack, member, reason
+        what = f"pack {pack}, member {member!r}," if member else f"pack {pack}"
+        super().__init__(f"{what} is refused: {reason}. Make it again: triton-dist pack --kernels")
+
+
+class KernelNotShipped(TritonDistError, RuntimeError):
+    """A kernel that would have to be compiled, while ``TRITON_DIST_COMPILE_FROZEN`` forbids it.
+
+    ``specialisation`` has what it would be compiled from, as text; ``nearest`` is the shipped
+    kernel of that name which is most like it, empty if there is none, and ``differences`` say what
+    differs. A native module by which Triton launches kernels is one too: it would take a C
+    compiler.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        specialisation: Mapping[str, str],
+        nearest: str,
+        differences: Iterable[str],
+        reason: str = "",
+    ) -> None:
+        self.kernel, self.specialisation = kernel, dict(specialisation)
+        self.nearest, self.differences = nearest, tuple(differences)
+        what = ", ".join(f"{name}: {value}" for name, value in self.specialisation.items())
+        near = f"nearest is {nearest}; " if nearest else ""
+        why = reason or near + ("; ".join(self.differences) or "no such name is shipped")
+        super().__init__(
+            f"kernel {kernel} ({what}) is neither in Triton's cache nor in a pack: {why}. "
+            "Compiling is forbidden, because TRITON_DIST_COMPILE_FROZEN is set. Ship it: "
+            "triton-dist pack --kernels, or unset the variable."
+        )
+
+
 class NoSuchFunction(TritonDistError, LookupError):
     """A command was asked about a tuned function that is not there, or has not what it needs."""
 

@@ -202,6 +202,19 @@ autotune_keys: Knob[int | None] = Knob(
     "How many exact sizes a tuned function keeps at hand for calls that take one look-up; any "
     "other within a tuned range takes some microseconds more.",
 )
+compile_frozen = flag(
+    "TRITON_DIST_COMPILE_FROZEN",
+    "Never compile: a kernel that is neither in Triton's cache nor in a pack raises "
+    "KernelNotShipped, and so does a native module that would take a C compiler.",
+)
+record_kernels: Knob[Path | None] = Knob(
+    "TRITON_DIST_RECORD_KERNELS",
+    None,
+    Path,
+    "a folder",
+    "Where to write each kernel that a process loads, as a pack of its own; set by triton-dist "
+    "pack --kernels.",
+)
 autotune_grace = seconds(
     "TRITON_DIST_AUTOTUNE_GRACE",
     5.0,

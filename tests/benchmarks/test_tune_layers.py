@@ -17,8 +17,8 @@ def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "cache"))
     script = str(ROOT / "benchmarks" / "tune_layers.py")
     command = (script, "--op", "gemm_rs", "--layers", "Mistral-7B", "--M", "2048,1024")
-    for said in ("tuned now", "from the cache"):
-        printed, _ = spawn_ranks(2, run_program, *command, init=False, timeout=100)
+    for said, options in (("tuned now", []), ("from the cache", ["--run"])):
+        printed, _ = spawn_ranks(2, run_program, *command, *options, init=False, timeout=100)
         assert printed.count(said) == 2
     out = tmp_path / "gemm_rs.cpu.json"
     assert main(["pack", "gemm_rs", "--out", str(out)]) == 0

@@ -362,7 +362,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"triton_dist {triton_dist.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["list", "explain", "clear", "pack", "env"])
+@pytest.mark.parametrize("verb", ["list", "explain", "clear", "pack", "packs", "env"])
 def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])

@@ -30,6 +30,7 @@ WAYS: tuple[Way, ...] = (
 )
 TILED = WAYS[:7]
 COLLECTIVE: Way = {"way": "collective", "gemm_config": None}
+SYMMETRIC: Way = {"way": "symmetric_collective", "gemm_config": None}
 
 
 class Calls(SummedCalls):

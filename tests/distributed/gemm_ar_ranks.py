@@ -7,8 +7,9 @@ import torch
 
 from tests.distributed.ag_gemm_calls import default_tiles
 from tests.distributed.compiled_ahead import compiled_ahead
-from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, TILED, WAYS, Calls
+from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, SYMMETRIC, TILED, WAYS, Calls
 from tests.distributed.summed_gemm_ranks import matrix, refusal
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.runtime.ranks import group_for
 
@@ -54,12 +55,22 @@ def borrowed_results() -> int:
 
 
 def whole_in_turn(rounds: int) -> int:
-    """Products that are summed as a whole, between calls by tiles, the number of rows changing."""
-    calls = Calls(max_rows=64, columns=64, K=64)
+    """Products that are summed as a whole, by libraries too, between calls by tiles, the number of
+    rows changing; and what torch's sum in symmetric memory refuses."""
+    calls = Calls(max_rows=64, columns=64, K=64, dtype=torch.bfloat16)
+    has_symmetric = vendor.sums_symmetric_memory(torch.bfloat16, row_bytes=64 * 2)
+    libraries = (COLLECTIVE, SYMMETRIC) if has_symmetric else (COLLECTIVE,)
     for number in range(rounds):
-        calls(16 + 8 * (number % 3), **COLLECTIVE, has_bias=number % 2 == 0)
+        library = libraries[number % len(libraries)]
+        options = {"has_bias": number % 3 == 0, "copy_to_local": number % 4 < 2}
+        calls(16 + 8 * (number % 3), **library, **options)
         calls(64 - 8 * (number % 2), **WAYS[number % len(WAYS)])
         calls(33, way="serial", num_chunks=1 + number % 3, num_ctas=3)
+    A, B = (matrix(rows, 64, torch.bfloat16) for rows in (4, 64))
+    if not has_symmetric:
+        error = str(refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **SYMMETRIC)))
+        assert "symmetric_collective" in error
+        assert "a GPU for each rank" in error
     return calls.finish()
 
 

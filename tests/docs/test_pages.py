@@ -20,6 +20,7 @@ PUBLIC_MODULES = [
     "triton_dist",
     "triton_dist.tune",
     "triton_dist.autotuner",
+    "triton_dist.packs",
     "triton_dist.language",
     "triton_dist.utils",
     "triton_dist.nv_utils",

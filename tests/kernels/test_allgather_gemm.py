@@ -28,7 +28,7 @@ from triton_dist.kernels.nvidia import (
     create_ag_gemm_context,
 )
 from triton_dist.kernels.nvidia.allgather_gemm import ways as allgather_gemm_ways
-from triton_dist.kernels.nvidia.allgather_gemm.context import exchanged_rows
+from triton_dist.kernels.nvidia.allgather_gemm.context import GATHERED_BYTES, exchanged_rows
 from triton_dist.kernels.nvidia.allgather_gemm.op import key_fn
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, fits_serial, shape_for
 from triton_dist.runtime.device import cpu, current_device
@@ -63,7 +63,7 @@ def on_gpus(monkeypatch):
     )
     for module in (vendor, allgather_gemm_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: False)
+    monkeypatch.setattr(vendor, "_has_operator", lambda operator: False)
 
 
 def test_the_space_has_tiles_and_communication(monkeypatch):
@@ -76,11 +76,11 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
     on_gpus(monkeypatch)
     serial = [
         {"way": "serial", "num_chunks": 1, "num_comm_sms": number}
-        for number in (8, 16, 32, 64, 128)
+        for number in (128, 64, 32, 16, 8)
     ]
-    assert space[len(tiled) :] == serial[:1]
+    assert space[len(tiled) :] == serial[-1:]
     assert config_space()[len(tiled) :] == [*serial, {"way": "collective"}]
-    monkeypatch.setattr(vendor, "_has_async_tp", lambda operator: True)
+    monkeypatch.setattr(vendor, "_has_operator", lambda operator: True)
     assert config_space()[-1] == {"way": "async_tp"}
     assert max(config.get("num_streams", 0) for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1
@@ -117,7 +117,7 @@ def test_an_older_keyword_names_the_only_way():
         (512, 8192, 64, torch.float16, 4, True),
         (1024, 8192, 64, torch.float16, 4, True),  # 16 MiB
         (1024, 8200, 64, torch.float16, 4, False),
-        (1000, 8200, 64, torch.float16, 4, False),  # as 1024 rows
+        (1000, 8208, 64, torch.float16, 4, False),  # as 1024 rows
         (1025, 64, 64, torch.float16, 4, False),
         (128, 8192, 64, torch.float16, 1, False),
         (128, 8192, 64, torch.float32, 4, False),  # without matrix units: by pointers
@@ -141,10 +141,10 @@ def test_small_shards_alone_are_sent_by_sms(rows, K, columns, dtype, num_ranks, 
         (4, 8192, 4, [8, 16, 32]),
         (1, 12288, 4, [8, 16]),
         (65, 8192, 2, [8, 16, 32, 64, 128]),
-        (256, 8192, 4, [8, 16, 32, 64, 128]),  # 16 MiB
-        (193, 8192, 4, [8, 16, 32, 64, 128]),  # as 256 rows
-        (257, 8192, 4, []),
-        (256, 8200, 4, []),
+        (512, 8192, 4, [8, 16, 32, 64, 128]),  # 32 MiB
+        (449, 8192, 4, [8, 16, 32, 64, 128]),  # as 512 rows
+        (513, 8192, 4, []),
+        (512, 8200, 4, []),
         (1, 8192, 1, []),  # gathers nothing
     ],
 )
@@ -154,7 +154,7 @@ def test_few_rows_alone_are_gathered_before_the_product(monkeypatch, rows, K, nu
     B, ctx = torch.empty(K, 64, dtype=torch.bfloat16), SimpleNamespace(num_ranks=num_ranks)
     serial = [each for each in config_space() if each["way"] == "serial"]
     kept = [each["num_comm_sms"] for each in serial if prune_fn(each, A, B, ctx)]
-    assert kept == programs
+    assert kept == programs[::-1]
 
 
 def test_what_the_key_keeps_the_context_has_room_for():
@@ -168,7 +168,7 @@ def test_what_the_key_keeps_the_context_has_room_for():
             if fits_serial(A, 8, num_ranks):
                 assert min(bucket * num_ranks, max_M) <= most
             else:
-                assert bucket * num_ranks * K * 2 > 16 << 20
+                assert bucket * num_ranks * K * 2 > GATHERED_BYTES
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_ar_calls import WAYS, Calls
 from triton_dist.errors import ContextFinalized
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
 from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
@@ -66,7 +67,7 @@ def on_a_gpu(monkeypatch):
         shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
-    for module in (gemm_allreduce_ways, gemm_op, spaces):
+    for module in (gemm_allreduce_ways, gemm_op, spaces, vendor):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 
@@ -112,7 +113,7 @@ def test_all_of_a_bucket_keep_the_same(on_a_gpu):
 
 def test_on_cpu_ranks_kernels_of_ours_are_tried():
     kept = left(64, N=256)
-    ours = gemm_allreduce_ways.WAYS.keys() - {"by_size", "collective"}
+    ours = gemm_allreduce_ways.WAYS.keys() - {"by_size", "collective", "symmetric_collective"}
     assert {config["way"] for config in kept} == ours
 
 

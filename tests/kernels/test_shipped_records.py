@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+from triton_dist._archive import PACKAGE_RECORDS
 from triton_dist._tuning import compose
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
     Key,
     Measurement,
+    Sizes,
     Trial,
     TuningRecord,
     codec,
+    fine_bucket,
     pack,
     unpack,
 )
@@ -97,6 +99,9 @@ class On:
                 vars(tuned.config_space).pop(cached, None)
 
 
+M_IN_RANGES = Sizes("a shipped op", {"M": fine_bucket})
+
+
 @pytest.fixture
 def on(monkeypatch) -> Iterator[On]:
     monkeypatch.setenv("TRITON_DIST_DEVICE", "cpu")
@@ -137,7 +142,8 @@ def every_record_is_a_hit(path: Path, on: On) -> int:
             last = hardware
         value = read(json.loads(record.key.text))
         args, kwargs = case.recorded_call(value)
-        assert tuned.key_fn(*args, **kwargs) == value
+        asked = tuned.key_fn(*args, **kwargs)  # as many rows as the ranks can share
+        assert asked == value or M_IN_RANGES.range_of(asked) == value
         found = tuned.tune(*args, **kwargs)
         assert found.digest == record.digest, "another file has that key too"
         assert tuned.best_config(*args, **kwargs).digest == record.best.digest

@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         "epoch: calls take turns between two slots",
         _EPOCHS,
-        "self.index = (self.index + 1) % SLOTS\n        if self.num_ranks == 1:",
+        "self.index = self.following\n        if self.num_ranks == 1:",
         "self.index = 0\n        if self.num_ranks == 1:",
         ("tests/kernels/test_epochs.py", "tests/kernels/test_allgather.py", *GEMM_RS),
     ),

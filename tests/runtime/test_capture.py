@@ -49,3 +49,15 @@ def test_the_exception_of_the_call_itself_is_raised():
     with pytest.raises(KeyError, match="in the capture"):
         device.capture(call, 30.0)
     assert not device.is_capturing()
+
+
+@pytest.mark.gpu
+def test_graphs_one_after_another_share_memory():
+    device, nbytes = current_device(), 256 << 20
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
+    device.capture(lambda: source + 1, 30.0)()
+    before = torch.cuda.memory_reserved()
+    for _ in range(20):
+        device.capture(lambda: (source + 1) * 2, 30.0)()
+        device.synchronize(30.0)
+    assert torch.cuda.memory_reserved() - before < 8 * nbytes

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from tests.tuning.strategies import configs, keys, measurements
-from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, pack_folders, packs
+from triton_dist._archive import PACKAGE_RECORDS, pack_places
+from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, packs
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.store.packs import PACKAGE_RECORDS
 from triton_dist._tuning.values import (
     PACK_FORMAT,
     Config,
@@ -319,8 +319,11 @@ def test_a_shipped_winner_that_is_not_valid_stays_in_the_race_to_its_end(tmp_pat
     assert [dict(incumbent) for incumbent in incumbents] == [{"n": 1}]
 
 
-def test_packs_are_looked_for_in_read_only_folders_and_last_in_the_package(tmp_path):
-    assert pack_folders([tmp_path]) == [tmp_path / "packs", PACKAGE_RECORDS]
+def test_packs_are_looked_for_in_read_only_folders_and_last_in_the_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(tmp_path))
+    folders = [tmp_path / "own" / "packs", tmp_path / "packs", PACKAGE_RECORDS]
+    assert pack_places() == folders
     assert PACKAGE_RECORDS.is_dir()
     assert list(PackStore(tmp_path / "none").records()) == []
     written(tree_of(1, 5), tmp_path)

@@ -66,16 +66,21 @@ def test_ranges_are_in_order_hold_their_sizes_and_grow_with_them(n):
     assert fine_bucket(end) == end
     assert fine_bucket(end + 1) > end
     assert end - n < max(16, n / 4)
+    assert (end % 64 == 0) <= (end == n or n <= 16)  # by itself
+    tiles = end + (end % 16 == 15)  # or all but the last row of them
     if n > 16:
-        assert end % 16 == 0
+        assert tiles % 16 == 0
     if n > 1024:
-        assert end % 128 == 0
+        assert tiles % 128 == 0
         assert end - n < max(128, n / 31)
 
 
-def test_ranges_up_to_16384_are_about_a_hundred():
+def test_ranges_up_to_16384_are_about_two_hundred():
     ends = {fine_bucket(n) for n in range(1, 16385)}
-    assert len(ends) == 5 + 7 + 4 + 12 + 56 + 32
+    aligned = sum(end % 64 == 0 for end in ends)
+    assert len(ends) - aligned == 5 + 7 + 4 + 12 + 56 + 32
+    assert aligned == 2 + 2 + 12 + 56 + 32
+    assert aligned == sum(fine_bucket(end - 1) == end - 1 for end in ends if end % 64 == 0)
     assert fine_bucket(0) == 0
     with pytest.raises(InvalidArgument, match="n is -1"):
         fine_bucket(-1)
@@ -86,7 +91,7 @@ def test_a_range_is_tuned_once_and_its_other_sizes_cost_no_word():
     call([rank], 500)
     runs(rank)
     rank.ranks.phases.clear()
-    for M in (449, 501, 512):
+    for M in (449, 501, 511):
         assert call([rank], M)[0] == (M, {"tile": 8})
     assert runs(rank) == 3
     assert rank.ranks.phases == []
@@ -196,17 +201,17 @@ def sized(**options: Any) -> list[Rank]:
 
 def test_within_a_range_the_exact_size_decides():
     (rank,) = sized()
-    call([rank], 2048)
-    call([rank], 2176)
+    call([rank], 2047)
+    call([rank], 2175)
     rank.ranks.phases.clear()
-    used = {M: call([rank], M)[0][1]["tile"] for M in range(2049, 2177)}
+    used = {M: call([rank], M)[0][1]["tile"] for M in range(2049, 2176)}
     assert rank.ranks.phases == []  # from what all ranks know
-    switch = round(0.98 * 2176)
+    switch = round(0.98 * 2175)
     for M, tile in used.items():
         if abs(M - switch) > 25:  # 1 % is nobody's loss
             assert tile == ("library" if switch > M else 128), M
     assert dict(rank.tuned.best_config(2050)) == {"tile": "library"}
-    assert dict(rank.tuned.best_config(2176)) == {"tile": 128}
+    assert dict(rank.tuned.best_config(2175)) == {"tile": 128}
 
 
 @pytest.mark.parametrize("rival", ["library", 64])
@@ -214,8 +219,8 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
     """Tiles or library, where the other one won: its time says that it is faster at 2050."""
     winner = 128 if rival == "library" else "library"
     times = {
-        2048: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 3.0, 64: 2.0},
-        2176: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.1},
+        2047: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 2.08, 64: 2.0},
+        2175: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.01},
     }
 
     def cost(rank: int, config: dict[str, Any]) -> float:
@@ -234,7 +239,7 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
         for record in shipped:
             store.put(record)
         (rank,) = ranks(cost=cost_of(), fingerprint=found, prune_fn=prune_fn, disk=store, **options)
-        rank.tuned.best_config(2176)
+        rank.tuned.best_config(2175)
         asked.clear()
         return rank.tuned.best_config(2050)["tile"]
 
@@ -252,7 +257,7 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
 def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     found = fingerprint(version="7")
     (rank,) = sized(fingerprint=found)
-    call([rank], 2048)
+    call([rank], 2047)
     assert call([rank], 2060)[0][1] == {"tile": "library"}
     record = rank.tuned.tune(2060)
     assert record.at == (2060,)
@@ -266,17 +271,25 @@ def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     assert there.tuned.tune(2300).at == ()
 
 
+def test_a_library_that_won_is_used_where_no_smaller_size_was_measured():
+    (rank,) = sized()
+    call([rank], 2304)
+    assert call([rank], 2060)[0][1] == {"tile": "library"}
+    assert rank.tuned.tune(2060).carried
+    assert call([rank], 2060)[0][1] == {"tile": "library"}
+
+
 def test_all_ranks_switch_at_one_size():
     """Rank 1 has another cache: what the leader knows is used."""
     leader, other = sized(size=2)
-    call([leader, other], 2048)
-    call([leader, other], 2176)
+    call([leader, other], 2047)
+    call([leader, other], 2175)
     other.disk._records.clear()
     for rank in (leader, other):
         rank.tuned.clear()
     leader_only = leader.disk.records()
     assert list(leader_only)
-    for M in (2176, *range(2050, 2176, 5)):
+    for M in (2175, *range(2050, 2175, 5)):
         one, two = call([leader, other], M)
         assert one == two, M
     assert leader.tuned.tuning_count == other.tuned.tuning_count == 2
@@ -362,7 +375,7 @@ def test_a_key_without_the_size_is_refused():
 
 def test_exact_sizes_are_bounded_and_come_back_without_a_word():
     (rank,) = ranks(most_hits=3)
-    for M in range(449, 513):
+    for M in range(449, 512):
         call([rank], M)
     assert len(rank.tuned._hits) == 3
     assert rank.tuned.tuning_count == 1
@@ -401,13 +414,13 @@ def test_arguments_of_the_function_are_sizes_too():
         return M, tile
 
     run("a", 500)
-    run("a", M=512, N=4)
+    run("a", M=511, N=4)
     assert run.tuning_count == 1
-    run("a", 512, 5)
+    run("a", 511, 5)
     assert run.tuning_count == 2
     run("b", 500)
-    record = run.tune("a", 512, 5)
-    assert record.carried == "carried over from M=512, N=4"
+    record = run.tune("a", 511, 5)
+    assert record.carried == "carried over from M=511, N=4"
     assert "Sized" in json.dumps(record.key.text)
 
 
@@ -430,7 +443,7 @@ def test_a_carried_record_survives_the_file(tmp_path, monkeypatch):
     run(512)
     run(640)
     run.clear()
-    record = run.tune(600)
+    record = run.tune(640)
     assert record.carried == "carried over from M=512"
     assert run.tuning_count == 2
     run.clear()

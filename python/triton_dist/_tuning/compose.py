@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
+from triton_dist._archive import pack_places, packs_in
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, roundings
@@ -20,10 +22,12 @@ from triton_dist._tuning.search import Brief, Exhaustive, Racing
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, pack_store
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
-from triton_dist._tuning.store import FileLog, MemoryStore, pack_folders
-from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Policy, codec
+from triton_dist._tuning.store import FileLog, MemoryStore
+from triton_dist._tuning.store.archive import records_of
+from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Origin, Policy, codec
 from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
+from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.sharing import ranks_per_gpu
@@ -176,7 +180,7 @@ def autotune(
         composer = _Composer(
             scope, policy, judges, version or "", ignore, Snapshot([fn, *judges]), MemoryStore()
         )
-        return AutoTuner(
+        tuned = AutoTuner(
             fn,
             ConfigSpace(config_space),
             keys,
@@ -189,8 +193,27 @@ def autotune(
             known,
             safe_fn or _none_is_safe,
         )
+        _tuned.add(tuned)
+        return tuned
 
     return decorate
+
+
+_tuned: weakref.WeakSet[AutoTuner] = weakref.WeakSet()
+
+
+def _read_sources() -> None:
+    """Read and parse all that the functions reach whose records are in packs with kernels: half a
+    second of a first call, which has the result at hand then."""
+    keys = [each.key for packed in packs_in(pack_places()) for each in records_of(packed)]
+    names = {(key.module, key.function) for key in keys}
+    for tuned in list(_tuned):
+        origin = Origin.of(tuned.fn, ())
+        if (origin.module, origin.function) in names:
+            source_of([tuned.fn], (), Snapshot([tuned.fn]))
+
+
+shipped.meanwhile.append(_read_sources)
 
 
 def _none_is_safe(config: Config) -> object:
@@ -216,7 +239,7 @@ class _Composer:
         ranks: RankGroup = group_for(process_group, self.scope)
         takes_turns = current_device().name == "cuda" and ranks_per_gpu() > 1
         policy = self.policy(current_device().name, takes_turns=takes_turns)
-        packs = map(pack_store, pack_folders(knobs.autotune_readonly_dirs.get()))
+        packs = map(pack_store, pack_places())
         common = common_parts(policy, ranks, verbose, self.memory, *packs)
         files = file_store(knobs.cache_dir.get())
         return Parts(

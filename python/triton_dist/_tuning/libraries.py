@@ -14,6 +14,8 @@ from pathlib import Path
 
 _OWN = "triton_dist"
 _TUNER = "triton_dist._tuning"  # how a result was found does not change what was timed
+_SHIPPING = ("triton_dist.packs", "triton_dist._archive", "triton_dist.runtime.compiling")
+"""Nor does where a kernel was compiled."""
 _JIT = "triton_dist._jit"  # a kernel's options are in the text of its decorator
 _LIBRARIES = frozenset({"torch", "triton", "numpy"})  # also when they are built in a source tree
 
@@ -42,7 +44,9 @@ class Libraries:
 
     def has_module(self, name: str) -> bool:
         top = name.partition(".")[0]
-        if is_tuner(name) or name == _JIT or top in _LIBRARIES or top in sys.stdlib_module_names:
+        if is_tuner(name) or name == _JIT or name.startswith(_SHIPPING):
+            return True
+        if top in _LIBRARIES or top in sys.stdlib_module_names:
             return True
         if top in self._own:
             return False

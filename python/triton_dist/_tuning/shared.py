@@ -23,7 +23,7 @@ from triton_dist._tuning.store import (
 from triton_dist._tuning.values import Fingerprint, Key, Policy
 from triton_dist._warn import warn
 from triton_dist.errors import TuningWarning
-from triton_dist.runtime.compiling import CompilePool
+from triton_dist.runtime.compiling import CompilePool, shipped
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
@@ -69,6 +69,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         stores: looked up besides the user's own files and the read-only folders: the first before
             them, the others after them.
     """
+    shipped.install()
     device: Device = current_device()
     seconds = knobs.autotune_timeout.get()
     files = file_store(knobs.cache_dir.get())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from triton_dist import knobs
+from triton_dist._archive import pack_places
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.store import (
     FileStore,
@@ -13,7 +14,6 @@ from triton_dist._tuning.store import (
     PackStore,
     ReadOnlyStore,
     interrupted,
-    pack_folders,
 )
 from triton_dist._tuning.values import Key, StoredRecord
 
@@ -30,8 +30,7 @@ def all_stores() -> LayeredStore:
 
 def with_packs() -> LayeredStore:
     """The same, and then what is shipped."""
-    packs = pack_folders(knobs.autotune_readonly_dirs.get())
-    return LayeredStore([all_stores(), *map(PackStore, packs)])
+    return LayeredStore([all_stores(), *map(PackStore, pack_places())])
 
 
 def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import triton_dist
 from triton_dist import knobs
-from triton_dist._tuning.store import pack_folders
+from triton_dist._archive import pack_places
 from triton_dist.cli.verb import add_verb
 
 _PACKAGES = ("torch", "triton", "numpy", "filelock", "rich")
@@ -137,7 +137,7 @@ def _paths() -> dict[str, Any]:
     return {
         "cache": _path(knobs.cache_dir.get()),
         "read-only": [_path(folder) for folder in folders],
-        "packs": [_path(folder) for folder in pack_folders(folders)],
+        "packs": [_path(place) for place in _told(pack_places)],
         "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
     }
 

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Sequence
 
 from triton_dist import __version__
-from triton_dist.cli import clear, env, explain, listing, pack
+from triton_dist.cli import clear, env, explain, listing, pack, packs
+from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -28,9 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (listing, explain, clear, pack, env):
+    for verb in (listing, explain, clear, pack, packs, env):
         verb.add_to(verbs)
-    parsed = parser.parse_args(arguments)
+    words, command = split(sys.argv[1:] if arguments is None else arguments)
+    parsed = parser.parse_args(words)
+    if command:
+        parsed.command = command
     with warnings.catch_warnings():
         warnings.simplefilter("always", CacheWarning)
         warnings.showwarning = _show_warning

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 COLUMNS = 80
+_WITH_COMMAND: set[str] = set()
 
 
 def add_verb(
@@ -18,11 +19,14 @@ def add_verb(
     help: str,
     description: str,
     examples: Sequence[str],
+    takes_command: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser for ``name``, whose help ends with commands to try.
 
     Args:
         run: does it; returns the exit status.
+        takes_command: :func:`split` keeps what follows ``--`` from argparse, which would take it
+            for words of the verb where those may be any number.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
     parser: argparse.ArgumentParser = verbs.add_parser(
@@ -33,7 +37,17 @@ def add_verb(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
+    if takes_command:
+        _WITH_COMMAND.add(name)
     return parser
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a verb, and the command behind ``--`` if it takes one."""
+    if "--" not in words or words[0] not in _WITH_COMMAND:
+        return list(words), []
+    end = words.index("--")
+    return list(words[:end]), list(words[end + 1 :])
 
 
 def counted(number: int, thing: str) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from triton_dist import knobs
 from triton_dist.errors import DeviceUnavailable
+from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.place import Place, refusal
 from triton_dist.runtime.random import init_seed
@@ -42,6 +43,8 @@ def initialize_distributed(
         DeviceUnavailable: fewer GPUs than ranks on this host, and sharing them was not asked for
             or cannot be; or CPU ranks without the interpreter.
     """
+    shipped.install()
+    shipped.prepare()
     if not dist.is_initialized():
         _join_world()
     init_seed(dist.get_rank() if seed is None else seed)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from collections.abc import Mapping
 from importlib import metadata
+from types import FrameType
 from typing import Any
 
 import torch
@@ -114,6 +117,41 @@ def has_allocator() -> bool:
     from triton.runtime import _allocation
 
     return _allocation._allocator.get() is not _allocation._NULL_ALLOCATOR
+
+
+def compilation() -> Mapping[str, Any]:
+    """Local names of the ``triton.compile`` that this thread is in, ``src``, ``target`` and
+    ``options`` among them; empty outside of one.
+
+    Triton tells a cache manager no more than a key. What is behind it are local names, the same in
+    3.6 to 3.9; they are read for messages and manifests alone.
+    """
+    return _locals_of(triton.compiler.compiler.compile)
+
+
+def module_source() -> str:
+    """C source of the native module that this thread looks up or builds; empty where that cannot
+    be seen.
+
+    Triton's own key of it depends on whether the host has the command ``file``
+    (``platform.architecture``), so a module that is built on one host is not found on another.
+    """
+    return str(_locals_of(triton.runtime.build.compile_module_from_src).get("src", ""))
+
+
+def _locals_of(function: Any) -> Mapping[str, Any]:
+    """Local names of the innermost call of ``function`` on this thread; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def has_loaded_kernels() -> bool:
+    """True if Triton has launched or loaded a kernel on a GPU: it has loaded what does so."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    return hasattr(CudaUtils, "instance")
 
 
 def source_class(function: Any) -> Any:

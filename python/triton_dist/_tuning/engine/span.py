@@ -4,7 +4,8 @@ A library picks its tiles by the exact size, so its time grows with the size. A 
 tiles takes as long for the first rows of a tile as for all of them. So what wins at the end of a
 range may lose at its beginning, by as much as the range is wide. Nothing is measured to know where:
 the times of configs that are safe are those at the ends of this range and the one before, and what
-lies between them; the time of the others is that at the end.
+lies between them; the time of the others, and of those that the range before did not measure, is
+that at the end.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Times(NamedTuple):
     winner: str
     """Digest of the record's winner."""
     fixed: tuple[str, float] | None
-    """Digest and milliseconds of the fastest config of fixed tiles."""
+    """Digest and milliseconds of the fastest config that has no line."""
     lines: tuple[Line, ...]
-    """Those that are safe."""
+    """Those that are safe, and were measured at a smaller size too."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,6 @@ def times_of(
         is_safe: by digest of the configs that may be used, the winner among them.
     """
     medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_safe}
-    fixed = min(
-        ((digest, ms) for digest, ms in medians.items() if not is_safe[digest]),
-        key=lambda pair: pair[1],
-        default=None,
-    )
     lines = []
     for digest in medians:
         if not is_safe[digest]:
@@ -97,6 +93,12 @@ def times_of(
         size, ms = next(((size, ms) for size, ms in there if ms is not None), (0, None))
         if ms is not None:
             lines.append(Line(digest, size, ms, at, medians[digest]))
+    with_line = {line.digest for line in lines}
+    fixed = min(
+        ((digest, ms) for digest, ms in medians.items() if digest not in with_line),
+        key=lambda pair: pair[1],
+        default=None,
+    )
     return Times(record.best.digest, fixed, tuple(lines))
 
 

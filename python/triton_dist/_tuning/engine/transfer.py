@@ -8,6 +8,7 @@ the neighbours decide alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,11 @@ class Transfer:
         if subject.sizes is None or len(self._call.sizes) != 1:
             return None
         near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
-        own = None if near is None else near.times(record, self._usable(record))
+        own = None
+        if near is not None:
+            # A size that is a range of its own is so because its times are others'.
+            below = [each for each in near.below if not subject.sizes.is_one(each.sizes)]
+            own = near.times(record, self._usable(record), below)
         times = self._told("sizes", own)
         return None if times is None else Span.of(times, subject.space)
 
@@ -180,7 +185,7 @@ class Neighbours:
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
-        and in any case one of each kind that is safe: the more, the more time there is."""
+        in turn with one of each kind that is safe: the more, the more time there is."""
         if not self.teach:
             return []
         number = round(_CANDIDATES * math.sqrt(max(1.0, milliseconds / 30)))
@@ -194,19 +199,25 @@ class Neighbours:
         for config in (*known, *kept):
             if kind := self.safe_kind(config):
                 kinds.setdefault(kind, config)
-        safe = list(kinds.values())[:_SAFE]
-        return list(dict.fromkeys([*near[:1], *safe[:1], *near, *safe])) if near else []
+        if not near:
+            return []
+        pairs = itertools.zip_longest(near, list(kinds.values())[:_SAFE])  # time may end the race
+        return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
-    def times(self, record: TuningRecord, usable: Sequence[Config]) -> Times:
-        """The times of these configs by size, for the range of ``record``."""
+    @property
+    def below(self) -> list[Neighbour]:
+        """Those of smaller sizes, the nearest first."""
+        return [each for each in self.all if each.sizes < self.family.sizes]
+
+    def times(
+        self, record: TuningRecord, usable: Sequence[Config], below: Sequence[Neighbour]
+    ) -> Times:
+        """The times of these configs by size, for the range of ``record``; ``below``: what the
+        smaller sizes of it go by."""
         (at,) = record.at or self.family.sizes
-        below = [
-            ((each.record.at or each.sizes)[0], each.record)
-            for each in self.all
-            if each.sizes < self.family.sizes
-        ]
+        measured = [((each.record.at or each.sizes)[0], each.record) for each in below]
         is_safe = {config.digest: bool(self.safe_kind(config)) for config in usable}
-        return times_of(record, at, below, is_safe)
+        return times_of(record, at, measured, is_safe)
 
     def predict(self, key: Key, kept: Sequence[Config], now: str) -> TuningRecord | None:
         """The record that is used for ``key`` where nothing can be measured: of the config that is
@@ -221,7 +232,7 @@ class Neighbours:
         ours, sides = (
             self.family.sizes,
             [
-                [each for each in self.all if each.sizes < self.family.sizes][:1],
+                self.below[:1],
                 [each for each in self.all if each.sizes > self.family.sizes][:1],
             ],
         )

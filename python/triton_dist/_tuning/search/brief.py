@@ -29,7 +29,7 @@ class Brief:
     No clock and no randomness, as of any search.
 
     Args:
-        policy: its ``indifference``, and its ``warmup`` to count what a request takes.
+        policy: its ``indifference``, and its ``untimed`` to count what a request takes.
         milliseconds: device time that may be spent. The first two have a sample whatever it takes,
             and whom it ends before is not tried.
     """
@@ -48,7 +48,7 @@ class Brief:
         if isinstance(outcome, Failure):
             self._samples.pop(digest, None)
             return
-        untimed = self._policy.warmup + (digest not in self._samples)  # the run to the end
+        untimed = self._policy.untimed + (digest not in self._samples)  # the run to the end
         self._spent += sum(outcome.samples) + untimed * outcome.median
         self._samples.setdefault(digest, []).extend(outcome.samples)
 
@@ -77,7 +77,7 @@ class Brief:
 
     def _affordable(self, candidates: Sequence[Config], lap: int) -> list[Config]:
         """As many, the fastest, as a lap of so many samples has time for; in their order."""
-        runs = lap + self._policy.warmup
+        runs = lap + self._policy.untimed
         time = self._milliseconds - self._spent
         chosen = set()
         for config in sorted(candidates, key=self._median):

@@ -12,7 +12,7 @@ from triton_dist._tuning.store.journal import FileJournal
 from triton_dist._tuning.store.layered import LayeredStore
 from triton_dist._tuning.store.log import FileLog, StepLog
 from triton_dist._tuning.store.memory import MemoryStore
-from triton_dist._tuning.store.packs import PackStore, pack_folders
+from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "StepLog",
     "interrupted",
     "is_held",
-    "pack_folders",
     "places",
     "remove_tuning",
 ]

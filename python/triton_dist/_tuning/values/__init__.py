@@ -24,7 +24,7 @@ from triton_dist._tuning.values.key import (
     to_hashable,
 )
 from triton_dist._tuning.values.outcome import Failure, FailureKind, Measurement, Outcome
-from triton_dist._tuning.values.pack import PACK_FORMAT, pack, unpack
+from triton_dist._tuning.values.pack import PACK_FORMAT, merge, pack, unpack
 from triton_dist._tuning.values.policy import Policy
 from triton_dist._tuning.values.record import SCHEMA, StoredRecord, Trial, TuningRecord
 from triton_dist._tuning.values.request import Request
@@ -60,6 +60,7 @@ __all__ = [
     "agreed",
     "bucket",
     "fine_bucket",
+    "merge",
     "original",
     "pack",
     "qualified_name",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.values import codec
@@ -22,6 +23,7 @@ from triton_dist.errors import NewerSchema
 
 PACK_FORMAT = 1
 _DIGITS = 8
+_ABOUT = ("function", "module", "version", "gpu")
 _NEAR, _NEAR_BEST = 8, 1.25
 """So many others, no slower than so many times the winner."""
 
@@ -40,31 +42,75 @@ def pack(records: Sequence[TuningRecord]) -> codec.Tree:
     if len(about) != 1 or len({record.key for record in records}) < len(records):
         raise ValueError(f"records of one function, version and GPU with different keys: {about}")
     ((module, function, version, gpu),) = about
+    return _assembled(
+        {"function": function, "module": module, "version": version, "gpu": gpu},
+        [_Result.of(record) for record in records],
+    )
+
+
+def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
+    """One tree of several, at least one, of one function, version and model of GPU; the same in
+    whatever order they come. Of a key that several have, the result that was found last, and of
+    those of one day the one whose digest is the largest."""
+    about = {name: trees[0][name] for name in _ABOUT}
+    found: dict[tuple[str, str], _Result] = {}
+    for result in sorted((each for tree in trees for each in _results(tree)), key=_Result.age):
+        found[result.common["hardware_group"], codec.text(result.result["key"])] = result
+    return _assembled(about, found.values())
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result of a pack, with what it shares with others there."""
+
+    common: dict[str, codec.Tree]
+    result: dict[str, codec.Tree]
+    configs: dict[str, codec.Tree]
+    """By the first digits of their digests: those that the result names."""
+
+    @classmethod
+    def of(cls, record: TuningRecord) -> _Result:
+        best, near = record.best, _near(record)
+        result = {
+            "key": json.loads(record.key.text),
+            "config": best.digest[:_DIGITS],
+            "ms": _median(best),
+            "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
+            **({"near": {t.digest[:_DIGITS]: _median(t) for t in near}} if near else {}),
+            **({"carried": record.carried} if record.carried else {}),
+            **({"at": list(record.at)} if record.at else {}),
+        }
+        configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *near)}
+        return cls(_common(record), result, configs)
+
+    def age(self) -> tuple[str, str]:
+        return str(self.common["date"]), codec.digest(self.common, self.result)
+
+    def place(self) -> tuple[Any, ...]:
+        """By hardware, then keys with their numbers in order: 16 before 1024."""
+        parts = re.split(r"(\d+)", codec.text(self.result["key"]))
+        key = [int(part) if i % 2 else part for i, part in enumerate(parts)]
+        return self.common["hardware_group"], key
+
+
+def _results(tree: codec.Tree) -> Iterator[_Result]:
+    for group in tree["groups"]:
+        common = {name: fact for name, fact in group.items() if name != "results"}
+        for result in group["results"]:
+            names = [result["config"], *result.get("near", ())]
+            yield _Result(common, result, {name: tree["configs"][name] for name in names})
+
+
+def _assembled(about: Mapping[str, codec.Tree], results: Iterable[_Result]) -> codec.Tree:
     configs: dict[str, codec.Tree] = {}
     groups: dict[str, codec.Tree] = {}
-    for record in sorted(records, key=_place):
-        best, common = record.best, _common(record)
-        configs[best.digest[:_DIGITS]] = best.config
-        group = groups.setdefault(codec.text(common), {**common, "results": []})
-        near = _near(record)
-        configs |= {trial.digest[:_DIGITS]: trial.config for trial in near}
-        group["results"].append(
-            {
-                "key": json.loads(record.key.text),
-                "config": best.digest[:_DIGITS],
-                "ms": _median(best),
-                "runners_up": sum(isinstance(t.outcome, Measurement) for t in record.trials) - 1,
-                **({"near": {t.digest[:_DIGITS]: _median(t) for t in near}} if near else {}),
-                **({"carried": record.carried} if record.carried else {}),
-                **({"at": list(record.at)} if record.at else {}),
-            }
-        )
+    for each in sorted(results, key=_Result.place):
+        configs |= each.configs
+        group = groups.setdefault(codec.text(each.common), {**each.common, "results": []})
+        group["results"].append(each.result)
     return {
         "pack": PACK_FORMAT,
-        "function": function,
-        "module": module,
-        "version": version,
-        "gpu": gpu,
+        **about,
         "configs": dict(sorted(configs.items())),
         "groups": list(groups.values()),
     }
@@ -160,9 +206,3 @@ def _common(record: TuningRecord) -> dict[str, codec.Tree]:
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
     return {str(name): str(fact) for name, fact in facts.items()}
-
-
-def _place(record: TuningRecord) -> tuple[Any, ...]:
-    """By hardware, then keys with their numbers in order: 16 before 1024."""
-    parts = re.split(r"(\d+)", record.key.text)
-    return record.key.hardware, [int(part) if i % 2 else part for i, part in enumerate(parts)]

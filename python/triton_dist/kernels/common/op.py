@@ -169,6 +169,7 @@ def op(
             prepare_fn=prepare,
             recover_fn=recover if "ctx" in signature.parameters else None,
             scope=scope,
+            timing="graph",  # as in serving; streams of a library overlap there, whatever the host
             agree_fn=agree_fn,
             version=version,
             sizes=key_sizes,

@@ -163,7 +163,9 @@ class CudaDevice:
         # capture breaks.
         with torch.cuda.stream(side):
             # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
-            graph.capture_begin(capture_error_mode="thread_local")
+            # torch's type of a pool is that of `graph_pool_handle` alone
+            memory: Any = self._graph_memory.id
+            graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
                 call()
             except BaseException:
@@ -174,6 +176,13 @@ class CudaDevice:
                 raise
             graph.capture_end()
         return graph.replay
+
+    @functools.cached_property
+    def _graph_memory(self) -> torch.cuda.MemPool:
+        """Memory that all graphs captured here share, since no two are replayed at a time and what
+        they compute is not read. torch would keep what each had of its own until an allocation
+        outside of a capture finds the GPU full: 103 GB after some thousand graphs."""
+        return torch.cuda.MemPool()
 
     def hold(self, queueing: float = 0.0) -> None:
         """Keep the current stream busy until the host has queued a call after it, so that launch

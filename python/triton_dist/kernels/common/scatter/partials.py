@@ -348,6 +348,12 @@ class ReducedPartials(InSlots):
         """[M, N] of the current slot, to which owners send what they added."""
         return self.slots["sums"].local[: M * self._N].view(M, self._N)
 
+    def spare_sums(self, M: int) -> torch.Tensor:
+        """[M, N] of the next call's slot, for a call that uses no slot: what the call before gave
+        stays."""
+        sums = self.slots.of_slot(self.slots.following, "sums").local
+        return sums[: M * self._N].view(M, self._N)
+
     def expected(self, tiles: int) -> dict[str, list[int]]:
         """The flags that a call with so many tiles of a row block waits for."""
         of_peers = self.flags_of_peers(tiles)

@@ -159,6 +159,11 @@ class EpochSlots:
         return self.memory[f"{region}{slot}"]
 
     @property
+    def following(self) -> int:
+        """The slot of the next call that takes one."""
+        return (self.index + 1) % SLOTS
+
+    @property
     def epoch(self) -> torch.Tensor:
         """int64 of the current slot: its flag, then the guard of its waits."""
         return self.epoch_of(self.index)
@@ -178,7 +183,7 @@ class EpochSlots:
         Raises:
             RankDisagreement: ranks have come to an earlier call with different sizes.
         """
-        self.index = (self.index + 1) % SLOTS
+        self.index = self.following
         if self.num_ranks == 1:
             return
         most_polls = self.guard.begin()
@@ -189,6 +194,11 @@ class EpochSlots:
         if peer_check and (unknown or (copied and self._sizes[self.index] != size)):
             self._check_peers(self.index, size)
         self._in_turn = False
+
+    def skip(self) -> None:
+        """Go on to the other slot without an epoch: a call uses its memory that needs no flags of
+        it, since it waits for all ranks in its own way when it begins and ends."""
+        self.index = self.following
 
     def finish(self, awaited: bool = False, expected: Expected = dict) -> None:
         """Queue the end of a call: tell the peers that the slot is consumed, advance its epoch. The
@@ -228,7 +238,7 @@ class EpochSlots:
         if self.num_ranks == 1 or not waits.limit_polls() or self.device.is_capturing():
             return call()
         self.guard.begin()
-        slot = (self.index + 1) % SLOTS  # it stays the next call's
+        slot = self.following  # it stays the next call's
         self._check_peers(slot, self._sizes[slot])
         result = call()
         self.guard.see_to_waits()

@@ -39,7 +39,7 @@ from triton_dist.runtime.device import current_device
 _DEFAULT_COMM_SMS = 16
 _CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
 # Programs of an all-gather before the product, and bytes that one moves at a time.
-_SERIAL_COMM_SMS = (8, 16, 32, 64, 128)
+_SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
 _SMALL_BLOCK, _LARGE_BLOCK = 2048, 8192
 
 
@@ -270,12 +270,12 @@ class Serial(_Whole):
     get. No barrier, and nothing to be told after the product, since what is multiplied lies in
     memory of the call's own. For few rows, whose transfer takes less than hiding it."""
 
-    name = AllGatherMethod.SERIAL.value
+    name, is_safe = AllGatherMethod.SERIAL.value, True
     tunables: ClassVar[tuple[str, ...]] = ("num_chunks", "num_comm_sms")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         # Interpreted, one.
-        for number in _SERIAL_COMM_SMS[: 1 if current_device().interprets else None]:
+        for number in _SERIAL_COMM_SMS[-1 if current_device().interprets else 0 :]:
             yield 1, number
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
@@ -360,7 +360,7 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
     shard_bytes = spaces.most_rows(A.shape[0], num_ranks) * A.shape[1] * A.element_size()
     if num_ranks == 1 or shard_bytes * num_ranks > GATHERED_BYTES:
         return False
-    if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[0]:  # something has to be left
+    if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[-1]:  # something has to be left
         return True
     return shard_bytes > num_comm_sms // 2 * _SMALL_BLOCK
 

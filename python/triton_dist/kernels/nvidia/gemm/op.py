@@ -83,6 +83,7 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     prune_fn=suits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
+    version="1",  # another one when results that are shipped should not be used any more
 )
 def matmul(
     A: torch.Tensor, B: torch.Tensor, gemm_config: triton.Config, persistent: bool = True
@@ -105,6 +106,7 @@ def matmul(
     prune_fn=suits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
+    version="1",  # another one when results that are shipped should not be used any more
 )
 def gemm_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
@@ -119,6 +121,7 @@ def gemm_persistent(
     prune_fn=suits_gemm,
     prepare_fn=_prepare(False),
     scope="rank",
+    version="1",  # another one when results that are shipped should not be used any more
 )
 def gemm_non_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config

@@ -16,6 +16,8 @@ Ways, each a candidate
                 the other, by all programs: for rows in between.
     serial      ``torch.matmul``, then our all-reduce.
     collective  ``torch.matmul``, then the group's: what users have now.
+    symmetric_collective
+                ``torch.matmul`` into symmetric memory, then torch's all-reduce there.
 
 Timeline of one call in two shots (W = 4, two chunks), on every rank at once
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C
@@ -107,9 +109,10 @@ def gemm_ar(
         A: [M, K_per_rank], any strides; M from 1 on.
         B: [K_per_rank, N], any strides.
         way: ``"one_shot"``, ``"one_shot_in_packets"``, ``"two_shot"``,
-            ``"two_shot_in_one_launch"``, ``"serial"``, ``"collective"``; default ``"by_size"``, one
-            shot or two. One shot, packets and one launch are for an M of up to the context's
-            ``one_shot_rows``, ``packet_rows`` and ``exchanged_rows``.
+            ``"two_shot_in_one_launch"``, ``"serial"``, ``"collective"``,
+            ``"symmetric_collective"``; default ``"by_size"``, one shot or two. One shot, packets
+            and one launch are for an M of up to the context's ``one_shot_rows``, ``packet_rows``
+            and ``exchanged_rows``.
         num_chunks: in which a rank's rows are added and sent, at most, in ``"two_shot"``; of
             ``"serial"``, the pieces of its all-reduce (tuned).
         reduction: the way of the all-reduce of ``"serial"`` (tuned).

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import (
     SMALL_SHAPES,
     Shape,
@@ -47,10 +48,11 @@ from triton_dist.runtime.device import current_device
 # Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
 _TWO_SHOT_FROM = 1 << 20
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
+# From the largest that a product fills, which is the likeliest.
 _SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
-    AllReduceMethod.ONE_SHOT: (Shape(16, 2048), Shape(64, 2048), Shape(64, 8192)),
+    AllReduceMethod.ONE_SHOT: (Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
     AllReduceMethod.TWO_SHOT: (
-        SMALL_SHAPES[0], Shape(32, 8192), Shape(128, 8192), Shape(64, 16384, 4), Shape(128, 16384),
+        Shape(128, 16384), Shape(64, 16384, 4), Shape(128, 8192), Shape(32, 8192), SMALL_SHAPES[0],
     ),
 }  # fmt: skip
 
@@ -223,7 +225,7 @@ class Serial(WholeProduct[Call]):
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         interpreted = current_device().interprets
         for reduction, shapes in _SERIAL.items():
-            for shape in shapes[:1] if interpreted else shapes:
+            for shape in shapes[-1:] if interpreted else shapes:
                 yield reduction.value, shape.num_pieces, shape.num_ctas, shape.block_bytes
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
@@ -275,6 +277,38 @@ class Collective(WholeProduct[Call]):
         return product
 
 
+class SymmetricCollective(WholeProduct[Call]):
+    """The all-reduce is torch's, of products in symmetric memory, in two shots. On GPUs of its own
+    for each rank, of bf16 and fp32, where rows are whole vectors of 16 bytes."""
+
+    name, is_safe = "symmetric_collective", True
+
+    def candidates(self) -> Iterator[tuple[Any, ...]]:
+        yield ()
+
+    def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
+        return self._takes(sizes.B)
+
+    def check(self, call: Call) -> None:
+        if not self._takes(call.B):
+            expected = "another one here: torch's sum of symmetric memory takes bf16 and fp32, "
+            expected += "rows of whole 16 bytes, and a GPU for each rank"
+            raise InvalidArgument("gemm_ar", "way", self.name, expected)
+
+    def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return self.sum(call, torch.matmul(A, B, out=call.ctx.buffer.spare_sums(A.shape[0])))
+
+    def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
+        if call.copy_to_local:
+            return vendor.two_shot_all_reduce(product, call.ctx.group, torch.empty_like(product))
+        call.ctx.buffer.slots.skip()  # so that the next call leaves the result
+        return vendor.two_shot_all_reduce(product, call.ctx.group)
+
+    @staticmethod
+    def _takes(B: torch.Tensor) -> bool:
+        return vendor.sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
+
+
 WAYS = Ways(
     "gemm_ar",
     (
@@ -285,5 +319,6 @@ WAYS = Ways(
         TwoShotInOneLaunch(),
         Serial(),
         Collective(),
+        SymmetricCollective(),
     ),
 )

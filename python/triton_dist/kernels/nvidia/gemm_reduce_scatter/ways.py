@@ -34,11 +34,11 @@ from triton_dist.runtime.device import current_device
 # How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
 _CHUNKS, _FEW_CHUNKS = (1, 2, 4, 8), (1, 2)
-# Of a reduce-scatter after a product.
+# Of a reduce-scatter after a product, from the largest that it fills, which is the likeliest.
 _SERIAL_SHAPES = (
-    *(Shape(ctas, 8192) for ctas in (32, 64, 128)),
-    *(Shape(ctas, 16384) for ctas in (64, 128)),
+    *(Shape(ctas, 16384) for ctas in (128, 64)),
     Shape(64, 16384, 4),
+    *(Shape(ctas, 8192) for ctas in (128, 64, 32)),
 )
 
 
@@ -212,10 +212,11 @@ class Serial(WholeProduct[Call]):
     """The reduce-scatter is ours, in one launch: where no tiles of ours fit well."""
 
     name, tunables = "serial", ("num_chunks", "num_ctas", "block_bytes")
+    is_safe = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         # Interpreted, one.
-        shapes = _SERIAL_SHAPES[:1] if current_device().interprets else _SERIAL_SHAPES
+        shapes = _SERIAL_SHAPES[-1:] if current_device().interprets else _SERIAL_SHAPES
         for shape in shapes:
             yield shape.num_pieces, shape.num_ctas, shape.block_bytes
 

@@ -1,0 +1,315 @@
+"""Packs with kernels: a zip of tuning records and compiled kernels that says what is in it.
+
+``manifest.json``                    what follows, with the SHA-256 of each file
+``records/<function>.<digest>.json`` winners of one function on one model of GPU
+``kernels/<digest>/<file>``          what Triton keeps under that digest: metadata and cubin of a
+                                     kernel, or a native module by which Triton launches kernels
+
+Members are sorted and have no dates, so equal contents are equal bytes. Nothing in a pack is
+pickled, and nothing is used before its hash was compared. Who can write a pack can run code on the
+hosts that use it, as with a wheel: hashes tell of damage, not of its author.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from triton_dist import knobs
+from triton_dist._warn import warn
+from triton_dist.errors import CacheWarning, NewerSchema, PackRefused
+
+SUFFIX = ".tdpack"
+FORMAT = 2
+
+_MANIFEST = "manifest.json"
+_RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
+_KERNEL = re.compile(r"kernels/([0-9a-f]{64})/([^/\\\0]{1,200}\.(?:json|cubin|so))")
+_LARGEST = 1 << 28
+"""Bytes that a member may have: more is no kernel, but a zip that is made to fill the memory."""
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
+    OverflowError,
+)  # fmt: skip
+"""Raised by ``zipfile`` over a file that is none, or whose offsets lead nowhere."""
+_DATE = (1980, 1, 1, 0, 0, 0)
+_ELF, _EM_CUDA = b"\x7fELF", 190
+_ARCHITECTURE = {51: 0, 65: 8}
+"""Place of the architecture in a cubin's flags, in bits, by ELF's OS ABI: of CUDA 12, and of 13."""
+
+PACKAGE_RECORDS = Path(__file__).parent / "records"
+"""Those that come with triton_dist."""
+
+_used: list[Path] = []
+_opened: dict[Path, Pack | None] = {}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel, or one native module, that is in a pack."""
+
+    name: str
+    facts: Mapping[str, str]
+    """All that it was compiled from and for, as text, by what a person calls it."""
+    files: Mapping[str, str]
+    """SHA-256 by name of file."""
+
+    @property
+    def is_module(self) -> bool:
+        """It is native code of the host, not of the GPU."""
+        return any(name.endswith(".so") for name in self.files)
+
+
+@dataclass(frozen=True)
+class PackedKernel:
+    """Files of one kernel, or of one native module."""
+
+    name: str
+    facts: Mapping[str, str]
+    files: Mapping[str, bytes]
+
+    @functools.cached_property
+    def entry(self) -> Entry:
+        return Entry(
+            self.name, self.facts, {name: sha256(data) for name, data in self.files.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A whole pack in memory."""
+
+    records: Mapping[str, bytes]
+    """By name of file, without the folder."""
+    kernels: Mapping[str, PackedKernel]
+    """By Triton's digest of them."""
+
+    def to_bytes(self) -> bytes:
+        """The file; the same for equal contents."""
+        members = {f"records/{name}": data for name, data in self.records.items()}
+        for digest, kernel in self.kernels.items():
+            members |= {f"kernels/{digest}/{name}": data for name, data in kernel.files.items()}
+        manifest = {
+            "pack": FORMAT,
+            "records": {name: sha256(data) for name, data in self.records.items()},
+            "kernels": {digest: vars(kernel.entry) for digest, kernel in self.kernels.items()},
+        }
+        members[_MANIFEST] = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as out:
+            for name in sorted(members):
+                member = zipfile.ZipInfo(name, _DATE)
+                member.create_system, member.external_attr = 3, (stat.S_IFREG | 0o644) << 16
+                out.writestr(member, members[name], zipfile.ZIP_DEFLATED, 9)
+        return file.getvalue()
+
+
+def write(path: Path, contents: Contents) -> int:
+    """Write a pack in one step, so that nobody reads half of one; returns its bytes."""
+    data = contents.to_bytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        beside.write_bytes(data)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return len(data)
+
+
+class Pack:
+    """A pack that was opened: its manifest is read and compared with what is in the zip, files are
+    read and checked when they are asked for.
+
+    Raises:
+        PackRefused: it is no pack of this format, or not as its manifest says.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            path.stat()  # says why, if it is not there
+            self._refuse("it is no regular file")
+        try:
+            self._zip = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        except _DAMAGE as error:
+            self._refuse(f"it is no zip, or damaged: {error}")
+        self._members = self._checked_members()
+        manifest = self._manifest()
+        self.records: dict[str, str] = manifest["records"]
+        self.kernels = {digest: Entry(**each) for digest, each in manifest["kernels"].items()}
+        listed = {_MANIFEST, *(f"records/{name}" for name in self.records)}
+        for digest, entry in self.kernels.items():
+            listed |= {f"kernels/{digest}/{name}" for name in entry.files}
+        for name in sorted(listed ^ self._members.keys()):
+            where = "zip" if name in listed else "manifest"
+            self._refuse(f"it is not in the {where}", name)
+
+    def record(self, name: str) -> bytes:
+        """The text of a file of records. Raises ``PackRefused``."""
+        return self._read(f"records/{name}", self.records[name])
+
+    def kernel(self, digest: str) -> PackedKernel:
+        """The files of a kernel, each of which is what it claims to be. Raises ``PackRefused``."""
+        entry = self.kernels[digest]
+        files = {
+            name: self._read(f"kernels/{digest}/{name}", whole)
+            for name, whole in entry.files.items()
+        }
+        for name, data in files.items():
+            flaw = _flaw(name, data, digest, entry)
+            if flaw:
+                self._refuse(flaw, f"kernels/{digest}/{name}")
+        return PackedKernel(entry.name, entry.facts, files)
+
+    def contents(self) -> Contents:
+        """All of it, each file checked. Raises ``PackRefused``."""
+        return Contents(
+            {name: self.record(name) for name in self.records},
+            {digest: self.kernel(digest) for digest in self.kernels},
+        )
+
+    def _checked_members(self) -> dict[str, zipfile.ZipInfo]:
+        found: dict[str, zipfile.ZipInfo] = {}
+        for member in self._zip.infolist():
+            name = member.orig_filename  # zipfile cuts names at a null byte
+            if name in found:
+                self._refuse("it is there twice", name)
+            if name != _MANIFEST and not (_RECORD.fullmatch(name) or _KERNEL.fullmatch(name)):
+                self._refuse("a pack has no file of such a name", name)
+            if member.flag_bits & 1:
+                self._refuse("it is encrypted", name)
+            if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
+                self._refuse("it is no regular file, but a link or the like", name)
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                self._refuse(f"it is compressed by method {member.compress_type}", name)
+            if member.file_size > _LARGEST:
+                self._refuse(f"it has {member.file_size} bytes, more than any kernel", name)
+            found[name] = member
+        return found
+
+    def _manifest(self) -> Any:
+        if _MANIFEST not in self._members:
+            self._refuse("it has no manifest.json, so it is some other zip")
+        try:
+            tree = json.loads(self._read(_MANIFEST))
+            version = tree["pack"]
+            if type(version) is int and version > FORMAT:
+                self._refuse(str(NewerSchema(version, FORMAT)))
+            flaw = next(_flaws_of(tree), None)
+        except PackRefused:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            flaw = f"{type(error).__name__}: {error}"
+        if flaw:
+            self._refuse(flaw, _MANIFEST)
+        return tree
+
+    def _read(self, name: str, whole: str | None = None) -> bytes:
+        try:
+            data = self._zip.read(self._members[name])
+        except _DAMAGE as error:
+            self._refuse(f"it is damaged: {error}", name)
+        if whole is not None and sha256(data) != whole:
+            self._refuse("its SHA-256 is not the one in the manifest", name)
+        return data
+
+    def _refuse(self, reason: str, member: str = "") -> NoReturn:
+        raise PackRefused(str(self.path), member, reason) from None
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _flaws_of(tree: Any) -> Iterator[str]:
+    """Sentences about a manifest that is not laid out as one. May raise what look-ups raise."""
+    if tree["pack"] != FORMAT or type(tree["pack"]) is not int:
+        yield f"its format is {tree['pack']!r}, expected {FORMAT}"
+    texts = [*tree["records"].items()]
+    for digest, entry in tree["kernels"].items():
+        if entry.keys() != {"name", "facts", "files"} or type(entry["name"]) is not str:
+            yield f"the entry of kernel {digest} has other parts than name, facts and files"
+        kinds = sorted(name.rpartition(".")[2] for name in entry["files"])
+        if kinds not in (["cubin", "json"], ["so"]):
+            yield f"kernel {digest} has files {kinds}, expected a json and a cubin, or a so"
+        texts += [*entry["facts"].items(), *entry["files"].items()]
+    if not all(type(text) is str for pair in texts for text in pair):
+        yield "it has something else where a text belongs"
+
+
+def _flaw(name: str, data: bytes, digest: str, entry: Entry) -> str:
+    """Reason why a file is not that of the kernel ``entry``; empty: it is."""
+    if name.endswith(".so"):
+        return "" if data.startswith(_ELF) else "it is no native module"
+    claimed = entry.facts.get("target")
+    if name.endswith(".cubin"):
+        if not data.startswith(_ELF) or int.from_bytes(data[18:20], "little") != _EM_CUDA:
+            return "it is no cubin"
+        flags, place = int.from_bytes(data[48:52], "little"), _ARCHITECTURE.get(data[7])
+        target = claimed if place is None else f"cuda {flags >> place & 0xFF}"
+        return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
+    try:
+        about = json.loads(data)
+        target = f"{about['target']['backend']} {about['target']['arch']}"
+        known = str(about["hash"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return "it is not the metadata of a kernel"
+    if known != digest:
+        return f"it is of kernel {known}"
+    return "" if claimed == target else f"it is for {target}, the manifest says {claimed}"
+
+
+def use(path: Path) -> None:
+    """Look into this pack before all others, in this process. Raises as ``Pack`` does."""
+    path = path.expanduser().resolve()
+    _opened[path] = Pack(path)
+    if path not in _used:
+        _used.insert(0, path)
+
+
+def pack_places() -> list[Path]:
+    """Packs that are used by name, then the folders in which packs are looked for: ``packs/`` of
+    the user's folder and of each read-only folder, and that of the package."""
+    roots = [knobs.cache_dir.get(), *knobs.autotune_readonly_dirs.get()]
+    return [*_used, *(root / "packs" for root in roots), PACKAGE_RECORDS]
+
+
+def packs_in(places: Iterable[Path]) -> Iterator[Pack]:
+    """Packs with kernels there; of one that cannot be read there is one warning."""
+    for place in places:
+        names = [place] if place.suffix == SUFFIX else _listed(place)
+        yield from filter(None, map(opened, names))
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.expanduser().iterdir() if path.suffix == SUFFIX)
+    except (OSError, RuntimeError, ValueError):  # the store of records beside it says so
+        return []
+
+
+def opened(path: Path) -> Pack | None:
+    """The pack at ``path``, which a process reads once; ``None``, and one warning, if it cannot."""
+    if path not in _opened:
+        try:
+            _opened[path] = Pack(path)
+        except (PackRefused, OSError) as error:
+            text = str(error) if isinstance(error, PackRefused) else f"pack {path}: {error}"
+            _opened[path] = None
+            warn(text, CacheWarning)
+    return _opened[path]

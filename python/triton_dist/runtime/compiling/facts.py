@@ -1,0 +1,89 @@
+"""All that a kernel was compiled from and for, as text: for manifests, and to say what differs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import make_backend
+
+_LONGEST = 200
+_HOST_PATHS = ("extern_libs",)
+"""Options whose text differs from host to host; Triton counts what lies there, not where."""
+
+
+def facts_of(compilation: Mapping[str, Any]) -> dict[str, str]:
+    """Facts of a kernel by what a person calls them: its arguments by name, options, target.
+
+    Args:
+        compilation: ``src``, ``target`` and ``options`` of ``triton.compile``; what is not there is
+            left out.
+    """
+    facts = {"triton": triton.__version__}
+    source, target = compilation.get("src"), compilation.get("target")
+    if target is not None:
+        facts |= {"target": f"{target.backend} {target.arch}", "ptxas": _ptxas(target)}
+    if source is not None and hasattr(source, "fn"):
+        facts["source"] = str(source.fn.cache_key)[:16]
+        facts |= {f"argument {name}": text for name, text in _arguments(source)}
+    options = compilation.get("options")
+    options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
+    for name in sorted(options.keys() - {*_HOST_PATHS, "arch", "backend_name"}):
+        facts[f"option {name}"] = _text(options[name])
+    for name, value in sorted(get_cache_invalidating_env_vars().items()):
+        facts[f"variable {name}"] = str(value)
+    return facts
+
+
+def shown(facts: Mapping[str, str]) -> dict[str, str]:
+    """The few facts by which people tell specialisations of a kernel apart."""
+    usual = ("option num_warps", "option num_stages")
+    return {
+        name.removeprefix("argument ").removeprefix("option "): text
+        for name, text in facts.items()
+        if name.startswith("argument ") or name in usual
+    }
+
+
+def differences(shipped: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """A sentence for each fact that differs."""
+    return [
+        f"{name}: shipped {shipped.get(name, 'none')}, here {here.get(name, 'none')}"
+        for name in sorted(shipped.keys() | here.keys())
+        if shipped.get(name) != here.get(name)
+    ]
+
+
+def _arguments(source: Any) -> Iterator[tuple[str, str]]:
+    """Name, and type with what is known of the value; a constant's value."""
+    names = list(source.signature)
+    constants: dict[str, list[str]] = {}
+    for path, value in source.constants.items():
+        inside = "".join(f"[{place}]" for place in path[1:])
+        constants.setdefault(names[path[0]], []).append(f"{inside}={_text(value)}".lstrip("="))
+    for place, (name, kind) in enumerate(source.signature.items()):
+        known = [
+            f"{what.removeprefix('tt.')} {number}"
+            for path, pairs in source.attrs.items()
+            if path[0] == place
+            for what, number in pairs
+        ]
+        types = [] if kind == "constexpr" else [_text(kind) if isinstance(kind, tuple) else kind]
+        yield name, ", ".join([*types, *known, *constants.get(name, [])])
+
+
+def _text(value: Any) -> str:
+    """Its ``repr``, but that of a function, kernel or object, which has an address in it."""
+    named = getattr(value, "__name__", None)
+    text = str(named) if callable(value) and named else repr(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)[:_LONGEST]
+
+
+def _ptxas(target: Any) -> str:
+    version = str(make_backend(target).hash())
+    found = re.search(r"\bV\d[\d.]+", version)
+    return found[0] if found else hashlib.sha256(version.encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""Kernels that a process loads, written as it goes: each as a pack of its own.
+
+So nothing is lost when a process is killed, ranks write into one folder, and all that is left to do
+is to merge.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from triton_dist._archive import SUFFIX, Contents, PackedKernel, write
+from triton_dist._warn import warn
+from triton_dist.errors import CacheWarning
+from triton_dist.runtime import triton_compat
+from triton_dist.runtime.compiling.facts import facts_of
+
+MODULE_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
+"""Ends the name of a native module, and says for which Python it is."""
+
+_LEVELS = (".json", ".cubin")
+"""Files that a launch needs; the levels before them are several times as much."""
+
+_active: list[Recorder] = []
+
+
+class Recorder:
+    """Writes every kernel and native module that Triton compiles or finds from :meth:`begin` to
+    :meth:`end` into ``folder``. A listener of Triton's that was there before is called too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._before: Any = None
+
+    def begin(self) -> None:
+        knobs = triton.knobs.compilation
+        self._before, knobs.listener = knobs.listener, self
+        _active.append(self)
+
+    def end(self) -> None:
+        _active.remove(self)
+        if triton.knobs.compilation.listener is self:
+            triton.knobs.compilation.listener = self._before
+
+    def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
+        """Triton compiled a kernel, or found it."""
+        paths: Mapping[str, str] = details["metadata_group"]
+        named = {name: Path(path) for name, path in paths.items() if name.endswith(_LEVELS)}
+        facts = facts_of(triton_compat.compilation())
+        self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
+        if self._before is not None:
+            self._before(metadata=metadata, **details)
+
+    def write(
+        self, digest: str, name: str, facts: Mapping[str, str], paths: Mapping[str, Path]
+    ) -> None:
+        """Never raises: who launches is not to fail because somebody records."""
+        try:
+            files = {each: path.read_bytes() for each, path in paths.items()}
+            kernels = {digest: PackedKernel(name, facts, files)}
+            write(self.folder / f"{digest}{SUFFIX}", Contents({}, kernels))
+        except OSError as error:
+            warn(f"kernel {name} is not recorded: {error}", CacheWarning)
+
+
+def is_recording(folder: Path) -> bool:
+    return any(each.folder == folder for each in _active)
+
+
+def saw_module(digest: str, filename: str, path: str) -> None:
+    """Triton built a native module, or found it."""
+    name = filename.removesuffix(MODULE_SUFFIX)
+    for recorder in _active:
+        recorder.write(digest, name, module_facts(), {filename: Path(path)})
+
+
+def module_facts() -> dict[str, str]:
+    """Facts of a native module: for which Python and which Triton it is."""
+    return {"python": MODULE_SUFFIX.split(".")[1], "triton": triton.__version__}
