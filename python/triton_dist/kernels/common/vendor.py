@@ -148,8 +148,8 @@ def async_tp_matmul(
 ) -> torch.Tensor:
     """``all_gather(A) @ B`` by torch's async tensor parallelism; GPUs only.
 
-    A: [M_per_rank, K], contiguous, B: [K, N_per_rank]; all_gather(A) goes to ``gathered``. Its first
-    call in a group, and one with a larger A, are collective and allocate: they are not captured.
+    A: [M_per_rank, K], contiguous, B: [K, N_per_rank]; ``gathered``: for all_gather(A). Its
+    first call in a group, and one with a larger A, are collective and allocate: no capture.
     """
     name, keeps = _group_of_symmetric_memory(group), gathered is not None
     rows, products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=keeps)
