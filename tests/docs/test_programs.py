@@ -32,6 +32,11 @@ def file_of(block: Block, folder: Path) -> str:
     return str(path)
 
 
+def environment_of(block: Block) -> dict[str, str]:
+    """Of a block that is marked so, with the first config of what would be tuned in many keys."""
+    return {"TRITON_DIST_AUTOTUNE": "0"} if "untuned" in block.words else {}
+
+
 def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
     """What a terminal shows of the block as a program of its own; fails with that too."""
     command = [sys.executable, "-u", file_of(block, folder)]
@@ -48,15 +53,16 @@ def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=lambda block: block.id)
 def test_program_on_ranks(block: Block, spawn_ranks, tmp_path: Path) -> None:
-    printed = spawn_ranks(block.ranks, run_program, file_of(block, tmp_path), init=False)
+    program, env = file_of(block, tmp_path), environment_of(block)
+    printed = spawn_ranks(block.ranks, run_program, program, init=False, env=env)
     check_output(block, "".join(printed))
 
 
 @pytest.mark.gpu(count=2)
 @pytest.mark.parametrize("block", ON_RANKS, ids=lambda block: block.id)
 def test_program_on_gpus(block: Block, spawn_ranks, tmp_path: Path) -> None:
-    program = file_of(block, tmp_path)
-    printed = spawn_ranks(block.ranks, run_program, program, init=False, device="cuda")
+    program, env = file_of(block, tmp_path), environment_of(block)
+    printed = spawn_ranks(block.ranks, run_program, program, init=False, device="cuda", env=env)
     check_output(block, "".join(printed))
 
 

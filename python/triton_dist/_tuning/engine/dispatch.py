@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
+from triton_dist._tuning.engine.choice import Choice
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
-from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.values import (
     Config,
@@ -32,29 +31,6 @@ from triton_dist.errors import (
     NoValidConfig,
     TritonDistError,
 )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice for a key."""
-
-    config: Config
-    arguments: dict[str, Any]
-    """Arguments of the config, ready for a call."""
-    record: TuningRecord | None
-    kept: bool = True
-    """It holds for later calls."""
-    span: Span | None = None
-    """Configs by exact size, within the range of the key."""
-
-    def of(self, sizes: tuple[int, ...]) -> Choice:
-        """The choice for exact sizes."""
-        if self.span is None:
-            return self
-        config = self.span.at(sizes[0])
-        if config == self.config:
-            return self
-        return replace(self, config=config, arguments=config.arguments())
 
 
 class AutoTuner(Decorated):
