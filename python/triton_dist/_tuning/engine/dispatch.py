@@ -133,9 +133,8 @@ class AutoTuner(Decorated):
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
         if record is None and self._surroundings.is_traced((args, kwargs)):
-            raise CaptureInProgress(
-                self._name, "has no record of this key, and cannot be tuned while it is traced"
-            )
+            why = "has no record of this key, and cannot be tuned while it is traced"
+            raise CaptureInProgress(self._name, why)
         if record is None:
             raise CaptureInProgress(self._name)
         return record
@@ -184,14 +183,12 @@ class AutoTuner(Decorated):
         allow_overwrite: bool,
     ) -> Any:
         """A call that is no hit."""
-        surroundings = self._surroundings
         served = self._served(args, kwargs, process_group) if autotune else None
         if served is not None:
             return self.fn(*args, **kwargs, **served)
-        if not autotune or surroundings.is_off():
-            variable = "" if not autotune else ", set by TRITON_DIST_AUTOTUNE"
-            arguments = self._off(kwargs, process_group, allow_overwrite, variable).arguments()
-        elif surroundings.is_traced((args, kwargs)):
+        if not autotune or self._surroundings.is_off():
+            arguments = self._off(kwargs, process_group, allow_overwrite, autotune).arguments()
+        elif self._surroundings.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
             arguments = self._untuned("while it is traced").arguments()
         else:
@@ -349,35 +346,23 @@ class AutoTuner(Decorated):
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
         for name, value in fixed.items():
             if not allowed:
-                raise InvalidArgument(
-                    self._name,
-                    f"keyword {name}",
-                    value,
-                    "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True",
-                )
+                wanted = "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True"
+                raise InvalidArgument(self._name, f"keyword {name}", value, wanted)
         if fixed:
             given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-            self._warnings.warn(
-                f"{self._name}: {given} overwrites what the tuner would choose; the rest "
-                "is tuned for it",
-            )
+            rest = "what the tuner would choose; the rest is tuned for it"
+            self._warnings.warn(f"{self._name}: {given} overwrites {rest}")
         return Config(fixed)
 
     def _off(
-        self,
-        kwargs: dict[str, Any],
-        process_group: Any,
-        allow_overwrite: bool,
-        by: str = ", set by TRITON_DIST_AUTOTUNE",
+        self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
     ) -> Config:
         """The default config, where nothing is to be tuned; without names that the caller gives."""
-        with self._told(process_group):
-            fixed = self._fixed(kwargs, allow_overwrite)
-            default = self._default()
-        self._note(process_group, f"called it with autotune=False{by}")
-        if not fixed:
-            return default
-        return Config({name: value for name, value in default.items() if name not in fixed})
+        with self._told(group):
+            fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
+        variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""
+        self._note(group, f"called it with autotune=False{variable}")
+        return Config({n: default[n] for n in default if n not in fixed}) if fixed else default
 
     def _untuned(self, when: str, key: object = None) -> Config:
         """The default config, where nothing can be tuned."""
