@@ -66,6 +66,7 @@ def _steps() -> tuple[Step, ...]:
     routed = ("ag_group_gemm", "run_moe_reduce_rs", "run_moe_reduce_ar")
     overlap = "{launch} benchmarks/bench_overlap.py --mode graph --json {out}.json"
     any_m = "{launch} benchmarks/bench_any_m.py --minutes 4 --json {out}.json"
+    alone = "bash scripts/python benchmarks"
     tests = " ".join(f"tests/gpu/test_{op}.py" for op in (*gemms, "ag_group_gemm", "moe_sums"))
     return (
         Step("tests of the ops", 6, f"bash scripts/test.sh --gpu {tests}"),
@@ -83,6 +84,8 @@ def _steps() -> tuple[Step, ...]:
             "{launch} benchmarks/bench_collectives.py --mode graph --json {out}.json",
         ),
         Step("host cost", 2, "{launch} benchmarks/bench_host_cost.py --json {out}.json"),
+        Step("launch", 2, f"{alone}/bench_launch.py --json {{out}}.json"),
+        Step("matmul", 8, f"{alone}/bench_matmul.py --first 2 --json {{out}}.json"),
         Step("cold tuning", 4, "{launch} benchmarks/bench_cold_tuning.py --json {out}.json"),
         Step("contextual race", 4, "{launch} benchmarks/bench_contextual.py --json {out}.json"),
         Step(

@@ -312,6 +312,26 @@ class CandidateFailed(TritonDistError, RuntimeError):
     """One config could not be prepared or run; the tuner records it and goes on."""
 
 
+class InvalidArtefact(TritonDistError, ValueError):
+    """A compiled kernel in a file, or a text of one, that is missing, damaged, of a later version,
+    or that Triton cannot compile any further; ``why`` says which."""
+
+    def __init__(self, where: str, why: str) -> None:
+        self.where, self.why = where, why
+        super().__init__(f"{where}: {why}")
+
+
+class ArtefactRefused(TritonDistError, ValueError):
+    """A launch whose artefact was made for other arguments or another GPU; nothing was launched.
+
+    ``why`` has what the artefact wants and what the call has.
+    """
+
+    def __init__(self, kernel: str, where: str, why: str) -> None:
+        self.kernel, self.where, self.why = kernel, where, why
+        super().__init__(f"{kernel}: {where} cannot be launched so: {why}")
+
+
 class CompileTimeout(TritonDistError, TimeoutError):
     """A kernel that the compiler did not finish in time."""
 
@@ -356,6 +376,10 @@ class TritonDistWarning(UserWarning):
 
 class CacheWarning(TritonDistWarning):
     """A cached tuning record that could not be used or written."""
+
+
+class ArtefactWarning(TritonDistWarning):
+    """An artefact that does not say what it was made for, so that a launch cannot be checked."""
 
 
 class TuningWarning(TritonDistWarning):

@@ -98,6 +98,26 @@ def _folders(raw: str) -> tuple[Path, ...]:
     return tuple(Path(folder) for folder in raw.split(os.pathsep) if folder.strip())
 
 
+def _levels(raw: str) -> tuple[str, ...]:
+    named = tuple(word.strip() for word in raw.split(","))
+    if not set(named) <= set(_LEVELS):
+        raise ValueError(raw)
+    return named
+
+
+def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
+    found = []
+    for each in raw.split(","):
+        name, separator, folder = each.strip().partition("=")
+        if not (name and separator and folder):
+            raise ValueError(raw)
+        found.append((name, Path(folder)))
+    return tuple(found)
+
+
+_LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin", "sass")
+
+
 def flag(variable: str, doc: str, default: bool = False) -> Knob[bool]:
     return Knob(variable, default, _flag, "0 or 1", doc)
 
@@ -219,6 +239,28 @@ autotune_grace = seconds(
     "TRITON_DIST_AUTOTUNE_GRACE",
     5.0,
     "Time from the report that a rank is stuck in a candidate to the end of its process.",
+)
+dump_dir: Knob[Path | None] = Knob(
+    "TRITON_DIST_DUMP_DIR",
+    None,
+    Path,
+    "a folder",
+    "Set by triton-dist dump: where each kernel that the program uses is exported to.",
+)
+dump_levels: Knob[tuple[str, ...]] = Knob(
+    "TRITON_DIST_DUMP_LEVELS",
+    _LEVELS,
+    _levels,
+    f"some of {','.join(_LEVELS)}",
+    "Set by triton-dist dump: the levels at which they are.",
+)
+toolchains: Knob[tuple[tuple[str, Path], ...]] = Knob(
+    "TRITON_DIST_TOOLCHAINS",
+    (),
+    _named_folders,
+    "NAME=FOLDER,NAME=FOLDER",
+    "Other installed Tritons, whose compilers a launch may name: toolchain=NAME; each folder has "
+    "the package triton in it.",
 )
 wait_timeout = seconds(
     "TRITON_DIST_WAIT_TIMEOUT",

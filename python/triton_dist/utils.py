@@ -1,6 +1,7 @@
 """Names that scripts import from ``triton_dist.utils``; each is defined where it belongs."""
 
 from triton_dist.knobs import get_bool_env, get_int_env
+from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.runtime.capabilities import (
     has_tma,
     is_fp8_dtype,
@@ -23,14 +24,17 @@ from triton_dist.runtime.distributed import (
     initialize_distributed,
 )
 from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
+from triton_dist.testing.assertions import assert_allclose
 
 __all__ = [
+    "assert_allclose",
     "dist_print",
     "finalize_distributed",
     "generate_data",
     "get_bool_env",
     "get_device_max_shared_memory_size",
     "get_int_env",
+    "group_profile",
     "has_tma",
     "init_seed",
     "initialize_distributed",
@@ -38,6 +42,7 @@ __all__ = [
     "is_fp8_dtype",
     "is_nvshmem_multimem_supported",
     "nvshmem_barrier_all_on_stream",
+    "perf_func",
     "rand_tensor",
     "requires_p2p_native_atomic",
     "sleep_async",

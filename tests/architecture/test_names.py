@@ -12,6 +12,20 @@ NAMES = {
     "triton_dist": ["jit", "tune", "autotuner", "language", "__version__"],
     "triton_dist.autotuner": ["contextual_autotune"],
     "triton_dist.tune": ["autotune", "to_hashable"],
+    "triton_dist.runner": [
+        "jit",
+        "export",
+        "load",
+        "configure_jit_backend",
+        "restore_jit_backend",
+        "configure_autotune_backend",
+        "restore_autotune_backend",
+        "autotune",
+        "get_file_dir",
+        "torch_utils",
+        "color_print",
+    ],
+    "triton_dist.runner.tuning": ["cubin_space"],
     "triton_dist.utils": [
         "initialize_distributed",
         "finalize_distributed",
@@ -31,6 +45,9 @@ NAMES = {
         "requires_p2p_native_atomic",
         "supports_p2p_native_atomic",
         "wait_until_max_gpu_clock_or_warning",
+        "assert_allclose",
+        "perf_func",
+        "group_profile",
     ],
     "triton_dist.jit": ["jit"],
     "triton_dist.profiler_utils": [
@@ -40,6 +57,11 @@ NAMES = {
         "group_profile",
     ],
     "triton_dist.layers.nvidia": ["GemmARLayer"],
+    "triton_dist.layers.nvidia.tp_mlp": ["TP_MLP"],
+    "triton_dist.layers.nvidia.tp_attn": ["TP_Attn", "_set_cos_sin_cache"],
+    "triton_dist.layers.nvidia.tp_moe": ["TP_MoE"],
+    "triton_dist.models.kv_cache": ["KV_Cache"],
+    "triton_dist.models.utils": ["init_model_cpu", "seed_everything"],
     "triton_dist.kernels.allreduce": [
         "AllReduceMethod",
         "get_allreduce_methods",
@@ -147,6 +169,9 @@ PARAMETERS = {
         "tp_group", "max_M", "N", "K", "input_dtype", "output_dtype", "local_world_size",
         "persistent", "use_ll_kernel", "copy_to_local", "NUM_COMM_SMS", "NUM_SM_MARGIN",
         "TILE_MAP_LEVEL", "user_gemm_config",
+    ],
+    "triton_dist.models.kv_cache.KV_Cache": [
+        "num_layers", "batch_size", "max_length", "kv_heads", "head_dim", "dtype", "world_size",
     ],
     "triton_dist.layers.nvidia.GemmARLayer.forward": [
         "self", "input", "weight", "bias", "scale_a", "scale_b",

@@ -12,17 +12,17 @@ from tests.architecture.source import PACKAGE
 
 # Files that an op reaches, and their lines.
 MOST = {
-    "allgather_gemm": (20, 5500),
+    "allgather_gemm": (20, 5450),
     "gemm_reduce_scatter": (20, 5530),
     "gemm_allreduce": (27, 7220),
     "gemm": (10, 2450),
     "grouped_gemm": (13, 2850),
     "allgather_group_gemm": (22, 5400),
     "moe_reduce_rs": (25, 5600),
-    "moe_reduce_ar": (31, 7050),
-    "allreduce": (14, 3450),
-    "reduce_scatter": (14, 3200),
-    "allgather": (14, 3200),
+    "moe_reduce_ar": (31, 7020),
+    "allreduce": (14, 3370),
+    "reduce_scatter": (14, 3150),
+    "allgather": (14, 3150),
 }
 OWN_FILES = ("__init__", "op", "context", "ways", "case", "kernel")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
+
+import triton
 
 from triton_dist.testing.compile_only import Compiled, compile_kernel
 
@@ -17,6 +20,31 @@ PROXY_FENCE = "fence.proxy.async.global"
 
 def compile_launch(launch: Any) -> Compiled:
     return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
+
+
+def deepest_of_each(tiles: Sequence[triton.Config]) -> list[int]:
+    """Indices of the tiles that ask for the most shared memory of their size.
+
+    What threads hold and when they wait depends on rows, columns, warps and epilogue; those that
+    differ in the depth of the pipeline alone fit if the deepest does, and are compiled for GPUs in
+    ``tests/gpu``, as every candidate is.
+    """
+    deepest: dict[object, int] = {}
+    for index, config in enumerate(tiles):
+        tile = config.kwargs
+        of_size = (
+            tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], config.num_warps,
+            tile.get("EPILOGUE_SUBTILE", False),
+        )  # fmt: skip
+        other = deepest.setdefault(of_size, index)
+        if _depth(config) > _depth(tiles[other]):
+            deepest[of_size] = index
+    return sorted(deepest.values())
+
+
+def _depth(config: triton.Config) -> int:
+    depth: int = config.kwargs["BLOCK_SIZE_K"] * config.num_stages
+    return depth
 
 
 def assert_announced_later(ptx, every=1):

@@ -1,4 +1,4 @@
-"""Every kernel of GEMM-ReduceScatter x every tile of its space, for sm_90 without a GPU."""
+"""Every kernel of GEMM-ReduceScatter x tiles of every size, for sm_90 without a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.compile.scattered import (
     assert_announced_at_once,
     assert_announced_later,
     compile_launch,
+    deepest_of_each,
 )
-from tests.compile.test_gemm_kernels import first_of_each, kernel_of
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering
@@ -59,7 +59,7 @@ def compiled(
 
 def every_tile():
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for index in first_of_each(map(kernel_of, tiles)):
+        for index in deepest_of_each(tiles):
             config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             kind = "persistent" if persistent else "pointers"
@@ -146,8 +146,7 @@ def test_fp16_with_a_bias_and_a_column_major_b(persistent, dtype):
     assert "wgmma.mma_async" in kernel.ptx
 
 
-@pytest.mark.parametrize("arch", [80, 100])
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(("persistent", "arch"), [(True, 100), (False, 80)])
 def test_the_default_tiles_on_other_generations(persistent, arch):
     kernel = compiled(persistent, 0, "column-major", arch=arch)
     assert f".target sm_{arch}" in kernel.ptx

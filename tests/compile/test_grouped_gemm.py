@@ -106,7 +106,7 @@ def test_pointers_serve_what_tma_cannot_read(index):
     assert not TMA_LOAD.search(kernel.ptx)
 
 
-@pytest.mark.parametrize("experts", [8, 128, 512])
+@pytest.mark.parametrize("experts", [8, 512])
 def test_the_map_fits(experts):
     launches = block_map(
         meta(TOKENS, TOPK, dtype=torch.int64), experts, 128, rank=1, num_sources=4,

@@ -100,8 +100,7 @@ def test_peers_and_the_number_of_the_call_are_known_before_the_product():
     assert "ld.global.b64" not in ptx[ptx.index(COUNT) :]
 
 
-@pytest.mark.parametrize("N", [8190, 33])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("N", "dtype"), [(8190, torch.float16), (33, torch.float32)], ids=str)
 def test_any_row_and_dtype(N, dtype):
     kernel = compiled(False, dtype=dtype, N=N, rows=7)
     assert kernel.stack_bytes <= 64
@@ -109,8 +108,7 @@ def test_any_row_and_dtype(N, dtype):
     assert "st.global.b64" not in kernel.ptx
 
 
-@pytest.mark.parametrize("arch", [80, 100])
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(("persistent", "arch"), [(True, 100), (False, 80)])
 def test_other_generations(persistent, arch):
     ptx = compiled(persistent, arch=arch).ptx
     assert f".target sm_{arch}" in ptx

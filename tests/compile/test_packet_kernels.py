@@ -90,8 +90,9 @@ def test_words_are_cleared_after_all_threads_have_them():
     assert "bar.sync" in ptx[last_poll : ptx.index(SEND, last_poll)]
 
 
-@pytest.mark.parametrize("elements", [1, 4097])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("elements", "dtype"), [(1, torch.float32), (4097, torch.bfloat16)], ids=str
+)
 def test_odd_sizes(elements, dtype):
     kernel = compiled(BLOCKS_OF_2048, elements=elements, dtype=dtype)
     assert kernel.stack_bytes <= 64  # a few addresses, in Triton 3.6

@@ -115,6 +115,7 @@ class Calls:
         ranks.barrier("memory is poisoned")
         self._number = 0
         self._results: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._gathered: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def __call__(
         self,
@@ -142,10 +143,13 @@ class Calls:
         if options.get("local_copy") is False:
             self.ctx.own_rows(rows).copy_(A)
             A.fill_(NAN)
+        what = f"call {self._number}: {rows} rows a rank, B {layout}, {options}"
+        if self._number % 2:  # every other call is asked for the gathered rows too
+            options["gathered"] = torch.full_like(torch.cat(shards), NAN)
+            self._gathered.append((what, options["gathered"], torch.cat(shards)))
         C = op(A, B, self.ctx, **options)
         A.fill_(NAN)
         self.ctx.symm_workspace.fill_(NAN)
-        what = f"call {self._number}: {rows} rows a rank, B {layout}, {options}"
         self._results.append((what, C, expected))
 
     def _note(self, rows: int, layout: str, options: dict[str, Any]) -> None:
@@ -165,6 +169,8 @@ class Calls:
                 assert_allclose(C, expected, rtol=limit, atol=limit)
             except AssertionError as error:
                 raise AssertionError(f"{what}: {error}") from None
+        for what, rows, shards in self._gathered:
+            assert torch.equal(rows, shards), f"{what}: gathered rows"
         return len(self._results)
 
     def finish(self) -> int:

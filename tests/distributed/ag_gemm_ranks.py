@@ -157,8 +157,9 @@ def split_tiles() -> int:
 
 @compiled_ahead
 def fused_push(rounds: int) -> int:
-    """Shards that the consumer sends itself: odd sizes, chunks that are empty, both kernels, each
-    rank late in turn, and configs that take turns with each other and with other methods."""
+    """Shards that the consumer sends itself: odd sizes, of which a config has another in each
+    round, chunks that are empty, both kernels, each rank late in turn, and configs that take turns
+    with each other and with other methods."""
     calls = Calls(max_rows=70, columns=72, K=200)
     narrow = Calls(max_rows=5, columns=16, K=8, dtype=torch.bfloat16)
     push, size = AllGatherMethod.FUSED_PUSH, dist.get_world_size()
@@ -166,18 +167,18 @@ def fused_push(rounds: int) -> int:
     layouts = itertools.cycle(("row-major", "column-major", "misaligned slice"))
     late_ranks = itertools.cycle(range(size))
     for number in range(rounds):
-        for tiles, num_comm_sms, num_chunks in fused_tiles():
-            for rows in (70, 1, 33):
-                calls(
-                    rows,
-                    next(layouts),
-                    gemm_config=tiles,
-                    method=push,
-                    num_comm_sms=num_comm_sms,
-                    num_chunks=num_chunks,
-                    local_copy=rows != 33,
-                    straggler_option=(next(late_ranks), 20_000_000),
-                )
+        for turn, (tiles, num_comm_sms, num_chunks) in enumerate(fused_tiles(), number):
+            rows = (70, 1, 33)[turn % 3]
+            calls(
+                rows,
+                next(layouts),
+                gemm_config=tiles,
+                method=push,
+                num_comm_sms=num_comm_sms,
+                num_chunks=num_chunks,
+                local_copy=rows != 33,
+                straggler_option=(next(late_ranks), 20_000_000),
+            )
             narrow(1 + number % 5, gemm_config=tiles, method=push, num_chunks=8)
         calls(33, method=next(others), num_chunks=2)
         if dist.get_rank() == number % size:

@@ -165,13 +165,19 @@ def one_rank_leaves_out_a_trial(method: AllGatherMethod, left_out: str) -> list[
     @tune.autotune(
         config_space=[{"leaves_out": True}, {"leaves_out": False}],
         key_fn=lambda *_, **__: "one",
-        recover_fn=lambda A, B, ctx: ctx.reset(),
+        recover_fn=lambda A, B, ctx, **_: ctx.reset(),
     )
-    def op(A: torch.Tensor, B: torch.Tensor, ctx: Any, leaves_out: bool) -> torch.Tensor:
+    def op(
+        A: torch.Tensor,
+        B: torch.Tensor,
+        ctx: Any,
+        leaves_out: bool,
+        gathered: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         skipped = leaves_out and next(runs) == (0 if left_out == "the first run" else 2)
         if skipped and ctx.rank == 1:
             return A.new_empty(A.shape[0] * ctx.num_ranks, B.shape[1])
-        return ag_gemm.fn(A, B, ctx, default_tiles(), method=method)
+        return ag_gemm.fn(A, B, ctx, default_tiles(), method=method, gathered=gathered)
 
     calls(20, op=op)
     calls(11, op=op)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.ag_gemm_calls import some_configs
 from triton_dist.errors import ContextFinalized, RankDisagreement, TritonDistError
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -37,9 +38,10 @@ OWN = {RS.name: ("push",), AR.name: ("two_shot", "one_shot")}
 Way = dict[str, Any]
 
 
-def ways(name: str, tiles: int = 0, chunks: tuple[int, ...] = (1, 3)) -> Iterator[Way]:
+def ways(name: str, chunks: tuple[int, ...] = (1, 3)) -> Iterator[Way]:
     """Those that give the same bits at every call."""
-    ours = {"gemm_config": grouped_tiles()[tiles]}
+    # Interpreted, a tile's size costs little and their number much; sizes here are clipped by all.
+    ours = {"gemm_config": grouped_tiles()[1 if current_device().interprets else 0]}
     for num_chunks in chunks:
         yield {"way": "chunks", "num_chunks": num_chunks, **ours}
     for reduction in OWN[name]:
@@ -134,12 +136,12 @@ def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[in
 
 
 def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
-    """Weights laid out in each way, sizes that are no multiples of anything, ids of 64 bits,
-    weights of routes in 16."""
+    """Weights laid out in each way, and in the last of a further shape: sizes that are no multiples
+    of anything, ids of 64 bits, weights of routes in 16."""
     count, case, dtype = 0, CASES[name], torch.float16
-    for shape in shapes:
+    for number, shape in enumerate(shapes):
         with context(name, shape, dtype) as ctx:
-            for layout, laid_out in LAYOUTS.items():
+            for layout, laid_out in [*LAYOUTS.items()][2 if number else 0 :]:
                 data = operands(name, shape, dtype)
                 data["weights"] = laid_out(data["weights"])
                 data["chosen_experts"] = data["chosen_experts"].long()
@@ -199,7 +201,7 @@ def tuned(name: str, shape: GroupedShape) -> tuple[int, list[str]]:
     """Tunings of calls in one range, and what the caller may fix."""
     case, dtype = CASES[name], torch.bfloat16
     before, configs = case.op.tuning_count, []
-    with context(name, shape, dtype) as ctx:
+    with context(name, shape, dtype) as ctx, some_configs(case.op):
         for fixed in ((), (), (2,), (None, False, grouped_tiles()[1])):
             data = operands(name, shape, dtype)
             args, _ = case.arguments(data, ctx)

@@ -36,13 +36,15 @@ Kind: TypeAlias = type[SummedCalls]
 
 @compiled_ahead
 def every_way(kind: Kind, turns: int) -> int:
-    """Ways x kernels x bias, M changing from call to call: no multiples of anything, row blocks
-    that are short or empty, tiles that are clipped."""
+    """Ways x kernels, every other call with a bias and the next turn's without, M changing from
+    call to call: no multiples of anything, row blocks that are short or empty, tiles that are
+    clipped."""
     calls = kind(max_rows=kind.every_rows[0], columns=72, K=72, **kind.options)
     rows = itertools.cycle(kind.every_rows)
-    for way in [*kind.ways] * turns:
-        for persistent in (True, False):
-            for has_bias in (True, False):
+    for turn in range(turns):
+        for number, way in enumerate(kind.ways, turn):
+            for persistent in (True, False):
+                has_bias = persistent is (number % 2 == 0)
                 calls(next(rows), persistent=persistent, has_bias=has_bias, **way)
     return calls.finish()
 

@@ -43,7 +43,7 @@ def test_tiles_that_are_cut_along_k(spawn_ranks):
 
 def test_shards_that_the_consumer_sends_itself(spawn_ranks):
     rounds = 4  # each other method has its turn
-    calls = rounds * (4 * len(fused_tiles()) + 4)
+    calls = rounds * (2 * len(fused_tiles()) + 4)
     assert spawn_ranks(3, ag_gemm_ranks.fused_push, rounds) == [calls] * 3
 
 

@@ -182,7 +182,7 @@ def test_race_over_ranks(spawn_ranks):
     assert {result[4][0] for result in results} == {32}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_kernel_that_waits_for_other_ranks(spawn_ranks, world_size):
     """It cannot be timed alone: each call, tuning or not, is a whole AllGather-GEMM."""
     for calls in (3 * (3 + 5), 0):

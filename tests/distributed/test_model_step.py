@@ -24,21 +24,19 @@ def test_own_kernels_compute_what_torch_does(spawn_ranks):
 
 
 def test_all_ranks_agree_and_a_second_start_tunes_nothing(spawn_ranks):
-    """Four kernels with four configs: 4 * (3 + 5) extra calls; a race takes fewer."""
+    """Four kernels with four configs: 4 * (3 + 5) extra calls."""
     for calls in (32, 0):
         printed, _ = spawn_ranks(2, run_program, EXAMPLE, init=False)
         assert "step 2: loss " in printed
         assert f"\n2 ranks agree on 4 kernels and keys; {calls} tuning calls\n" in printed
-    first, second = spawn_ranks(2, ranks.train, "--kernels", "own", "--race", "--steps", "1")
-    assert first == second
-    assert 4 * 2 < first < 32
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="needs fla-core, of the test extra"
 )
 def test_kernels_of_a_library(spawn_ranks):
-    first, second = spawn_ranks(2, ranks.two_starts_with_a_library, timeout=110, fresh=True)
-    assert first == second
-    assert first[0] > 0
-    assert first[1] == 0
+    """In one rank, since the library takes six seconds to import; that ranks agree is tested
+    above."""
+    (calls,) = spawn_ranks(1, ranks.two_starts_with_a_library, timeout=110, fresh=True)
+    assert calls[0] > 0
+    assert calls[1] == 0

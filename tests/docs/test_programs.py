@@ -21,8 +21,8 @@ from triton_dist.testing.rank_pool import RankPool
 PYTHON = all_blocks("python")
 PROGRAMS = [block for block in PYTHON if block.is_program and "gpu" not in block.words]
 ON_RANKS = [block for block in PROGRAMS if block.ranks]
-IN_A_RANK = [block for block in PROGRAMS if not block.ranks and "spawn_ranks(" in block.text]
-ALONE = [block for block in PROGRAMS if not block.ranks and block not in IN_A_RANK]
+ALONE = [block for block in PROGRAMS if "compiled" in block.words]
+IN_A_RANK = [block for block in PROGRAMS if not block.ranks and block not in ALONE]
 GPU = [block for block in PYTHON if "gpu" in block.words]
 
 
@@ -30,6 +30,11 @@ def file_of(block: Block, folder: Path) -> str:
     path = folder / "program.py"
     path.write_text("\n" * (block.line - 1) + block.text, encoding="utf-8")
     return str(path)
+
+
+def environment_of(block: Block) -> dict[str, str]:
+    """Of a block that is marked so, with the first config of what would be tuned in many keys."""
+    return {"TRITON_DIST_AUTOTUNE": "0"} if "untuned" in block.words else {}
 
 
 def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
@@ -48,21 +53,23 @@ def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=lambda block: block.id)
 def test_program_on_ranks(block: Block, spawn_ranks, tmp_path: Path) -> None:
-    printed = spawn_ranks(block.ranks, run_program, file_of(block, tmp_path), init=False)
+    program, env = file_of(block, tmp_path), environment_of(block)
+    printed = spawn_ranks(block.ranks, run_program, program, init=False, env=env)
     check_output(block, "".join(printed))
 
 
 @pytest.mark.gpu(count=2)
 @pytest.mark.parametrize("block", ON_RANKS, ids=lambda block: block.id)
 def test_program_on_gpus(block: Block, spawn_ranks, tmp_path: Path) -> None:
-    program = file_of(block, tmp_path)
-    printed = spawn_ranks(block.ranks, run_program, program, init=False, device="cuda")
+    program, env = file_of(block, tmp_path), environment_of(block)
+    printed = spawn_ranks(block.ranks, run_program, program, init=False, device="cuda", env=env)
     check_output(block, "".join(printed))
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[RankPool]:
-    """One for all programs that start ranks themselves: what forks its ranks is started once."""
+    """One for all programs that are interpreted: the package is imported there, and what forks the
+    ranks of those that start some is started once."""
     with RankPool(1, init=False, poison_empty=False) as pool:
         yield pool
 
@@ -74,8 +81,7 @@ def test_program(block: Block, process: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)
 def test_program_alone(block: Block, tmp_path: Path) -> None:
-    interpreted = {} if "compiled" in block.words else {"TRITON_INTERPRET": "1"}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | interpreted
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     check_output(block, run_alone(block, tmp_path, environment))
 
 

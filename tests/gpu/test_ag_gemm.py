@@ -56,7 +56,7 @@ def test_every_candidate_gives_the_same(on_gpus):
 @few_ranks
 def test_shards_that_the_consumer_sends_itself(on_gpus, rounds):
     number = rounds(8)
-    calls = 4 * len(FUSED_TILES) + 4
+    calls = 2 * len(FUSED_TILES) + 4
     assert set(on_gpus(ag_gemm_ranks.fused_push, number)) == {number * calls}
 
 

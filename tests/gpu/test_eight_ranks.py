@@ -26,7 +26,7 @@ def test_every_schedule_of_the_all_gather(on_eight):
 
 @SUMMED
 def test_every_way_of_the_sums(on_eight, kind):
-    assert on_eight(summed.every_way, kind, 1) == [4 * len(kind.ways)] * 8
+    assert on_eight(summed.every_way, kind, 1) == [2 * len(kind.ways)] * 8
 
 
 @pytest.mark.parametrize("op", list(OPS))

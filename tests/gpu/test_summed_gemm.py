@@ -22,7 +22,7 @@ def kind(request):
 
 def test_every_way_and_both_kernels(on_gpus, kind, rounds):
     number = rounds(2)
-    assert set(on_gpus(summed_gemm_ranks.every_way, kind, number)) == {4 * number * len(kind.ways)}
+    assert set(on_gpus(summed_gemm_ranks.every_way, kind, number)) == {2 * number * len(kind.ways)}
 
 
 @few_ranks

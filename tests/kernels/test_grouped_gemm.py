@@ -91,7 +91,7 @@ def test_every_config(number, layout):
 @given(
     M=st.integers(1, 40),
     topk=st.integers(1, 10),
-    E=st.sampled_from([1, 2, 7, 64, 512]),
+    E=st.sampled_from([1, 2, 7, 64]),
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )

@@ -22,6 +22,9 @@ _TOPK_SUM = "kernels/common/moe/topk_sum.py"
 _COLUMNS = "kernels/common/moe/columns.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
 _STORE = "_tuning/store/file.py"
+_SPECIALISATION = "runner/specialisation.py"
+_ARTEFACT = "runner/artefact.py"
+_RUNNER = "runner/function.py"
 
 SIGNALS = ("tests/language/test_signals.py",)
 COLLECTIVES = ("tests/distributed/test_collectives.py",)
@@ -34,6 +37,7 @@ AG_GROUPED = ("tests/distributed/test_ag_group_gemm.py",)
 TOPK_SUMS = ("tests/kernels/test_moe_reduce.py",)
 MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 STORE = ("tests/tuning/test_store.py",)
+RUNNER = ("tests/compile/test_runner.py",)
 MEETINGS = ("tests/tuning",)
 
 
@@ -306,6 +310,41 @@ MUTANTS = (
         "{hashlib.sha256(numbers).hexdigest()[:16]}",
         "{hashlib.sha256(numbers).hexdigest()[:0]}",
         MOE_SUMS,
+    ),
+    Mutant(
+        "runner: what an artefact needs of an argument is looked for",
+        _SPECIALISATION,
+        "if call.attributes.get(place, {}).get(attribute) != needed:",
+        "if False:",
+        RUNNER,
+    ),
+    Mutant(
+        "runner: a number that a call makes a constant must be divisible too",
+        _SPECIALISATION,
+        "and value % needed == 0:",
+        "and value % needed >= 0:",
+        RUNNER,
+    ),
+    Mutant(
+        "runner: members of tuples are compared, and how many there are",
+        _SPECIALISATION,
+        "places = [*self.leaves, *(place for place in call.leaves if place not in self.leaves)]",
+        "places = [*self.leaves]",
+        RUNNER,
+    ),
+    Mutant(
+        "runner: the launcher passes what the artefact takes",
+        _RUNNER,
+        "made_for = artefact.about.specialisation",
+        "made_for = call",
+        RUNNER,
+    ),
+    Mutant(
+        "runner: half a cubin reaches no driver",
+        _ARTEFACT,
+        "and max(ends) <= len(data)",
+        "and min(ends) >= 0",
+        RUNNER,
     ),
     Mutant(
         "store lock: under it a file is looked at again",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -15,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.architecture.source import ROOT
+from tests.docs.run_blocks import LAUNCHER_VARIABLES
 from triton_dist.errors import DeviceUnavailable
 from triton_dist.runtime import distributed
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.place import Place
 from triton_dist.runtime.distributed import (
     dist_print,
@@ -48,45 +47,36 @@ def test_ranks_join_with_a_seed_of_their_own(spawn_ranks):
     assert own_0 != own_1
 
 
-def run_alone(program, **variables):
-    unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET", "TRITON_DIST_DEVICE")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=kept | {"PYTHONPATH": str(ROOT / "python")} | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def join_alone(device, interpreted=True):
+    """A process that no launcher started joins: its rank, size and device, or the error."""
+    for variable in LAUNCHER_VARIABLES:
+        os.environ.pop(variable, None)
+    os.environ["TRITON_DIST_DEVICE"] = device
+    if not interpreted:
+        del os.environ["TRITON_INTERPRET"]
+    try:
+        initialize_distributed()
+    except DeviceUnavailable as error:
+        return str(error)
+    seen = dist.get_rank(), dist.get_world_size(), current_device().name
+    finalize_distributed()
+    return seen
 
 
-PROGRAM = """
-import torch.distributed as dist
-from triton_dist.utils import *
-initialize_distributed()
-dist_print(dist.get_rank(), dist.get_world_size(), is_cuda())
-finalize_distributed()
-"""
+def test_a_process_that_no_launcher_started_is_a_world_of_one(spawn_ranks):
+    assert spawn_ranks(1, join_alone, "cpu", init=False) == [(0, 1, "cpu")]
 
 
-def test_a_process_that_no_launcher_started_is_a_world_of_one():
-    run = run_alone(PROGRAM, TRITON_INTERPRET="1", TRITON_DIST_DEVICE="cpu")
-    lines = run.stdout.splitlines()  # gloo of torch 2.9 prints one of its own
-    assert lines[-1:] == ["0 1 False"], run.stderr
-
-
-def test_cpu_ranks_without_the_interpreter_say_what_to_set():
-    run = run_alone(PROGRAM, TRITON_DIST_DEVICE="cpu")
-    assert run.returncode != 0
-    assert "DeviceUnavailable: device 'cpu' cannot be used" in run.stderr
-    assert "Set TRITON_INTERPRET=1" in run.stderr
+def test_cpu_ranks_without_the_interpreter_say_what_to_set(spawn_ranks):
+    (message,) = spawn_ranks(1, join_alone, "cpu", False, init=False)
+    assert "device 'cpu' cannot be used" in message
+    assert "Set TRITON_INTERPRET=1" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
-def test_cuda_ranks_without_a_gpu_say_so():
-    run = run_alone(PROGRAM, TRITON_DIST_DEVICE="cuda")
-    assert run.returncode != 0
-    assert "DeviceUnavailable: device 'cuda' cannot be used" in run.stderr
+def test_cuda_ranks_without_a_gpu_say_so(spawn_ranks):
+    (message,) = spawn_ranks(1, join_alone, "cuda", init=False)
+    assert "device 'cuda' cannot be used" in message
 
 
 def join_on_one_gpu(mistakes):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.architecture.source import ROOT
 from tests.sanitize import reports, run
 
 MEMCHECK = """========= COMPUTE-SANITIZER
@@ -121,11 +119,12 @@ def test_without_the_tool_it_is_said_how_to_get_it(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--tools", "synccheck"], ["gemm"]])
-def test_what_is_unknown_is_refused(arguments):
-    command = [sys.executable, str(ROOT / "tests/sanitize/run.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert f"{arguments[-1]!r}: expected tools of" in done.stderr
+def test_what_is_unknown_is_refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+    assert f"{arguments[-1]!r}: expected tools of" in capsys.readouterr().err
 
 
 def test_a_run_without_a_tool_is_right(tmp_path, capsys):

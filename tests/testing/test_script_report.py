@@ -45,6 +45,25 @@ def test_interpreted_times_have_a_warning_and_no_ratios(monkeypatch, capsys):
     assert "x serial" not in printed
 
 
+@pytest.mark.parametrize(
+    ("autotune", "variable", "tuned_now", "said"),
+    [
+        (False, "1", True, "no tuning: the default config\n"),
+        (True, "0", True, "no tuning: the default config\n"),
+        (True, "1", True, "config (tuned now): {'n': 7}\n"),
+        (True, "1", False, "config (from the cache, no tuning): {'n': 7}\n"),
+    ],
+)
+def test_where_a_config_came_from(monkeypatch, capsys, autotune, variable, tuned_now, said):
+    class Op:
+        def best_config(self, n):
+            return {"n": n}
+
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE", variable)
+    report.report_tuning(Op(), autotune, tuned_now, 7)
+    assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✅ "), ("ascii", ""), ("latin-1", "")])
 def test_the_mark_stands_where_it_can_be_encoded(monkeypatch, encoding, mark):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -399,7 +399,9 @@ def test_a_whole_run_can_go_without_tuning(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "0")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     op = autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)(lambda x, n: n)
-    assert (op(7), op.tuning_count) == (1, 0)
+    assert (op(7), dict(op.best_config(7)), op.tuning_count) == (1, {"n": 1}, 0)
+    with pytest.warns(TuningWarning, match="overwrites"):
+        assert not op.best_config(7, n=3, autotune_allow_arg_overwrite=True)
     monkeypatch.delenv("TRITON_DIST_AUTOTUNE_FROZEN")
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "1")
     op(7)

@@ -13,6 +13,7 @@ from triton_dist.cli import (
     clear,
     compare,
     diff,
+    dump,
     env,
     explain,
     export,
@@ -27,7 +28,21 @@ from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
-VERBS = (listing, show, status, explain, diff, compare, report, export, clear, pack, packs, env)
+VERBS = (
+    listing,
+    show,
+    status,
+    explain,
+    diff,
+    compare,
+    report,
+    export,
+    clear,
+    pack,
+    packs,
+    dump,
+    env,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

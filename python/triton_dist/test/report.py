@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 
+from triton_dist import knobs
 from triton_dist.kernels.common.case import Peer
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples
+from triton_dist.tune import AutoTuner
 from triton_dist.utils import dist_print, is_cuda
 
 NO_TIMES = "interpreted: times mean nothing, they only show that everything runs"
@@ -27,6 +30,22 @@ def report_passed(details: str) -> None:
         mark = ""
     ranks, device = dist.get_world_size(), current_device().name
     dist_print(f"{mark}check passed: {ranks} ranks, {device}, {details}")
+
+
+def report_tuning(
+    op: AutoTuner, autotune: bool, tuned_now: bool, *operands: Any, **options: Any
+) -> None:
+    """Say which config is in use and where it came from.
+
+    Args:
+        autotune: the script's own option; the environment may say no, too.
+        operands, options: those of the call.
+    """
+    if not (autotune and knobs.autotune.get()):
+        dist_print("no tuning: the default config")
+        return
+    origin = "tuned now" if tuned_now else "from the cache, no tuning"
+    dist_print(f"config ({origin}): {op.best_config(*operands, **options)}")
 
 
 def report_times(

@@ -17,10 +17,9 @@ from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
-from triton_dist.test.report import report_passed, report_times
+from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
-from triton_dist.utils import dist_print
 
 CPU_SCALE = 128
 """By which sizes are divided for the interpreter."""
@@ -95,7 +94,7 @@ def report_check(args: argparse.Namespace, shape: Shape) -> None:
 def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
     """Times of the op, its parts and its peers, after one checked call."""
     check(script, args, data, ctx)
-    report_tuning(script, args, data, ctx)
+    report_config(script, args, data, ctx)
 
     def ours() -> torch.Tensor:
         return run(script, args, data, ctx)
@@ -107,16 +106,13 @@ def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> 
             ours()
 
 
-def report_tuning(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
-    """Say which config is in use and where it came from."""
-    if not args.autotune:
-        dist_print("no tuning: the default config")
-    elif not script.fixed:
+def report_config(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
+    """Say which config is in use and where it came from, if one is chosen."""
+    if not script.fixed or not args.autotune:
         op = script.case.op
-        origin = "tuned now" if op.tuning_count else "from the cache, no tuning"
         operands, options = script.case.arguments(data, ctx)
-        config = op.best_config(*operands, **options, **script.options)
-        dist_print(f"config ({origin}): {config}")
+        tuned_now = op.tuning_count > 0
+        report_tuning(op, args.autotune, tuned_now, *operands, **options, **script.options)
 
 
 def _report_table(

@@ -16,11 +16,10 @@ from triton_dist.kernels.common.moe_case import GroupedShape, SummedRoutesCase
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
-from triton_dist.test.report import report_passed, report_times
+from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
-    dist_print,
     finalize_distributed,
     init_seed,
     initialize_distributed,
@@ -116,13 +115,9 @@ class Script:
 
     def report_tuning(self, data: Operands) -> None:
         """Say which config is in use and where it came from."""
-        if not self.args.autotune:
-            dist_print("no tuning: the default config")
-            return
         op = self.case.op
-        origin = "tuned now" if op.tuning_count else "from the cache, no tuning"
         operands, _ = self.case.arguments(data, self.ctx)
-        dist_print(f"config ({origin}): {op.best_config(*operands, **self.fixed)}")
+        report_tuning(op, self.args.autotune, op.tuning_count > 0, *operands, **self.fixed)
 
     def perf(self, data: Operands, shape: GroupedShape) -> None:
         """Times of the op, its parts and its peers."""

@@ -15,11 +15,7 @@ and interpreting at decoration.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +29,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime import triton_compat
+from triton_dist.runtime.binaries import resource_usage
 
 
 @dataclass(frozen=True)
@@ -174,23 +171,6 @@ class CompileOnlyDriver(DriverBase):
             return [1.0] * len(quantiles)
 
         return benchmark
-
-
-@functools.lru_cache(maxsize=256)
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of local memory per thread) of the one kernel in ``cubin``.
-
-    Read with the ``cuobjdump`` that comes with Triton, about 5 ms.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    if found is None:
-        raise RuntimeError(f"cuobjdump -res-usage printed no register count, but:\n{report}")
-    return int(found[1]), int(found[2])
 
 
 def install(

@@ -123,7 +123,7 @@ class RankPool:
                 stacks = str(Path(self._folder.name, f"{rank}.stacks"))
                 task = RankTask(
                     rank, self._environment_of(rank), self.device, self.init, self.timeout, stacks,
-                    self.poison_empty,
+                    self.poison_empty, self.fresh,
                 )  # fmt: skip
                 self._ranks.append(_Rank(context, task))
 

@@ -41,6 +41,8 @@ class RankTask:
     stacks: str
     """File for stacks of a rank that crashes or is stuck."""
     poison_empty: bool
+    fresh: bool
+    """It is a new interpreter, which would run the destructors of all libraries at its end."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,12 @@ def main(task: RankTask, messages: connection.Connection[Any, Any]) -> None:
             sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if task.fresh:
+        # As a forked rank ends. Threads that a library has left running abort the process else,
+        # now and then: "terminate called without an active exception".
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _join(task: RankTask) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
+from triton_dist._tuning.engine.choice import Choice
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
-from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.values import (
     Config,
@@ -32,29 +31,6 @@ from triton_dist.errors import (
     NoValidConfig,
     TritonDistError,
 )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice for a key."""
-
-    config: Config
-    arguments: dict[str, Any]
-    """Arguments of the config, ready for a call."""
-    record: TuningRecord | None
-    kept: bool = True
-    """It holds for later calls."""
-    span: Span | None = None
-    """Configs by exact size, within the range of the key."""
-
-    def of(self, sizes: tuple[int, ...]) -> Choice:
-        """The choice for exact sizes."""
-        if self.span is None:
-            return self
-        config = self.span.at(sizes[0])
-        if config == self.config:
-            return self
-        return replace(self, config=config, arguments=config.arguments())
 
 
 class AutoTuner(Decorated):
@@ -157,9 +133,8 @@ class AutoTuner(Decorated):
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
         if record is None and self._surroundings.is_traced((args, kwargs)):
-            raise CaptureInProgress(
-                self._name, "has no record of this key, and cannot be tuned while it is traced"
-            )
+            why = "has no record of this key, and cannot be tuned while it is traced"
+            raise CaptureInProgress(self._name, why)
         if record is None:
             raise CaptureInProgress(self._name)
         return record
@@ -175,6 +150,8 @@ class AutoTuner(Decorated):
         """The config that a call with these arguments uses; tunes if such a call would.
 
         Without the names whose values the caller gives."""
+        if self._surroundings.is_off():
+            return self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         return self._choose(args, kwargs, *options).config
 
@@ -206,17 +183,12 @@ class AutoTuner(Decorated):
         allow_overwrite: bool,
     ) -> Any:
         """A call that is no hit."""
-        surroundings = self._surroundings
         served = self._served(args, kwargs, process_group) if autotune else None
         if served is not None:
             return self.fn(*args, **kwargs, **served)
-        if not autotune or surroundings.is_off():
-            with self._told(process_group):
-                self._fixed(kwargs, allow_overwrite)
-                arguments = self._default().arguments()
-            variable = "" if not autotune else ", set by TRITON_DIST_AUTOTUNE"
-            self._note(process_group, f"called it with autotune=False{variable}")
-        elif surroundings.is_traced((args, kwargs)):
+        if not autotune or self._surroundings.is_off():
+            arguments = self._off(kwargs, process_group, allow_overwrite, autotune).arguments()
+        elif self._surroundings.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
             arguments = self._untuned("while it is traced").arguments()
         else:
@@ -374,19 +346,23 @@ class AutoTuner(Decorated):
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
         for name, value in fixed.items():
             if not allowed:
-                raise InvalidArgument(
-                    self._name,
-                    f"keyword {name}",
-                    value,
-                    "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True",
-                )
+                wanted = "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True"
+                raise InvalidArgument(self._name, f"keyword {name}", value, wanted)
         if fixed:
             given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-            self._warnings.warn(
-                f"{self._name}: {given} overwrites what the tuner would choose; the rest "
-                "is tuned for it",
-            )
+            rest = "what the tuner would choose; the rest is tuned for it"
+            self._warnings.warn(f"{self._name}: {given} overwrites {rest}")
         return Config(fixed)
+
+    def _off(
+        self, kwargs: dict[str, Any], group: Any, allow_overwrite: bool, autotune: bool = True
+    ) -> Config:
+        """The default config, where nothing is to be tuned; without names that the caller gives."""
+        with self._told(group):
+            fixed, default = self._fixed(kwargs, allow_overwrite), self._default()
+        variable = ", set by TRITON_DIST_AUTOTUNE" if autotune else ""
+        self._note(group, f"called it with autotune=False{variable}")
+        return Config({n: default[n] for n in default if n not in fixed}) if fixed else default
 
     def _untuned(self, when: str, key: object = None) -> Config:
         """The default config, where nothing can be tuned."""

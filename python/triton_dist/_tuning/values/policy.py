@@ -62,13 +62,13 @@ class Policy:
         On CPU ranks a run takes 10 to 100 ms in the interpreter and no user minds which config
         wins: few runs. Nor does one sample show a clear loser there: processes share the cores. Nor
         on a GPU that ranks share (``takes_turns``), where a run takes as long and its time says how
-        often it waited for a turn; nor is a graph of use then.
+        often it waited for a turn; nor is a graph of use then, or on a CPU.
         """
         racing, cpu = search == "racing", device == "cpu"
-        timing = "events" if takes_turns else timing
+        timing = "events" if cpu or takes_turns else timing
         warmup = 0 if racing else 1 if cpu or takes_turns else 3
         return cls(
-            warmup=max(warmup, 1) if timing == "graph" and not cpu else warmup,
+            warmup=max(warmup, 1) if timing == "graph" else warmup,
             repeat=4 if cpu or takes_turns else 10,
             doubt=0 if cpu or takes_turns else 20,
             rounds=(2,) if cpu or takes_turns else (1, 2, 5),

@@ -219,7 +219,7 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 def gradient_check(name: str, tensor: torch.Tensor) -> Check:
     """Check that nobody expects a gradient, which no op here has."""
-    expected = "False, since the op has no backward; or call it under torch.no_grad()"
+    expected = "False: layers.nvidia.functional has ops with a backward; or use torch.no_grad()"
     return f"{name}.requires_grad", True, not is_differentiated(tensor), expected
 
 

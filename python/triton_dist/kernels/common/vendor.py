@@ -141,17 +141,21 @@ def all_gather_matmul(
 
 
 def async_tp_matmul(
-    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
+    A: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    gathered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``all_gather(A) @ B`` by torch's async tensor parallelism; GPUs only.
 
-    A: [M_per_rank, K], contiguous, B: [K, N_per_rank]. Its first call in a group, and one with a
-    larger A than any before, are collective and allocate: they cannot be captured.
+    A: [M_per_rank, K], contiguous, B: [K, N_per_rank]; ``gathered``: for all_gather(A). Its
+    first call in a group, and one with a larger A, are collective and allocate: no capture.
     """
-    name = _group_of_symmetric_memory(group)
-    products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=False)[1]
-    product: torch.Tensor = products[0]
-    return product
+    name, keeps = _group_of_symmetric_memory(group), gathered is not None
+    rows, products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=keeps)
+    if gathered is not None:
+        gathered.copy_(rows)
+    return products[0]  # type: ignore[no-any-return]
 
 
 def async_tp_matmul_scatter(

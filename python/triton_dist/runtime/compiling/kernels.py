@@ -97,6 +97,8 @@ def _compilations(see: Callable[[Kernel], None]) -> Iterator[None]:
             return bool(before and before(**details))
         compilation = details["compile"]
         options = json.loads(compilation["specialization_data"])["options"]
+        if options.get("ir_override"):  # an artefact of the runner: it is there already
+            return True
         see(
             Kernel(
                 details["fn"].jit_function,

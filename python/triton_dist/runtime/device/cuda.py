@@ -36,6 +36,8 @@ _POLL_SECONDS = 50e-6
 # the device themselves.
 _LEAST_HOLD_MILLISECONDS, _MOST_HOLD_MILLISECONDS = 0.5, 5.0
 _QUEUEING_MARGIN = 1.5
+_KEPT_FOR_GRAPHS = 16
+"""Part of the GPU's memory that graphs may leave behind."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -60,6 +62,7 @@ class CudaDevice:
         # sanitize`` sets it, since under compute-sanitizer launches do so anyway.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
+        self._reserved = 0  # bytes that torch held when graphs' memory was given back
 
     def synchronize(self, seconds: float | None = None) -> None:
         """Wait for all queued work; past ``seconds`` raise ``TimeoutError`` and leave
@@ -152,6 +155,7 @@ class CudaDevice:
             TimeoutError: the run did not finish within ``seconds``.
             Exception: what ``call`` raised, in the run or in the capture.
         """
+        self._release_graphs()
         side = torch.cuda.Stream(self.torch_device)
         side.wait_stream(torch.cuda.current_stream(self.index))
         with torch.cuda.stream(side):
@@ -163,9 +167,7 @@ class CudaDevice:
         # capture breaks.
         with torch.cuda.stream(side):
             # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
-            # torch's type of a pool is that of `graph_pool_handle` alone
-            memory: Any = self._graph_memory.id
-            graph.capture_begin(memory, capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
                 call()
             except BaseException:
@@ -177,12 +179,15 @@ class CudaDevice:
             graph.capture_end()
         return graph.replay
 
-    @functools.cached_property
-    def _graph_memory(self) -> torch.cuda.MemPool:
-        """Memory that all graphs captured here share, since no two are replayed at a time and what
-        they compute is not read. torch would keep what each had of its own until an allocation
-        outside of a capture finds the GPU full: 103 GB after some thousand graphs."""
-        return torch.cuda.MemPool()
+    def _release_graphs(self) -> None:
+        """Give back the memory of graphs that are gone, once it is much. torch keeps what each had
+        of its own until an allocation outside of a capture finds the GPU full, and inside of one
+        that is an error: 103 GB were held after some thousand graphs."""
+        reserved = torch.cuda.memory_reserved(self.index)
+        if reserved - self._reserved > self._properties.total_memory // _KEPT_FOR_GRAPHS:
+            torch.cuda.empty_cache()
+            self._reserved = torch.cuda.memory_reserved(self.index)
+        self._reserved = min(reserved, self._reserved)
 
     def hold(self, queueing: float = 0.0) -> None:
         """Keep the current stream busy until the host has queued a call after it, so that launch

@@ -22,7 +22,7 @@ from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.test.options import ScriptParser
-from triton_dist.test.report import report_passed, report_times
+from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
@@ -114,7 +114,7 @@ def check(args: argparse.Namespace) -> None:
                 dist.barrier()
                 if turn == dist.get_rank():
                     assert_allclose(C, expected, rtol=tolerance, atol=tolerance)
-        report_tuning(args, A, B, ctx)
+        report_config(args, A, B, ctx)
     report_passed(f"{args.dtype}, {shape}")
 
 
@@ -132,7 +132,7 @@ def perf(args: argparse.Namespace) -> None:
             return run_ag_gemm(args, A, B, ctx)
 
         check_result(ours(), operands)
-        report_tuning(args, A, B, ctx)
+        report_config(args, A, B, ctx)
         candidates = {CASE.name: Peer("own", ours), **CASE.peers(operands, ctx)}
         calls = {name: each.call for name, each in candidates.items()}
         samples = interleaved(
@@ -154,20 +154,15 @@ def perf(args: argparse.Namespace) -> None:
                 ours()
 
 
-def report_tuning(
+def report_config(
     args: argparse.Namespace,
     A: torch.Tensor,
     B: torch.Tensor,
     ctx: AllGatherGEMMTensorParallelContext,
 ) -> None:
-    """Say which config is in use and where it came from."""
-    if not args.autotune:
-        dist_print("no tuning: the default config")
-    elif args.persistent is None:
-        origin = "tuned now" if ag_gemm.tuning_count else "from the cache, no tuning"
-        dist_print(
-            f"config ({origin}): {ag_gemm.best_config(A, B, ctx, local_copy=args.local_copy)}"
-        )
+    if args.persistent is None or not args.autotune:
+        tuned_now, options = ag_gemm.tuning_count > 0, {"local_copy": args.local_copy}
+        report_tuning(ag_gemm, args.autotune, tuned_now, A, B, ctx, **options)
 
 
 def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:

@@ -18,11 +18,10 @@ from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContex
 from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.profiler_utils import group_profile
 from triton_dist.test.options import ScriptParser
-from triton_dist.test.report import report_passed, report_times
+from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
-    dist_print,
     finalize_distributed,
     init_seed,
     initialize_distributed,
@@ -96,23 +95,10 @@ def check(
         output = run(args, data, ctx)
         compare(output, data)
         if number == 0:
-            report_tuning(args, data, ctx, ag_group_gemm.tuning_count > before)
+            operands, options = CASE.arguments(data, ctx)
+            tuned_now = ag_group_gemm.tuning_count > before
+            report_tuning(ag_group_gemm, args.autotune, tuned_now, *operands, **options)
     report_passed(f"{layer}, {args.dtype}, {shape_of(layer, args.M)}")
-
-
-def report_tuning(
-    args: argparse.Namespace,
-    data: Operands,
-    ctx: MoEAllGatherGroupGEMMTensorParallelContext,
-    tuned_now: bool,
-) -> None:
-    """Say which config is in use and where it came from."""
-    if not args.autotune:
-        dist_print("no tuning: the default config")
-        return
-    operands, options = CASE.arguments(data, ctx)
-    origin = "tuned now" if tuned_now else "from the cache, no tuning"
-    dist_print(f"config ({origin}): {ag_group_gemm.best_config(*operands, **options)}")
 
 
 def perf(

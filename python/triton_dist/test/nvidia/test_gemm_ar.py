@@ -78,7 +78,7 @@ def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParall
             current_device().sleep(cycles)
         summed_gemm.check(script(args), args, data, ctx)
     if args.verify_iters:
-        summed_gemm.report_tuning(script(args), args, data, ctx)
+        summed_gemm.report_config(script(args), args, data, ctx)
     report_check(args, shape)
 
 

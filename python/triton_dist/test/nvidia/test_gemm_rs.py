@@ -62,7 +62,7 @@ def check(
         data = make_operands(script(args), args, shape)
         summed_gemm.check(script(args), args, data, ctx)
     if args.verify_iters:
-        summed_gemm.report_tuning(script(args), args, data, ctx)
+        summed_gemm.report_config(script(args), args, data, ctx)
     report_check(args, shape)
 
 

@@ -112,6 +112,7 @@ class AllGatherGEMMCase(GEMMCase):
             "num_streams": {"num_streams": 0},
             "method": {"method": "full_mesh_push"},
             "way": {"way": "ring"},
+            "gathered.shape": {"gathered": A.new_ones(rows, K + 1)},
             "num_comm_sms": {"way": "serial", "num_comm_sms": 0},
             "num_comm_sms (many)": {"way": "serial", "num_comm_sms": MAX_CTAS + 1},
         }

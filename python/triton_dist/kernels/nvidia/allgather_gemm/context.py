@@ -15,6 +15,7 @@ from triton_dist.kernels.common.context import (
     accept,
     agree_to_create,
     buffer_of,
+    first_refusal,
     group_checks,
     kernel_checks,
     kind_checks,
@@ -201,6 +202,26 @@ def check_operands(
 
     signature = (signature_of(A, B), B.data_ptr() % 16)
     return accept(ctx.accepted, signature, "ag_gemm", checks, key)
+
+
+def check_gathered(
+    gathered: torch.Tensor, A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
+) -> None:
+    """Refuse a tensor that cannot take all rows of A, those of this rank.
+
+    Raises:
+        InvalidArgument: the call cannot work.
+    """
+
+    def checks() -> Iterator[Check]:
+        shape = (A.shape[0] * ctx.num_ranks, ctx.K)
+        good = tuple(gathered.shape) == shape and gathered.is_contiguous()
+        yield "gathered.shape", tuple(gathered.shape), good, f"[M, K] = {shape}, contiguous"
+        yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
+
+    refusal = first_refusal("ag_gemm", checks())
+    if refusal is not None:
+        raise refusal
 
 
 def exchanged_rows(max_M: int, K: int, dtype: torch.dtype, num_ranks: int) -> int:

@@ -97,6 +97,7 @@ def ag_gemm(
     straggler_option: tuple[int, int] | None = None,
     num_comm_sms: int | None = None,
     way: str | None = None,
+    gathered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
@@ -116,10 +117,11 @@ def ag_gemm(
         num_comm_sms: SMs that send in ``"fused_push"`` (tuned); default 16. Programs of the
             all-gather in ``"serial"`` (tuned); default: by size. No other way takes SMs.
         method: older name of the way, which is that of its value.
+        gathered: [M, K], contiguous, to be given ``all_gather(A)`` too: a copy on this rank.
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
-        straggler_option, num_comm_sms, way,
+        straggler_option, num_comm_sms, way, gathered,
     ).run()  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     GATHERED_BYTES,
     AllGatherGEMMTensorParallelContext,
+    check_gathered,
     check_operands,
 )
 from triton_dist.runtime.device import current_device
@@ -58,9 +59,12 @@ class Call(OpCall):
     straggler_option: tuple[int, int] | None
     num_comm_sms: int | None
     way: str | None
+    gathered: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.operands = check_operands(self.A, self.B, self.ctx)
+        if self.gathered is not None:
+            check_gathered(self.gathered, self.A, self.ctx)
         if not 1 <= self.num_chunks <= MAX_CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         if self.num_streams < 1:
@@ -123,6 +127,10 @@ class _Tiled(AskedWay[Call, Sizes]):
         try:
             C = _empty_product(call)
             self._consume(call, C, gathered)
+            if call.gathered is not None:
+                own = call.ctx.rank * len(call.own)  # which a push leaves out
+                call.gathered.copy_(gathered.rows)
+                call.gathered[own : own + len(call.own)].copy_(call.own.detach())
             awaited = True  # every peer has a tile that waits for what it sends
         finally:  # also when the consumer failed: peers have this shard and wait for its consent
             buffer.finish(awaited)
@@ -246,6 +254,8 @@ class _Whole(AskedWay[Call, Sizes]):
         ctx.sleep(call.straggler_option)
         own, B = call.own.detach(), call.B.detach()  # like ours, without a history for autograd
         if ctx.num_ranks == 1:
+            if call.gathered is not None:
+                call.gathered.copy_(own)
             return torch.matmul(own, B)
         return ctx.buffer.beside(lambda: self.multiply(call, own, B))
 
@@ -292,7 +302,9 @@ class Serial(_Whole):
         """Describe the launch that gathers, and where the rows of all ranks go."""
         own, (rows, K) = call.own, call.own.shape
         shape = shape_for(own.nbytes, call.num_comm_sms, call.num_chunks)
-        gathered = own.new_empty((rows * call.ctx.num_ranks, K))
+        gathered = call.gathered
+        if gathered is None:
+            gathered = own.new_empty((rows * call.ctx.num_ranks, K))
         return Exchange(kernel_all_gather, own.numel(), gathered.numel(), shape, rows), gathered
 
 
@@ -306,7 +318,9 @@ class Collective(_Whole):
         return [()] if self.method in vendor.candidates_here(vendor.ALL_GATHER_MATMUL) else []
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        rows = call.ctx.collective_rows[: own.shape[0] * call.ctx.num_ranks]
+        rows = call.gathered
+        if rows is None:
+            rows = call.ctx.collective_rows[: own.shape[0] * call.ctx.num_ranks]
         vendor.all_gather_into(rows, own, call.ctx.group)
         return torch.matmul(rows, B)
 
@@ -317,7 +331,7 @@ class AsyncTP(Collective):
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return vendor.async_tp_matmul(own, B, call.ctx.group)
+        return vendor.async_tp_matmul(own, B, call.ctx.group, call.gathered)
 
 
 @functools.lru_cache(maxsize=4096)

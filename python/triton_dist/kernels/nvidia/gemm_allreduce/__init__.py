@@ -5,9 +5,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     GEMMAllReduceTensorParallelContext,
     create_gemm_ar_context,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.op import (
-    gemm_ar,
-)
+from triton_dist.kernels.nvidia.gemm_allreduce.op import gemm_ar
 
 __all__ = [
     "GEMMAllReduceMethod",

@@ -35,11 +35,6 @@ class GEMMAllReduceMethod(enum.Enum):
     COLLECTIVE = "collective"
     """``torch.matmul``, then the group's all-reduce: NCCL, gloo on CPU ranks."""
 
-    @property
-    def is_whole(self) -> bool:
-        """A library multiplies, and the product is summed as a whole."""
-        return self in (GEMMAllReduceMethod.SERIAL, GEMMAllReduceMethod.COLLECTIVE)
-
     def __repr__(self) -> str:
         return str(self)
 

@@ -4,9 +4,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
     create_gemm_rs_context,
 )
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import (
-    gemm_rs,
-)
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import gemm_rs
 
 __all__ = [
     "GEMMReduceScatterTensorParallelContext",

@@ -1,0 +1,189 @@
+"""Host time of one launch, by who launches: Triton, its autotuner, ours, and the runner.
+
+    scripts/python benchmarks/bench_launch.py --json launch.json
+
+Each is a call that the GPU finishes sooner than the host returns, so that nothing queues up. Calls
+are timed in rows; the contenders take turns, so that a slow moment of the machine is one of all;
+medians are printed, with what a contender takes beyond plain ``triton.jit``. Then milliseconds of
+the first launch of a kernel from each level, in a process that has launched others.
+
+Without a GPU launches are recorded, not run: what Python takes of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist import runner, tune
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.compile_only import compile_only
+
+PLAIN = "triton.jit"
+_SIZES = (64, 64, 64)
+
+
+def add(a_ptr, b_ptr, c_ptr, M, N, K, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    at = rows[:, None] * stride + columns[None, :]
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    total = tl.load(a_ptr + at, mask=inside) + tl.load(b_ptr + at, mask=inside) + K
+    tl.store(c_ptr + at, total, mask=inside)
+
+
+TILES = [{"BLOCK_M": m, "BLOCK_N": n} for m, n in ((64, 64), (64, 128))]
+
+
+def contenders(folder: Path) -> dict[str, Callable[[], Any]]:
+    """Calls that add two matrices, by name; kernels are compiled, tuned and exported into
+    ``folder`` here."""
+    device = current_device()
+    a, b, c = (torch.ones(64, 64, dtype=torch.float16, device=device.torch_device) for _ in "abc")
+    values = (a, b, c, *_SIZES, 64)
+    plain, ours = triton.jit(add), runner.jit(add)
+    cubins = []
+    for tile in TILES:
+        cubins.append(folder / f"{tile['BLOCK_N']}")
+        runner.export(plain[(1,)](*values, **tile), cubins[-1], ["cubin"])
+    first, tile = str(cubins[0]), TILES[0]
+    by_triton = _autotuned([triton.Config(tile) for tile in TILES])
+    by_triton_cubins = _autotuned(
+        [triton.Config({"autotune_cubin_dir": str(each)}) for each in cubins], runner.jit(add)
+    )
+
+    @tune.autotune(TILES, lambda *_: 0, scope="rank")
+    def by_us(a: Any, b: Any, c: Any, BLOCK_M: int, BLOCK_N: int) -> None:
+        plain[(1,)](a, b, c, *_SIZES, 64, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+
+    @tune.autotune(runner.tuning.cubin_space(folder, add), lambda *_: 0, scope="rank")
+    def by_us_cubins(a: Any, b: Any, c: Any, artefact: runner.Artefact) -> None:
+        ours[(1,)](a, b, c, *_SIZES, 64, artefact=artefact)
+
+    calls: dict[str, Callable[[], Any]] = {
+        PLAIN: lambda: plain[(1,)](*values, **tile),
+        "triton.autotune": lambda: by_triton[(1,)](*values),
+        "tune.autotune": lambda: by_us(a, b, c),
+        "runner.jit": lambda: ours[(1,)](*values, **tile),
+        "runner, cubin_dir": lambda: ours[(1,)](*values, **tile, cubin_dir=first),
+        "runner, autotune_cubin_dir": lambda: ours[(1,)](*values, autotune_cubin_dir=first),
+        "triton.autotune of cubins": lambda: by_triton_cubins[(1,)](*values),
+        "tune.autotune of cubins": lambda: by_us_cubins(a, b, c),
+        "torch.mm": lambda: torch.mm(a, b, out=c),
+    }
+    if device.name == "cuda":
+        launcher, tensors = Launcher(), {"a_ptr": a, "b_ptr": b, "c_ptr": c}
+        launch = Launch(plain, (1,), values, tile)
+        calls["laid out"] = lambda: launcher.run(0, lambda: launch, tensors)
+    for call in calls.values():  # compile, tune, lay out
+        call()
+        call()
+    _check(calls, a, b, c)
+    return calls
+
+
+def _autotuned(configs: list[triton.Config], kernel: Any = None) -> Any:
+    return triton.autotune(configs, key=["M", "N", "K"])(kernel or triton.jit(add))
+
+
+def _check(calls: dict[str, Callable[[], Any]], a: Any, b: Any, c: Any) -> None:
+    """Raise if a kernel's result is wrong; where launches are recorded there is none."""
+    if a.device.type != "cuda":
+        return
+    for name, call in calls.items():
+        c.fill_(float("nan"))
+        call()
+        expected = a @ b if name == "torch.mm" else a + b + _SIZES[2]
+        torch.testing.assert_close(c, expected, msg=name)
+
+
+def microseconds(
+    calls: dict[str, Callable[[], Any]], rounds: int, row: int = 50
+) -> dict[str, float]:
+    """Median host time of each call."""
+    device = current_device()
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    turns = list(calls.items())
+    for _ in range(rounds):
+        turns.append(turns.pop(0))  # who comes after whom differs from round to round
+        for name, call in turns:
+            device.synchronize()
+            begin = time.perf_counter()
+            for _ in range(row):
+                call()
+            took[name].append((time.perf_counter() - begin) / row * 1e6)
+    device.synchronize()
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def first_uses(folder: Path) -> dict[str, float]:
+    """Milliseconds of the first launch of a kernel from each level, the files' reading included."""
+    device = current_device()
+    values = [torch.ones(64, 64, dtype=torch.float16, device=device.torch_device)] * 3
+    exported = triton.jit(add)[(1,)](*values, *_SIZES, 64, **TILES[0], num_warps=8)
+    runner.export(exported, folder / "levels")
+    took = {}
+    for level in runner.LEVELS:
+        kernel = runner.jit(add)
+        device.synchronize()
+        begin = time.perf_counter()
+        kernel[(1,)](*values, *_SIZES, 64, **{f"{level}_dir": folder / "levels"})
+        device.synchronize()
+        took[level] = (time.perf_counter() - begin) * 1e3
+    return took
+
+
+@contextmanager
+def _somewhere() -> Iterator[None]:
+    """A GPU, or a stand-in that records launches."""
+    if current_device().name == "cuda":
+        yield
+    else:
+        with compile_only(90):
+            yield
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a launch by contender, milliseconds of a first use by level."""
+    with tempfile.TemporaryDirectory() as folder, _somewhere():
+        calls = contenders(Path(folder, "cubins"))
+        return {
+            "microseconds": microseconds(calls, rounds),
+            "first use, milliseconds": first_uses(Path(folder)),
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description="Host time of one launch, by who launches.")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args(arguments)
+    found = measure(options.rounds)
+    times = found["microseconds"]
+    print(f"{current_device().facts()['gpu']}, triton {triton.__version__}: host us of a launch")
+    for name, value in times.items():
+        print(f"{name:28}{value:8.2f}{value - times[PLAIN]:+9.2f}")
+    print("first use of a level, ms:  ", end="")
+    print("  ".join(f"{k} {v:.1f}" for k, v in found["first use, milliseconds"].items()))
+    report = {"hardware": dict(current_device().facts()), "triton": triton.__version__, **found}
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_DIST_CACHE_DIR"] = cache
+        main()

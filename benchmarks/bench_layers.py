@@ -1,0 +1,298 @@
+"""Tensor-parallel layers beside what torch brings for them, at the sizes of real blocks.
+
+    bash scripts/launch.sh benchmarks/bench_layers.py --tokens 4096,1,16,64,128 --json layers.json
+    bash scripts/launch.sh benchmarks/bench_layers.py --models tiny --tokens 16 --peers nccl
+
+The layers are the feed-forward and the attention of a block with random weights. From 1024 tokens
+on they are sequence-parallel (prefill and training: one sequence), below with an all-reduce
+(decode: a token of each of so many sequences, which sees itself alone). ``forward`` is captured in
+a CUDA graph; ``both``, with the gradients of x and all weights, is not, and is for the first alone.
+
+Peers: ``nccl``: our layer on NCCL's collectives and cuBLAS, as Megatron has them, one by one;
+``async_tp``: the same in torch's functional collectives, compiled with its async tensor parallelism
+on; ``dtensor``: the stock module by ``torch.distributed.tensor.parallel``. A peer that does not run
+is reported with its error. Results are compared with those of ``nccl`` first. All are timed
+interleaved, with a cold cache; times are medians of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap.results import environment, software
+from overlap.shapes import parse_numbers
+
+from triton_dist.layers.nvidia import TP_MLP, Collectives, TensorParallel, TP_Attn
+from triton_dist.models.llama import Block, LlamaConfig, RotaryEmbedding
+from triton_dist.models.utils import few
+from triton_dist.runtime.device import current_device
+from triton_dist.test.report import NO_TIMES
+from triton_dist.test.utils import dtype_named
+from triton_dist.testing.timing import captured, interleaved
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
+
+MODELS = "meta-llama/Meta-Llama-3-8B,meta-llama/Meta-Llama-3-70B"
+PEERS = ("nccl", "async_tp", "dtensor")
+OURS = "ours"
+SPREAD_FROM = 1024
+"""Tokens from which on a layer is sequence-parallel."""
+_CPU_SCALE = 64
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def get_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--models", type=names, default=names(MODELS), help="as of LlamaConfig.of")
+    parser.add_argument("--layers", type=names, default=["mlp", "attention"])
+    parser.add_argument("--tokens", type=parse_numbers, default=[4096, 1, 16, 64, 128])
+    parser.add_argument("--peers", type=names, default=list(PEERS))
+    parser.add_argument("--passes", type=names, default=["forward", "both"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="begin no point after so many")
+    parser.add_argument("--json", type=Path, help="written at each point")
+    return parser.parse_args()
+
+
+class Candidates:
+    """A layer of one model, in every way, for one number of tokens. Collective."""
+
+    def __init__(self, args: argparse.Namespace, model: str, layer: str, tokens: int) -> None:
+        config = LlamaConfig.of(model) if is_cuda() else few(LlamaConfig.of(model), _CPU_SCALE)
+        self.is_spread, self.is_mlp = tokens >= SPREAD_FROM, layer == "mlp"
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        device, dtype = current_device().torch_device, dtype_named(args.dtype)
+        torch.manual_seed(0)
+        with torch.device(device):
+            block = Block(config, 0).to(dtype)
+            self.stock = block.mlp if self.is_mlp else block.self_attn
+            rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+            self.tokens = tokens if self.is_spread else 1  # of a sequence
+            self.rotary = rotary(torch.arange(self.tokens), dtype)
+            whole = torch.randn(tokens, config.hidden_size).to(dtype)
+        self.x = whole.chunk(self.size)[self.rank].clone() if self.is_spread else whole
+        self.contexts = TensorParallel(tokens)
+        self.plain = self._layer(Collectives())
+
+    def _layer(self, ranks: Collectives) -> TP_MLP | TP_Attn:
+        kind = TP_MLP if self.is_mlp else TP_Attn
+        made = kind(ranks=ranks, sequence_parallel=self.is_spread, keep_gathered=True)
+        made._init_parameters(self.stock)
+        return made
+
+    def _call(self, layer: TP_MLP | TP_Attn) -> Call:
+        if self.is_mlp:
+            return layer
+        return lambda x: layer(x, self.rotary)[0]
+
+    def make(self, name: str) -> tuple[Call, list[torch.Tensor]]:
+        """The layer as a function of x, and its parameters; raises where it cannot be."""
+        if name == "dtensor":
+            return self._dtensor()
+        layer = self.plain if name != OURS else self._layer(self.contexts)
+        call = self._call(layer) if name != "async_tp" else self._async_tp(self.plain)
+        return call, list(layer.parameters())
+
+    def _async_tp(self, layer: TP_MLP | TP_Attn) -> Call:
+        import torch._inductor.config
+        from torch.distributed import _functional_collectives as collectives
+
+        if not self.is_spread:
+            raise RuntimeError("async tensor parallelism is for rows that are spread")
+        if not is_cuda():
+            raise RuntimeError("needs GPUs")
+        group = dist.group.WORLD
+        names = ("gate_up_proj", "down_proj") if self.is_mlp else ("wqkv", "wo")
+        cos, sin = (each.unsqueeze(-2) for each in self.rotary)
+
+        def between(rows: torch.Tensor) -> torch.Tensor:
+            if self.is_mlp:
+                return layer._between(rows)
+            return layer._between(rows, self.tokens, cos, sin, layer._attend)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            first, last = (getattr(layer, name) for name in names)
+            rows = collectives.all_gather_tensor_autograd(x, 0, group)
+            product = between(rows @ first.T) @ last.T
+            return collectives.reduce_scatter_tensor_autograd(product, "sum", 0, group)
+
+        torch._inductor.config._micro_pipeline_tp = True
+        return torch.compile(forward, fullgraph=True)
+
+    def _dtensor(self) -> tuple[Call, list[torch.Tensor]]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import parallel as tp
+
+        module = copy.deepcopy(self.stock)
+        mesh = init_device_mesh(self.x.device.type, (self.size,))
+        at = Shard(0) if self.is_mlp else Shard(1)
+        spread = at if self.is_spread else Replicate()
+        columns = ("gate_proj", "up_proj") if self.is_mlp else ("q_proj", "k_proj", "v_proj")
+        plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in columns}
+        last = "down_proj" if self.is_mlp else "o_proj"
+        plan[last] = tp.RowwiseParallel(output_layouts=spread)
+        if self.is_mlp:
+            taken = tp.PrepareModuleInput(
+                input_layouts=(spread,), desired_input_layouts=(Replicate(),)
+            )
+        else:
+            taken = tp.PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": spread},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            )
+        tp.parallelize_module(module, mesh, plan)
+        tp.parallelize_module(module, mesh, taken)
+        parameters = list(module.parameters())
+        if self.is_mlp:
+            return module, parameters
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            rows = x[None] if self.is_spread else x[:, None]  # one sequence, or one token of each
+            seen = module(hidden_states=rows, position_embeddings=self.rotary)[0]
+            return seen.reshape(x.shape)
+
+        return call, parameters
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor once its collective has ended: that of DTensor is not waited for until it is
+    used."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def forward_of(call: Call, x: torch.Tensor, _: list[torch.Tensor]) -> Callable[[], Any]:
+    return torch.no_grad()(lambda: waited(call(x)))
+
+
+def both_of(call: Call, x: torch.Tensor, parameters: list[torch.Tensor]) -> Callable[[], Any]:
+    leaf, grad = x.clone().requires_grad_(), torch.ones_like(x)
+
+    def run() -> Any:
+        return [*map(waited, torch.autograd.grad(waited(call(leaf)), [leaf, *parameters], grad))]
+
+    return run
+
+
+def said(failures: dict[str, str], name: str, error: str | None) -> bool:
+    """Note the error of a candidate that some rank had; ranks leave it out alike. Collective."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, error)
+    first = next((each for each in found if each is not None), None)
+    if first is not None:
+        failures[name] = first
+    return first is not None
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def point(
+    args: argparse.Namespace, model: str, layer: str, tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Times of each pass, with the errors of what did not run. Collective."""
+    made = Candidates(args, model, layer, tokens)
+    failures: dict[str, str] = {}
+    ready: dict[str, tuple[Call, list[torch.Tensor]]] = {}
+    wanted = torch.no_grad()(made._call(made.plain))(made.x).float()
+    for name in (OURS, *args.peers):
+        candidate, error = attempt(lambda name=name: made.make(name))
+        if error is None:
+            result, error = attempt(forward_of(candidate[0], made.x, []))
+        if error is None:
+            apart = (result.float() - wanted).abs().max() / wanted.abs().max()
+            error = f"wrong by {apart:.3g} of the largest" if not apart < 3e-2 else None
+        if not said(failures, name, error):
+            ready[name] = candidate
+    for which in args.passes:
+        if which == "both" and not made.is_spread:
+            continue
+        make = forward_of if which == "forward" else both_of
+        calls, missing = {}, dict(failures)
+        for name, (call, parameters) in ready.items():
+            run = make(call, made.x, parameters)
+            _, error = attempt(run)
+            if error is None and which == "forward":
+                run, error = attempt(lambda run=run: captured(run))
+            if not said(missing, name, error):
+                calls[name] = run
+        samples = interleaved(calls, rounds=args.rounds, warmup_rounds=3 if is_cuda() else 0)
+        calls.clear()
+        yield {
+            "model": model, "layer": layer, "tokens": tokens, "pass": which,
+            "mode": "sequence-parallel" if made.is_spread else "all-reduce",
+            "ms": {name: round(each.median, 4) for name, each in samples.items()},
+            "samples": {name: each.milliseconds for name, each in samples.items()},
+            "errors": missing,
+        }  # fmt: skip
+    made.contexts.finalize()
+
+
+def ratio(found: dict[str, Any]) -> float | None:
+    """Time of the best peer over ours."""
+    peers = [ms for name, ms in found["ms"].items() if name != OURS]
+    return min(peers) / found["ms"][OURS] if peers and OURS in found["ms"] else None
+
+
+def show(found: dict[str, Any]) -> None:
+    times = "  ".join(f"{name} {ms:.4f}" for name, ms in found["ms"].items())
+    best = ratio(found) if is_cuda() else None
+    shown = "" if best is None else f"  best peer / ours {best:.3f}"
+    where = f"{found['model'].split('/')[-1]} {found['layer']} {found['tokens']} {found['pass']}"
+    dist_print(f"{where}: {times} ms{shown}")
+    for name, error in found["errors"].items():
+        dist_print(f"    {name} does not run: {error}")
+
+
+def main() -> None:
+    args, begin = get_args(), time.perf_counter()
+    initialize_distributed()
+    tree: dict[str, Any] = {
+        "benchmark": "layers", "dtype": args.dtype, "ranks": dist.get_world_size(),
+        "hardware": dict(current_device().facts()), "software": software(),
+        "environment": environment(), "points": [],
+    }  # fmt: skip
+    if not is_cuda():
+        dist_print(NO_TIMES)
+    todo = [(m, each, n) for m in args.models for n in args.tokens for each in args.layers]
+    for model, layer, tokens in todo:
+        late = [args.seconds is not None and time.perf_counter() - begin > args.seconds]
+        dist.broadcast_object_list(late, 0)
+        if late[0]:
+            dist_print(f"stopped after {args.seconds} s, at {model} {layer} {tokens}")
+            break
+        for found in point(args, model, layer, tokens):
+            tree["points"].append(found)
+            show(found)
+            if args.json is not None and dist.get_rank() == 0:
+                args.json.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    ratios = [each for each in map(ratio, tree["points"]) if each is not None]
+    if ratios and is_cuda():
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        dist_print(f"best peer / ours: geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A folder for ``PYTHONPATH``, by which ``triton-dist dump`` sees what a program compiles."""

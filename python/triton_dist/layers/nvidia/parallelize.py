@@ -1,0 +1,101 @@
+"""A model of stock modules, shared out over ranks in one line."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
+from triton_dist.layers.nvidia.tp_attn import TP_Attn
+from triton_dist.layers.nvidia.tp_mlp import TP_MLP
+from triton_dist.layers.nvidia.tp_moe import TP_MoE
+from triton_dist.runtime.ranks import Group
+
+_KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
+    (TP_Attn, ("q_proj", "k_proj", "v_proj", "o_proj")),
+    (TP_MoE, ("gate", "experts")),
+    (TP_MLP, ("gate_proj", "up_proj", "down_proj")),
+)
+"""Layers, and the members by which a module that one stands for is known."""
+
+
+def parallelize(
+    module: torch.nn.Module,
+    group: Group = None,
+    *,
+    max_M: int,
+    sequence_parallel: bool = False,
+    keep_gathered: bool = False,
+    ranks: Collectives | None = None,
+) -> Collectives:
+    """Put ``TP_Attn``, ``TP_MLP`` and ``TP_MoE`` in place of the attention, feed-forward and expert
+    layers of a model of LLaMA's kind, wherever they are in ``module``. The rest is kept, whole on
+    each rank; all of it moves to this rank's device.
+
+    Args:
+        module: with the same weights on all ranks, whatever its device.
+        group: process group or 1-D mesh; ``None``: the world, or this process alone.
+        max_M: most tokens of a call, over all ranks.
+        sequence_parallel, keep_gathered: as of the layers. With the first, each layer takes this
+            rank's rows of all tokens; the module has to spread them.
+        ranks: contexts to use, of this group, in place of new ones.
+
+    Returns:
+        The contexts that the layers share, a context manager; ``finalize`` it after the last call.
+
+    Raises:
+        InvalidArgument: no such layer in ``module``, or one that cannot be shared out; the module
+            is then as it was.
+    """
+    made = TensorParallel(max_M, group) if ranks is None else ranks
+    found: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
+    todo = [module]
+    while todo:
+        parent = todo.pop(0)
+        for name, child in parent.named_children():
+            kind = _kind_of(child)
+            if kind is None:  # else nothing inside it is looked at: a list of experts, say
+                todo.append(child)
+                continue
+            layer = kind(
+                ranks=made, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
+            )
+            layer._init_parameters(child)
+            found.append((parent, name, layer))
+    if not found:
+        expected = "a module with q_proj, k_proj, v_proj, o_proj or gate_proj, up_proj, down_proj"
+        raise InvalidArgument("parallelize", "module", type(module).__name__, expected)
+    for parent, name, layer in found:
+        setattr(parent, name, layer)
+    module.to(made.device)
+    return made
+
+
+def _kind_of(module: torch.nn.Module) -> type[TensorParallelLayer] | None:
+    for kind, members in _KINDS:
+        if all(hasattr(module, member) for member in members):
+            return kind
+    return None
+
+
+def sum_gradients(module: torch.nn.Module) -> None:
+    """Add up, over ranks, the gradients of parameters that every rank has and sees a part of: call
+    it between backward and optimiser step. Collective.
+
+    With sequence-parallel layers those are all but the layers' own shards, as each rank has seen
+    its own tokens; else norms of heads, and key-value heads that several ranks keep.
+    """
+    layers = [each for each in module.modules() if isinstance(each, TensorParallelLayer)]
+    done = set[torch.Tensor | None]()
+    for layer in layers:
+        done.update(getattr(layer, name) for name in layer.shards)
+        if isinstance(layer, TP_Attn):
+            layer.sum_partial_gradients()
+            norms = (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+            done.update(parameter for norm in norms for parameter in norm.parameters())
+    spread = next((layer.library for layer in layers if layer.sequence_parallel), None)
+    if spread is not None:
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter not in done:
+                parameter.grad = spread.all_reduce(parameter.grad)

@@ -1,0 +1,327 @@
+"""Ranks that layers are spread over, and the products across them.
+
+Two kinds with the same methods: ``Collectives`` by the libraries that torch brings, one part after
+the other, for any dtype; ``TensorParallel`` by the ops of this package. Both have a name, under
+which a custom op finds them: in a graph of ``torch.compile`` there are tensors and plain values, as
+torch's own functional collectives name their group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.context import DTYPES, OpContext
+from triton_dist.kernels.nvidia import (
+    ag_gemm,
+    ag_group_gemm,
+    create_ag_gemm_context,
+    create_ag_group_gemm_context,
+    create_gemm_ar_context,
+    create_gemm_rs_context,
+    create_moe_ar_context,
+    create_moe_rs_context,
+    gemm_ar,
+    gemm_rs,
+    grouped_gemm,
+    run_moe_reduce_ar,
+    run_moe_reduce_rs,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import Group, group_for, process_group_of
+
+_numbers = itertools.count()
+_by_name: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
+
+
+def named(name: str) -> Collectives:
+    """The ranks of that name.
+
+    Raises:
+        ContextFinalized: they are gone.
+    """
+    found = _by_name.get(name)
+    if found is None:
+        raise ContextFinalized(f"TensorParallel {name!r}")
+    return found
+
+
+class Collectives:
+    """Products across the ranks of ``group``: ``torch.matmul`` and the group's collectives.
+
+    A and B are matrices of one dtype, any strides; all ranks call alike.
+
+    Attributes:
+        rank, num_ranks: this rank in the group, and the group's size.
+        device: of this rank's tensors.
+        name: under which ``named`` finds it, as long as it lives.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (*DTYPES, torch.float64)
+
+    def __init__(self, group: Group = None) -> None:
+        self.group = process_group_of(group)
+        ranks = group_for(self.group)
+        self.rank, self.num_ranks = ranks.rank, ranks.size
+        self.device = current_device().torch_device
+        self.name = f"ranks {next(_numbers)}"
+        _by_name[self.name] = self
+
+    def check_dtype(self, function: str, argument: str, dtype: torch.dtype) -> None:
+        """Refuse a dtype that is not multiplied here.
+
+        Raises:
+            InvalidArgument: int8 or fp8, say.
+        """
+        if dtype not in self.dtypes:
+            *most, last = map(str, self.dtypes)
+            raise InvalidArgument(function, argument, dtype, f"{', '.join(most)} or {last}")
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """[m, …] of each rank to [M, …], in the order of ranks."""
+        if self.num_ranks == 1:
+            return shard
+        return vendor.all_gather_rows(shard.contiguous(), self.group)
+
+    def reduce_scatter(self, addend: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks: [M, …] to [m, …]."""
+        if self.num_ranks == 1:
+            return addend
+        return vendor.reduce_scatter(addend.contiguous(), self.group)
+
+    def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
+        """``addend``, which becomes its sum over ranks."""
+        return addend if self.num_ranks == 1 else vendor.all_reduce(addend, self.group)
+
+    def ag_gemm(
+        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``all_gather(A) @ B``: [m, K] and [K, n] to [M, n]; ``gathered``: [M, K], to take
+        all_gather(A)."""
+        rows = self.all_gather(A)
+        if gathered is not None:
+            gathered.copy_(rows)
+        return rows @ B
+
+    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum of ``A @ B``: [M, k] and [k, N] to [m, N]."""
+        return self.reduce_scatter(A @ B)
+
+    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """The sum of ``A @ B`` over ranks: [M, k] and [k, N] to [M, N]."""
+        return self.all_reduce(A @ B)
+
+    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Each row times the weights of its route's expert, on this rank: [M, K] or [M * topk, K],
+        [E, K, n] and ids [M, topk] to [M * topk, n]. Routes of no expert give zeros."""
+        flat, every = ids.flatten(), ids.shape[1] if len(A) == len(ids) else 1
+        C = A.new_zeros(flat.numel(), B.shape[2])
+        for expert in range(len(B)):
+            (routes,) = torch.where(flat == expert)
+            C[routes] = A[routes // every] @ B[expert]
+        return C
+
+    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """``group_gemm`` of all ranks' tokens: [m, K], [E, K, n] and [M, topk] to [M * topk, n]."""
+        return self.group_gemm(self.all_gather(A), B, ids)
+
+    def moe_reduce_rs(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's tokens of the sum, over ranks and choices, of ``scales * group_gemm``:
+        [M * topk, k], [E, k, N], twice [M, topk] to [m, N]."""
+        return self.reduce_scatter(self._tokens(x, weights, ids, scales))
+
+    def moe_reduce_ar(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """The same of all tokens, on every rank: [M, N]."""
+        return self.all_reduce(self._tokens(x, weights, ids, scales))
+
+    def _tokens(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        products = self.group_gemm(x, weights, ids).view(*ids.shape, -1)
+        return (products * scales[..., None]).sum(1).to(x.dtype)
+
+    def finalize(self) -> None:
+        """Nothing: there is nothing to free."""
+
+
+class TensorParallel(Collectives):
+    """The same products by ``ag_gemm``, ``gemm_rs`` and ``gemm_ar``. A context manager.
+
+    Their contexts are made at the first call that needs one, collectively, one for each op, sizes
+    and dtype: layers of the same sizes share them. Make those that a CUDA graph needs before, by a
+    call. Calls are tuned as those of the ops, at the first of a shape.
+
+    Args:
+        max_M: most rows of a call, over all ranks.
+        group: process group; ``None``: the world, or without ``torch.distributed`` this process.
+
+    Raises:
+        InvalidArgument: ``max_M`` is less than 1.
+    """
+
+    dtypes = DTYPES
+
+    def __init__(self, max_M: int, group: Group = None) -> None:
+        if max_M < 1:
+            raise InvalidArgument("TensorParallel", "max_M", max_M, "at least 1")
+        super().__init__(group)
+        self.max_M = max_M
+        self._contexts: dict[Hashable, OpContext[Any]] | None = {}
+
+    def ag_gemm(
+        self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product: torch.Tensor = ag_gemm(
+            A.contiguous(), B, self.ag_context(B.shape[1], A.shape[1], A.dtype), gathered=gathered
+        )
+        return product
+
+    def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = gemm_rs(A, B, self.rs_context(B.shape[1], A.dtype))
+        return rows
+
+    def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = gemm_ar(A, B, self.ar_context(B.shape[1], A.dtype))
+        return total
+
+    def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = grouped_gemm(A.contiguous(), B, ids)
+        return product
+
+    def ag_group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        (E, K, columns), topk = B.shape, ids.shape[1]
+        most = -(-self.max_M // self.num_ranks) * self.num_ranks
+
+        def create() -> Any:
+            return create_ag_group_gemm_context(
+                most, columns, K, E, topk, A.dtype, self.rank, self.num_ranks, self.num_ranks,
+                group=self.group,
+            )  # fmt: skip
+
+        context = self.context(("ag_group_gemm", columns, K, E, topk, A.dtype), create)
+        product: torch.Tensor = ag_group_gemm(A.contiguous(), B, context, ids)
+        return product
+
+    def moe_reduce_rs(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids)
+        rows: torch.Tensor = run_moe_reduce_rs(x.contiguous(), weights, ids, scales, context)
+        return rows
+
+    def moe_reduce_ar(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
+        total: torch.Tensor = run_moe_reduce_ar(x.contiguous(), weights, ids, scales, context)
+        return total
+
+    def _sum_context(
+        self, name: str, creator: Callable[..., Any], weights: torch.Tensor, ids: torch.Tensor
+    ) -> Any:
+        (E, _, N), topk, dtype = weights.shape, ids.shape[1], weights.dtype
+        routes = -(-self.max_M // self.num_ranks) * self.num_ranks * topk
+
+        def create() -> Any:
+            return creator(
+                self.rank, self.num_ranks, self.num_ranks, routes, N, E, topk, dtype,
+                tp_group=self.group,
+            )  # fmt: skip
+
+        return self.context((name, N, E, topk, dtype), create)
+
+    def ag_context(self, columns: int, K: int, dtype: torch.dtype) -> Any:
+        """The context of ``ag_gemm`` for a B [K, columns]."""
+        most = -(-self.max_M // self.num_ranks) * self.num_ranks
+
+        def create() -> Any:
+            return create_ag_gemm_context(
+                most, columns * self.num_ranks, K, dtype, self.rank, self.num_ranks,
+                self.num_ranks, group=self.group,
+            )  # fmt: skip
+
+        return self.context(("ag_gemm", columns, K, dtype), create)
+
+    def rs_context(self, N: int, dtype: torch.dtype) -> Any:
+        """The context of ``gemm_rs`` for results of N columns."""
+        most = -(-self.max_M // self.num_ranks) * self.num_ranks
+
+        def create() -> Any:
+            return create_gemm_rs_context(
+                most, N, self.rank, self.num_ranks, self.num_ranks, dtype, tp_group=self.group
+            )
+
+        return self.context(("gemm_rs", N, dtype), create)
+
+    def ar_context(self, N: int, dtype: torch.dtype) -> Any:
+        """The context of ``gemm_ar`` for results of N columns."""
+
+        def create() -> Any:
+            return create_gemm_ar_context(
+                self.max_M, N, self.rank, self.num_ranks, self.num_ranks, dtype,
+                tp_group=self.group,
+            )  # fmt: skip
+
+        return self.context(("gemm_ar", N, dtype), create)
+
+    def context(self, key: Hashable, create: Callable[[], Any]) -> Any:
+        """The context of that key; ``create`` makes it if there is none.
+
+        Raises:
+            ContextFinalized: all of them were.
+        """
+        if self._contexts is None:
+            raise ContextFinalized("TensorParallel")
+        found = self._contexts.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the call
+                found = self._contexts[key] = create()
+        return found
+
+    def finalize(self) -> None:
+        """Free the contexts; idempotent. Collective."""
+        contexts, self._contexts = self._contexts or {}, None
+        for context in contexts.values():
+            context.finalize()
+
+    def __enter__(self) -> TensorParallel:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        if failure is None:
+            self.finalize()
+            return
+        contexts, self._contexts = self._contexts or {}, None
+        for context in contexts.values():  # peers may never come: free without them
+            context.free()
+
+
+def check_operand(
+    function: str, argument: str, x: torch.Tensor, weight: torch.Tensor, ranks: Collectives
+) -> None:
+    """Refuse an operand that does not go with ``weight`` [K, N].
+
+    Raises:
+        InvalidArgument: another dtype, device or width.
+    """
+    ranks.check_dtype(function, f"{argument}.dtype", x.dtype)
+    expected = f"the weight's {weight.dtype}"
+    if x.dtype != weight.dtype:
+        raise InvalidArgument(function, f"{argument}.dtype", x.dtype, expected)
+    for name, tensor in ((argument, x), ("weight", weight)):
+        if tensor.device != ranks.device:
+            expected = f"{ranks.device}, this rank's"
+            raise InvalidArgument(function, f"{name}.device", tensor.device, expected)
+    if x.ndim < 1 or x.shape[-1] != weight.shape[0]:
+        expected = f"[…, {weight.shape[0]}], as the weight [K, N] = {tuple(weight.shape)}"
+        raise InvalidArgument(function, f"{argument}.shape", tuple(x.shape), expected)

@@ -1,0 +1,333 @@
+"""Tensor-parallel attention: heads are shared out. Attention itself is torch's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from triton_dist.errors import TritonDistWarning
+from triton_dist.layers.nvidia import functional
+from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.tensor_parallel import Collectives
+from triton_dist.runtime.device import current_device
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries, keys and values [batch, tokens, heads, head_dim] to what queries see, likewise."""
+
+
+class TP_Attn(TensorParallelLayer):
+    """Attention of LLaMA, Qwen and others: grouped queries, rotary positions, a norm of queries and
+    keys and biases where the module has them; q, k and v by columns, o by rows.
+
+    Arguments, modes and call forms: ``TensorParallelLayer``. Fewer key-value heads than ranks are
+    kept by several ranks each, which a warning says.
+
+    Attributes:
+        wqkv: [(q heads + 2 * kv heads) * head_dim, hidden], of this rank. wo: [hidden, q heads *
+            head_dim]. bqkv, bo: biases, or ``None``.
+        num_heads, num_kv_heads: of this rank. replicas: ranks that have the same kv head.
+    """
+
+    shards = ("wqkv", "bqkv", "wo")
+    wqkv: torch.nn.Parameter
+    wo: torch.nn.Parameter
+    bqkv: torch.nn.Parameter | None
+    bo: torch.nn.Parameter | None
+    q_norm: torch.nn.Module | None
+    k_norm: torch.nn.Module | None
+
+    def _init_parameters(self, self_attn: torch.nn.Module, verbose: bool = False) -> None:
+        """Take this rank's share of a module with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``
+        and ``head_dim``; it may lie on another device.
+
+        Raises:
+            InvalidArgument: weights that do not go together, or heads that cannot be shared out.
+        """
+        source: Any = self_attn
+        self._check_members("module", self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
+        q = self._linear("q_proj", source.q_proj, (None, None))
+        q_columns, hidden = q.shape
+        k = self._linear("k_proj", source.k_proj, (None, hidden))
+        v = self._linear("v_proj", source.v_proj, (k.shape[0], hidden))
+        o = self._linear("o_proj", source.o_proj, (hidden, q_columns))
+        for name, weight in (("k_proj", k), ("v_proj", v), ("o_proj", o)):
+            if weight.dtype != q.dtype:
+                expected = f"that of q_proj, {q.dtype}"
+                raise self._refusal(f"{name}.weight.dtype", weight.dtype, expected)
+        if getattr(source, "sliding_window", None) is not None:
+            raise self._refusal("sliding_window", source.sliding_window, "None")
+        self.head_dim: int = source.head_dim
+        self.scaling: float = getattr(source, "scaling", self.head_dim**-0.5)
+        self.layer_idx: int = getattr(source, "layer_idx", 0)
+        self._share_heads(q_columns // self.head_dim, k.shape[0] // self.head_dim)
+
+        def columns(weights: list[torch.Tensor]) -> torch.Tensor:
+            own = [self._shard(weights[0], 0), *map(self._kv_shard, weights[1:])]
+            return torch.cat(own)
+
+        self.wqkv = self._parameter(columns([q, k, v]), q)
+        self.wo = self._parameter(self._shard(o, 1), o)
+        biases = [getattr(getattr(source, f"{name}_proj"), "bias", None) for name in "qkvo"]
+        given = [bias for bias in biases[:3] if bias is not None]
+        if len(given) not in (0, 3):
+            raise self._refusal("biases of q_proj, k_proj, v_proj", len(given), "none, or all")
+        self.bqkv = self._parameter(columns(given), given[0]) if given else None
+        self.bo = None
+        if biases[3] is not None:  # the same on all ranks, added after the sum
+            whole = biases[3].detach().to(self.library.device)
+            self.bo = torch.nn.Parameter(whole, requires_grad=biases[3].requires_grad)
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(source, name, None)
+            setattr(self, name, None if norm is None else norm.to(self.library.device))
+        self._tell(verbose)
+
+    def _share_heads(self, heads: int, kv_heads: int) -> None:
+        size = self.world_size
+        self._check_split("heads of q_proj", heads)
+        if kv_heads % size and size % kv_heads:
+            expected = f"a multiple or a divisor of the {size} ranks"
+            raise self._refusal("heads of k_proj", kv_heads, expected)
+        self.replicas = max(1, size // kv_heads)
+        self.num_heads, self.num_kv_heads = heads // size, max(1, kv_heads // size)
+        self.kv_index, self.all_kv_heads = self.rank // self.replicas, kv_heads
+        if self.replicas > 1 and self.rank == 0:
+            warnings.warn(
+                f"TP_Attn: {kv_heads} key-value heads for {size} ranks: {self.replicas} ranks keep "
+                "each head, and a cache of it",
+                TritonDistWarning,
+                stacklevel=3,
+            )
+
+    def _kv_shard(self, weight: torch.Tensor) -> torch.Tensor:
+        parts = weight.detach().chunk(self.world_size // self.replicas, 0)
+        return parts[self.kv_index].to(self.library.device)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Called as Hugging Face's attention is; what else a block passes on is not looked at.
+
+        Args:
+            hidden_states: [..., hidden], in the layer's mode.
+            position_embeddings: cos and sin, [batch or 1, tokens, head_dim] of the whole sequence,
+                also where tokens are spread over ranks.
+            attention_mask: as of ``scaled_dot_product_attention``; ``None``: causal.
+            past_key_values: a cache with ``update(k, v, layer_idx)``, [batch, heads, tokens,
+                head_dim].
+
+        Raises:
+            InvalidArgument, ContextFinalized: before anything is launched.
+        """
+        cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            # Under the older of two names too: a cache must not be overlooked.
+            cache = unused.get("past_key_value") if past_key_values is None else past_key_values
+            return self._attend(q, k, v, attention_mask, cache)
+
+        tokens = position_embeddings[0].shape[-2]
+        across, is_spread = self._across(), self.sequence_parallel
+        return self._run(hidden_states, across, is_spread, tokens, cos, sin, attend), None
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        is_causal = mask is None
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+            asked, known = q.shape[2], k.shape[2]
+            if is_causal and asked != known:  # the last ones ask
+                is_causal = False
+                mask = torch.ones(asked, known, dtype=torch.bool, device=q.device)
+                mask = mask.tril(known - asked)
+        seen = scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=self.scaling,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )  # fmt: skip
+        return seen.transpose(1, 2)
+
+    def sum_partial_gradients(self) -> None:
+        """Add up gradients over ranks that each have a part of: those of norms of heads, and of
+        key-value heads that several ranks keep. Collective."""
+        for norm in (self.q_norm, self.k_norm):
+            for parameter in () if norm is None else norm.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = self.library.all_reduce(parameter.grad)
+        if self.replicas == 1:
+            return
+        for weight in (self.wqkv, self.bqkv):
+            if weight is not None and weight.grad is not None:
+                own = weight.grad[self.num_heads * self.head_dim :]
+                of_heads = own.new_zeros(self.all_kv_heads, *own.shape)
+                of_heads[self.kv_index] = own
+                own.copy_(self.library.all_reduce(of_heads)[self.kv_index])
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        ranks: Collectives,
+        is_spread: bool,
+        tokens: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """``tokens``: of each sequence, over all ranks. cos, sin: broadcast over heads."""
+        rows = x.reshape(-1, x.shape[-1])
+        if is_spread:
+            keeps = self.keep_gathered
+            qkv = functional.ag_gemm(rows, self.wqkv.T, ranks, keep_gathered=keeps)
+        else:
+            qkv = functional.gemm(rows, self.wqkv.T, ranks)
+        seen = self._between(qkv, tokens, cos, sin, attend)
+        last = functional.gemm_rs if is_spread else functional.gemm_ar
+        y = last(seen, self.wo.T, ranks)
+        return (y if self.bo is None else y + self.bo).view(x.shape)
+
+    def _between(
+        self,
+        qkv: torch.Tensor,
+        tokens: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Rows of queries, keys and values to what queries see, [rows, heads * head_dim]."""
+        rows, heads, kv_heads = qkv.shape[0], self.num_heads, self.num_kv_heads
+        if rows % tokens:
+            expected = f"a multiple of the {tokens} tokens that position_embeddings are for"
+            raise self._refusal("rows of hidden_states", rows, expected)
+        if self.bqkv is not None:
+            qkv = qkv + self.bqkv
+        qkv = qkv.view(-1, tokens, heads + 2 * kv_heads, self.head_dim)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], -2)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return attend(rotated(q, cos, sin), rotated(k, cos, sin), v).reshape(rows, -1)
+
+    def _with_cache(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        kv_cache: Any,
+        layer_idx: int,
+        ranks: Collectives,
+        is_spread: bool,
+    ) -> torch.Tensor:
+        """One call on a ``KV_Cache``, whose shapes are those of its maximum: a CUDA graph of it
+        serves any position."""
+        k_cache, v_cache, offset = kv_cache.update_kv_cache(None, None, layer_idx)
+        most, tokens = k_cache.shape[1], position_ids.shape[1]
+        if k_cache.shape[2] != self.num_kv_heads:
+            expected = f"{self.num_kv_heads}, those of this rank"
+            raise self._refusal("heads of kv_cache", k_cache.shape[2], expected)
+        if k_cache.dtype != self.wqkv.dtype:
+            expected = f"the weights' {self.wqkv.dtype}"
+            raise self._refusal("dtype of kv_cache", k_cache.dtype, expected)
+        batch = x.shape[0] * (ranks.num_ranks if is_spread else 1)
+        if batch > k_cache.shape[0]:
+            expected = f"at most the cache's batch_size = {k_cache.shape[0]}"
+            raise self._refusal("batch", batch, expected)
+        cos, sin = (
+            torch.cat([half, half], -1).unsqueeze(-2)
+            for half in cos_sin_cache[position_ids].chunk(2, -1)
+        )
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            at = offset[:batch, None] + torch.arange(tokens, device=x.device)
+            sequences = torch.arange(batch, device=x.device)[:, None]
+            k_cache[sequences, at], v_cache[sequences, at] = k, v
+            # Queries of one group as rows of one head: keys and values are not repeated.
+            group = self.num_heads // self.num_kv_heads
+            q = q.view(batch, tokens, -1, group, self.head_dim).permute(0, 2, 3, 1, 4)
+            q = q.reshape(batch, -1, group * tokens, self.head_dim)
+            mask = torch.arange(most, device=x.device) <= at[..., None]
+            mask = mask.repeat(1, group, 1)[:, None]
+            keys, values = (each[:batch].transpose(1, 2) for each in (k_cache, v_cache))
+            seen = scaled_dot_product_attention(q, keys, values, mask, scale=self.scaling)
+            seen = seen.view(batch, -1, group, tokens, self.head_dim)
+            return seen.permute(0, 3, 1, 2, 4).reshape(batch, tokens, -1, self.head_dim)
+
+        return self._run(x, ranks, is_spread, tokens, cos, sin, attend)
+
+    @torch.no_grad()
+    def torch_fwd(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        kv_cache: Any,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """x [batch, tokens, hidden] to the same, with keys and values written to ``kv_cache`` from
+        its ``kv_offset`` on.
+
+        Args:
+            position_ids: [batch or 1, tokens], of the whole batch.
+            cos_sin_cache: [positions, head_dim] from ``_set_cos_sin_cache``.
+            kv_cache: a ``triton_dist.models.kv_cache.KV_Cache``, or the like.
+        """
+        rest = (position_ids, cos_sin_cache, kv_cache, layer_idx)
+        return self._with_cache(x, *rest, self.library, False)
+
+    @torch.no_grad()
+    def dist_triton_fwd(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        kv_cache: Any,
+        layer_idx: int,
+        *unused: Any,
+        **also_unused: Any,
+    ) -> torch.Tensor:
+        """The same of this rank's sequences, [batch / ranks, tokens, hidden]."""
+        rest = (position_ids, cos_sin_cache, kv_cache, layer_idx)
+        return self._with_cache(x, *rest, self._across(), True)
+
+    @torch.no_grad()
+    def dist_triton_AR_fwd(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        kv_cache: Any,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        """As ``torch_fwd``."""
+        rest = (position_ids, cos_sin_cache, kv_cache, layer_idx)
+        return self._with_cache(x, *rest, self._across(), False)
+
+    dist_triton_gemm_ar_fwd = dist_triton_AR_fwd
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [batch, tokens, heads, head_dim] with rotary positions; cos and sin as wide."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
+
+
+def _set_cos_sin_cache(inv_freq: torch.Tensor, max_length: int) -> torch.Tensor:
+    """[max_length, head_dim]: cosines of positions in the left half, sines in the right one."""
+    device = current_device().torch_device
+    positions = torch.arange(max_length, device=device, dtype=inv_freq.dtype)
+    angles = torch.outer(positions, inv_freq.to(device))
+    return torch.cat([angles.cos(), angles.sin()], -1)

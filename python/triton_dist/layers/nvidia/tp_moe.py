@@ -1,0 +1,161 @@
+"""Tensor-parallel mixture of experts: every rank has a share of every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, one_hot
+
+from triton_dist.layers.nvidia import experts, functional
+from triton_dist.layers.nvidia.layer import TensorParallelLayer
+from triton_dist.layers.nvidia.tensor_parallel import Collectives
+from triton_dist.runtime.ranks import Group
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+class TP_MoE(TensorParallelLayer):
+    """The experts of Qwen, Mixtral and others: a token's ``top_k`` best by a softmax over all, each
+    ``down(act(gate(x)) * up(x))``.
+
+    Arguments, modes and call forms: ``TensorParallelLayer``; ``autotune`` means nothing, calls are
+    tuned.
+
+    Attributes, of E experts of I columns over all ranks:
+        gate: [E, hidden], the router, the same on all ranks.
+        gate_up_proj: [E, hidden, 2 * I / ranks]. down_proj: [E, I / ranks, hidden].
+    """
+
+    shards = ("gate_up_proj", "down_proj")
+    gate: torch.nn.Parameter
+    gate_up_proj: torch.nn.Parameter
+    down_proj: torch.nn.Parameter
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: Group = None,
+        autotune: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(rank, world_size, group, **options)
+
+    def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
+        """Take this rank's share of a module with ``gate`` and ``experts``: a list of modules with
+        ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, or one that has all of them
+        stacked, ``gate_up_proj`` [E, 2 * I, hidden] and ``down_proj`` [E, hidden, I]. It, or its
+        gate, has ``top_k``; weights of the best are normalised unless its ``norm_topk_prob`` is
+        false. It may lie on another device.
+
+        Raises:
+            InvalidArgument: weights that do not go together, or cannot be shared out; a bias;
+                experts that all tokens share.
+        """
+        source: Any = module
+        self._check_members("module", module, "gate", "experts")
+        for name in ("shared_expert", "shared_experts"):
+            if hasattr(source, name):
+                raise self._refusal(name, type(getattr(source, name)).__name__, "none")
+        with torch.enable_grad():  # views of what is trained say so
+            each = list(self._experts_of(source.experts))
+        gate = self._linear("gate", source.gate, (len(each), None))
+        self.num_experts, self.hidden_size = gate.shape
+        router = source if hasattr(source, "top_k") else source.gate
+        self._check_members("gate", router, "top_k")
+        self.top_k: int = router.top_k
+        self.normalises: bool = getattr(router, "norm_topk_prob", True)
+        columns = len(each[0][0])
+        self._check_split("columns of an expert", columns)
+        shapes = ((columns, self.hidden_size),) * 2 + ((self.hidden_size, columns),)
+        for number, weights in enumerate(each):
+            for name, weight, shape in zip(_NAMES, weights, shapes, strict=True):
+                where = f"experts.{number}.{name}.weight"
+                if tuple(weight.shape) != shape:
+                    raise self._refusal(f"{where}.shape", tuple(weight.shape), f"{shape}")
+                if weight.dtype != gate.dtype:
+                    expected = f"that of gate, {gate.dtype}"
+                    raise self._refusal(f"{where}.dtype", weight.dtype, expected)
+        gate_up = [torch.cat([self._shard(w, 0) for w in weights[:2]]).T for weights in each]
+        down = [self._shard(weights[2], 1).T for weights in each]
+        whole = gate.detach().to(self.library.device)
+        self.gate = torch.nn.Parameter(whole, requires_grad=gate.requires_grad)
+        self.gate_up_proj = self._parameter(torch.stack(gate_up), each[0][0])
+        self.down_proj = self._parameter(torch.stack(down), each[0][2])
+        is_list = isinstance(source.experts, torch.nn.ModuleList)
+        self.act_fn: Any = (source.experts[0] if is_list else source.experts).act_fn
+        self._tell(verbose)
+
+    def _experts_of(self, source: Any) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Gate, up and down of each expert, [outputs, inputs]."""
+        if isinstance(source, torch.nn.ModuleList):
+            for number, expert in enumerate(source):
+                self._check_members(f"experts.{number}", expert, *_NAMES, "act_fn")
+                for name in _NAMES:
+                    bias = getattr(getattr(expert, name), "bias", None)
+                    if bias is not None:
+                        where = f"experts.{number}.{name}.bias"
+                        raise self._refusal(where, tuple(bias.shape), "None")
+                yield tuple(
+                    self._linear(f"experts.{number}.{name}", getattr(expert, name), (None, None))
+                    for name in _NAMES
+                )
+            return
+        self._check_members("experts", source, "gate_up_proj", "down_proj", "act_fn")
+        if hasattr(source, "gate_up_proj_bias"):
+            shape = tuple(source.gate_up_proj_bias.shape)
+            raise self._refusal("experts.gate_up_proj_bias", shape, "none")
+        for both, down in zip(source.gate_up_proj, source.down_proj, strict=True):
+            yield (*both.chunk(2), down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden] to the same, in the layer's mode. Tuned at the first call of a shape.
+
+        Raises:
+            InvalidArgument, ContextFinalized: before anything is launched.
+            RankDisagreement: at the first call of a shape, if ranks chose other experts.
+        """
+        return self._run(x, self._across(), self.sequence_parallel)
+
+    def _routes(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts, int32, and their weights, fp32, of each row: [rows, top_k]."""
+        chances = linear(rows, self.gate).softmax(-1, dtype=torch.float32)
+        best, ids = chances.topk(self.top_k, -1)
+        return ids.int(), best / best.sum(-1, keepdim=True) if self.normalises else best
+
+    def _run(self, x: torch.Tensor, ranks: Collectives, is_spread: bool) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ids, scales = self._routes(rows)
+        if is_spread:
+            ids = functional.all_gather(ids, ranks)
+            scales = functional.all_gather(scales, ranks)
+        first = experts.ag_group_gemm if is_spread else experts.group_gemm
+        gate, up = first(rows, self.gate_up_proj, ids, ranks).chunk(2, -1)
+        hidden = self.act_fn(gate) * up
+        last = experts.moe_reduce_rs if is_spread else experts.moe_reduce_ar
+        return last(hidden, self.down_proj, ids, scales, ranks).view(x.shape)
+
+    @torch.no_grad()
+    def torch_fwd(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self.library, False)
+
+    @torch.no_grad()
+    def torch_fwd_no_loop(self, x: torch.Tensor) -> torch.Tensor:
+        """The same by products of all tokens with all experts, without a loop over them."""
+        rows = x.reshape(-1, x.shape[-1])
+        ids, scales = self._routes(rows)
+        gate, up = torch.einsum("mh,ehi->emi", rows, self.gate_up_proj).chunk(2, -1)
+        each = torch.einsum("emi,eih->emh", self.act_fn(gate) * up, self.down_proj)
+        chosen = one_hot(ids.long(), self.num_experts) * scales[..., None]
+        total = torch.einsum("emh,mke->mh", each.float(), chosen).to(x.dtype)
+        return self.library.all_reduce(total).view(x.shape)
+
+    @torch.no_grad()
+    def dist_triton_fwd(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self._across(), True)
+
+    @torch.no_grad()
+    def dist_triton_AR_fwd(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self._across(), False)

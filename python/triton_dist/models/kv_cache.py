@@ -1,0 +1,68 @@
+"""Keys and values of tokens that were seen, in tensors that stay where they are."""
+
+from __future__ import annotations
+
+import torch
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.runtime.device import current_device
+
+__all__ = ["KV_Cache"]
+
+
+class KV_Cache:
+    """Memory for keys and values of this rank's heads. Layers write to it in place, so a CUDA graph
+    of a step serves all steps.
+
+    Attributes:
+        k_cache, v_cache: [num_layers, batch_size, max_length, kv heads of this rank, head_dim].
+        kv_offset: int32 [batch_size], tokens of each sequence that are there; a layer writes from
+            there on, and nobody sees what lies behind. It must not grow beyond ``max_length``.
+
+    Args:
+        kv_heads: of all ranks; with fewer than ``world_size`` each rank has one.
+
+    Raises:
+        InvalidArgument: heads that cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 32,
+        batch_size: int = 1,
+        max_length: int = 32 * 1024,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        world_size: int = 8,
+    ) -> None:
+        if kv_heads % world_size and world_size % kv_heads:
+            expected = f"a multiple or a divisor of world_size = {world_size}"
+            raise InvalidArgument("KV_Cache", "kv_heads", kv_heads, expected)
+        self.num_layers, self.batch_size, self.max_length = num_layers, batch_size, max_length
+        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
+        self.world_size, device = world_size, current_device().torch_device
+        shape = (num_layers, batch_size, max_length, max(1, kv_heads // world_size), head_dim)
+        self.k_cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv_offset = torch.zeros(batch_size, dtype=torch.int32, device=device)
+
+    def update_kv_cache(
+        self, new_k_cache: object, new_v_cache: object, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, and ``kv_offset``: the layer writes its new ones itself."""
+        return self.k_cache[layer_idx], self.v_cache[layer_idx], self.kv_offset
+
+    def rand_fill_kv_cache(self, offset: int) -> None:
+        """Give the first ``offset`` tokens random keys and values, of 0 to 0.1."""
+        for cache in (self.k_cache, self.v_cache):
+            cache[:, :, :offset].uniform_(0, 0.1)
+
+    def inc_offset(self, tokens: int = 1) -> None:
+        self.kv_offset += tokens
+
+    def clear(self) -> None:
+        self.kv_offset.zero_()
+
+    def get_kv_len(self) -> torch.Tensor:
+        return self.kv_offset

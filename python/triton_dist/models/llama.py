@@ -1,0 +1,229 @@
+"""A LLaMA in plain torch, of one process, with the names of Hugging Face's modules.
+
+It stands in where a script would load a model: layers are built from its modules as they are from
+Hugging Face's, and a model that is shared out is compared with it. No tokenizer, no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+__all__ = ["Llama", "LlamaConfig"]
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a model, named as in ``config.json``. With ``num_experts`` its blocks mix them."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 96
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    vocab_size: int = 64
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 32
+    qk_norm: bool = False
+
+    @classmethod
+    def of(cls, model: str) -> LlamaConfig:
+        """The config of a known model, or of a folder with a ``config.json``; nothing is loaded
+        from a network.
+
+        Raises:
+            KeyError: neither; names those that are known.
+        """
+        path = Path(model, "config.json")
+        if path.exists():
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            heads = found["num_attention_heads"]
+            found.setdefault("head_dim", found["hidden_size"] // heads)
+            found.setdefault("qk_norm", found.get("model_type", "").startswith("qwen3"))
+            names = {field.name for field in fields(cls)}
+            return cls(**{name: value for name, value in found.items() if name in names})
+        if model not in KNOWN:
+            raise KeyError(f"{model}: neither a folder with a config.json nor one of {[*KNOWN]}")
+        return KNOWN[model]
+
+
+KNOWN = {
+    "tiny": LlamaConfig(),
+    "tiny-moe": LlamaConfig(num_experts=4),
+    "meta-llama/Meta-Llama-3-8B": LlamaConfig(
+        4096, 14336, 32, 32, 8, 128, 128256, 1e-5, 500000.0
+    ),
+    "meta-llama/Meta-Llama-3-70B": LlamaConfig(
+        8192, 28672, 80, 64, 8, 128, 128256, 1e-5, 500000.0
+    ),
+    "Qwen/Qwen3-32B": LlamaConfig(
+        5120, 25600, 64, 64, 8, 128, 151936, 1e-6, 1e6, qk_norm=True
+    ),
+    "Qwen/Qwen3-30B-A3B": LlamaConfig(
+        2048, 6144, 48, 32, 4, 128, 151936, 1e-6, 1e6, 128, 8, 768, qk_norm=True
+    ),
+}  # fmt: skip
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    inv_freq: torch.Tensor
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2).float() / head_dim
+        self.register_buffer("inv_freq", theta**-exponents, persistent=False)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Cos and sin [1, tokens, head_dim] of positions [tokens]."""
+        angles = torch.outer(positions.float(), self.inv_freq.float())
+        both = torch.cat([angles, angles], -1)[None]
+        return both.cos().to(dtype), both.sin().to(dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.head_dim, self.layer_idx = config, config.head_dim, layer_idx
+        queries = config.num_attention_heads * self.head_dim
+        keys = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        norm = RMSNorm if config.qk_norm else lambda *_: None
+        self.q_norm = norm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = norm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        cos, sin = position_embeddings
+
+        def heads(proj: nn.Linear, norm: Callable[..., Any] | None = None) -> torch.Tensor:
+            x: torch.Tensor = proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+            return (x if norm is None else norm(x)).transpose(1, 2)
+
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            left, right = x.chunk(2, -1)
+            return x * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
+
+        q, k = rotated(heads(self.q_proj, self.q_norm)), rotated(heads(self.k_proj, self.k_norm))
+        seen = scaled_dot_product_attention(
+            q, k, heads(self.v_proj), attention_mask,
+            is_causal=attention_mask is None, enable_gqa=True,
+        )  # fmt: skip
+        return self.o_proj(seen.transpose(1, 2).flatten(2)), None
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, columns: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, columns, bias=False)
+        self.up_proj = nn.Linear(hidden, columns, bias=False)
+        self.down_proj = nn.Linear(columns, hidden, bias=False)
+        self.act_fn = silu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class SparseMoE(nn.Module):
+    """A token's best experts, weighted by a softmax over all, normalised over the best. With the
+    router's logits, as scripts expect."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
+        self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
+        sizes = config.hidden_size, config.moe_intermediate_size
+        self.experts = nn.ModuleList(MLP(*sizes) for _ in range(self.num_experts))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.flatten(0, -2)
+        logits = linear(rows, self.gate.weight)
+        best, ids = logits.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+        best = best / best.sum(-1, keepdim=True)
+        total = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == number)
+            part = expert(rows[token]) * best[token, choice, None].to(x.dtype)
+            total = total.index_add(0, token, part)
+        return total.view(x.shape), logits
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer_idx)
+        dense = config.hidden_size, config.intermediate_size
+        self.mlp = SparseMoE(config) if config.num_experts else MLP(*dense)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, **of_attention: Any) -> torch.Tensor:
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x), **of_attention)[0]
+        y: Any = self.mlp(self.post_attention_layernorm(x))
+        total: torch.Tensor = x + (y[0] if isinstance(y, tuple) else y)
+        return total
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta)
+
+    def forward(self, ids: torch.Tensor, shard: tuple[int, int] = (0, 1), **kw: Any) -> Any:
+        """ids [batch, tokens] to [batch, tokens, hidden]; of ``shard`` (rank, ranks), the rows of
+        that rank alone, [batch * tokens / ranks, hidden]."""
+        x = self.embed_tokens(ids)
+        if shard[1] > 1:
+            x = x.flatten(0, 1).chunk(shard[1])[shard[0]]
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=self.rotary_emb(positions, x.dtype), **kw)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """ids [batch, tokens] to logits [batch, tokens, vocab]."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config).to(dtype)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor, shard: tuple[int, int] = (0, 1)) -> torch.Tensor:
+        """With ``shard`` (rank, ranks): the logits of that rank's rows, which its layers must
+        take."""
+        logits: torch.Tensor = self.lm_head(self.model(ids, shard))
+        return logits

@@ -1,0 +1,50 @@
+"""Seeds, and a model to take layers from."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+
+from triton_dist.models.llama import Llama, LlamaConfig
+
+__all__ = ["init_model_cpu", "seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's and torch's generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def init_model_cpu(
+    model_name: str, dtype: torch.dtype, num_layers: int | None = None, scale: int = 1
+) -> Llama:
+    """A model of that name or folder (``LlamaConfig.of``) on the CPU, with random weights that are
+    the same on all ranks.
+
+    Args:
+        num_layers: default: all that it has.
+        scale: of ``few``.
+    """
+    config = LlamaConfig.of(model_name)
+    if scale > 1:
+        config = few(config, scale)
+    if num_layers is not None:
+        config = dataclasses.replace(config, num_hidden_layers=num_layers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Llama(config, dtype)
+
+
+def few(config: LlamaConfig, scale: int) -> LlamaConfig:
+    """A model of the same kind for the interpreter: sizes divided by ``scale``, few heads and
+    experts."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
+    divided = {name: max(32, getattr(config, name) // scale) for name in sizes}
+    return dataclasses.replace(
+        config, **divided, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        num_experts=min(8, config.num_experts),
+        num_experts_per_tok=min(2, config.num_experts_per_tok),
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Run a kernel from any level of the compiler: ``ttir``, ``ttgir``, ``llir``, ``ptx``, ``cubin``.
+
+from triton_dist import runner
+
+@runner.jit
+def kernel(x_ptr, n, BLOCK: tl.constexpr): ...
+
+compiled = kernel[(1,)](x, n, BLOCK=64)
+runner.export(compiled, "folder")              # folder/kernel.ttir ... folder/kernel.cubin, .json
+kernel[(1,)](x, n, cubin_dir="folder")         # BLOCK is the artefact's
+"""
+
+from triton_dist.runner import color_print, testing, torch_utils, tuning
+from triton_dist.runner.artefact import LEVELS, About, Artefact
+from triton_dist.runner.files import export, load
+from triton_dist.runner.function import jit
+from triton_dist.runner.scripts import (
+    autotune,
+    configure_autotune_backend,
+    configure_jit_backend,
+    get_file_dir,
+    restore_autotune_backend,
+    restore_jit_backend,
+)
+
+__all__ = [
+    "LEVELS",
+    "About",
+    "Artefact",
+    "autotune",
+    "color_print",
+    "configure_autotune_backend",
+    "configure_jit_backend",
+    "export",
+    "get_file_dir",
+    "jit",
+    "load",
+    "restore_autotune_backend",
+    "restore_jit_backend",
+    "testing",
+    "torch_utils",
+    "tuning",
+]

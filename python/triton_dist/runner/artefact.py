@@ -1,0 +1,145 @@
+"""A kernel at some level of the compiler, and all that a launch of it needs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.show import show
+from triton_dist.errors import InvalidArtefact
+from triton_dist.runner.specialisation import CONSTANT, Specialisation, can_be_read, value_of
+
+LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin")
+"""Levels of Triton's compiler for NVIDIA GPUs, from the top; Gluon kernels begin at ttgir."""
+SCHEMA = 1
+_ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
+_ELF_HEADER = struct.Struct("<4s28xQQ6xHHHH")
+"""Magic; where program and section headers begin; size and number of each."""
+
+
+@dataclass(frozen=True)
+class About:
+    """Facts of a compiled kernel: what it was made for, and what its launch needs."""
+
+    function: str
+    """Name of the function; the file of each level is named by it."""
+    arch: int
+    """Compute capability, such as 90."""
+    specialisation: Specialisation | None
+    """``None``: not known, of an artefact that others made."""
+    options: Mapping[str, Any]
+    """``num_warps``, ``num_stages`` and others that the compiler was given."""
+    launch: Mapping[str, Any]
+    """Entry point, shared memory and others that the compiler found out."""
+    compiler: str = ""
+
+    def refusal(self, level: str, call: Specialisation, arch: int) -> str | None:
+        """Say why a launch that is specialised as ``call``, on a GPU of capability ``arch``, cannot
+        run this kernel at ``level``; ``None`` if it can. TTIR alone is for any GPU."""
+        found = [] if self.specialisation is None else self.specialisation.refusals(call)
+        if level != "ttir" and arch != self.arch:
+            found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
+        return "; ".join(found) or None
+
+    def to_tree(self) -> codec.Tree:
+        """For ``<kernel>.json``."""
+        known = self.specialisation
+        return {
+            "triton_dist_artefact": SCHEMA,
+            "function": self.function,
+            "arch": self.arch,
+            "compiler": self.compiler,
+            "arguments": None if known is None else known.to_tree(),
+            "options": dict(self.options),
+            "launch": dict(self.launch),
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> About:
+        """Read what ``to_tree`` wrote.
+
+        Raises:
+            KeyError, TypeError, AttributeError, ValueError: it did not.
+        """
+        if int(tree["triton_dist_artefact"]) > SCHEMA:
+            raise ValueError("a later version of triton_dist wrote it")
+        known = tree["arguments"]
+        made_for = None if known is None else Specialisation.from_tree(known)
+        return cls(str(tree["function"]), int(tree["arch"]), made_for, dict(tree["options"]),
+                   dict(tree["launch"]), str(tree["compiler"]))  # fmt: skip
+
+
+class Artefact:
+    """A kernel at ``level``, to be launched with ``kernel[grid](..., artefact=artefact)``.
+
+    Artefacts of equal content are equal, wherever they lie, and print alike, with a digest: one can
+    be a value of a config space.
+    """
+
+    # No dataclass: the tuner would write its bytes into records, instead of how it prints.
+
+    def __init__(
+        self, level: str, data: bytes, about: About, where: str = "an artefact in memory"
+    ) -> None:
+        self.level = level
+        self.data = data
+        self.about = about
+        self.where = where
+        """The file, for messages."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the kernel and of what it was made for, 24 hexadecimal characters."""
+        facts = json.dumps([self.level, self.about.to_tree()], sort_keys=True)
+        return hashlib.sha256(facts.encode() + self.data).hexdigest()[:24]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Artefact) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        options = {name: self.about.options.get(name) for name in ("num_warps", "num_stages")}
+        shown = {name: show(tree) for name, tree in self._trees().items()} | options
+        values = "".join(f", {name}={value}" for name, value in shown.items())
+        return f"Artefact({self.about.function}.{self.level} {self.digest}{values})"
+
+    def check(self) -> None:
+        """Raise :class:`InvalidArtefact` unless the bytes look like a kernel of this level and
+        name: what a driver makes of half a file is not known."""
+        if self.level == "cubin" and not _is_whole_elf(self.data):
+            raise InvalidArtefact(self.where, "it is no cubin, or not a whole one")
+        if self.level in _ENTRY:
+            found = re.findall(_ENTRY[self.level], self.data.decode("utf-8", "replace"))
+            entry = self.about.launch.get("name", self.about.function)
+            if entry not in found:
+                there = ", ".join(found) or "none"
+                raise InvalidArtefact(self.where, f"it has no kernel {entry}; there is {there}")
+
+    def constants(self) -> dict[str, Any]:
+        """Values of the arguments that are constants, by name, as far as they can be read back."""
+        return {name: value_of(tree) for name, tree in self._trees().items() if can_be_read(tree)}
+
+    def _trees(self) -> dict[str, codec.Tree]:
+        known = self.about.specialisation
+        if known is None:
+            return {}
+        named = {place: name for place, (name, kind) in known.leaves.items() if kind == CONSTANT}
+        return {name: known.constants[place] for place, name in named.items() if len(place) == 1}
+
+
+def _is_whole_elf(data: bytes) -> bool:
+    """True if ``data`` begins like a 64-bit ELF and reaches to the end of its headers."""
+    if len(data) < _ELF_HEADER.size:
+        return False
+    magic, programs, sections, *sizes = _ELF_HEADER.unpack_from(data)
+    ends = programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3]
+    return bool(magic == b"\x7fELF" and max(ends) <= len(data))

@@ -1,0 +1,150 @@
+"""The rest of Triton's compiler, from any level on.
+
+One of the two files that call what Triton does not promise, alike in 3.6 to 3.9: the stages of a
+backend, ``parse`` and ``CompiledKernel``. tests/compile/test_runner.py compares cubins, for each
+version by ``make versions``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir, llvm
+from triton.compiler.compiler import CompiledKernel, parse
+
+from triton_dist.errors import InvalidArtefact
+from triton_dist.runner.artefact import LEVELS, Artefact
+from triton_dist.runner.specialisation import Place, Specialisation
+
+_OF_EARLIER_VERSIONS = {
+    "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+}  # fmt: skip
+"""Facts that Triton before 3.6 does not tell of a kernel, and launchers of now ask for."""
+_PATIENCE = 60.0
+"""Seconds; a step takes milliseconds."""
+
+
+def build(
+    function: Any,
+    artefact: Artefact,
+    made_for: Specialisation,
+    constants: Mapping[Place, Any],
+    options: Any,
+    target: Any,
+    backend: Any,
+) -> Any:
+    """Triton's ``CompiledKernel`` of ``artefact``: levels below it are compiled, none above it.
+
+    Args:
+        made_for: types and alignments that the launcher passes: the artefact's, which may be more
+            general than the call's.
+        constants: values of the constants of ``made_for``.
+
+    Raises:
+        InvalidArtefact: Triton cannot read or compile it.
+    """
+    attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
+    src = function.ASTSource(function, dict(made_for.types), dict(constants), attributes)
+    given = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
+    options = dataclasses.replace(options, **given, ir_override=None)
+    metadata = {
+        "hash": artefact.digest,
+        "target": target,
+        **vars(options),
+        **get_cache_invalidating_env_vars(),
+        "triton_version": triton.__version__,
+        **_OF_EARLIER_VERSIONS,
+        **artefact.about.launch,  # what the stages that are skipped would have said
+    }
+    # CompiledKernel reads files, and keeps what it has read.
+    with tempfile.TemporaryDirectory(prefix="triton_dist_") as folder:
+        try:
+            group, took = _lower(Path(folder), function.__name__, artefact, src, metadata,
+                                 options, backend)  # fmt: skip
+        except Exception as error:
+            why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
+            raise InvalidArtefact(artefact.where, why) from error
+        kernel = CompiledKernel(src, group, artefact.digest)
+        listener = triton.knobs.compilation.listener
+        if listener is not None:
+            times = triton.knobs.CompileTimes(0, took, 0)
+            listener(src=src, metadata=kernel.metadata._asdict(), metadata_group=group,
+                     times=times, cache_hit=True)  # fmt: skip
+    return kernel
+
+
+def _lower(
+    folder: Path, name: str, artefact: Artefact, src: Any, metadata: dict[str, Any],
+    options: Any, backend: Any,
+) -> tuple[dict[str, str], list[tuple[str, int]]]:  # fmt: skip
+    """The files of all levels from the artefact's on, by name, and microseconds of each stage."""
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, src.language)
+    if artefact.level not in stages:
+        raise ValueError(f"a kernel of this kind has the levels {', '.join(stages)}")
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    group: dict[str, str] = {}
+
+    def keep(level: str, content: Any) -> Path:
+        path = folder / f"{name}.{level}"
+        path.write_bytes(content if isinstance(content, bytes) else str(content).encode())
+        group[path.name] = str(path)
+        return path
+
+    first = keep(artefact.level, artefact.data)
+    module = parse(str(first), artefact.level, context)
+    if artefact.level == "llir":
+        llvm.init_targets()  # by make_llir, which is skipped; LLVM crashes without, in 3.6 to 3.9
+        _try_apart(lambda: stages["ptx"](module, dict(metadata)))
+    took = []
+    for level in LEVELS[LEVELS.index(artefact.level) + 1 :]:
+        begin = time.perf_counter()
+        module = stages[level](module, metadata)
+        took.append((level, int((time.perf_counter() - begin) * 1e6)))
+        keep(level, module)
+    keep("json", json.dumps(metadata, default=vars))
+    return group, took
+
+
+def _try_apart(step: Callable[[], object]) -> None:
+    """Run ``step`` in a copy of this process: LLVM ends a process in which it reads a wrong text.
+
+    Raises:
+        ValueError: the copy did not come to its end; with the last that it said.
+    """
+    with tempfile.TemporaryFile() as said, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; the copy starts none
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 2)
+            faulthandler.disable()
+            try:
+                step()
+            except Exception as error:
+                os.write(2, f"{type(error).__name__}: {error}".encode())
+                os._exit(1)
+            os._exit(0)
+        deadline = time.monotonic() + _PATIENCE
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(1e-3)
+        said.seek(0)
+        if ended[1]:
+            last = said.read().decode("utf-8", "replace").strip().splitlines()[-4:]
+            raise ValueError("; ".join(last) or f"status {ended[1]}")

@@ -1,0 +1,104 @@
+"""Artefacts as files: a folder has ``<kernel>.<level>`` and what it was made for,
+``<kernel>.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from triton_dist._tuning.values import codec
+from triton_dist.errors import InvalidArgument, InvalidArtefact
+from triton_dist.runner import foreign
+from triton_dist.runner.artefact import LEVELS, About, Artefact
+
+
+def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
+    """Write ``kernel`` at ``levels``, with what it was made for, into ``folder``; returns it.
+
+    Args:
+        kernel: what a launch, or a ``warmup``, of any Triton or Gluon kernel returned.
+        folder: is made; a kernel of that name in it is replaced.
+
+    Raises:
+        InvalidArgument: no compiled kernel, or no such level in it; a constant without exact text.
+    """
+    known = getattr(kernel, "asm", None)
+    if known is None:
+        expected = "what a launch or a warmup of a kernel returned, compiled"
+        raise InvalidArgument("runner.export", "kernel", kernel, expected)
+    for level in levels:
+        if level not in LEVELS or (level not in known and levels is not LEVELS):
+            there = ", ".join(each for each in LEVELS if each in known)
+            raise InvalidArgument("runner.export", "levels", level, f"some of {there}")
+    texts = {level: known[level] for level in levels if level in known}
+    ttgir = known.get("ttgir", "")
+    write(Path(folder), foreign.about_of(kernel.src, kernel.metadata._asdict(), str(ttgir)), texts)
+    return Path(folder)
+
+
+def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
+    """Each file at once or not at all; what it is about last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = json.dumps(about.to_tree(), indent=2) + "\n"
+    for level, text in {**texts, "json": tree}.items():
+        path = folder / f"{about.function}.{level}"
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_bytes(text if isinstance(text, bytes) else text.encode())
+        beside.replace(path)
+
+
+def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") -> Artefact:
+    """The kernel ``function`` at ``level`` in ``folder``; see :func:`export`.
+
+    What Triton's cache and other tools wrote is read too, as far as it tells.
+
+    Raises:
+        InvalidArgument: no such level.
+        InvalidArtefact: a file is missing, or ``<kernel>.json`` damaged or of a later version. The
+            kernel itself is looked at when it is launched.
+    """
+    if level not in LEVELS:
+        raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
+    path = Path(folder).expanduser() / f"{function}.{level}"
+    data = content(path)
+    side = path.with_suffix(".json")
+    if not side.exists() and level in foreign.TELLING:
+        return Artefact(level, data, foreign.nothing_known(function, data.decode()), str(path))
+    about = _read(side, function)
+    return Artefact(level, data, about, str(path))
+
+
+def content(path: Path) -> bytes:
+    """Bytes of a file.
+
+    Raises:
+        InvalidArtefact: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        beside = path.parent
+        found = sorted(each.name for each in beside.iterdir()) if beside.is_dir() else []
+        there = f"in {beside} there are {', '.join(found[:8])}" if found else f"{beside} is empty"
+        raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from None
+
+
+def _read(side: Path, function: str) -> About:
+    try:
+        tree = codec.loads(content(side))
+        if "triton_dist_artefact" in tree:
+            about: About | None = About.from_tree(tree)
+        else:
+            about = foreign.about(tree, function, str(side))
+        assert about is not None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidArtefact):
+            raise
+        why = f"it cannot be read: {type(error).__name__}: {error}"
+        raise InvalidArtefact(str(side), why) from None
+    if about.function != function:
+        raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
+    return about

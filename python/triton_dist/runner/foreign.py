@@ -1,0 +1,203 @@
+"""Facts of a kernel as others tell them: Triton's metadata, triton-runner's files, the head of IR.
+
+Triton's metadata has what a launch needs, not what the kernel was made for. triton-runner adds
+types, alignments and constants. TTIR and TTGIR name types and alignments of what is passed at run
+time, so a launch can be checked but for its constants.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from triton_dist._tuning.values import codec
+from triton_dist._warn import warn_at
+from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
+from triton_dist.runner.artefact import About, Artefact
+from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of
+
+TELLING = ("ttir", "ttgir")
+"""Levels whose text has all that a launch needs."""
+_OPTIONS = (
+    "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion",
+    "launch_cooperative_grid", "launch_pdl",
+)  # fmt: skip
+_LAUNCH = (
+    "name", "num_warps", "shared", "tmem_size", "global_scratch_size", "global_scratch_align",
+    "profile_scratch_size", "profile_scratch_align", "tensordesc_meta",
+)  # fmt: skip
+_LIBRARIES = re.compile(r"(triton|triton_dist)(\.|$)")
+_TYPES = {"f16": "fp16", "bf16": "bf16", "f32": "fp32", "f64": "fp64", "f8E5M2": "fp8e5",
+          "f8E4M3FN": "fp8e4nv"}  # fmt: skip
+
+
+def options_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that the compiler was given, of Triton's metadata."""
+    return {n: metadata[n] for n in _OPTIONS if metadata.get(n) is not None}
+
+
+def launch_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that the compiler found out, of Triton's metadata."""
+    return {name: metadata[name] for name in _LAUNCH if metadata.get(name) is not None}
+
+
+def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
+    """All about a kernel that Triton compiled from ``src``."""
+    function, arch = str(src.fn.__name__), int(metadata["target"].arch)
+    named = {place: src.fn.arg_names[place[0]] for place in src.constants}
+    constants = {}
+    for place, value in src.constants.items():
+        try:
+            constants[place] = tree_of(value)
+        except TypeError as error:
+            expected = f"a value with an exact text ({error})"
+            raise InvalidArgument(function, named[place], value, expected) from None
+    attributes = {place: dict(each) for place, each in src.attrs.items() if each}
+    options = options_of(metadata)
+    # Of a kernel with specialised warps the metadata has all warps, those of its helpers too.
+    given = re.search(r'"ttg\.num-warps" = (\d+)', ttgir)
+    if given:
+        options["num_warps"] = int(given[1])
+    return About(
+        function, arch, Specialisation(src.signature, constants, attributes), options,
+        launch_of(metadata), f"triton {triton.__version__}",
+    )  # fmt: skip
+
+
+def about(metadata: Any, function: str, where: str) -> About | None:
+    """All that ``metadata`` tells; ``None`` of none.
+
+    Args:
+        metadata: a dict, the path of a file with one, ``compiled.metadata``, or the compiled
+            kernel itself, which tells most.
+
+    Raises:
+        InvalidArtefact: it cannot be read.
+    """
+    if metadata is None:
+        return None
+    if hasattr(metadata, "asm") and hasattr(metadata, "src"):
+        return about_of(metadata.src, metadata.metadata._asdict(), str(metadata.asm.get("ttgir")))
+    try:
+        if isinstance(metadata, (str, os.PathLike)):
+            where, metadata = str(metadata), codec.loads(Path(metadata).read_bytes())
+        tree = metadata._asdict() if hasattr(metadata, "_asdict") else metadata
+        if "triton_dist_artefact" in tree:
+            return About.from_tree(tree)
+        target = tree["target"]
+        arch = target["arch"] if isinstance(target, Mapping) else target.arch
+        signature = tree.get("kernel_signature")
+        made_for = None if signature is None else _of_triton_runner(signature)
+        version = f"triton {tree.get('triton_version', '')}".strip()
+        return About(function, int(arch), made_for, options_of(tree), launch_of(tree), version)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
+        why = f"its metadata cannot be read: {type(error).__name__}: {error}"
+        raise InvalidArtefact(where, why) from None
+
+
+def _of_triton_runner(signature: str) -> Specialisation:
+    """The text of a tuple of (name, type, specialisation, given by keyword)."""
+    kinds: dict[str, Any] = {}
+    constants: dict[Place, Any] = {}
+    attributes: dict[Place, dict[str, int]] = {}
+    for index, (name, kind, special, *_) in enumerate(ast.literal_eval(signature)):
+        kinds[name] = kind
+        if kind == CONSTANT:
+            constants[(index,)] = tree_of(special)
+        elif special == "D":
+            attributes[(index,)] = {DIVISIBILITY: 16}
+    return Specialisation(kinds, constants, attributes)
+
+
+def nothing_known(function: str, text: str) -> About:
+    """About a kernel in TTIR or TTGIR that has no metadata beside it."""
+    target = re.search(r'ttg\.target = "cuda:(\d+)"', text)
+    warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
+    options = {"num_warps": int(warps[1])} if warps else {}
+    return About(function, int(target[1]) if target else 0, None, options, {})
+
+
+def completed(artefact: Artefact, call: Specialisation) -> Artefact:
+    """``artefact`` with what it was made for: if that is not known, what its text tells, and for
+    the rest what ``call`` has, with a warning.
+
+    Raises:
+        ArtefactRefused: it takes another number of arguments at run time.
+    """
+    if artefact.about.specialisation is not None:
+        return artefact
+    passed = [place for place, (_, kind) in call.leaves.items() if kind != CONSTANT]
+    kinds = {place: kind for place, (_, kind) in call.leaves.items()}
+    # A tensor descriptor of the host is several parameters there.
+    has_descriptors = any(kind.startswith("tensordesc") for kind in kinds.values())
+    head = _head(artefact) if artefact.level in TELLING and not has_descriptors else None
+    attributes = dict(call.attributes)
+    told = "neither types, alignments nor constants of its arguments can be checked"
+    if head is not None:
+        if len(head) != len(passed):
+            raise ArtefactRefused(
+                artefact.about.function, artefact.where,
+                f"it takes {len(head)} arguments at run time, the call has {len(passed)}",
+            )  # fmt: skip
+        for place, (kind, known) in zip(passed, head, strict=True):
+            attributes[place] = known
+            if kind and kind != kinds[place].replace("u", "i").replace("*k", "*"):
+                kinds[place] = kind  # MLIR has no unsigned types, nor pointers to constants
+        told = "constants of its arguments cannot be checked"
+    warn_at(
+        _calling_frame(),
+        f"{artefact.where} does not say what it was made for: {told}. Export it with "
+        "runner.export, or give metadata_json=compiled, the kernel that a launch returned",
+        ArtefactWarning,
+    )
+    every = {name: _nested((index,), kind, kinds)
+             for index, (name, kind) in enumerate(call.types.items())}  # fmt: skip
+    made_for = Specialisation(every, dict(call.constants), attributes)
+    about = dataclasses.replace(artefact.about, specialisation=made_for)
+    return Artefact(artefact.level, artefact.data, about, artefact.where)
+
+
+def _calling_frame() -> types.FrameType:
+    """The innermost frame that is neither Triton's nor ours: the launch."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame or sys._getframe(1)
+
+
+def _nested(place: Place, kind: Any, kinds: Mapping[Place, str]) -> Any:
+    if isinstance(kind, (tuple, list)):
+        return tuple(_nested((*place, i), inner, kinds) for i, inner in enumerate(kind))
+    return kinds[place]
+
+
+def _head(artefact: Artefact) -> list[tuple[str, dict[str, int]]] | None:
+    """(type, what is known) of each argument of the public function of an IR."""
+    text = artefact.data.decode("utf-8", "replace")
+    line = re.search(r"tt\.func public @[^(\n]*\((.*)", text)
+    if line is None:
+        return None
+    found = []
+    for argument in re.split(r"%[^\s:]+: ", line[1].partition(") attributes")[0])[1:]:
+        kind = re.match(r"!tt\.ptr<\w+>|[\w.]*", argument)
+        known = re.findall(r"(tt\.\w+) = (\d+) : i32", argument)
+        found.append((_type(kind[0] if kind else ""), {name: int(n) for name, n in known}))
+    return found
+
+
+def _type(kind: str) -> str:
+    """Triton's name of an MLIR type; empty for one that is not compared."""
+    pointer = re.fullmatch(r"!tt\.ptr<(\w+)>", kind)
+    if pointer:
+        inner = _type(pointer[1])
+        return f"*{inner}" if inner else ""
+    return _TYPES.get(kind, kind if re.fullmatch(r"i\d+", kind) else "")

@@ -1,0 +1,218 @@
+"""Kernels that run from any level: Triton's own functions, with a launch keyword more.
+
+The other file that calls what Triton does not promise: ``run`` and ``_do_compile`` of
+``JITFunction``, alike in 3.6 to 3.9 but for what the hooks get. Nothing of Triton is replaced, so
+kernels that are decorated by others cost what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import triton
+from packaging.version import Version
+from triton.runtime.interpreter import InterpretedFunction
+
+from triton_dist._jit import jit as triton_dist_jit
+from triton_dist.errors import ArtefactRefused, InvalidArgument
+from triton_dist.runner import foreign, toolchains
+from triton_dist.runner.artefact import Artefact
+from triton_dist.runner.build import build
+from triton_dist.runner.keywords import KEYWORDS, TOOLCHAIN, resolve
+from triton_dist.runner.specialisation import Specialisation, tree_of
+from triton_dist.runtime.triton_compat import triton_version
+
+_HOOKS_GET_TARGET = Version("3.7")
+
+
+class Runner:
+    """Mixin for Triton's functions: a launch that names an artefact runs that."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._artefacts: dict[str, Artefact] = {}
+        """Those of launches so far, by the text that stands for them in Triton's key of kernels."""
+        self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
+        """The text (``None``: as Triton does it), and the constants that a launch may leave out; by
+        keyword, value and number of positional arguments."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """``kernel[grid]``: as Triton's, with no call more on the way than theirs takes."""
+        run = super().run  # type: ignore[misc]
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if not KEYWORDS.isdisjoint(kwargs):
+                self._put_artefact(len(args), kwargs)
+            return run(*args, grid=grid, warmup=False, **kwargs)
+
+        return launch
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """Launch, or only compile; for ``triton.autotune`` and ``warmup``."""
+        if not KEYWORDS.isdisjoint(kwargs):
+            self._put_artefact(len(args), kwargs)
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
+
+    def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
+        """Replace the keyword that names an artefact by what Triton keeps kernels apart by."""
+        keyword, *others = [name for name in kwargs if name in KEYWORDS]
+        if others:
+            raise InvalidArgument(self._named, "keywords", [keyword, *others], "one artefact")
+        value = kwargs.pop(keyword)
+        try:
+            token, constants = self._known[keyword, value, positional]
+        except (KeyError, TypeError):  # a new one, or one that has no hash, which is told of
+            token, constants = self._resolve(keyword, value, positional, kwargs)
+        if token is not None:
+            kwargs["ir_override"] = token
+        for name, constant in constants.items():
+            kwargs.setdefault(name, constant)
+
+    def _resolve(
+        self, keyword: str, value: Any, positional: int, kwargs: dict[str, Any]
+    ) -> tuple[str | None, dict[str, Any]]:
+        found: tuple[str | None, dict[str, Any]]
+        if keyword == TOOLCHAIN:
+            if value is not None:
+                toolchains.folder_of(value)
+            found = None if value is None else f"{TOOLCHAIN} {value}", {}
+            self._known[keyword, value, positional] = found
+            return found
+        artefact = resolve(self._named, keyword, value, kwargs.pop("metadata_json", None))
+        token = f"{artefact.digest}.{artefact.level}"
+        self._artefacts[token] = artefact
+        given = {parameter.name for parameter in self.params[:positional]}  # type: ignore[attr-defined]
+        declared = {parameter.name for parameter in self.params if parameter.is_constexpr}  # type: ignore[attr-defined]
+        left_out = declared - given
+        found = token, {n: v for n, v in artefact.constants().items() if n in left_out}
+        if not keyword.endswith("_src"):  # a text may come with other metadata the next time
+            self._known[keyword, value, positional] = found
+        return found
+
+    @property
+    def _named(self) -> str:
+        return str(self.__name__)  # type: ignore[attr-defined]
+
+    def _do_compile(
+        self, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any,
+        warmup: bool,
+    ) -> Any:  # fmt: skip
+        named: str = options.ir_override or ""
+        if named not in self._artefacts and not named.startswith(f"{TOOLCHAIN} "):
+            return super()._do_compile(  # type: ignore[misc]
+                key, signature, device, constexprs, options, attrs, warmup
+            )
+        cache, _, target, backend, _ = self.device_caches[device]  # type: ignore[attr-defined]
+        attributes = {place: dict(each) for place, each in attrs.items() if each}
+        call = Specialisation(signature, _trees(constexprs), attributes)
+        targets = () if triton_version() < _HOOKS_GET_TARGET else (target,)
+        seen = (key, signature, *targets, device)
+        after = (constexprs, options, [attrs], warmup)
+        hooks = triton.knobs.runtime
+        if self._call_hook(hooks.jit_cache_hook, *seen, *after):  # type: ignore[attr-defined]
+            return None
+        if named in self._artefacts:
+            artefact = foreign.completed(self._artefacts[named], call)
+        else:
+            name = named.removeprefix(f"{TOOLCHAIN} ")
+            artefact = toolchains.compiled(self, name, call, vars(options), target.arch)
+        made_for = artefact.about.specialisation
+        why = artefact.about.refusal(artefact.level, call, target.arch)
+        if why is not None or made_for is None:
+            raise ArtefactRefused(self._named, artefact.where, why or "nothing is known of it")
+        constants = {place: constexprs[place] for place in made_for.constants}
+        kernel = build(self, artefact, made_for, constants, options, target, backend)
+        cache[key] = kernel
+        self._call_hook(hooks.jit_post_compile_hook, *seen, *after)  # type: ignore[attr-defined]
+        return kernel
+
+
+def _trees(constexprs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Constants of a call as trees; one without an exact text equals no other."""
+    trees = {}
+    for place, value in constexprs.items():
+        try:
+            trees[place] = tree_of(value)
+        except TypeError:
+            trees[place] = {"object": f"{type(value).__qualname__} at {id(value):#x}"}
+    return trees
+
+
+class TritonRunner(Runner, triton.JITFunction):
+    """A kernel in Triton's language."""
+
+
+@functools.cache
+def _gluon_runner() -> type[Any]:
+    """The class for kernels in Gluon, which is imported where there is one."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    return type("GluonRunner", (Runner, GluonJITFunction), {"__doc__": "A kernel in Gluon."})
+
+
+class InterpretedRunner(InterpretedFunction):
+    """A kernel that is interpreted: from its source alone."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """Interpret, or do nothing if ``warmup``."""
+        named = [keyword for keyword in kwargs if keyword in KEYWORDS]
+        if named:
+            raise InvalidArgument(
+                self.__name__, named[0], kwargs[named[0]],
+                "no artefact where kernels are interpreted (TRITON_INTERPRET=1): that would run "
+                "the source instead",
+            )  # fmt: skip
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+
+
+def jit(fn: Any = None, **options: Any) -> Any:
+    """Decorate a kernel so that it can run from an artefact; takes what ``triton.jit`` takes.
+
+    ``fn`` may also be a kernel that ``triton.jit`` or ``gluon.jit`` made. Without an artefact it is
+    launched as theirs is. Launch keywords, one at a time:
+
+    * ``artefact``: an :class:`Artefact`, as ``runner.load`` returns it;
+    * ``ttir_dir``, ``ttgir_dir``, ``llir_dir``, ``ptx_dir``, ``cubin_dir``: a folder with
+      ``<kernel>.<level>`` and ``<kernel>.json``, as ``runner.export`` writes it;
+    * ``autotune_cubin_dir``: as ``cubin_dir``, for a ``triton.Config``;
+    * ``ttir_src``, ``ttgir_src``, ``llir_src``, ``ptx_src``: text or path of a file, with
+      ``metadata_json`` (dict, path, ``compiled.metadata`` or the compiled kernel itself).
+
+    * ``toolchain``: compiled by another installed Triton, by its name in
+      ``TRITON_DIST_TOOLCHAINS``; ``None``: by this process's.
+
+    ``tl.constexpr`` arguments that a launch leaves out are the artefact's; those that it gives must
+    agree with it. ``num_warps`` and other options are always the artefact's. A folder is read once
+    in a process.
+
+    Raises:
+        InvalidArgument: an unknown keyword of this kind, several, or one that is interpreted.
+        InvalidArtefact: at the launch; no such file, a damaged one, or one that does not compile.
+        ArtefactRefused: at the launch, before it; the artefact was made for other arguments.
+    """
+    if fn is None:
+        return functools.partial(jit, **options)
+    if isinstance(fn, (InterpretedFunction, triton.JITFunction)):
+        if options:
+            raise InvalidArgument("runner.jit", "options", options, "none for a decorated kernel")
+        kernel = fn
+    elif callable(fn) and hasattr(fn, "__code__"):
+        kernel = triton_dist_jit(fn, **options)
+    else:
+        expected = "a function or a kernel; other decorators, such as triton.autotune, come above"
+        raise InvalidArgument("runner.jit", "fn", fn, expected)
+    if isinstance(kernel, InterpretedFunction):
+        return InterpretedRunner(kernel.fn, **kernel.kwargs)
+    kind = _gluon_runner() if kernel.is_gluon() else TritonRunner
+    return kind(
+        kernel.fn,
+        version=kernel.version,
+        do_not_specialize=kernel.do_not_specialize,
+        do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
+        debug=kernel.debug,
+        noinline=kernel.noinline,
+        repr=kernel._repr,
+        launch_metadata=kernel.launch_metadata,
+    )

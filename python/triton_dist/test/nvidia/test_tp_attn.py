@@ -1,0 +1,96 @@
+"""The tensor-parallel attention layer on all ranks:
+``bash scripts/launch.sh test_tp_attn.py --run_type decode --mode gemm_ar --check``.
+
+The layer is made of a block with random weights, of the model's sizes: nothing is downloaded.
+``check``: a call with a key-value cache is compared with the block, or in decoding, where the cache
+has random contents, with torch's products and all-reduce. ``perf``: then timed, in CUDA graphs. On
+CPU ranks sizes are scaled down to what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.allreduce import get_allreduce_methods
+from triton_dist.layers.nvidia.tp_attn import TP_Attn, _set_cos_sin_cache
+from triton_dist.models.kv_cache import KV_Cache
+from triton_dist.models.llama import RotaryEmbedding
+from triton_dist.runtime.device import current_device
+from triton_dist.test import tp_layer
+from triton_dist.test.tp_layer import Form, rows_of_rank
+from triton_dist.test.utils import dtype_named
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+_CPU_BATCH, _CPU_TOKENS = 4, 8
+_MORE = 128  # places in the cache behind the prompt
+
+
+def get_args() -> argparse.Namespace:
+    parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
+    parser.add_argument("--bsz", type=int, default=128, help="sequences of all ranks")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence's prompt")
+    parser.add_argument(
+        "--run_type", default="prefill", choices=["prefill", "decode"],
+        help="the whole prompt, or one token behind it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", default="ag_rs", choices=["ag_rs", "allreduce", "gemm_ar"],
+        help="sequence-parallel, or with an all-reduce (both others)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
+        help="no effect: it is tuned",
+    )  # fmt: skip
+    tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = get_args()
+    group = initialize_distributed(args.seed)
+    size, device = dist.get_world_size(), current_device().torch_device
+    batch = max(1, (args.bsz if is_cuda() else min(args.bsz, _CPU_BATCH)) // size) * size
+    prompt = args.seq_len if is_cuda() else min(args.seq_len, _CPU_TOKENS)
+    is_decoding = args.run_type == "decode"
+    first, tokens = (prompt, 1) if is_decoding else (0, prompt)
+    block, config = tp_layer.block_of(args)
+    layer = TP_Attn(rank=dist.get_rank(), world_size=size, group=group)
+    layer._init_parameters(block.self_attn, verbose=True)
+    layer._init_ctx(max_M=batch * tokens)
+
+    with torch.device(device):
+        rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+    most = prompt + (_MORE if is_cuda() else 1)
+    cos_sin = _set_cos_sin_cache(rotary.inv_freq, max_length=most)
+    cache = KV_Cache(
+        1, batch, most, config.num_key_value_heads, config.head_dim, dtype_named(args.dtype), size
+    )
+    if is_decoding:
+        cache.rand_fill_kv_cache(prompt)
+    cache.kv_offset.fill_(first)
+    x = tp_layer.operand(args, batch, tokens, config.hidden_size)
+    positions = torch.arange(first, first + tokens, device=device)
+    rest = (positions[None].expand(batch, -1), cos_sin, cache, 0)
+    if is_decoding:
+        golden = layer.torch_fwd(x, *rest)
+    else:
+        golden = tp_layer.no_grad(block.self_attn)(x, rotary(positions, x.dtype))[0]
+
+    forms = {"torch": Form(lambda: layer.torch_fwd(x, *rest), golden)}
+    if args.mode == "ag_rs":
+        own = rows_of_rank(x)
+        call = Form(lambda: layer.dist_triton_fwd(own, *rest), rows_of_rank(golden))
+        forms["sequence-parallel"] = call
+    else:
+        forms["all-reduce"] = Form(lambda: layer.dist_triton_AR_fwd(x, *rest), golden)
+    shape = f"{args.run_type} of {batch} x {prompt} tokens, {config.num_attention_heads} heads"
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
+    layer.finalize()
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

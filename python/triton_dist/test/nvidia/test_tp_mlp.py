@@ -1,0 +1,69 @@
+"""The tensor-parallel feed-forward layer on all ranks:
+``bash scripts/launch.sh test_tp_mlp.py --check``.
+
+The layer is made of a block with random weights, of the model's sizes: nothing is downloaded.
+``check``: its call forms are compared with the block. ``perf``: then timed, in CUDA graphs, beside
+torch's products and all-reduce. On CPU ranks sizes are scaled down to what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.kernels.allreduce import get_allreduce_methods
+from triton_dist.layers.nvidia.tp_mlp import TP_MLP
+from triton_dist.test import tp_layer
+from triton_dist.test.tp_layer import CPU_SCALE, Form, rows_of_rank
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+
+def get_args() -> argparse.Namespace:
+    parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
+    parser.add_argument("-M", "--M", type=int, default=4096, help="tokens of all ranks")
+    parser.add_argument("--use_allreduce", action="store_true", help="the all-reduce mode alone")
+    parser.add_argument(
+        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
+        help="no effect: it is tuned",
+    )  # fmt: skip
+    tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = get_args()
+    group = initialize_distributed(args.seed)
+    size = dist.get_world_size()
+    M = max(1, (args.M if is_cuda() else args.M // CPU_SCALE) // size) * size
+    block, config = tp_layer.block_of(args)
+    x = tp_layer.operand(args, M, config.hidden_size)
+    layer = TP_MLP(rank=dist.get_rank(), world_size=size, group=group)
+    layer._init_parameters(block.mlp, verbose=True)
+    layer._init_ctx(max_M=M)
+    golden = tp_layer.no_grad(block.mlp)(x)
+    own = rows_of_rank(x)
+    gate, up = layer.torch_ag_gemm(own).chunk(2, -1)
+    hidden = layer.act_fn(gate) * up
+
+    forms = {"torch": Form(lambda: layer.torch_fwd(x), golden)}
+    if not args.use_allreduce:
+        own_golden = rows_of_rank(golden)
+        gathered, scattered = torch.cat([gate, up], -1), layer.torch_gemm_rs(hidden)
+        forms |= {
+            "sequence-parallel": Form(lambda: layer.dist_triton_fwd(own), own_golden),
+            "torch, first product": Form(lambda: layer.torch_ag_gemm(own), gathered),
+            "first product": Form(lambda: layer.dist_triton_ag_gemm(own), gathered),
+            "torch, last product": Form(lambda: layer.torch_gemm_rs(hidden), scattered),
+            "last product": Form(lambda: layer.dist_triton_gemm_rs(hidden), scattered),
+        }
+    forms["all-reduce"] = Form(lambda: layer.dist_triton_AR_fwd(x), golden)
+    shape = f"{M} tokens, {config.hidden_size} x {config.intermediate_size}"
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
+    layer.finalize()
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

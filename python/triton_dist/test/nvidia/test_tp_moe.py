@@ -1,0 +1,59 @@
+"""The tensor-parallel mixture of experts on all ranks:
+``bash scripts/launch.sh test_tp_moe.py --bsz 32 --seq_len 128 --check``.
+
+The layer is made of a block with random weights, of the model's sizes: nothing is downloaded.
+``check``: its call forms are compared with the block. ``perf``: then timed, beside torch's products
+of all tokens with all experts. On CPU ranks sizes are scaled down to what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch.distributed as dist
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.layers.nvidia.tp_moe import TP_MoE
+from triton_dist.test import tp_layer
+from triton_dist.test.tp_layer import Form, rows_of_rank
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+_CPU_BATCH, _CPU_TOKENS = 4, 4
+
+
+def get_args() -> argparse.Namespace:
+    parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-30B-A3B")
+    parser.add_argument("--bsz", type=int, default=32, help="sequences of all ranks")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence")
+    tp_layer.add_ignored(parser, "--autotune")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = get_args()
+    group = initialize_distributed(args.seed)
+    size = dist.get_world_size()
+    batch = max(1, (args.bsz if is_cuda() else min(args.bsz, _CPU_BATCH)) // size) * size
+    tokens = args.seq_len if is_cuda() else min(args.seq_len, _CPU_TOKENS)
+    block, config = tp_layer.block_of(args)
+    if not config.num_experts:
+        raise InvalidArgument("test_tp_moe", "model", args.model, "one with experts")
+    x = tp_layer.operand(args, batch, tokens, config.hidden_size)
+    layer = TP_MoE(rank=dist.get_rank(), world_size=size, group=group)
+    layer._init_parameters(block.mlp, verbose=True)
+    layer._init_ctx(M=batch * tokens)
+    golden, own = tp_layer.no_grad(block.mlp)(x)[0], rows_of_rank(x)
+    forms = {
+        "torch": Form(lambda: layer.torch_fwd_no_loop(x), golden),
+        "sequence-parallel": Form(lambda: layer.dist_triton_fwd(own), rows_of_rank(golden)),
+        "all-reduce": Form(lambda: layer.dist_triton_AR_fwd(x), golden),
+    }
+    shape = f"{batch} x {tokens} tokens, {config.num_experts} experts of {config.hidden_size} x "
+    shape += str(config.moe_intermediate_size)
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
+    layer.finalize()
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Differentiable products: gradients, modes of autograd, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.layers import functional_ranks
+from triton_dist.layers.nvidia import Collectives, experts, functional
+
+IDS = torch.tensor([[0, 2], [2, 1], [-1, 2], [0, 1]])
+"""Experts of four tokens, one of which has a route of nobody."""
+
+
+def test_gradients_of_the_wrappers_in_fp64(on_two_ranks):
+    assert on_two_ranks(functional_ranks.gradients_of_wrappers) == [10, 10]
+
+
+@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "gemm", "gemm_ar"])
+def test_gradcheck_on_one_rank(name):
+    A, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3, 5)))
+    product, ranks = getattr(functional, name), Collectives()
+    leaves = A.requires_grad_(), B.requires_grad_()
+    assert torch.autograd.gradcheck(lambda A, B: product(A, B, ranks), leaves)
+
+
+@pytest.mark.parametrize("name", ["ag_group_gemm", "group_gemm"])
+def test_gradcheck_of_rows_of_experts(name):
+    A, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3, 3, 2)))
+    product, ranks = getattr(experts, name), Collectives()
+    leaves = A.requires_grad_(), B.requires_grad_()
+    assert torch.autograd.gradcheck(lambda A, B: product(A, B, IDS, ranks), leaves)
+
+
+@pytest.mark.parametrize("name", ["moe_reduce_rs", "moe_reduce_ar"])
+def test_gradcheck_of_sums_over_choices(name):
+    shapes = ((8, 2), (3, 2, 3), (4, 2))
+    leaves = [torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    product, ranks = getattr(experts, name), Collectives()
+    assert torch.autograd.gradcheck(lambda x, W, s: product(x, W, IDS, s, ranks), leaves)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+def test_torchs_checks_of_custom_ops():
+    """Schemas, shapes of tracing, and graphs with gradients, also of sizes that vary."""
+    ranks, ops = Collectives(), torch.ops.triton_dist
+
+    def leaf(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    A, B, W, scales = leaf(4, 3), leaf(3, 5), leaf(3, 3, 2), leaf(4, 2)
+    calls = {
+        "ag_gemm": (A, B, ranks.name, True),
+        "gemm_rs": (A, B, ranks.name),
+        "gemm": (A, B, ranks.name),
+        "gemm_ar": (A, B, ranks.name),
+        "all_gather": (A, ranks.name),
+        "reduce_scatter": (A.detach(), ranks.name),
+        "all_reduce": (A.detach(), ranks.name),
+        "ag_group_gemm": (A, W, IDS, ranks.name),
+        "group_gemm": (A, W, IDS, ranks.name),
+        "moe_reduce_rs": (leaf(8, 3), W, IDS, scales, ranks.name),
+        "moe_reduce_ar": (leaf(8, 3), W, IDS, scales, ranks.name),
+        "expert_sums": (A.detach(), torch.randn(8, 2), IDS, 3),
+    }
+    for name, arguments in calls.items():
+        found = torch.library.opcheck(getattr(ops, name).default, arguments)
+        assert set(found.values()) == {"SUCCESS"}, name
+
+
+def test_gradients_of_the_ops_are_autograds(on_two_ranks):
+    assert on_two_ranks(functional_ranks.gradients_of_ops) == [14, 14]
+
+
+def test_no_grad_inference_mode_and_autocast(on_two_ranks):
+    assert on_two_ranks(functional_ranks.without_gradients) == [4, 4]
+
+
+def test_mistakes_are_said(on_two_ranks):
+    dtypes = "torch.float16, torch.bfloat16 or torch.float32"
+    starts = (
+        "ag_gemm: A.dtype is torch.float32, expected the weight's torch.float16",
+        f"ag_gemm: A.dtype is torch.int8, expected {dtypes}",
+        f"ag_gemm: A.dtype is torch.float64, expected {dtypes}",
+        "ag_gemm: A.shape is (6, 19), expected […, 20], as the weight [K, N] = (20, 18)",
+        "ag_gemm: M is 14, expected at most the context's max_M = 12",
+        "gemm_rs: M is 5, expected a positive multiple of world_size = 2",
+        "trying to differentiate twice",
+        "TensorParallel: max_M is 0, expected at least 1",
+        "TensorParallel was finalized",
+        "TensorParallel 'nobody' was finalized",
+    )
+    for seen in on_two_ranks(functional_ranks.mistakes):
+        for message, start in zip(seen, starts, strict=True):
+            assert message.startswith(start)

@@ -1,0 +1,67 @@
+"""The tensor-parallel layers: against the stock modules that they are made of, on one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.layers import layer_ranks
+
+
+@pytest.mark.parametrize("is_spread", [True, False], ids=["sequence-parallel", "all-reduce"])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_a_training_step(on_two_ranks, kv_heads, is_spread):
+    """Gradients: of 6 weights that are shared out, in 4 parameters; of 7 that are kept whole."""
+    assert on_two_ranks(layer_ranks.training, kv_heads, is_spread) == [11, 11]
+
+
+@pytest.mark.parametrize("is_spread", [True, False], ids=["sequence-parallel", "all-reduce"])
+def test_a_training_step_with_experts(on_two_ranks, is_spread):
+    """Besides those of attention and norms: of two stacks of weights, and of the router."""
+    assert on_two_ranks(layer_ranks.training, 2, is_spread, 4) == [12, 12]
+
+
+def test_one_graph(on_two_ranks):
+    """The loss, and gradients of 11 parameters."""
+    assert on_two_ranks(layer_ranks.compiled, "aot_eager", None, True) == [12, 12]
+
+
+def test_call_forms_of_experts(on_two_ranks):
+    assert on_two_ranks(layer_ranks.experts_call_forms) == [4, 4]
+
+
+def test_call_forms_of_scripts(on_two_ranks):
+    assert on_two_ranks(layer_ranks.call_forms) == [7, 7]
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_prefill_and_decode_with_a_cache(on_two_ranks, kv_heads):
+    assert on_two_ranks(layer_ranks.with_a_cache, kv_heads) == [12, 12]
+
+
+def test_mistakes_are_said(on_two_ranks):
+    starts = (
+        "TP_MLP: rank is 2, expected ",
+        "TP_MLP: world_size is 3, expected 2, the size of the group",
+        "TP_MLP: module is 'Linear', expected one with gate_proj, up_proj, down_proj, act_fn",
+        "TP_MLP: columns of gate_proj is 49, expected a multiple of the 2 ranks",
+        "TP_MLP: up_proj.weight.shape is (50, 32), expected [outputs, inputs] = (48, 32)",
+        "TP_MLP: up_proj.bias is (48,), expected None",
+        "TP_MLP: up_proj.weight.dtype is torch.float16, expected that of gate_proj, torch.float32",
+        "TP_MLP: gate_proj.weight.dtype is torch.float8_e4m3fn, expected torch.float16, ",
+        "TP_MLP: gate_proj.weight.device is 'meta', expected one with values",
+        "TP_MLP: ranks is None, expected a TensorParallel; call _init_ctx(max_M) before",
+        "gemm_ar: M is 5, expected at most the context's max_M = 4",
+        "gemm: A.dtype is torch.float16, expected the weight's torch.float32",
+        "gemm: A.dtype is torch.int8, expected torch.float16, ",
+        "gemm: A.device is ",
+        "parallelize: module is 'Linear', expected a module with q_proj, ",
+        *["TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks"] * 2,
+        "TP_Attn: heads of k_proj is 3, expected a multiple or a divisor of the 2 ranks",
+        "KV_Cache: kv_heads is 3, expected a multiple or a divisor of world_size = 2",
+        "TP_MoE: experts.1.down_proj.weight.shape is (32, 26), expected (32, 24)",
+        "TP_MoE: shared_expert is 'MLP', expected none",
+    )
+    told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks keep each head"
+    for rank, seen in enumerate(on_two_ranks(layer_ranks.mistakes)):
+        for message, start in zip(seen, (*starts, told)[: len(starts) + (rank == 0)], strict=True):
+            assert message.startswith(start)
