@@ -15,7 +15,11 @@ def fitted(line: str, indent: int = 12) -> list[str]:
     if not is_terminal():
         return [line]
     width = shutil.get_terminal_size().columns
-    return textwrap.wrap(line, width, subsequent_indent=" " * indent) or [""]
+    wrapped = textwrap.wrap(
+        line, width, subsequent_indent=" " * indent,
+        break_on_hyphens=False, break_long_words=False,  # paths, to be copied
+    )  # fmt: skip
+    return wrapped or [""]
 
 
 def cut(line: str) -> str:
