@@ -98,6 +98,11 @@ def _folders(raw: str) -> tuple[Path, ...]:
     return tuple(Path(folder) for folder in raw.split(os.pathsep) if folder.strip())
 
 
+def words(raw: str) -> tuple[str, ...]:
+    """What stands between commas, in lower case."""
+    return tuple(word.strip().lower() for word in raw.split(",") if word.strip())
+
+
 def flag(variable: str, doc: str, default: bool = False) -> Knob[bool]:
     return Knob(variable, default, _flag, "0 or 1", doc)
 
@@ -236,6 +241,22 @@ resident_programs: Knob[int | None] = Knob(
     "a positive integer",
     "How many programs of an interpreted kernel run at a time, as on a GPU of so many "
     "multiprocessors; default: all.",
+)
+
+debug: Knob[tuple[str, ...]] = Knob(
+    "TRITON_DIST_DEBUG",
+    (),
+    words,
+    "modes separated by commas",
+    "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits), "
+    "assert, or a mode of Triton or of compute-sanitizer; refused where it could find nothing.",
+)
+debug_tool: Knob[str] = Knob(
+    "TRITON_DIST_DEBUG_TOOL",
+    "",
+    str,
+    "a tool of compute-sanitizer",
+    "The tool that this process runs under; set by triton-dist debug.",
 )
 
 # What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from triton_dist import __version__
-from triton_dist.cli import clear, env, explain, listing, pack, packs
+from triton_dist.cli import clear, debug, env, explain, listing, pack, packs
 from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"triton_dist {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (listing, explain, clear, pack, packs, env):
+    for verb in (listing, explain, clear, pack, packs, debug, env):
         verb.add_to(verbs)
     words, command = split(sys.argv[1:] if arguments is None else arguments)
     parsed = parser.parse_args(words)

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_dist import knobs
+
 TOOLS = ("memcheck", "initcheck", "racecheck")
-"""Accesses outside of what was allocated; reads of what nobody wrote; races on shared memory."""
+"""Accesses outside of what was allocated; reads of what nobody wrote; races on shared memory: what
+ops are run under."""
 FOUND = 88
 """Exit status of a process of which something was reported."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
@@ -31,8 +34,9 @@ def missing() -> str:
     )
 
 
-def find(environment: Mapping[str, str] = os.environ) -> Path | None:
+def find(environment: Mapping[str, str] | None = None) -> Path | None:
     """The program: of PATH, else of CUDA, else of a wheel."""
+    environment = knobs.environment() if environment is None else environment
     return next((path for path in _places(environment) if os.access(path, os.X_OK)), None)
 
 
@@ -62,6 +66,15 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
         str(program), "--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND),
         "--target-processes", "application-only", "--report-api-errors", "no",
         "--print-limit", "20", *only_ours,
+    ]  # fmt: skip
+
+
+def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
+    """The same for a launcher and all that it starts: a log of each process in ``folder``."""
+    return [
+        str(program), "--tool", tool, "--log-file", str(folder / "process-%p.log"),
+        "--error-exitcode", str(FOUND), "--target-processes", "all", "--report-api-errors", "no",
+        "--print-limit", "100",
     ]  # fmt: skip
 
 
