@@ -24,12 +24,14 @@ class Access:
         addresses: uint64, of any shape, each of one element.
         mask: bool, which of them are accessed; of a shape that broadcasts to theirs.
         element: Triton's type of an element.
+        semantic: of an atomic: ``"acquire"``, ``"release"``, ``"acquire_release"``, ``"relaxed"``.
     """
 
     kind: str
     addresses: Any
     mask: Any
     element: Any
+    semantic: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -88,14 +90,16 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
 
     def modify(original: Any) -> Any:
         def rmw(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            access = Access("atomic", ptr.data, _array(mask), ptr.get_element_ty())
+            element, semantic = ptr.get_element_ty(), rest[0].name.lower()
+            access = Access("atomic", ptr.data, _array(mask), element, semantic)
             return observed(access, lambda: original(self, op, ptr, value, mask, *rest))
 
         return rmw
 
     def exchange(original: Any) -> Any:
         def cas(self: Any, ptr: Any, *rest: Any) -> Any:
-            access = Access("atomic", ptr.data, None, ptr.get_element_ty())
+            element, semantic = ptr.get_element_ty(), rest[2].name.lower()
+            access = Access("atomic", ptr.data, None, element, semantic)
             return observed(access, lambda: original(self, ptr, *rest))
 
         return cas
@@ -106,7 +110,10 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         def wrap(original: Any) -> Any:
             def copy(self: Any, *args: Any, **named: Any) -> Any:
                 desc = args[1] if kind == "atomic" else args[0]
-                pointers, mask = desc.materialize_pointers(args[place])
+                try:
+                    pointers, mask = desc.materialize_pointers(args[place])
+                except AssertionError:  # an alignment that the operation itself explains
+                    return original(self, *args, **named)
                 access = Access(kind, pointers.data, _array(mask), pointers.get_element_ty())
                 return observed(access, lambda: original(self, *args, **named))
 

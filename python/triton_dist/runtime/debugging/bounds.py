@@ -65,10 +65,9 @@ def of_tensor(tensor: torch.Tensor) -> Origin:
 
 
 def _of_addresses(pointers: Any) -> Origin | None:
-    """The region of symmetric memory that the first of ``pointers`` points into."""
-    if pointers.size == 0:
-        return None
-    region = addresses.region_at(int(pointers.flat[0]))
+    """The region of symmetric memory that all of ``pointers`` point into, if it is one."""
+    regions = {addresses.region_at(int(address)) for address in np.asarray(pointers).flat}
+    region = regions.pop() if len(regions) == 1 else None
     return None if region is None else Origin(*region)
 
 

@@ -12,6 +12,7 @@ from triton_dist.errors import KernelAssertion
 from triton_dist.runtime.debugging import bounds, uninitialised
 from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, watch
 from triton_dist.runtime.debugging.site import site
+from triton_dist.runtime.debugging.waiting import Waiting
 
 
 def install(checks: Iterable[str]) -> Undo:
@@ -27,6 +28,10 @@ def install(checks: Iterable[str]) -> Undo:
     if "init" in checks:
         observers.append(uninitialised.Uninitialised())
         undos.append(uninitialised.poison())
+    if "waits" in checks:
+        waiting = Waiting()
+        observers.append(waiting)
+        undos.append(waiting.start())
     if observers:
         undos.append(watch(upstream, observers))
     return lambda: [undo() for undo in reversed(undos)] and None
