@@ -251,9 +251,9 @@ debug: Knob[tuple[str, ...]] = Knob(
     "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits), "
     "assert, or a mode of Triton or of compute-sanitizer; refused where it could find nothing.",
 )
-debug_tool: Knob[str] = Knob(
+debug_tool: Knob[str | None] = Knob(
     "TRITON_DIST_DEBUG_TOOL",
-    "",
+    None,
     str,
     "a tool of compute-sanitizer",
     "The tool that this process runs under; set by triton-dist debug.",

@@ -68,7 +68,9 @@ def neighbour():
     regions = {"one": ((128,), torch.float32), "other": ((128,), torch.float32)}
     with symmetric.allocate("bugs", regions) as memory:
         last, table = memory["one"].local[112:], memory["one"].pointers + 112 * 4
-        kernel_neighbour[(1,)](last, table, dist.get_world_size() - 1 if dist.is_initialized() else 0)
+        kernel_neighbour[(1,)](
+            last, table, dist.get_world_size() - 1 if dist.is_initialized() else 0
+        )
 
 
 @jit
@@ -115,7 +117,9 @@ def kernel_reset(flag, done):
 
 
 def reset():
-    with symmetric.allocate("bugs", {"flag": ((1,), torch.int32), "done": ((1,), torch.int32)}) as m:
+    with symmetric.allocate(
+        "bugs", {"flag": ((1,), torch.int32), "done": ((1,), torch.int32)}
+    ) as m:
         kernel_reset[(3,)](m["flag"].local, m["done"].local)
 
 

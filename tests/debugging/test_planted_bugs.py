@@ -58,11 +58,16 @@ def test_bugs_between_ranks(spawn_ranks):
         kind, text = told["neighbour"]
         assert kind == "OutOfBounds"
         assert f"rank {rank}, " in text
-        assert "outside of bugs.one" + (" of rank 1:" if rank == 0 else ", memory of rank 1:") in text
+        assert (
+            "outside of bugs.one" + (" of rank 1:" if rank == 0 else ", memory of rank 1:") in text
+        )
     for bug in ("missing notify", "wrong peer"):
         kind, text = first[bug]
         assert kind == "WaitNeverEnds"
-        assert f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}: waits for bugs.flag[0]" in text
+        assert (
+            f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}: waits for bugs.flag[0]"
+            in text
+        )
         assert "rank 1: is in no wait of a kernel, but at " in text
         assert "in _told" in text
     assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text

@@ -23,7 +23,7 @@ CHECKS = ("bounds", "init", "waits")
 """Of ``interp``; ``interp`` alone is all of them."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
-_INSTRUMENTATION = "TRITON_INSTRUMENTATION_MODE"
+_INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _tool(finds: str, nearest: str) -> Mode:
 
 
 MODES: Mapping[str, Mode] = {
-    "assert": Mode("tl.device_assert, integer overflow", "interp", {}, {"TRITON_DEBUG": "1"}),
+    "assert": Mode("tl.device_assert, integer overflow", "interp", {}, {_ASSERTIONS: "1"}),
     "consan": _instrumented(
         "races on shared memory, barriers, asynchronous copies",
         "consan",
@@ -107,7 +107,7 @@ class Place:
     @classmethod
     def here(cls) -> Place:
         runs = INTERPRETER if is_interpreting() else GPU if _compiles() else NOTHING
-        return cls(triton_version(), runs, knobs.debug_tool.get())
+        return cls(triton_version(), runs, knobs.debug_tool.get() or "")
 
 
 def _compiles() -> bool:
@@ -155,7 +155,9 @@ def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
             continue  # interpreted, assertions always hold a program up
         nearest = nearest_of(word, place.runs)
         if place.runs == INTERPRETER:
-            raise DebugModeRefused(word, "it is for compiled kernels; these are interpreted", nearest)
+            raise DebugModeRefused(
+                word, "it is for compiled kernels; these are interpreted", nearest
+            )
         if release in mode.lacks:
             raise DebugModeRefused(word, mode.lacks[release], nearest)
         if place.runs == NOTHING:
@@ -207,8 +209,12 @@ def activate() -> tuple[str, ...]:
     checks = check(words, place)
     changed = variables_of(words) if place.runs == GPU else {}
     for variable, value in changed.items():
-        if not knobs.is_set(variable):
-            knobs.put(variable, value)
+        knobs.put(variable, value)
+    # Triton reads these when it is imported, which was before.
+    if _INSTRUMENTATION in changed:
+        triton.knobs.compilation.instrumentation_mode = changed[_INSTRUMENTATION]
+    if _ASSERTIONS in changed:
+        triton.knobs.runtime.debug = True
     shown = [*(f"interp:{each}" for each in checks), *(word for word in words if word in MODES)]
     sets = " ".join(f"{variable}={value}" for variable, value in changed.items())
     print(

@@ -34,7 +34,10 @@ QUIET_SECONDS = 2.0
 _TELL_SECONDS = 0.25
 _FRESH_SECONDS = 0.5  # a program that waits looks again within milliseconds
 _MOST_TOLD = 64
-_COLLECTIVES = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}runtime{os.sep}ranks{os.sep}")
+_COLLECTIVES = (
+    f"{os.sep}torch{os.sep}distributed{os.sep}",
+    f"{os.sep}runtime{os.sep}ranks{os.sep}",
+)
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
@@ -77,7 +80,9 @@ class Waiting:
         """A thread ends with a fork, and goes on in the child as another."""
         if not self._over.is_set():
             self._began = time.time()
-            self._teller = threading.Thread(target=self._tell, name="triton_dist-debug", daemon=True)
+            self._teller = threading.Thread(
+                target=self._tell, name="triton_dist-debug", daemon=True
+            )
             self._teller.start()
 
     def before(self, access: Access) -> None:
@@ -105,7 +110,12 @@ class Waiting:
         key, now = (threading.get_ident(), address, expected), time.monotonic()
         wait = self._waits.get(key)
         if wait is None or wait["seen"] != found or now - wait["looked"] > _FRESH_SECONDS:
-            wait = {"at": str(site()), "flag": flag_at(address), "expected": expected, "seen": found}
+            wait = {
+                "at": str(site()),
+                "flag": flag_at(address),
+                "expected": expected,
+                "seen": found,
+            }
             self._waits[key], self._moved = wait, now
         wait["looked"] = now
         if overdue or now - self._judged > _TELL_SECONDS:
@@ -204,9 +214,7 @@ def _nobody_is_left(states: dict[int, dict[str, Any] | None], now: float) -> boo
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
     why = "after the limit of TRITON_DIST_WAIT_TIMEOUT" if overdue else "nobody is left to set it"
     lines = [f"{wait['at']}: waits for {_awaited(wait)}: {why}. Where the ranks stand:"]
-    told = {
-        flag: at for state in states.values() if state for flag, at in state["told"].items()
-    }
+    told = {flag: at for state in states.values() if state for flag, at in state["told"].items()}
     for rank, state in states.items():
         if state is None:
             lines.append(f"  rank {rank}: nothing is known of it; it may be on another host")
@@ -220,7 +228,9 @@ def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], over
             lines.append(f"  {each['at']}: waits for {_awaited(each)}, {last}")
     awaited = {each["flag"] for state in states.values() if state for each in state["waits"]}
     others = [f"  {flag}: set by {at}" for flag, at in told.items() if flag not in awaited]
-    return "\n".join(lines + ["Flags that were set and that nobody waits for:"] * bool(others) + others)
+    return "\n".join(
+        lines + ["Flags that were set and that nobody waits for:"] * bool(others) + others
+    )
 
 
 def _awaited(wait: dict[str, Any]) -> str:
