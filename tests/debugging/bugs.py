@@ -1,18 +1,19 @@
-"""Kernels with one mistake each, in memory that has room for it. The line that a report must name ends with ``# here: <bug>``."""
+"""Kernels with one mistake each, in memory that has room for it.
+
+The line that a report must name ends with ``# here: <bug>``.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import triton
 import triton.language as tl
 
-from triton_dist import jit, knobs
+from triton_dist import jit
 from triton_dist import language as dl
 from triton_dist.errors import KernelFault, WaitTimeout
 from triton_dist.runtime import symmetric

@@ -20,7 +20,7 @@ def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
     kind, text = bugs.found(run, check, quiet=0.1)
     if check == finds or finds == "any":
         assert kind == error
-        assert f"rank 0, program (" in text
+        assert "rank 0, program (" in text
         assert f"of kernel_{bug}, {bugs.__file__}:{bugs.line_of(bug)}: " in text
     else:
         assert kind == ("WaitTimeout" if finds == "waits" else "")
@@ -30,10 +30,10 @@ def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
     ("bug", "said"),
     [
         ("load", "program (1, 0, 0) of kernel_load"),
-        ("load", "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the farthest "
-         "ends 4 bytes (1 elements of fp32) behind its last element"),
-        ("store", "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest ends "
-         "4 bytes (1 elements of fp32) before its first element"),
+        ("load", "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the "
+         "farthest ends 4 bytes (1 elements of fp32) behind its last element"),
+        ("store", "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest "
+         "ends 4 bytes (1 elements of fp32) before its first element"),
         ("neighbour", "store outside of bugs.one, memory of rank 0: 8 of 16 elements"),
         ("epoch", "waits for bugs.flag[0] of rank 0 to reach 2, it is 1: nobody is left to set it"),
         ("epoch", "last set by rank 0, program (0, 0, 0) of kernel_epoch"),

@@ -35,7 +35,7 @@ class Access:
 
     @property
     def itemsize(self) -> int:
-        return max(1, self.element.primitive_bitwidth // 8)
+        return max(1, int(self.element.primitive_bitwidth) // 8)
 
     def touched(self) -> Any:
         """Addresses that are accessed, in one dimension."""
@@ -57,6 +57,16 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     original = getattr(owner, name)
     setattr(owner, name, make(original))
     return lambda: setattr(owner, name, original)
+
+
+def undo_all(undos: Sequence[Undo]) -> Undo:
+    """One for all, the last first."""
+
+    def undo() -> None:
+        for each in reversed(undos):
+            each()
+
+    return undo
 
 
 def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
@@ -130,7 +140,7 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         replace(builder, "create_descriptor_store", of_block("store", 2)),
         replace(builder, "create_descriptor_reduce", of_block("atomic", 3)),
     ]
-    return lambda: [undo() for undo in reversed(undos)] and None
+    return undo_all(undos)
 
 
 def _array(mask: Any) -> Any:

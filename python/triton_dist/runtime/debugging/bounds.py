@@ -17,7 +17,7 @@ import torch
 
 from triton_dist.errors import OutOfBounds
 from triton_dist.runtime import addresses
-from triton_dist.runtime.debugging.accesses import Access, Undo, replace
+from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.site import Site, site
 
 
@@ -30,7 +30,7 @@ class Origin:
     what: str
 
 
-class Pointers(np.ndarray):  # type: ignore[type-arg]
+class Pointers(np.ndarray):
     """An array of addresses that all have one origin."""
 
     origin: Origin | None
@@ -159,4 +159,4 @@ def track(upstream: Any) -> Undo:
         replace(upstream.BlockPointerHandle, "materialize_pointers", pointers),
         replace(upstream.TensorDescHandle, "materialize_pointers", pointers),
     ]
-    return lambda: [undo() for undo in reversed(undos)] and None
+    return undo_all(undos)

@@ -10,7 +10,7 @@ from triton.runtime import interpreter as upstream
 
 from triton_dist.errors import KernelAssertion
 from triton_dist.runtime.debugging import bounds, uninitialised
-from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, watch
+from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, undo_all, watch
 from triton_dist.runtime.debugging.site import site
 from triton_dist.runtime.debugging.waiting import Waiting
 
@@ -34,7 +34,7 @@ def install(checks: Iterable[str]) -> Undo:
         undos.append(waiting.start())
     if observers:
         undos.append(watch(upstream, observers))
-    return lambda: [undo() for undo in reversed(undos)] and None
+    return undo_all(undos)
 
 
 @contextmanager

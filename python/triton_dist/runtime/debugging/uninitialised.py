@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from triton_dist.errors import UninitialisedRead
-from triton_dist.runtime.debugging.accesses import Access, Undo, replace
+from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.site import site
 
 _FLOATS, _INTEGERS = 0xFF, 0xFB  # each byte; -1 is a value that integers often have
@@ -45,8 +45,8 @@ class Uninitialised:
         if found.any():
             first = int(np.flatnonzero(found)[0])
             raise UninitialisedRead(
-                f"{site()}: {np.count_nonzero(found)} of {found.size} elements that are loaded were "
-                f"never written since torch.empty, the first at index {first} of the block"
+                f"{site()}: {np.count_nonzero(found)} of {found.size} elements that are loaded "
+                f"were never written since torch.empty, the first at index {first} of the block"
             )
 
 
@@ -66,4 +66,4 @@ def poison() -> Undo:
         return filled
 
     undos = [replace(owner, name, poisoned) for owner, names in _ALLOCATIONS for name in names]
-    return lambda: [undo() for undo in undos] and None
+    return undo_all(undos)

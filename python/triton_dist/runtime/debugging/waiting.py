@@ -185,7 +185,7 @@ def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     while frame is not None:
         file = frame.f_code.co_filename
         collective = collective or any(part in file for part in _COLLECTIVES)
-        if not (file.startswith(_PACKAGE) or "site-packages" in file or file.startswith("<")):
+        if not (file.startswith((_PACKAGE, "<")) or "site-packages" in file):
             return collective, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return collective, "?"
