@@ -99,7 +99,7 @@ def _folders(raw: str) -> tuple[Path, ...]:
 
 
 def words(raw: str) -> tuple[str, ...]:
-    """What stands between commas, in lower case."""
+    """Words between commas, in lower case."""
     return tuple(word.strip().lower() for word in raw.split(",") if word.strip())
 
 

@@ -30,6 +30,14 @@ def region_at(address: int) -> tuple[int, int, str] | None:
     return None if entry is None else (entry[0], entry[0] + entry[1], entry[3])
 
 
+def next_named(address: int, name: str) -> tuple[int, int] | None:
+    """``(begin, bytes)`` of the first live region of that name behind an address, or None."""
+    for base, nbytes, _, each, _ in _ranges[bisect.bisect_left(_ranges, (address,)) :]:
+        if each == name:
+            return base, nbytes
+    return None
+
+
 def describe_address(address: int) -> str:
     """``name[index]`` for an address inside a live region, else the address in hexadecimal."""
     entry = _entry_at(address)

@@ -24,7 +24,8 @@ class Access:
         addresses: uint64, of any shape, each of one element.
         mask: bool, which of them are accessed; of a shape that broadcasts to theirs.
         element: Triton's type of an element.
-        semantic: of an atomic: ``"acquire"``, ``"release"``, ``"acquire_release"``, ``"relaxed"``.
+        semantic: of an atomic: ``"acquire"``, ``"release"``, ``"acquire_release"``, ``"relaxed"``;
+            of a load: ``"volatile"`` or empty.
     """
 
     kind: str
@@ -84,7 +85,8 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
 
     def load(original: Any) -> Any:
         def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-            access = Access("load", ptrs.data, _array(mask), ptrs.get_element_ty())
+            semantic = "volatile" if named.get("is_volatile", rest[-1] if rest else False) else ""
+            access = Access("load", ptrs.data, _array(mask), ptrs.get_element_ty(), semantic)
             return observed(access, lambda: original(self, ptrs, mask, *rest, **named))
 
         return masked_load

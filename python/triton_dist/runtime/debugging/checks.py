@@ -32,6 +32,12 @@ def install(checks: Iterable[str]) -> Undo:
         waiting = Waiting()
         observers.append(waiting)
         undos.append(waiting.start())
+    if "race" in checks:
+        from triton_dist.runtime.debugging.races import Races
+
+        races = Races()
+        observers.append(races)
+        undos.append(races.track())
     if observers:
         undos.append(watch(upstream, observers))
     return undo_all(undos)

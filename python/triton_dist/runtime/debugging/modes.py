@@ -19,8 +19,8 @@ from triton_dist import knobs
 from triton_dist.errors import DebugModeRefused
 from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
-CHECKS = ("bounds", "init", "waits")
-"""Of ``interp``; ``interp`` alone is all of them."""
+CHECKS = ("bounds", "init", "waits", "race")
+"""Checks of ``interp``, which alone is all of them."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
 _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
@@ -85,7 +85,7 @@ MODES: Mapping[str, Mode] = {
     "gsan": _instrumented(
         "races on global memory",
         "gsan",
-        "interp",
+        "interp:race",
         _lacks(_UNKNOWN, "3.6", "3.7") | _lacks(_FOREIGN, "3.8", "3.9"),
     ),
     "memcheck": _tool("accesses outside of allocations", "interp:bounds"),
@@ -186,8 +186,8 @@ def nearest_of(word: str, runs: str) -> str:
 
 
 def variables_of(words: Iterable[str]) -> dict[str, str]:
-    """What modes of compiled kernels set. Nothing is tuned meanwhile: such kernels are others, and
-    their times would stay in the cache."""
+    """Variables that modes of compiled kernels set. Nothing is tuned meanwhile: such kernels are
+    others, and their times would stay in the cache."""
     set_by = {n: v for word in words if word in MODES for n, v in MODES[word].variables.items()}
     if any(MODES[word].tool or MODES[word].variables for word in words if word in MODES):
         set_by[knobs.autotune.variable] = "0"

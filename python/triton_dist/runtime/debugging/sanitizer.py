@@ -1,4 +1,4 @@
-"""Where compute-sanitizer is, how it is called, and what its report of one process says."""
+"""compute-sanitizer: its place, its command line, and its report of one process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _places(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def command(program: Path, tool: str, log: Path) -> list[str]:
-    """What stands before the command of a process.
+    """Words before the command of a process.
 
     Only kernels of ours are looked at, by their names, which is much faster. Reads of what nobody
     wrote are found in them only if the writes of torch's kernels are seen too.
@@ -80,7 +80,7 @@ def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the tool says of one process.
+    """Findings of the tool in one process.
 
     Attributes:
         count: of errors or hazards; ``None``: it came to no end.

@@ -149,7 +149,7 @@ class Waiting:
         path = None
         while not self._over.wait(_TELL_SECONDS):
             if knobs.world_size.get() > 1:
-                folder = _folder()
+                folder = job_folder()
                 path = folder / f"{_rank()}.json"
                 with suppress(OSError):
                     folder.mkdir(mode=0o700, exist_ok=True)
@@ -166,21 +166,21 @@ class Waiting:
         states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(knobs.world_size.get()))
         for rank in states:
             with suppress(OSError, ValueError):
-                path = _folder() / f"{rank}.json"
+                path = job_folder() / f"{rank}.json"
                 if rank != _rank() and path.stat().st_mtime >= self._began - _FRESH_SECONDS:
                     states[rank] = json.loads(path.read_text(encoding="utf-8"))
         return states | {_rank(): self._state()}
 
 
-def _folder() -> Path:
-    """What the ranks of a job on this host have in common: who started them, and their port."""
+def job_folder() -> Path:
+    """A place of the ranks of a job on this host, by what they share: parent process and port."""
     port = knobs.environment().get("MASTER_PORT", "")
     name = f"triton_dist-debug-{os.getuid()}-{os.getppid()}-{port}"
     return Path(tempfile.gettempdir()) / name
 
 
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
-    """Whether a collective is waited for, and the innermost line outside of torch and of us."""
+    """True if a collective is waited for; and the innermost line outside of torch and of us."""
     collective = False
     while frame is not None:
         file = frame.f_code.co_filename
