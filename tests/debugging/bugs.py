@@ -5,6 +5,7 @@ The line that a report must name ends with ``# here: <bug>``.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +161,52 @@ def wrong_peer():
     _told(1, True)
 
 
+@jit(do_not_specialize=["rank", "epoch"])
+def kernel_swap(inbox, inboxes, flag, flags, out, rank, epoch, TELL: tl.constexpr, WAIT: tl.constexpr):
+    offsets = tl.arange(0, 4)
+    if rank == 1:
+        tl.store(dl.symm_at(inbox, inboxes, 0) + offsets, epoch * 1.0)  # here: reuse
+        if TELL:
+            dl.notify(dl.symm_at(flag, flags, 0), epoch)
+        else:
+            tl.atomic_xchg(dl.symm_at(flag, flags, 0), epoch, sem="relaxed", scope="sys")
+    else:
+        if WAIT:
+            dl.wait(flag, 1, epoch)
+        tl.store(out + offsets, tl.load(inbox + offsets))  # here: swap
+
+
+def swap(tell: bool = True, wait: bool = True, lined_up: bool = True) -> None:
+    """Two epochs, in each of which rank 1 stores and rank 0 loads; right by default."""
+    regions = {"inbox": ((4,), torch.float32), "flag": ((1,), torch.int32)}
+    with symmetric.allocate("bugs", regions) as memory:
+        inbox, flag, out = memory["inbox"], memory["flag"], torch.zeros(4)
+        rank, race = dist.get_rank(), None
+        for epoch in (1, 2):
+            for turn in (1, 0):
+                try:
+                    if turn == rank:
+                        kernel_swap[(1,)](
+                            inbox.local, inbox.pointers, flag.local, flag.pointers, out, rank,
+                            epoch, tell, wait,
+                        )  # fmt: skip
+                except KernelFault as error:
+                    race = error
+                if any_fails(race is not None):
+                    if race is not None:
+                        raise race
+                    return
+            if lined_up:
+                memory.barrier()
+
+
+def any_fails(this: bool) -> bool:
+    """True if one of the ranks fails. A meeting that no check sees, so it orders nothing."""
+    fails = torch.tensor(int(this))
+    dist.distributed_c10d.all_reduce(fails)
+    return bool(fails)
+
+
 BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "load": (load, "bounds", "OutOfBounds"),
     "store": (store, "bounds", "OutOfBounds"),
@@ -172,6 +219,13 @@ BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
 }
 """Of one rank: what runs it, the check that finds it, and the error."""
 BUGS_OF_RANKS = {"circle": circle, "missing notify": missing_notify, "wrong peer": wrong_peer}
+RACES = {
+    "none": (swap, ""),
+    "missing release": (functools.partial(swap, tell=False), "swap"),
+    "missing wait": (functools.partial(swap, wait=False), "swap"),
+    "epoch reused": (functools.partial(swap, lined_up=False), "reuse"),
+}
+"""What runs it, and the line that the report of one of two ranks names."""
 
 
 def found(bug: Callable[[], None], *checks: str, quiet: float) -> tuple[str, str]:
@@ -194,4 +248,13 @@ def on_each_rank() -> dict[str, tuple[str, str]]:
             dist.barrier()  # where the other one waits
         dist.barrier()
     told["neighbour"] = found(neighbour, "bounds", quiet=0.5)
+    return told
+
+
+def races_of_each_rank() -> dict[str, tuple[str, str]]:
+    """What is found of races. A rank that found one still comes to where the other one waits."""
+    told = {}
+    for name, (bug, _) in RACES.items():
+        told[name] = found(bug, "race", quiet=0.5)
+        dist.barrier()
     return told

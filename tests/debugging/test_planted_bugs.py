@@ -73,6 +73,23 @@ def test_bugs_between_ranks(spawn_ranks):
     assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text
 
 
+def test_races_between_ranks(spawn_ranks):
+    ranks = spawn_ranks(2, bugs.races_of_each_rank, timeout=60)
+    for race, (_, marker) in bugs.RACES.items():
+        reports = [told[race] for told in ranks if told[race][0]]
+        if not marker:
+            assert reports == []
+            continue
+        ((kind, text),) = reports
+        assert kind == "DataRace"
+        rank = 1 if marker == "reuse" else 0
+        place = f"rank {rank}, program (0, 0, 0) of kernel_swap, {bugs.__file__}"
+        assert f"{place}:{bugs.line_of(marker)}: " in text
+        assert "element 0 of bugs.inbox of rank 0, which " in text
+        other = "rank 0 loaded" if rank else f"rank 1 stored at line {bugs.line_of('reuse')}"
+        assert other in text
+
+
 def test_nothing_is_left_when_checks_are_off():
     before = torch.empty, dict(vars(bugs.tl.core)), vars(_builder()).copy()
     with bugs.checking(*CHECKS):
