@@ -248,7 +248,7 @@ debug: Knob[tuple[str, ...]] = Knob(
     (),
     words,
     "modes separated by commas",
-    "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits), "
+    "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits, interp:race), "
     "assert, or a mode of Triton or of compute-sanitizer; refused where it could find nothing.",
 )
 debug_tool: Knob[str | None] = Knob(

@@ -162,7 +162,9 @@ def wrong_peer():
 
 
 @jit(do_not_specialize=["rank", "epoch"])
-def kernel_swap(inbox, inboxes, flag, flags, out, rank, epoch, TELL: tl.constexpr, WAIT: tl.constexpr):
+def kernel_swap(
+    inbox, inboxes, flag, flags, out, rank, epoch, TELL: tl.constexpr, WAIT: tl.constexpr
+):
     offsets = tl.arange(0, 4)
     if rank == 1:
         tl.store(dl.symm_at(inbox, inboxes, 0) + offsets, epoch * 1.0)  # here: reuse

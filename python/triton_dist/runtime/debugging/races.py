@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -189,7 +189,7 @@ def _shadow_of(begin: int, name: str) -> Any:
         return None
     address, nbytes = entry
     columns = _FIRST + 2 * knobs.world_size.get()
-    memory = (ctypes.c_char * nbytes).from_address(address)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
     return np.frombuffer(memory, np.int32).reshape(-1, columns)
 
 

@@ -17,15 +17,16 @@ from triton_dist.errors import UninitialisedRead
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.site import site
 
-_FLOATS, _INTEGERS = 0xFF, 0xFB  # each byte; -1 is a value that integers often have
+_FLOATS, _INTEGERS = 0x7FFB, 0x7BFB
+"""Every two bytes: a NaN in all floating-point types, and a number that is rare."""
 _ALLOCATIONS = (
     (torch, ("empty", "empty_like", "empty_strided")),
     (torch.Tensor, ("new_empty", "new_empty_strided")),
 )
 
 
-def _pattern(dtype: Any, byte: int) -> Any:
-    return np.frombuffer(bytes([byte]) * dtype.itemsize, dtype)[0]
+def _pattern(dtype: Any, word: int) -> Any:
+    return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
 
 
 class Uninitialised:
@@ -57,10 +58,11 @@ def poison() -> Undo:
         @wraps(allocate)
         def filled(*args: Any, **named: Any) -> Any:
             tensor = allocate(*args, **named)
-            if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+            if is_plain and tensor.element_size() > 1:
                 floats = tensor.is_floating_point() or tensor.is_complex()
-                raw = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
-                raw.fill_(_FLOATS if floats else _INTEGERS)
+                words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
+                words.fill_(_FLOATS if floats else _INTEGERS)
             return tensor
 
         return filled
