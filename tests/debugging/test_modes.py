@@ -57,7 +57,8 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(words, runs, said):
 
 def test_what_can_be_is_turned_on():
     here = Place(Version("3.9.0"), INTERPRETER)
-    assert modes.check(["interp"], here) == modes.CHECKS
+    assert modes.check(["interp"], here) == ("bounds", "init", "waits")
+    assert modes.check(["interp", "interp:race"], here) == modes.CHECKS
     assert modes.check(["interp:waits", "interp:bounds", "assert"], here) == ("bounds", "waits")
     assert modes.check(["memcheck"], Place(Version("3.6.0"), GPU, "memcheck")) == ()
     assert modes.variables_of(["fpsan", "assert"]) == {

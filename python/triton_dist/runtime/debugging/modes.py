@@ -20,7 +20,8 @@ from triton_dist.errors import DebugModeRefused
 from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
 CHECKS = ("bounds", "init", "waits", "race")
-"""Checks of ``interp``, which alone is all of them."""
+"""Checks of ``interp``, which alone is all but ``race``: that one is asked for by name, because it
+also reports what is read in vain."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
 _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
@@ -129,7 +130,7 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
         if name != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
             raise DebugModeRefused(word, "there is no such mode", f"one of {', '.join(known)}")
-        wanted |= {check} if check else set(CHECKS)
+        wanted |= {check} if check else {*CHECKS} - {"race"}
     return tuple(check for check in CHECKS if check in wanted)
 
 
