@@ -110,12 +110,8 @@ class Waiting:
         key, now = (threading.get_ident(), address, expected), time.monotonic()
         wait = self._waits.get(key)
         if wait is None or wait["seen"] != found or now - wait["looked"] > _FRESH_SECONDS:
-            wait = {
-                "at": str(site()),
-                "flag": flag_at(address),
-                "expected": expected,
-                "seen": found,
-            }
+            wait = {"at": str(site()), "flag": flag_at(address), "expected": expected}
+            wait |= {"seen": found, "looked": now}  # whole, before the thread that tells sees it
             self._waits[key], self._moved = wait, now
         wait["looked"] = now
         if overdue or now - self._judged > _TELL_SECONDS:
@@ -151,7 +147,7 @@ class Waiting:
             if knobs.world_size.get() > 1:
                 folder = job_folder()
                 path = folder / f"{_rank()}.json"
-                with suppress(OSError):
+                with suppress(OSError, RuntimeError):  # or changed meanwhile: the next time
                     folder.mkdir(mode=0o700, exist_ok=True)
                     new = path.with_suffix(f".{os.getpid()}")
                     new.write_text(json.dumps(self._state()), encoding="utf-8")
@@ -173,10 +169,10 @@ class Waiting:
 
 
 def job_folder() -> Path:
-    """A place of the ranks of a job on this host, by what they share: parent process and port."""
-    port = knobs.environment().get("MASTER_PORT", "")
-    name = f"triton_dist-debug-{os.getuid()}-{os.getppid()}-{port}"
-    return Path(tempfile.gettempdir()) / name
+    """A place of the ranks of a job on this host, by the port that they meet at, or else by who
+    started them."""
+    job = knobs.environment().get("MASTER_PORT") or f"of-{os.getppid()}"
+    return Path(tempfile.gettempdir()) / f"triton_dist-debug-{os.getuid()}-{job}"
 
 
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
