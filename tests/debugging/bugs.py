@@ -16,10 +16,11 @@ import triton.language as tl
 
 from triton_dist import jit
 from triton_dist import language as dl
-from triton_dist.errors import KernelFault, WaitTimeout
+from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.debugging import waiting
 from triton_dist.runtime.debugging.checks import checking
+from triton_dist.runtime.debugging.faults import KernelFault
 
 FLOATS = ((16,), torch.float32)
 

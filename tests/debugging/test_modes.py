@@ -9,8 +9,8 @@ import triton
 from packaging.version import Version
 
 from triton_dist import knobs
-from triton_dist.errors import DebugModeRefused
 from triton_dist.runtime.debugging import modes
+from triton_dist.runtime.debugging.faults import DebugModeRefused
 from triton_dist.runtime.debugging.modes import GPU, INTERPRETER, NOTHING, Place
 
 # Of each mode, whether it works on a GPU: as compiling with each release showed, by whether the PTX

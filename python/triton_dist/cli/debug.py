@@ -10,8 +10,8 @@ from typing import Any
 
 from triton_dist import knobs
 from triton_dist.cli.verb import add_verb
-from triton_dist.errors import DebugModeRefused
 from triton_dist.runtime.debugging import modes, sanitizer
+from triton_dist.runtime.debugging.faults import DebugModeRefused
 from triton_dist.runtime.triton_compat import triton_version
 
 _SLOWER = 50.0  # how much longer a limit is under compute-sanitizer

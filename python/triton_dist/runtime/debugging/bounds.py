@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from triton_dist.errors import OutOfBounds
 from triton_dist.runtime import addresses
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
+from triton_dist.runtime.debugging.faults import OutOfBounds
 from triton_dist.runtime.debugging.site import Site, site
 
 

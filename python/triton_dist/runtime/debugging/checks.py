@@ -8,9 +8,9 @@ from typing import Any
 
 from triton.runtime import interpreter as upstream
 
-from triton_dist.errors import KernelAssertion
 from triton_dist.runtime.debugging import bounds, uninitialised
 from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, undo_all, watch
+from triton_dist.runtime.debugging.faults import KernelAssertion
 from triton_dist.runtime.debugging.site import site
 from triton_dist.runtime.debugging.waiting import Waiting
 

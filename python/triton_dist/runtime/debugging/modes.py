@@ -16,7 +16,7 @@ import triton
 from packaging.version import Version
 
 from triton_dist import knobs
-from triton_dist.errors import DebugModeRefused
+from triton_dist.runtime.debugging.faults import DebugModeRefused
 from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
 CHECKS = ("bounds", "init", "waits", "race")

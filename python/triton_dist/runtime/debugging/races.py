@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.errors import DataRace
 from triton_dist.runtime import addresses, symmetric
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
+from triton_dist.runtime.debugging.faults import DataRace
 from triton_dist.runtime.debugging.site import site
 from triton_dist.runtime.debugging.waiting import job_folder
 from triton_dist.runtime.device import cpu

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from triton_dist.errors import UninitialisedRead
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
+from triton_dist.runtime.debugging.faults import UninitialisedRead
 from triton_dist.runtime.debugging.site import site
 
 _FLOATS, _INTEGERS = 0x7FFB, 0x7BFB

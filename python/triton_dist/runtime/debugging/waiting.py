@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from triton_dist import knobs
-from triton_dist.errors import WaitNeverEnds
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.debugging.accesses import Access, Undo
+from triton_dist.runtime.debugging.faults import WaitNeverEnds
 from triton_dist.runtime.debugging.site import site
 
 QUIET_SECONDS = 2.0
