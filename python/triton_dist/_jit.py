@@ -9,6 +9,7 @@ import triton
 
 from triton_dist.runtime import interpreter, triton_compat
 from triton_dist.runtime.compiling import shipped
+from triton_dist.runtime.debugging import modes
 
 
 def jit(fn: Any = None, **options: Any) -> Any:
@@ -21,10 +22,12 @@ def jit(fn: Any = None, **options: Any) -> Any:
 
     Raises:
         UnsupportedVersion: torch or triton is outside the supported range.
+        DebugModeRefused: ``TRITON_DIST_DEBUG`` asks for what would find nothing here.
 
     Launched where there is no GPU and kernels are not interpreted, it raises ``DeviceUnavailable``.
     """
     triton_compat.check_versions()
+    modes.activate()
     if triton_compat.is_interpreting():
         interpreter.install()
     else:

@@ -118,6 +118,11 @@ def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
 _LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin", "sass")
 
 
+def words(raw: str) -> tuple[str, ...]:
+    """Words between commas, in lower case."""
+    return tuple(word.strip().lower() for word in raw.split(",") if word.strip())
+
+
 def flag(variable: str, doc: str, default: bool = False) -> Knob[bool]:
     return Knob(variable, default, _flag, "0 or 1", doc)
 
@@ -278,6 +283,22 @@ resident_programs: Knob[int | None] = Knob(
     "a positive integer",
     "How many programs of an interpreted kernel run at a time, as on a GPU of so many "
     "multiprocessors; default: all.",
+)
+
+debug: Knob[tuple[str, ...]] = Knob(
+    "TRITON_DIST_DEBUG",
+    (),
+    words,
+    "modes separated by commas",
+    "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits, interp:race), "
+    "assert, or a mode of Triton or of compute-sanitizer; refused where it could find nothing.",
+)
+debug_tool: Knob[str | None] = Knob(
+    "TRITON_DIST_DEBUG_TOOL",
+    None,
+    str,
+    "a tool of compute-sanitizer",
+    "The tool that this process runs under; set by triton-dist debug.",
 )
 
 # What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.

@@ -6,10 +6,12 @@ import argparse
 import importlib.metadata
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.sanitize import reports, run
+from tests.sanitize import run
+from triton_dist.runtime.debugging import sanitizer as reports
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
@@ -106,7 +108,7 @@ def test_the_tool_of_a_wheel_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "files", files)
     found = reports.find({"PATH": ""})
-    assert found in (path, reports.Path("/usr/local/cuda/bin/compute-sanitizer"))
+    assert found in (path, Path("/usr/local/cuda/bin/compute-sanitizer"))
     path.chmod(0o644)  # cannot be run
     assert reports.find({"PATH": ""}) != path
 

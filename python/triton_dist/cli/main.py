@@ -12,6 +12,7 @@ from triton_dist import __version__
 from triton_dist.cli import (
     clear,
     compare,
+    debug,
     diff,
     dump,
     env,
@@ -41,6 +42,7 @@ VERBS = (
     pack,
     packs,
     dump,
+    debug,
     env,
 )
 

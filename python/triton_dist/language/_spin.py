@@ -39,7 +39,10 @@ def _spin_interpreted(
     a disagreement. Raise once a flag is overdue."""
     if guard is not None and _gave_up(guard):
         return -1
-    if time.monotonic() > deadline:
+    overdue = time.monotonic() > deadline
+    if waits.on_look is not None:
+        waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, overdue)
+    if overdue:
         latest = int(np.argmin((seen - value).handle.data))  # of a block
         places = SIZE_BITS if sized else 0
         raise WaitTimeout(

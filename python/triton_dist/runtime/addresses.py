@@ -24,16 +24,38 @@ def forget(base: int) -> None:
     _ranges[:] = [entry for entry in _ranges if entry[0] != base]
 
 
+def region_at(address: int) -> tuple[int, int, str] | None:
+    """``(begin, end, name)`` of the live region that holds an address, or None."""
+    entry = _entry_at(address)
+    return None if entry is None else (entry[0], entry[0] + entry[1], entry[3])
+
+
+def next_named(address: int, name: str) -> tuple[int, int] | None:
+    """``(begin, bytes)`` of the first live region of that name behind an address, or None."""
+    for base, nbytes, _, each, _ in _ranges[bisect.bisect_left(_ranges, (address,)) :]:
+        if each == name:
+            return base, nbytes
+    return None
+
+
 def describe_address(address: int) -> str:
     """``name[index]`` for an address inside a live region, else the address in hexadecimal."""
+    entry = _entry_at(address)
+    if entry is None:
+        return hex(address)
+    base, _, element_bytes, name, rows = entry
+    index = (address - base) // element_bytes
+    indices = []
+    for row in rows:
+        first, index = divmod(index, row)
+        indices.append(first)
+    return f"{name}[{', '.join(map(str, [*indices, index]))}]"
+
+
+def _entry_at(address: int) -> tuple[int, int, int, str, tuple[int, ...]] | None:
     position = bisect.bisect_right(_ranges, (address, 1 << 62, 0, "", ())) - 1
     if position >= 0:
-        base, nbytes, element_bytes, name, rows = _ranges[position]
-        if address < base + nbytes:
-            index = (address - base) // element_bytes
-            indices = []
-            for row in rows:
-                first, index = divmod(index, row)
-                indices.append(first)
-            return f"{name}[{', '.join(map(str, [*indices, index]))}]"
-    return hex(address)
+        entry = _ranges[position]
+        if address < entry[0] + entry[1]:
+            return entry
+    return None

@@ -42,6 +42,7 @@ from triton_dist.runtime import (
     interpreter_speed,
 )
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
+from triton_dist.runtime.debugging import modes
 from triton_dist.runtime.triton_compat import check_versions, triton_version
 
 __all__ = ["MENDS", "Mend", "current_program", "install", "pause"]
@@ -75,13 +76,18 @@ def mend(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @functools.cache
 def install() -> None:
-    """Apply every mend that the installed Triton needs, once for the life of the process, and make
-    the interpreter faster."""
+    """Apply every mend that the installed Triton needs, once for the life of the process, make the
+    interpreter faster, and turn the checks on that ``TRITON_DIST_DEBUG`` asks for."""
     check_versions()
     for entry in MENDS:
         if entry.is_needed:
             entry.apply()
     interpreter_speed.install(upstream)
+    checks = modes.activate()
+    if checks:
+        from triton_dist.runtime.debugging.checks import install as turn_on
+
+        turn_on(checks)
 
 
 def current_program() -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from triton_dist import knobs
 from triton_dist.errors import RankDisagreement, WaitTimeout
@@ -28,6 +28,12 @@ _POLLS_PER_SECOND = 2_000_000
 # Of the process, not of a thread: kernels and copy streams wait on threads of their own. A list,
 # because several groups may tune at once, each on its thread.
 _limits: list[float] = []
+
+
+on_look: Callable[[Any, Any, Any, int, bool], None] | None = None
+"""Told of each look in vain of an interpreted wait, if kernels are checked: pointers, what is seen
+and what is awaited as the kernel has them, bits of a flag that carry a size, and whether the wait
+is overdue."""
 
 
 class Device(Protocol):

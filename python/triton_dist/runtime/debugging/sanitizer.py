@@ -1,4 +1,4 @@
-"""Where compute-sanitizer is, how it is called, and what its report of one process says."""
+"""compute-sanitizer: its place, its command line, and its report of one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from triton_dist import knobs
 
 TOOLS = ("memcheck", "racecheck")
 """Accesses outside of what was allocated; races on shared memory. Not initcheck: it takes for
@@ -32,8 +34,9 @@ def missing() -> str:
     )
 
 
-def find(environment: Mapping[str, str] = os.environ) -> Path | None:
+def find(environment: Mapping[str, str] | None = None) -> Path | None:
     """The program: of PATH, else of CUDA, else of a wheel."""
+    environment = knobs.environment() if environment is None else environment
     return next((path for path in _places(environment) if os.access(path, os.X_OK)), None)
 
 
@@ -53,10 +56,9 @@ def _places(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def command(program: Path, tool: str, log: Path) -> list[str]:
-    """What stands before the command of a process.
+    """Words before the command of a process.
 
-    Only kernels of ours are looked at, by their names, which is much faster. Reads of what nobody
-    wrote are found in them only if the writes of torch's kernels are seen too.
+    Only kernels of ours are looked at, by their names, which is much faster.
     """
     return [
         str(program), "--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND),
@@ -65,9 +67,18 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
+    """The same for a launcher and all that it starts: a log of each process in ``folder``."""
+    return [
+        str(program), "--tool", tool, "--log-file", str(folder / "process-%p.log"),
+        "--error-exitcode", str(FOUND), "--target-processes", "all", "--report-api-errors", "no",
+        "--print-limit", "100",
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Report:
-    """What the tool says of one process.
+    """Findings of the tool in one process.
 
     Attributes:
         count: of errors or hazards; ``None``: it came to no end.

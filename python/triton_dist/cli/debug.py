@@ -1,0 +1,78 @@
+"""``debug``: run a command with its kernels checked."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from triton_dist import knobs
+from triton_dist.cli.verb import add_verb
+from triton_dist.runtime.debugging import modes, sanitizer
+from triton_dist.runtime.debugging.faults import DebugModeRefused
+from triton_dist.runtime.triton_compat import triton_version
+
+_SLOWER = 50.0  # how much longer a limit is under compute-sanitizer
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "debug",
+        _run,
+        help="run a command with its kernels checked",
+        description="Runs COMMAND with TRITON_DIST_DEBUG=MODE and all that the mode needs: interp "
+        "(or some of its checks, as interp:bounds,interp:waits) on CPU ranks; on GPUs assert, a "
+        "mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer (memcheck, "
+        "initcheck, racecheck, synccheck), with a report of each process. A mode that would find "
+        "nothing here is refused, with the reason and the nearest that can.",
+        examples=[
+            "debug interp -- torchrun --nproc-per-node=2 script.py",
+            "debug memcheck -- bash scripts/launch.sh test_ag_gemm.py --case check",
+        ],
+        takes_command=True,
+    )
+    parser.add_argument("mode", metavar="MODE", help="one or several, separated by commas")
+    parser.add_argument("--reports", type=Path, help="folder for those of compute-sanitizer")
+    parser.set_defaults(fail=parser.error, command=[])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    words = knobs.words(arguments.mode)
+    if not arguments.command or not words:
+        arguments.fail("a command is needed: debug MODE -- COMMAND")
+    told = {knobs.debug.variable: ",".join(words)}
+    before: list[str] = []
+    tools = [word for word in words if word in modes.MODES and modes.MODES[word].tool]
+    if modes.checks_of(words):
+        modes.check(words, modes.Place(triton_version(), modes.INTERPRETER))
+        told |= {knobs.triton_interpret.variable: "1", knobs.device.variable: "cpu"}
+    else:
+        modes.check(words, modes.Place(triton_version(), modes.GPU, "".join(tools[:1])))
+    reports = Path()
+    if tools:
+        program = sanitizer.find()
+        if program is None:
+            reason = sanitizer.missing().rstrip(".")
+            raise DebugModeRefused(tools[0], reason, modes.nearest_of(tools[0], modes.GPU))
+        told[knobs.debug_tool.variable] = tools[0]
+        told["CUDA_LAUNCH_BLOCKING"] = "1"  # as the tool does: some ways ask for it
+        told["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # a tensor, an allocation
+        for limit in (knobs.autotune_timeout, knobs.compile_timeout):
+            told[limit.variable] = str(_SLOWER * limit.get())
+        reports = arguments.reports or Path(tempfile.mkdtemp(prefix="triton_dist-debug-"))
+        reports.mkdir(parents=True, exist_ok=True)
+        before = sanitizer.command_of_all(program, tools[0], reports)
+    ran = subprocess.run([*before, *arguments.command], env=knobs.environment() | told)
+    if tools:
+        found = [_report(path) for path in sorted(reports.glob("*.log"))]
+        print(f"{tools[0]}: {len(found)} reports in {reports}", *filter(None, found), sep="\n")
+    return ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
+
+
+def _report(path: Path) -> str:
+    """A line of a process of which something was found; empty for others."""
+    report = sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
+    return "" if report.is_clean else f"  {path.name}: {report}"

@@ -1,0 +1,1 @@
+"""Checks of kernels: what ``TRITON_DIST_DEBUG`` asks for."""

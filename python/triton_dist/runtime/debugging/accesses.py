@@ -1,0 +1,150 @@
+"""Loads, stores and atomics of interpreted kernels, as those who check them see them.
+
+:func:`watch` puts itself around the interpreter's operations. A process in which nobody watches
+runs them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation on memory.
+
+    Attributes:
+        kind: ``"load"``, ``"store"`` or ``"atomic"``.
+        addresses: uint64, of any shape, each of one element.
+        mask: bool, which of them are accessed; of a shape that broadcasts to theirs.
+        element: Triton's type of an element.
+        semantic: of an atomic: ``"acquire"``, ``"release"``, ``"acquire_release"``, ``"relaxed"``;
+            of a load: ``"volatile"`` or empty.
+    """
+
+    kind: str
+    addresses: Any
+    mask: Any
+    element: Any
+    semantic: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        return max(1, int(self.element.primitive_bitwidth) // 8)
+
+    def touched(self) -> Any:
+        """Addresses that are accessed, in one dimension."""
+        if self.mask is None:
+            return np.ravel(self.addresses)
+        return self.addresses[np.broadcast_to(self.mask, self.addresses.shape)]
+
+
+class Observer(Protocol):
+    """A check: ``before`` may raise, and nothing is then accessed; ``after`` of a load has what was
+    read."""
+
+    def before(self, access: Access) -> None: ...
+    def after(self, access: Access, values: Any) -> None: ...
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Put ``make(original)`` in place of ``owner.name``, until undone."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    return lambda: setattr(owner, name, original)
+
+
+def undo_all(undos: Sequence[Undo]) -> Undo:
+    """One for all, the last first."""
+
+    def undo() -> None:
+        for each in reversed(undos):
+            each()
+
+    return undo
+
+
+def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
+    """Tell ``observers`` of each operation of ``upstream``, the module
+    ``triton.runtime.interpreter``, until undone."""
+    builder = upstream.InterpreterBuilder
+
+    def observed(access: Access, operate: Callable[[], Any]) -> Any:
+        for observer in observers:
+            observer.before(access)
+        result = operate()
+        for observer in observers:
+            observer.after(access, getattr(result, "data", None))
+        return result
+
+    def load(original: Any) -> Any:
+        def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            semantic = "volatile" if named.get("is_volatile", rest[-1] if rest else False) else ""
+            access = Access("load", ptrs.data, _array(mask), ptrs.get_element_ty(), semantic)
+            return observed(access, lambda: original(self, ptrs, mask, *rest, **named))
+
+        return masked_load
+
+    def store(original: Any) -> Any:
+        def masked_store(
+            self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any
+        ) -> Any:
+            access = Access("store", ptrs.data, _array(mask), ptrs.get_element_ty())
+            return observed(access, lambda: original(self, ptrs, value, mask, *rest, **named))
+
+        return masked_store
+
+    def modify(original: Any) -> Any:
+        def rmw(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            element, semantic = ptr.get_element_ty(), rest[0].name.lower()
+            access = Access("atomic", ptr.data, _array(mask), element, semantic)
+            return observed(access, lambda: original(self, op, ptr, value, mask, *rest))
+
+        return rmw
+
+    def exchange(original: Any) -> Any:
+        def cas(self: Any, ptr: Any, *rest: Any) -> Any:
+            element, semantic = ptr.get_element_ty(), rest[2].name.lower()
+            access = Access("atomic", ptr.data, None, element, semantic)
+            return observed(access, lambda: original(self, ptr, *rest))
+
+        return cas
+
+    def of_block(kind: str, place: int) -> Callable[[Any], Any]:
+        """A descriptor's operation, whose indices are its argument number ``place``."""
+
+        def wrap(original: Any) -> Any:
+            def copy(self: Any, *args: Any, **named: Any) -> Any:
+                desc = args[1] if kind == "atomic" else args[0]
+                try:
+                    pointers, mask = desc.materialize_pointers(args[place])
+                except AssertionError:  # an alignment that the operation itself explains
+                    return original(self, *args, **named)
+                access = Access(kind, pointers.data, _array(mask), pointers.get_element_ty())
+                return observed(access, lambda: original(self, *args, **named))
+
+            return copy
+
+        return wrap
+
+    undos = [
+        replace(builder, "create_masked_load", load),
+        replace(builder, "create_masked_store", store),
+        replace(builder, "create_atomic_rmw", modify),
+        replace(builder, "create_atomic_cas", exchange),
+        replace(builder, "create_descriptor_load", of_block("load", 1)),
+        replace(builder, "create_descriptor_store", of_block("store", 2)),
+        replace(builder, "create_descriptor_reduce", of_block("atomic", 3)),
+    ]
+    return undo_all(undos)
+
+
+def _array(mask: Any) -> Any:
+    """A mask is a handle, or an array before Triton 3.9."""
+    return mask if mask is None or isinstance(mask, np.ndarray) else mask.data

@@ -1,0 +1,58 @@
+"""Place in a kernel's source that runs: for messages, so that looking it up may take its time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import triton
+
+from triton_dist import knobs
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# Between a kernel's line and the operation: Triton, our runtime, and what kernels are made with.
+_NOT_KERNELS = (
+    str(Path(triton.__file__).parent),
+    str(_PACKAGE / "runtime"),
+    str(_PACKAGE / "language"),
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The running program.
+
+    Attributes:
+        values: the kernel's arguments by name, as the interpreter holds them.
+    """
+
+    rank: int
+    program: tuple[int, int, int]
+    kernel: str
+    file: str
+    line: int
+    values: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, program {self.program} of {self.kernel}, {self.file}:{self.line}"
+
+
+def site() -> Site:
+    """The innermost line of a kernel on this thread's stack, and the launch that it belongs to."""
+    from triton_dist.runtime import interpreter
+
+    frame: FrameType | None = sys._getframe(1)
+    file, line, kernel, values = "?", 0, "?", {}
+    while frame is not None:
+        code = frame.f_code
+        if file == "?" and not code.co_filename.startswith(_NOT_KERNELS):
+            file, line = code.co_filename, frame.f_lineno
+        if code.co_name == "run_program" and code.co_filename == interpreter.__file__:
+            kernel, values = frame.f_locals["executor"].fn.__name__, frame.f_locals["values"]
+            break
+        frame = frame.f_back
+    return Site(knobs.rank.get(), interpreter.current_program(), kernel, file, line, values)

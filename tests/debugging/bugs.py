@@ -1,0 +1,264 @@
+"""Kernels with one mistake each, in memory that has room for it.
+
+The line that a report must name ends with ``# here: <bug>``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+from triton_dist import jit
+from triton_dist import language as dl
+from triton_dist.errors import WaitTimeout
+from triton_dist.runtime import symmetric
+from triton_dist.runtime.debugging import waiting
+from triton_dist.runtime.debugging.checks import checking
+from triton_dist.runtime.debugging.faults import KernelFault
+
+FLOATS = ((16,), torch.float32)
+
+
+def line_of(bug: str) -> int:
+    """Where the mistake stands."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (line,) = (n for n, text in enumerate(lines, 1) if re.search(rf"# here: {bug}$", text))
+    return line
+
+
+@jit
+def kernel_load(x, y, n):
+    offsets = tl.program_id(0) * 16 + tl.arange(0, 16)
+    tl.store(y, tl.sum(tl.load(x + offsets, mask=offsets < n), 0))  # here: load
+
+
+def load():
+    kernel_load[(2,)](torch.zeros(64)[:30], torch.zeros(1), 31)
+
+
+@jit
+def kernel_store(x):
+    tl.store(x + tl.arange(0, 16) - 1, 1.0)  # here: store
+
+
+def store():
+    kernel_store[(1,)](torch.zeros(32)[8:24])
+
+
+@jit
+def kernel_block(x, n):
+    rows = tl.make_tensor_descriptor(x, [n, 8], [8, 1], [8, 8])
+    rows.store([0, 0], tl.zeros([8, 8], tl.float32))  # here: block
+
+
+def block():
+    kernel_block[(1,)](torch.zeros(16, 8)[:6], 8)
+
+
+@jit
+def kernel_neighbour(ptr, table, peer):
+    tl.store(dl.symm_at(ptr, table, peer) + 8 + tl.arange(0, 16), 1.0)  # here: neighbour
+
+
+def neighbour():
+    # 512 bytes each: behind the one is the other, in the same allocation.
+    regions = {"one": ((128,), torch.float32), "other": ((128,), torch.float32)}
+    with symmetric.allocate("bugs", regions) as memory:
+        last, table = memory["one"].local[112:], memory["one"].pointers + 112 * 4
+        kernel_neighbour[(1,)](
+            last, table, dist.get_world_size() - 1 if dist.is_initialized() else 0
+        )
+
+
+@jit
+def kernel_unwritten(x, y):
+    tl.store(y, tl.sum(tl.load(x + tl.arange(0, 16)), 0))  # here: unwritten
+
+
+def unwritten():
+    kernel_unwritten[(1,)](torch.empty(16), torch.zeros(1))
+
+
+@jit
+def kernel_assertion(n):
+    tl.device_assert(n < 16, "n is too large")  # here: assertion
+
+
+def assertion():
+    kernel_assertion[(1,)](16)
+
+
+@jit
+def kernel_epoch(flag):
+    dl.notify(flag, 1)
+    dl.wait(flag, 1, 2)  # here: epoch
+
+
+def epoch():
+    with symmetric.allocate("bugs", {"flag": ((1,), torch.int32)}) as memory:
+        kernel_epoch[(1,)](memory["flag"].local)
+
+
+@jit
+def kernel_reset(flag, done):
+    if tl.program_id(0) == 0:
+        dl.notify(flag, 1)
+        dl.wait(done, 1, 1)
+    elif tl.program_id(0) == 1:
+        dl.wait(flag, 1, 1)
+        tl.atomic_xchg(flag, 0)
+        dl.notify(done, 1)
+    else:
+        dl.wait(done, 1, 1)
+        dl.wait(flag, 1, 1)  # here: reset
+
+
+def reset():
+    with symmetric.allocate(
+        "bugs", {"flag": ((1,), torch.int32), "done": ((1,), torch.int32)}
+    ) as m:
+        kernel_reset[(3,)](m["flag"].local, m["done"].local)
+
+
+@jit
+def kernel_circle(flag, table, peer):
+    dl.wait(flag, 1, 1)  # here: circle
+    dl.notify(dl.symm_at(flag, table, peer), 1)
+
+
+def circle():
+    with symmetric.allocate("bugs", {"flag": ((1,), torch.int32)}) as memory:
+        flag = memory["flag"]
+        kernel_circle[(1,)](flag.local, flag.pointers, 1 - dist.get_rank())
+
+
+@jit
+def kernel_told(flag, table, rank, peer, TELL: tl.constexpr):
+    if TELL:
+        dl.notify(dl.symm_at(flag, table, peer), 1)
+    if rank == 0:
+        dl.wait(flag, 1, 1)  # here: told
+
+
+def _told(peer: int, tell: bool) -> None:
+    with symmetric.allocate("bugs", {"flag": ((1,), torch.int32)}) as memory:
+        flag, rank = memory["flag"], dist.get_rank()
+        kernel_told[(1,)](flag.local, flag.pointers, rank, peer, tell and rank == 1)
+        if rank == 1:
+            dist.barrier()  # as a program that goes on, to where the others do not come
+
+
+def missing_notify():
+    _told(0, False)
+
+
+def wrong_peer():
+    _told(1, True)
+
+
+@jit(do_not_specialize=["rank", "epoch"])
+def kernel_swap(
+    inbox, inboxes, flag, flags, out, rank, epoch, TELL: tl.constexpr, WAIT: tl.constexpr
+):
+    offsets = tl.arange(0, 4)
+    if rank == 1:
+        tl.store(dl.symm_at(inbox, inboxes, 0) + offsets, epoch * 1.0)  # here: reuse
+        if TELL:
+            dl.notify(dl.symm_at(flag, flags, 0), epoch)
+        else:
+            tl.atomic_xchg(dl.symm_at(flag, flags, 0), epoch, sem="relaxed", scope="sys")
+    else:
+        if WAIT:
+            dl.wait(flag, 1, epoch)
+        tl.store(out + offsets, tl.load(inbox + offsets))  # here: swap
+
+
+def swap(tell: bool = True, wait: bool = True, lined_up: bool = True) -> None:
+    """Two epochs, in each of which rank 1 stores and rank 0 loads; right by default."""
+    regions = {"inbox": ((4,), torch.float32), "flag": ((1,), torch.int32)}
+    with symmetric.allocate("bugs", regions) as memory:
+        inbox, flag, out = memory["inbox"], memory["flag"], torch.zeros(4)
+        rank, race = dist.get_rank(), None
+        for epoch in (1, 2):
+            for turn in (1, 0):
+                try:
+                    if turn == rank:
+                        kernel_swap[(1,)](
+                            inbox.local, inbox.pointers, flag.local, flag.pointers, out, rank,
+                            epoch, tell, wait,
+                        )  # fmt: skip
+                except KernelFault as error:
+                    race = error
+                if any_fails(race is not None):
+                    if race is not None:
+                        raise race
+                    return
+            if lined_up:
+                memory.barrier()
+
+
+def any_fails(this: bool) -> bool:
+    """True if one of the ranks fails. A meeting that no check sees, so it orders nothing."""
+    fails = torch.tensor(int(this))
+    dist.distributed_c10d.all_reduce(fails)
+    return bool(fails)
+
+
+BUGS: dict[str, tuple[Callable[[], None], str, str]] = {
+    "load": (load, "bounds", "OutOfBounds"),
+    "store": (store, "bounds", "OutOfBounds"),
+    "block": (block, "bounds", "OutOfBounds"),
+    "neighbour": (neighbour, "bounds", "OutOfBounds"),
+    "unwritten": (unwritten, "init", "UninitialisedRead"),
+    "assertion": (assertion, "any", "KernelAssertion"),
+    "epoch": (epoch, "waits", "WaitNeverEnds"),
+    "reset": (reset, "waits", "WaitNeverEnds"),
+}
+"""Of one rank: what runs it, the check that finds it, and the error."""
+BUGS_OF_RANKS = {"circle": circle, "missing notify": missing_notify, "wrong peer": wrong_peer}
+RACES = {
+    "none": (swap, ""),
+    "missing release": (functools.partial(swap, tell=False), "swap"),
+    "missing wait": (functools.partial(swap, wait=False), "swap"),
+    "epoch reused": (functools.partial(swap, lined_up=False), "reuse"),
+}
+"""What runs it, and the line that the report of one of two ranks names."""
+
+
+def found(bug: Callable[[], None], *checks: str, quiet: float) -> tuple[str, str]:
+    """Type and text of the error that ``checks`` raise; of none: empty."""
+    waiting.QUIET_SECONDS = quiet
+    with checking(*checks):
+        try:
+            bug()
+        except (KernelFault, WaitTimeout) as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def on_each_rank() -> dict[str, tuple[str, str]]:
+    """What is found of the bugs that take two ranks. The ranks go on together."""
+    told = {}
+    with checking("waits"):  # around all: a rank that has its report still says where it is
+        for name, bug in BUGS_OF_RANKS.items():
+            told[name] = found(bug, quiet=0.5)
+            if name != "circle" and dist.get_rank() == 0:
+                dist.barrier()  # where the other one waits
+            dist.barrier()
+    told["neighbour"] = found(neighbour, "bounds", quiet=0.5)
+    return told
+
+
+def races_of_each_rank() -> dict[str, tuple[str, str]]:
+    """What is found of races. A rank that found one still comes to where the other one waits."""
+    told = {}
+    for name, (bug, _) in RACES.items():
+        told[name] = found(bug, "race", quiet=0.5)
+        dist.barrier()
+    return told

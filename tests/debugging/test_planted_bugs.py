@@ -1,0 +1,104 @@
+"""Planted bugs, and the checks that find them: the table of docs/how-to/debug-kernels.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.debugging import bugs
+from triton_dist.runtime.debugging.modes import CHECKS
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("bug", bugs.BUGS)
+def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.3")  # of the other checks
+    monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", bugs.waiting.QUIET_SECONDS)
+    run, finds, error = bugs.BUGS[bug]
+    if finds == "waits" == check:
+        monkeypatch.delenv("TRITON_DIST_WAIT_TIMEOUT")
+    kind, text = bugs.found(run, check, quiet=0.1)
+    if check == finds or finds == "any":
+        assert kind == error
+        assert "rank 0, program (" in text
+        assert f"of kernel_{bug}, {bugs.__file__}:{bugs.line_of(bug)}: " in text
+    else:
+        assert kind == ("WaitTimeout" if finds == "waits" else "")
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [
+        ("load", "program (1, 0, 0) of kernel_load"),
+        ("load", "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the "
+         "farthest ends 4 bytes (1 elements of fp32) behind its last element"),
+        ("store", "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest "
+         "ends 4 bytes (1 elements of fp32) before its first element"),
+        ("neighbour", "store outside of bugs.one, memory of rank 0: 8 of 16 elements"),
+        ("epoch", "waits for bugs.flag[0] of rank 0 to reach 2, it is 1: nobody is left to set it"),
+        ("epoch", "last set by rank 0, program (0, 0, 0) of kernel_epoch"),
+        ("reset", "program (2, 0, 0) of kernel_reset"),
+    ],
+)  # fmt: skip
+def test_a_report_says_how_far_and_who(bug, said, monkeypatch):
+    monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", bugs.waiting.QUIET_SECONDS)
+    run, finds, _ = bugs.BUGS[bug]
+    assert said in bugs.found(run, finds, quiet=0.1)[1]
+
+
+def test_bugs_between_ranks(spawn_ranks):
+    first, second = spawn_ranks(2, bugs.on_each_rank, timeout=60)
+    for told, rank in ((first, 0), (second, 1)):
+        kind, text = told["circle"]
+        assert kind == "WaitNeverEnds"
+        for waits in (0, 1):
+            place = f"rank {waits}, program (0, 0, 0) of kernel_circle, {bugs.__file__}"
+            awaited = f"waits for bugs.flag[0] of rank {waits} to reach 1, it is 0"
+            assert f"{place}:{bugs.line_of('circle')}: {awaited}" in text
+        kind, text = told["neighbour"]
+        assert kind == "OutOfBounds"
+        assert f"rank {rank}, " in text
+        assert (
+            "outside of bugs.one" + (" of rank 1:" if rank == 0 else ", memory of rank 1:") in text
+        )
+    for bug in ("missing notify", "wrong peer"):
+        kind, text = first[bug]
+        assert kind == "WaitNeverEnds"
+        assert (
+            f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}: waits for bugs.flag[0]"
+            in text
+        )
+        assert "rank 1: is in no wait of a kernel, but at " in text
+        assert "in _told" in text
+    assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text
+
+
+def test_races_between_ranks(spawn_ranks):
+    ranks = spawn_ranks(2, bugs.races_of_each_rank, timeout=60)
+    for race, (_, marker) in bugs.RACES.items():
+        reports = [told[race] for told in ranks if told[race][0]]
+        if not marker:
+            assert reports == []
+            continue
+        ((kind, text),) = reports
+        assert kind == "DataRace"
+        rank = 1 if marker == "reuse" else 0
+        place = f"rank {rank}, program (0, 0, 0) of kernel_swap, {bugs.__file__}"
+        assert f"{place}:{bugs.line_of(marker)}: " in text
+        assert "element 0 of bugs.inbox of rank 0, which " in text
+        other = "rank 0 loaded" if rank else f"rank 1 stored at line {bugs.line_of('reuse')}"
+        assert other in text
+
+
+def test_nothing_is_left_when_checks_are_off():
+    before = torch.empty, dict(vars(bugs.tl.core)), vars(_builder()).copy()
+    with bugs.checking(*CHECKS):
+        assert torch.empty is not before[0]
+    assert (torch.empty, dict(vars(bugs.tl.core)), vars(_builder()).copy()) == before
+    assert bugs.waiting.waits.on_look is None
+
+
+def _builder():
+    from triton.runtime import interpreter
+
+    return interpreter.InterpreterBuilder
