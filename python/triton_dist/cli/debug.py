@@ -10,9 +10,6 @@ from typing import Any
 
 from triton_dist import knobs
 from triton_dist.cli.verb import add_verb
-from triton_dist.runtime.debugging import modes, sanitizer
-from triton_dist.runtime.debugging.faults import DebugModeRefused
-from triton_dist.runtime.triton_compat import triton_version
 
 _SLOWER = 50.0  # how much longer a limit is under compute-sanitizer
 
@@ -30,7 +27,7 @@ def add_to(verbs: Any) -> None:
         "nothing here is refused, with the reason and the nearest that can.",
         examples=[
             "debug interp -- torchrun --nproc-per-node=2 script.py",
-            "debug memcheck -- bash scripts/launch.sh test_ag_gemm.py --case check",
+            "debug memcheck -- bash scripts/launch.sh test_ag_gemm.py",
         ],
         takes_command=True,
     )
@@ -40,6 +37,11 @@ def add_to(verbs: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # Here, so that other verbs start without torch.
+    from triton_dist.runtime.debugging import modes, sanitizer
+    from triton_dist.runtime.debugging.faults import DebugModeRefused
+    from triton_dist.runtime.triton_compat import triton_version
+
     words = knobs.words(arguments.mode)
     if not arguments.command or not words:
         arguments.fail("a command is needed: debug MODE -- COMMAND")
@@ -74,5 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _report(path: Path) -> str:
     """A line of a process of which something was found; empty for others."""
+    from triton_dist.runtime.debugging import sanitizer
+
     report = sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
     return "" if report.is_clean else f"  {path.name}: {report}"
