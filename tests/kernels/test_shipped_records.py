@@ -129,9 +129,9 @@ def read(tree: Any) -> Any:
     raise AssertionError(f"{tree} in a key")
 
 
-def every_record_is_a_hit(path: Path, on: On) -> int:
-    """How many there are; raises for one that is no hit."""
-    records, last = list(unpack(json.loads(path.read_text()))), None
+def every_record_is_a_hit(path: Path, on: On, step: int = 1) -> int:
+    """How many there are; raises for one, of every ``step``, that is no hit."""
+    records, last = list(unpack(json.loads(path.read_text())))[::step], None
     for record in records:
         case = all_cases()[record.key.function]
         tuned = getattr(importlib.import_module(record.key.module), record.key.function)
@@ -150,10 +150,11 @@ def every_record_is_a_hit(path: Path, on: On) -> int:
     return len(records)
 
 
-def test_every_shipped_record_is_a_hit(on):
-    """The tests below, on files that are made there, show that this one can fail."""
+def test_shipped_records_are_hits(on):
+    """Every fourth, of a thousand that differ in sizes. The tests below, on files that are made
+    there, show that this one can fail."""
     for path in SHIPPED:
-        assert every_record_is_a_hit(path, on) > 0, path
+        assert every_record_is_a_hit(path, on, step=4) > 0, path
 
 
 def made(

@@ -309,7 +309,7 @@ def patch_of(version):
         ("software", "triton", patch_of(software_versions()["triton"]), 0, 1),
         ("software", "triton", "3.0.0", 1, 1),
         ("software", "cuda", "11.8", 1, 1),
-        ("hardware", "gpu", "NVIDIA A100", 1, 1),
+        ("hardware", "gpu", "NVIDIA A100 (interpreter)", 1, 1),
         ("topology", "world_size", "8", 1, 1),
         ("policy", "repeat", "1", 1, 1),
         ("source", "run", "0000", 1, 1),
