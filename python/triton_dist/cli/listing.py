@@ -33,7 +33,10 @@ def _run(arguments: argparse.Namespace) -> int:
     records = list(cache.records_of(store, asked))
     begun = cache.interrupted_of(cache.user_store(), asked)
     if arguments.json:
-        tree = {"records": [_tree(each) for each in records], "interrupted": [*map(_begun, begun)]}
+        tree = {
+            "records": [_tree(each) for each in records],
+            "interrupted": [*map(tree_of_begun, begun)],
+        }
         print(json.dumps(tree, indent=2))
     elif records or begun:
         for line in _lines(records, begun, in_full=asked is not None):
@@ -108,7 +111,8 @@ def _tree(stored: StoredRecord) -> dict[str, Any]:
     }
 
 
-def _begun(each: Interrupted) -> dict[str, Any]:
+def tree_of_begun(each: Interrupted) -> dict[str, Any]:
+    """A tuning that has no record yet, for programs."""
     key = each.key
     return {
         "function": key and key.full_name,

@@ -9,7 +9,7 @@ from typing import Any
 
 from triton_dist import knobs
 from triton_dist._tuning.store import Interrupted, is_held
-from triton_dist.cli import cache, text
+from triton_dist.cli import cache, listing, text
 from triton_dist.cli.verb import add_verb, counted
 
 
@@ -44,18 +44,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _tree(each: Interrupted) -> dict[str, Any]:
-    key = each.key
     return {
-        "function": key and key.full_name,
-        "key": key and str(key),
-        "hardware": key and key.hardware,
+        **listing.tree_of_begun(each),
         "going_on": is_held(each.path),
-        "tried": each.tried,
         "candidates": each.candidates,
         "best_ms": each.best,
         "seconds": each.seconds,
         "not_tried_again": each.stuck,
-        "file": str(each.path),
     }
 
 

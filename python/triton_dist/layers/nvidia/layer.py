@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParalle
 from triton_dist.runtime.ranks import Group
 
 
-class TensorParallelLayer(torch.nn.Module):
+class TensorParallelLayer(torch.nn.Module, ABC):
     """A layer of a model, of which each rank has a share of the weights.
 
     Two modes. *Sequence-parallel*: each rank has a share of the tokens, [tokens / ranks, hidden],
@@ -57,9 +58,9 @@ class TensorParallelLayer(torch.nn.Module):
             expected = f"{self.world_size}, the size of the group"
             raise self._refusal("world_size", world_size, expected)
 
+    @abstractmethod
     def _init_parameters(self, module: torch.nn.Module, verbose: bool = False) -> None:
         """Take this rank's share of the weights of ``module``."""
-        raise NotImplementedError
 
     def _init_ctx(self, max_M: int = 0, *unused: Any, M: int = 0, **also_unused: Any) -> None:
         """Give the layer contexts for calls of up to ``max_M`` tokens, over all ranks; ``M`` is
