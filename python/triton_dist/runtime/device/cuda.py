@@ -62,6 +62,7 @@ class CudaDevice:
         # sanitize`` sets it, since under compute-sanitizer launches do so anyway.
         self.launches_block: bool = knobs.get_bool_env("CUDA_LAUNCH_BLOCKING")
         self._last_thread = 0
+        self._broken: list[torch.cuda.CUDAGraph] = []
         self._reserved = 0  # bytes that torch held when graphs' memory was given back
 
     def synchronize(self, seconds: float | None = None) -> None:
@@ -162,22 +163,31 @@ class CudaDevice:
             call()
         torch.cuda.current_stream(self.index).wait_stream(side)
         self.synchronize(seconds)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # Not `torch.cuda.graph`: it waits without a limit, and leaves its stream current when the
         # capture breaks.
         with torch.cuda.stream(side):
             # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 call()
+                graph.capture_end()
             except BaseException:
                 # What ending it now raises or warns of says less than what broke it.
                 with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
                     warnings.simplefilter("ignore")
                     graph.capture_end()
+                self._end_broken(graph, pool)
                 raise
-            graph.capture_end()
         return graph.replay
+
+    def _end_broken(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+        """Tell torch's allocator that a capture is over. Where ending it failed, torch before 2.13
+        takes it to go on for ever (pytorch/pytorch#180395): then no memory is given back to the
+        GPU any more, and an allocator goes on asking the graph, which is kept for it."""
+        with contextlib.suppress(RuntimeError):  # a torch that has ended it
+            torch._C._cuda_endAllocateToPool(self.index, pool)
+            self._broken.append(graph)
 
     def _release_graphs(self) -> None:
         """Give back the memory of graphs that are gone, once it is much. torch keeps what each had
