@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from triton_dist.kernels.common.exchange import kernels
+from triton_dist.kernels.common.exchange import kernels, pushed
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
@@ -33,7 +33,7 @@ ONE_LAUNCH = {
     "all-gather": kernels.kernel_all_gather,
     "double tree": kernel_all_reduce_double_tree,
 }
-PUSHED = {"add": kernels.kernel_add_pushed, "copy": kernels.kernel_copy_pushed}
+PUSHED = {"add": pushed.kernel_add_pushed, "copy": pushed.kernel_copy_pushed}
 # The number of programs is not known to the compiler: one of each of the others.
 # Pieces are the bound of a loop: one, and the most, of each size of a block.
 SHAPES = {
@@ -57,7 +57,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     options = {"plan": plan, "num_warps": shape.num_warps}
     table, words = meta(num_ranks, torch.int64), meta(256, torch.int64)
     if name in PUSHED:
-        arguments = (meta(1), meta(1), kernels.Pushed(meta(1), words, words), lengths, 100, rank)
+        arguments = (meta(1), meta(1), pushed.Pushed(meta(1), words, words), lengths, 100, rank)
         return Launch(PUSHED[name], (64,), arguments, options)
     arguments = (
         meta(1), meta(1), Slots(meta(1), table, 1 << 26), Peers(words, table, words, words),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.compile.scattered import ACQUIRE, TMA_LOAD, compile_launch
-from triton_dist.kernels.common.exchange.kernels import Pushed
+from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.columns import kernel_add_columns
 from triton_dist.kernels.common.moe.product import grouped_product

@@ -66,7 +66,7 @@ class Calls(SummedCalls):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # Bytes of ones are NaN in every dtype.
-        self.ctx.reducer.buffer.memory["slots"].local.fill_(255)
+        self.ctx.exchange.memory["slots"].local.fill_(255)
         current_device().synchronize()
         group_for(self.ctx.group).barrier("the exchange is poisoned")
         self._borrowed: int | None = None  # which of the results

@@ -22,10 +22,10 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.kernels.nvidia.gemm import op as gemm_op
 from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_allreduce_ways
-from triton_dist.kernels.nvidia.gemm_allreduce.op import key_fn
 from triton_dist.runtime.device import current_device
 
-config_space, prune_fn = gemm_allreduce_ways.WAYS.config_space, gemm_ar.prune_fn
+config_space = gemm_allreduce_ways.WAYS.config_space
+prune_fn, key_fn = gemm_ar.prune_fn, gemm_ar.key_fn
 
 
 def create(max_M=16, N=48, dtype=torch.float16):

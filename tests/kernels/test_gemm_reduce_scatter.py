@@ -21,10 +21,10 @@ from triton_dist.kernels.common.scatter.partials import (
 from triton_dist.kernels.nvidia import create_gemm_rs_context, gemm_rs
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.kernels.nvidia.gemm_reduce_scatter import ways as gemm_reduce_scatter_ways
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.op import key_fn
 from triton_dist.runtime.device import current_device
 
-config_space, prune_fn = gemm_reduce_scatter_ways.WAYS.config_space, gemm_rs.prune_fn
+config_space = gemm_reduce_scatter_ways.WAYS.config_space
+prune_fn, key_fn = gemm_rs.prune_fn, gemm_rs.key_fn
 
 
 def create(max_M=16, N=48, dtype=torch.float16, **options):

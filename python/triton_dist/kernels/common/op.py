@@ -12,6 +12,7 @@ benchmarks/bench_host_cost.py.
 
 from __future__ import annotations
 
+import enum
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,6 +95,17 @@ class Ways(dict[str, Way[C, S]]):
     def __missing__(self, name: object) -> Way[C, S]:
         expected = f"None or one of {', '.join(map(repr, self))}"
         raise InvalidArgument(self.function, "way", name, expected)
+
+    def asked(self, method: object) -> str | None:
+        """Name the way that the older keyword ``method`` asks for, by the member of an enumeration
+        whose value it is; ``None``: it asks for none."""
+        if method is None:
+            return None
+        if not isinstance(method, enum.Enum) or method.value not in self:
+            names = ", ".join(map(repr, self))
+            expected = f"None or the member of an enumeration that stands for one of {names}"
+            raise InvalidArgument(self.function, "method", method, expected)
+        return str(method.value)
 
     def config_space(self) -> list[dict[str, Any]]:
         """Configs of all ways; the first is the default."""

@@ -10,8 +10,10 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import (
+    AllReduceContext,
     GEMMAllReduceMethod,
     all_reduce,
+    create_allreduce_ctx,
     create_gemm_ar_context,
     gemm_ar,
     matmul,
@@ -79,6 +81,7 @@ class GemmARLayer(torch.nn.Module):
         self.ctx = create_gemm_ar_context(
             max_M, N, ranks.rank, ranks.size, hosts_ranks, input_dtype, tp_group=tp_group
         )
+        self._reducer: AllReduceContext | None = None
         self.persistent, self.use_ll_kernel = persistent, use_ll_kernel
         self.copy_to_local = copy_to_local
         self._tiles = None if user_gemm_config is None else _tiles(user_gemm_config)
@@ -125,12 +128,21 @@ class GemmARLayer(torch.nn.Module):
         return product if bias is None else product.add_(bias)
 
     def forward_ar(self, input: torch.Tensor) -> torch.Tensor:
-        """The sum of ``input`` over ranks; tuned."""
-        return all_reduce(input, self.ctx.reducer)  # type: ignore[no-any-return]
+        """The sum of ``input`` over ranks; tuned. The first call allocates memory for it, also one
+        that needs no tuning, and cannot be in a CUDA graph's capture."""
+        ctx = self.ctx
+        if self._reducer is None:
+            self._reducer = create_allreduce_ctx(
+                ctx.max_M * ctx.N * ctx.output_dtype.itemsize, ctx.rank, ctx.num_ranks,
+                ctx.local_world_size, group=ctx.group,
+            )  # fmt: skip
+        return all_reduce(input, self._reducer)  # type: ignore[no-any-return]
 
     def finalize(self) -> None:
         """Free the symmetric memory; idempotent. Collective."""
         self.ctx.finalize()
+        if self._reducer is not None:
+            self._reducer.finalize()
 
 
 def _tiles(config: triton.Config) -> triton.Config:

@@ -20,8 +20,7 @@ from triton_dist.kernels.common.context import (
     gradient_check,
     group_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
 
@@ -40,16 +39,13 @@ class CollectiveContext(OpContext[ExchangeBuffer], ABC):
         workspace_nbytes: int,
         local_world_size: int,
         group: dist.ProcessGroup | None,
-        disagreements: Disagreements | None = None,
     ) -> None:
         super().__init__(self.name, group)
         self.workspace_nbytes = workspace_nbytes
         slot_bytes = self.slot_bytes(workspace_nbytes, self.num_ranks)
         packet_bytes = self.packet_bytes(workspace_nbytes, self.num_ranks)
         with self._allocating() as own:
-            self._buffer = own(
-                ExchangeBuffer(slot_bytes, group, self.name, packet_bytes, disagreements)
-            )
+            self._buffer = own(ExchangeBuffer(slot_bytes, group, self.name, packet_bytes))
         self.world_size = self.num_ranks
         self.local_world_size = min(local_world_size, self.num_ranks)
 
@@ -99,11 +95,6 @@ def create(
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
     """``agree_fn`` of a collective: what ranks have to agree about besides the key."""
     return f"x of {x.numel()} elements"
-
-
-def shard_bytes(nbytes: int, num_ranks: int) -> int:
-    """Most bytes that a shard of ``nbytes`` bytes takes in a slot, whatever the dtype."""
-    return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
 
 
 def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: torch.device) -> None:

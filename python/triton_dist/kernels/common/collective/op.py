@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized, InvalidArgument
-from triton_dist.kernels.common.collective.context import CollectiveContext, shard_bytes
+from triton_dist.kernels.common.collective.context import CollectiveContext
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
@@ -32,6 +32,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     is_worth_trying,
     shape_in,
     shape_of,
+    shard_bytes,
 )
 from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
 from triton_dist.kernels.common.peers import folded

@@ -20,7 +20,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     plan_of,
     shard_elements,
 )
-from triton_dist.kernels.common.exchange.kernels import Pushed, kernel_add_pushed
+from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
 from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots

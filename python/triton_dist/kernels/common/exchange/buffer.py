@@ -158,6 +158,11 @@ def shard_elements(elements: int) -> int:
     return -(-elements // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
 
 
+def shard_bytes(nbytes: int, num_ranks: int) -> int:
+    """Most bytes that a shard of ``nbytes`` bytes takes in a slot, whatever the dtype."""
+    return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
+
+
 def lengths_of(exchange: Exchange) -> Lengths:
     """Lengths of an exchange, as its kernel takes them."""
     return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)

@@ -23,8 +23,8 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.buffer import shard_elements
-from triton_dist.kernels.common.exchange.kernels import Pushed, await_pushed
 from triton_dist.kernels.common.exchange.protocol import behind
+from triton_dist.kernels.common.exchange.pushed import Pushed, await_pushed
 from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.peers import flag_of

@@ -7,23 +7,13 @@ A slot has, on each rank, of the output's dtype where nothing else is said:
         the source's GEMM or copy engines.
     arrivals int64 [tile or chunk, source rank], their flags: by the same.
     deferred int32 [SMs], deferred tiles: by this rank's kernels.
-One of a GEMM-ReduceScatter (``PartialsBuffer``) also has
-    sums fp32 [slot_stride], with ``with_sums``: peers' GEMMs add to it.
-    counters int32 [destination rank, MAX_CHUNKS], tiles that are staged: by this rank's GEMM, set
-        back by its copy engines.
-and one of a GEMM-AllReduce (``ReducedPartials``)
-    sums [max_M * N], like the output, and sum_arrivals int64 [tile, owner], their flags: by each
-        row block's owner.
-
-Of several ways of scattering, each call uses one. Pushes of row blocks start from a ``staging``
-buffer [destination rank, slot_stride] of this rank alone, written by its GEMM, a chunk at a time,
-each after a counter of the tiles that are in it.
+and what ``row_blocks.py`` and ``reduced.py`` say, of one op each.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -31,7 +21,6 @@ import torch
 import torch.distributed as dist
 import triton
 
-from triton_dist.errors import CaptureInProgress
 from triton_dist.kernels.common.context import (
     B,
     Check,
@@ -40,12 +29,7 @@ from triton_dist.kernels.common.context import (
     group_checks,
     kernel_checks,
 )
-from triton_dist.kernels.common.guard import Disagreements
-from triton_dist.kernels.common.launch import Bounded
-from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
-from triton_dist.runtime.device import current_device
-from triton_dist.runtime.device.transfer import AwaitFlag, Copy, SetFlag, Step
-from triton_dist.runtime.ranks import Group, group_for, process_group_of
+from triton_dist.runtime.ranks import Group, process_group_of
 
 Scatter = Literal["tile", "row_block", "add", "all"]
 # Rows of which the row blocks of an all-reduce are multiples: those of the smallest tile.
@@ -173,210 +157,6 @@ def room_for(rows: int, N: int) -> tuple[int, int]:
     return stride, -(-rows // _SMALLEST_TILE) * -(-N // _SMALLEST_TILE)
 
 
-class PartialsBuffer(InSlots):
-    """Slots for row blocks of up to ``max_rows`` rows of ``N`` elements. Creation is collective.
-
-    Args:
-        dtype: of partials.
-        with_sums: also allocate fp32 sums, for ``"add"``.
-        stream: where row blocks are pushed from; default: a stream of its own.
-    """
-
-    def __init__(
-        self,
-        max_rows: int,
-        N: int,
-        dtype: torch.dtype,
-        with_sums: bool,
-        stream: Any,
-        group: dist.ProcessGroup | None,
-        name: str,
-    ) -> None:
-        self._device = current_device()
-        size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.slot_stride, tiles = room_for(max_rows, N)
-        regions = {
-            "partials": ((size * self.slot_stride,), dtype),
-            "arrivals": ((tiles * size,), torch.int64),
-            "counters": ((size * MAX_CHUNKS,), torch.int32),
-            "deferred": ((self._device.num_sms,), torch.int32),
-        }
-        zeroed: tuple[str, ...] = ("arrivals", "counters", "deferred")
-        if with_sums:
-            regions["sums"] = ((self.slot_stride,), torch.float32)
-            zeroed += ("sums",)
-        kernels = "the GEMM that scatters"
-        found = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(EpochSlots(name, regions, zeroed, kernels, group, found=found))
-        self.with_sums, self._N, self._dtype = with_sums, N, dtype
-        self._stream: Any = self._device.copy_stream(stream)
-        self._staging: torch.Tensor | None = None
-        # Of both slots at once, and as far as it costs no memory now: what is made in a capture is
-        # no good outside of its graph.
-        ways: tuple[Scatter, ...] = ("tile", "add") if with_sums else ("tile",)
-        self._scatterings = {scatter: self._of_each_slot(scatter) for scatter in ways}
-        self._transfers: Bounded[Any, Any] = Bounded()
-
-    def describe(self, scatter: Scatter) -> Scattering:
-        """Targets of the tiles of a GEMM in the current slot.
-
-        Raises:
-            CaptureInProgress: the first ``"row_block"`` comes in a capture.
-        """
-        known = self._scatterings.get(scatter)
-        if known is None:
-            if self._device.is_capturing():
-                raise CaptureInProgress(
-                    "gemm_rs",
-                    "the first call that pushes row blocks allocates memory, which must outlive "
-                    "the graph. Make one such call before the capture.",
-                )
-            known = self._scatterings[scatter] = self._of_each_slot(scatter)
-        return known[self.slots.index]
-
-    def pushes(self, rows: int, config: triton.Config, num_chunks: int) -> Any:
-        """The transfer that pushes each peer's row block of ``rows`` rows, each chunk once its
-        tiles are staged, and then sets the chunk's flag there."""
-        key = (self.slots.index, rows, id(config), num_chunks)
-        known = self._transfers.get(key)
-        if known is None:
-            chunks = chunks_of_row_block(config, rows, self._N, num_chunks)
-            transfer = self._device.transfer(list(self._push(chunks)), [self._stream])
-            known = self._transfers[key] = transfer, config  # the config's id stays its own
-        return known[0]
-
-    def expected(self, units: int) -> dict[str, list[int]]:
-        """The flags that a call with so many tiles, or chunks, of a row block waits for."""
-        return {"arrivals": self.flags_of_peers(units)}
-
-    def free(self) -> None:
-        self._stream.close()
-        self._scatterings.clear()
-        self._transfers.clear()
-        self._staging = None
-        super().free()
-
-    def _staged(self) -> torch.Tensor:
-        """[num_ranks, slot_stride], made at the first push: few contexts need it."""
-        if self._staging is None:
-            with torch.inference_mode(False):
-                self._staging = torch.empty(
-                    (self.num_ranks, self.slot_stride),
-                    dtype=self._dtype,
-                    device=self._device.torch_device,
-                )
-        return self._staging
-
-    def _of_each_slot(self, scatter: Scatter) -> list[Scattering]:
-        return [self._scattering(slot, scatter) for slot in range(SLOTS)]
-
-    def _scattering(self, slot: int, scatter: Scatter) -> Scattering:
-        partials, arrivals = (self.slots.of_slot(slot, name) for name in ("partials", "arrivals"))
-        own_part = self.rank * self.slot_stride * partials.local.element_size()
-        flags = arrivals.pointers
-        if scatter == "tile":
-            targets = partials.pointers + own_part
-        elif scatter == "add":
-            partials = self.slots.of_slot(slot, "sums")
-            targets = partials.pointers
-        else:
-            addresses = [staged.data_ptr() for staged in self._staged()]
-            addresses[self.rank] = partials.local.data_ptr() + own_part
-            counters = self.slots.of_slot(slot, "counters").local
-            targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
-            flags = torch.tensor(
-                [
-                    counters[row_block * MAX_CHUNKS].data_ptr()
-                    for row_block in range(self.num_ranks)
-                ],
-                dtype=torch.int64,
-                device=counters.device,
-            )
-        return Scattering(
-            scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
-            targets, flags,
-        )  # fmt: skip
-
-    def _push(self, chunks: Chunks) -> Iterable[Step]:
-        counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]
-        own_part = self.rank * self.slot_stride
-        for step in range(1, self.num_ranks):
-            peer = (self.rank + step) % self.num_ranks
-            target, staged = self.slots["partials"].peers[peer][own_part:], self._staged()[peer]
-            begin = 0
-            for chunk, (rows, tiles) in enumerate(zip(chunks.rows, chunks.tiles, strict=True)):
-                counter, end = peer * MAX_CHUNKS + chunk, begin + rows * self._N
-                yield AwaitFlag(0, counters, counter, tiles)
-                yield SetFlag(0, counters, counter, 0)
-                yield Copy(0, target[begin:end], staged[begin:end])
-                flag = chunk * self.num_ranks + self.rank
-                yield Copy(0, arrivals.peers[peer][flag : flag + 1], self.slots.epoch[:1])
-                begin = end
-
-
-class ReducedPartials(InSlots):
-    """Slots for products of up to ``max_M`` rows of ``N`` columns. Creation is collective."""
-
-    def __init__(
-        self, max_M: int, N: int, dtype: torch.dtype, group: dist.ProcessGroup | None, name: str
-    ) -> None:
-        size = group_for(group).size
-        self.slot_stride, tiles = room_for(row_block_rows(max_M, size), N)
-        regions = {
-            "partials": ((size * self.slot_stride,), dtype),
-            "sums": ((max_M * N,), dtype),
-            "arrivals": ((tiles * size,), torch.int64),
-            "sum_arrivals": ((tiles * size,), torch.int64),
-            "deferred": ((current_device().num_sms,), torch.int32),
-        }
-        if size == 1:  # a plain product needs none of it
-            regions = {region: ((1,), dtype) for region, (_, dtype) in regions.items()}
-        flags = ("arrivals", "sum_arrivals", "deferred")
-        kernels = "the GEMM that adds over ranks"
-        found = Disagreements(f"the rows of A in {name}", group)
-        super().__init__(EpochSlots(name, regions, flags, kernels, group, found=found))
-        self._N = N
-        # Beforehand: what is made in a capture is no good outside of its graph.
-        self._scatterings = [self._scattering(slot) for slot in range(SLOTS)]
-
-    def describe(self) -> Scattering:
-        """Targets of the tiles of a GEMM in the current slot."""
-        return self._scatterings[self.slots.index]
-
-    def sums(self, M: int) -> torch.Tensor:
-        """[M, N] of the current slot, to which owners send what they added."""
-        return self.slots["sums"].local[: M * self._N].view(M, self._N)
-
-    def spare_sums(self, M: int) -> torch.Tensor:
-        """[M, N] of the next call's slot, for a call that uses no slot: what the call before gave
-        stays."""
-        sums = self.slots.of_slot(self.slots.following, "sums").local
-        return sums[: M * self._N].view(M, self._N)
-
-    def expected(self, tiles: int) -> dict[str, list[int]]:
-        """The flags that a call with so many tiles of a row block waits for."""
-        of_peers = self.flags_of_peers(tiles)
-        return {"arrivals": of_peers, "sum_arrivals": of_peers}
-
-    def free(self) -> None:
-        self._scatterings.clear()
-        super().free()
-
-    def _scattering(self, slot: int) -> Scattering:
-        partials, arrivals, sums, sum_arrivals = (
-            self.slots.of_slot(slot, name)
-            for name in ("partials", "arrivals", "sums", "sum_arrivals")
-        )
-        own_part = self.rank * self.slot_stride * partials.local.element_size()
-        return Scattering(
-            "all", self.rank, self.num_ranks, partials.local, self.slot_stride,
-            partials.pointers + own_part, arrivals.pointers, arrivals.local,
-            self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local, sums.pointers,
-            sum_arrivals.pointers,
-        )  # fmt: skip
-
-
 class Products(NamedTuple):
     """The products that a context serves, on the ranks of ``group``."""
 
@@ -408,6 +188,11 @@ class SummingContext(GEMMContext[B], ABC):
     @abstractmethod
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:
         """Check a number of rows of A, of a context or of a call."""
+
+    @staticmethod
+    def whole_rows(M: int, num_ranks: int) -> int:
+        """The most rows of A, up to M, that a call can have."""
+        return M
 
     @abstractmethod
     def rows_of_rank(self, M: int) -> int:

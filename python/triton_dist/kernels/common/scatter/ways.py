@@ -5,111 +5,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import triton
 
-from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.context import (
-    Check,
-    ProductKey,
-    accept,
-    buffer_of,
-    kind_checks,
-    layout_of,
-    signature_of,
-)
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.spaces import suits_gemm, suits_rows
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.op import AskedWay, OpCall
+from triton_dist.kernels.common.op import AskedWay
+from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, programs_of
 from triton_dist.kernels.common.scatter.partials import (
-    MAX_CHUNKS,
     Scattering,
-    SummingContext,
-    chunks_of_row_block,
     tiles_of_row_block,
 )
 from triton_dist.kernels.common.scatter.tiles import add_deferred, copy_sums
 from triton_dist.runtime.device import current_device
-
-
-@dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
-class SummingCall(OpCall):
-    """One call: the parameters that all such ops have.
-
-    A: [M, K_per_rank]. B: [K_per_rank, N]. bias: [N] or none. looks: one object for operands that
-    look alike.
-    """
-
-    kind: ClassVar[type[SummingContext[Any]]]
-    """Type of the op's contexts."""
-    A: torch.Tensor
-    B: torch.Tensor
-    ctx: Any
-    gemm_config: triton.Config | None
-    persistent: bool
-    num_chunks: int
-    bias: torch.Tensor | None
-    straggler_option: tuple[int, int] | None
-    way: str | None
-    looks: object = field(init=False)
-
-    @classmethod
-    def accept(
-        cls, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, ctx: SummingContext[Any]
-    ) -> ProductKey:
-        """All that a tuning depends on; one object for operands of the same signature.
-
-        Raises:
-            InvalidArgument, ContextFinalized: the call cannot work.
-        """
-        function = cls.kind.function
-        device = buffer_of(ctx, function, cls.kind.creator).slots.epoch.device
-
-        def checks() -> Iterator[Check]:
-            is_matrix = A.ndim == 2 and A.shape[1] >= 1
-            yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
-            (M, K), N = A.shape, ctx.N
-            yield "A.shape", tuple(A.shape), M >= 1, "[M, K_per_rank] with at least one row"
-            yield cls.kind.rows_check("M", M, ctx.num_ranks)
-            yield "M", M, ctx.max_M >= M, f"at most the context's max_M = {ctx.max_M}"
-            yield "B.shape", tuple(B.shape), tuple(B.shape) == (K, N), f"[K_per_rank, N] = {(K, N)}"
-            if bias is not None:
-                yield "bias.shape", tuple(bias.shape), tuple(bias.shape) == (N,), f"[N] = {(N,)}"
-                expected = "a contiguous bias; call bias.contiguous()"
-                yield "bias.stride()", bias.stride(), bias.is_contiguous(), expected
-            yield from kind_checks(ctx.output_dtype, device, A=A, B=B, bias=bias)
-
-        def key() -> ProductKey:
-            (M, K), contiguous = A.shape, A.is_contiguous()
-            return ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
-
-        signature = (signature_of(A, B, bias), B.data_ptr() % 16)
-        return accept(ctx.accepted, signature, function, checks, key)
-
-    def check_tiles(self) -> None:
-        """Refuse a call that has no tiles, or chunks that no row block has."""
-        if not isinstance(self.gemm_config, triton.Config):
-            expected = f"a triton.Config for way={self.chosen.name!r}"
-            raise InvalidArgument(self.kind.function, "gemm_config", self.gemm_config, expected)
-        self.check_chunks()
-
-    def check_chunks(self) -> None:
-        """Refuse a number of chunks for which there are no flags."""
-        if not 1 <= self.num_chunks <= MAX_CHUNKS:
-            expected = f"1 to {MAX_CHUNKS}"
-            raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
-
-    def check_rows(self, most: int) -> None:
-        """Refuse more rows than the memory of the way holds."""
-        if self.A.shape[0] > most and self.ctx.num_ranks > 1:
-            expected = f"another one for an M of more than {most}"
-            raise InvalidArgument(self.kind.function, "way", self.chosen.name, expected)
 
 
 def outputs(C: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -280,38 +192,6 @@ class Exchanged:
         is_scattered = self.to_owners and not self.pass_on
         rows = A.shape[0] // (self.buffer.num_ranks if is_scattered else 1)
         return A.new_empty((rows, B.shape[1]))
-
-
-@dataclass(frozen=True)
-class SummingSizes:
-    """Sizes that decide which configs are worth trying: those of the key's largest M.
-
-    A: [M, K_per_rank] of the call, for its other attributes. M: rows as the key counts them.
-    asked: the way that older keywords of the call ask for. adds: tiles are added to one sum on
-    their owner, a choice against all ways that keep them apart.
-    """
-
-    A: torch.Tensor
-    B: torch.Tensor
-    M: int
-    num_ranks: int
-    asked: str | None
-    adds: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the product."""
-        return self.M * self.B.shape[1] * self.B.element_size()
-
-    def suit(self, config: Mapping[str, Any], rows: int) -> bool:
-        """Tell whether tiles are worth trying where they are of so many rows."""
-        return suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
-
-    def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
-        """Tell whether there are as many chunks of so many rows as a config says."""
-        number: int = config["num_chunks"]
-        chunks = chunks_of_row_block(config["gemm_config"], rows, self.B.shape[1], number)
-        return len(chunks.rows) == number
 
 
 C = TypeVar("C", bound=SummingCall)

@@ -26,7 +26,8 @@ from triton_dist.kernels.common.collective.op import (
     ShardsCall,
 )
 from triton_dist.kernels.common.context import buffer_of
-from triton_dist.kernels.common.exchange.kernels import kernel_all_gather, kernel_copy_pushed
+from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.exchange.pushed import kernel_copy_pushed
 from triton_dist.kernels.common.op import Ways, op
 from triton_dist.runtime.ranks import Group
 

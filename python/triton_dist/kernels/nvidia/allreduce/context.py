@@ -6,16 +6,9 @@ import enum
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.collective import context as collective_context
-from triton_dist.kernels.common.exchange.buffer import VECTOR_ELEMENTS
+from triton_dist.kernels.common.exchange import sums
+from triton_dist.kernels.common.exchange.buffer import shard_bytes
 from triton_dist.runtime.ranks import Group
-
-# Largest tensor of a one-shot launch: a slot holds one for each rank, and above it one shot never
-# wins.
-ONE_SHOT_BYTES = 4 << 20
-# The same in packets, which take twice the memory and the link's time.
-PACKET_BYTES = 256 << 10
-# From what size on two shots are the default; which one is faster, tuning finds out.
-TWO_SHOT_FROM = 256 << 10
 
 
 class AllReduceMethod(enum.Enum):
@@ -73,39 +66,27 @@ def to_allreduce_method(name: str) -> AllReduceMethod:
 
 
 class AllReduceContext(collective_context.CollectiveContext):
-    """Symmetric memory for all-reduces, of any dtype. A context manager.
-
-    Attributes:
-        row_elements: how many elements count as one when ranks compare what they come with.
-    """
+    """Symmetric memory for all-reduces, of any dtype. A context manager."""
 
     name = "all_reduce"
-    row_elements = 1
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """All ways share it: addends of up to a few MB from each rank; or addends of a shard, then
-        sums of all shards; or a half from each of two children, then the sums of both halves."""
-        one_shot = collective_context.shard_bytes(min(workspace_nbytes, ONE_SHOT_BYTES), 1)
-        two_shot = 2 * collective_context.shard_bytes(workspace_nbytes, num_ranks)
-        double_tree = 4 * collective_context.shard_bytes(workspace_nbytes, 2)
-        return max(num_ranks * one_shot, num_ranks * two_shot, double_tree)
+        """All ways share it: what one shot and two need; or a half from each of two children, then
+        the sums of both halves."""
+        double_tree = 4 * shard_bytes(workspace_nbytes, 2)
+        return max(sums.slot_bytes(workspace_nbytes, num_ranks), double_tree)
 
     @classmethod
     def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        return min(workspace_nbytes, PACKET_BYTES) if num_ranks > 1 else 0
+        return sums.packet_bytes(workspace_nbytes, num_ranks)
 
     def piece_elements(
         self, method: AllReduceMethod, item_bytes: int, in_packets: bool = False
     ) -> int:
         """Elements of ``item_bytes`` that one launch can sum."""
-        nbytes = self.workspace_nbytes
-        if in_packets:
-            nbytes = min(nbytes, PACKET_BYTES)
-        elif method is AllReduceMethod.ONE_SHOT:
-            nbytes = min(nbytes, ONE_SHOT_BYTES)
-        most = nbytes // item_bytes
-        return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
+        one_shot = method is AllReduceMethod.ONE_SHOT
+        return sums.most_elements(self.workspace_nbytes, item_bytes, one_shot, in_packets)
 
 
 def create_allreduce_ctx(

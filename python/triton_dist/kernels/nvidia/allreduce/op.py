@@ -109,9 +109,3 @@ def all_reduce(
         x, ctx, output, method, straggler_option, algorithm, num_ctas, block_bytes, num_pieces,
         packets, way,
     ).run()  # fmt: skip
-
-
-def prepare(x: torch.Tensor, ctx: AllReduceContext, **options: Any) -> None:
-    """Compile and load what ``all_reduce.fn(x, ctx, **options)`` launches; of several launches, the
-    first."""
-    Call(x, ctx, **options).compile()

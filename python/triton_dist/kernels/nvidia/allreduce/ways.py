@@ -26,21 +26,19 @@ from triton_dist.kernels.common.exchange.buffer import (
     shape_of,
     shard_elements,
 )
-from triton_dist.kernels.common.exchange.kernels import (
-    kernel_all_reduce_one_shot,
-    kernel_all_reduce_two_shot,
+from triton_dist.kernels.common.exchange.sums import (
+    ONE_SHOT_BYTES,
+    PACKET_BYTES,
+    PACKET_SHAPE,
+    PACKETS_UP_TO,
+    TWO_SHOT_FROM,
+    in_one_shot,
+    in_two_shots,
 )
-from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
 from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways
 from triton_dist.kernels.common.peers import folded
-from triton_dist.kernels.nvidia.allreduce.context import (
-    ONE_SHOT_BYTES,
-    PACKET_BYTES,
-    TWO_SHOT_FROM,
-    AllReduceContext,
-    AllReduceMethod,
-)
+from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 
@@ -49,9 +47,6 @@ _TREE_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 64)),
     *(Shape(ctas, 16384, pieces) for ctas in (64, 128) for pieces in (4, 8)),
 )
-# Up to what size packets are the default of one shot, and how they are then laid out.
-_PACKETS_UP_TO = 64 << 10
-_PACKET_SHAPE = Shape(32, 2048)
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
@@ -221,7 +216,7 @@ class _Exchanged(_Way):
 
     def _exchange(self, call: Call, total: int) -> Exchange:
         elements = -(-total // self.num_shards(call.ctx.num_ranks))
-        return self.exchange(call, elements, total, folded(call.x.numel() // call.ctx.row_elements))
+        return self.exchange(call, elements, total, folded(call.x.numel()))
 
 
 class OneShot(_Exchanged):
@@ -250,19 +245,15 @@ class OneShot(_Exchanged):
 
     def check(self, call: Call) -> None:
         if call.packets is None:
-            call.packets = call.x.nbytes <= _PACKETS_UP_TO
-        default = _PACKET_SHAPE if call.packets else DEFAULT_SHAPE
+            call.packets = call.x.nbytes <= PACKETS_UP_TO
+        default = PACKET_SHAPE if call.packets else DEFAULT_SHAPE
         call.shape = shape_of(call.num_ctas, call.block_bytes, 1, default)
 
     def num_shards(self, num_ranks: int) -> int:
         return 1
 
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        if call.packets:
-            return Exchange(
-                kernel_all_reduce_packets, total, total, call.shape, size, 0, in_packets=True
-            )
-        return Exchange(kernel_all_reduce_one_shot, total, total, call.shape, size)
+        return in_one_shot(total, call.shape, size, bool(call.packets))
 
 
 class TwoShot(_Exchanged):
@@ -277,8 +268,7 @@ class TwoShot(_Exchanged):
         return num_ranks
 
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        shard = shard_elements(elements)
-        return Exchange(kernel_all_reduce_two_shot, shard, total, call.shape, size, phases=2)
+        return in_two_shots(total, call.ctx.num_ranks, call.shape, size)
 
 
 class DoubleTree(_Exchanged):

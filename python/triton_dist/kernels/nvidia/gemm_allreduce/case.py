@@ -60,7 +60,7 @@ class GEMMAllReduceCase(SummedGEMMCase):
             "way": {"way": "three_shot"},
             "method": {"method": "two_shot"},
             "gemm_config": {"gemm_config": None, "method": two_shot},
-            "packets": {"packets": True, "method": two_shot},
+            "reduction": {"way": "serial", "reduction": "double_tree"},
         }
 
     def recorded_call(self, key: Any) -> Call:

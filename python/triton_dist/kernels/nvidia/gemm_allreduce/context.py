@@ -7,15 +7,15 @@ import enum
 import torch
 
 from triton_dist.kernels.common.context import Check
+from triton_dist.kernels.common.exchange.sums import ONE_SHOT_BYTES, PACKET_BYTES, SumBuffer
 from triton_dist.kernels.common.scatter.packets import bytes_of_row
 from triton_dist.kernels.common.scatter.partials import (
     Products,
-    ReducedPartials,
     SummingContext,
     create,
     row_block_rows,
 )
-from triton_dist.kernels.nvidia.allreduce import ONE_SHOT_BYTES, PACKET_BYTES, AllReduceContext
+from triton_dist.kernels.common.scatter.reduced import ReducedPartials
 from triton_dist.runtime.ranks import Group
 
 SUMMED_BYTES = 32 << 20
@@ -47,14 +47,14 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         one_shot_rows: of the largest product that can go to all ranks.
         packet_rows: of the largest one that can do so in packets.
         exchanged_rows: of the largest product that is summed in two shots in one launch.
-        reducer: memory in which one launch sums all: one shot, and products as a whole.
+        exchange: memory in which one launch sums all: one shot, and products as a whole.
     """
 
     title, function, creator = "GEMM-AllReduce", "gemm_ar", "create_gemm_ar_context"
 
     def __init__(self, products: Products) -> None:
         super().__init__(products)
-        max_M, N, output_dtype, local_world_size, group = products
+        max_M, N, output_dtype, _, group = products
         row_bytes = N * output_dtype.itemsize
         whole_lines = bytes_of_row(N, output_dtype.itemsize)
         self.one_shot_rows = min(max_M, ONE_SHOT_BYTES // row_bytes)
@@ -66,8 +66,7 @@ class GEMMAllReduceTensorParallelContext(SummingContext[ReducedPartials]):
         with self._allocating() as own:
             self._buffer = own(ReducedPartials(max_M, N, output_dtype, group, self.function))
             found = self.buffer.disagreements
-            self.reducer = own(AllReduceContext(nbytes, local_world_size, group, found))
-        self.reducer.row_elements = N
+            self.exchange = own(SumBuffer(nbytes, group, "the exchange of gemm_ar", found))
 
     @staticmethod
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:

@@ -43,41 +43,22 @@ Built this way because (more: docs/explanation/gemm_all_reduce.md)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
 from triton_dist.kernels.common.op import op
-from triton_dist.kernels.nvidia.allreduce import AllReduceMethod
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     GEMMAllReduceMethod,
     GEMMAllReduceTensorParallelContext,
 )
-from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS, Call, sizes_of, way_of
-
-
-def key_fn(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: GEMMAllReduceTensorParallelContext,
-    *_: Any,
-    bias: torch.Tensor | None = None,
-    copy_to_local: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """Name what a tuning is for; M in ranges. A way that older keywords ask for is tuned by
-    itself."""
-    key = (Call.accept(A, B, bias, ctx), bool(copy_to_local))
-    asked = way_of(**kwargs) if kwargs else None
-    return key if asked is None else (*key, asked)
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS, Call
 
 
 @op(
     ways=WAYS,
     call=Call,
-    sizes=sizes_of,
-    key_fn=key_fn,
+    sizes=Call.sizes,
+    key_fn=Call.key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="3",  # another one when results that are shipped (records/) should not be used any more
@@ -89,10 +70,8 @@ def gemm_ar(
     gemm_config: triton.Config | None = None,
     persistent: bool = True,
     method: GEMMAllReduceMethod | None = None,
-    packets: bool | None = None,
-    exchange: bool | None = None,
     num_chunks: int = 1,
-    reduction: AllReduceMethod | str | None = None,
+    reduction: str | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     bias: torch.Tensor | None = None,
@@ -115,15 +94,14 @@ def gemm_ar(
             and ``exchanged_rows``.
         num_chunks: in which a rank's rows are added and sent, at most, in ``"two_shot"``; of
             ``"serial"``, the pieces of its all-reduce (tuned).
-        reduction: the way of the all-reduce of ``"serial"`` (tuned).
+        reduction: of ``"serial"``: its all-reduce in ``"one_shot"`` or ``"two_shot"`` (tuned).
         num_ctas, block_bytes: its launch (tuned).
         bias: [N], contiguous, the same on all ranks; added once.
         copy_to_local: ``False``: the result may be a view of the context's memory, which is valid
             until the call after the next one with this context begins; a copy is spared.
-        method, packets, exchange: older names of the way: a ``GEMMAllReduceMethod`` is the way of
-            its value, with ``packets=True`` in packets, with ``exchange=True`` in one launch.
+        method: older name of the way: a ``GEMMAllReduceMethod`` is the way of its value.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, way, copy_to_local,
-        reduction, num_ctas, block_bytes, method, packets, exchange,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, way,
+        num_ctas, block_bytes, copy_to_local, reduction,
     ).run()  # fmt: skip

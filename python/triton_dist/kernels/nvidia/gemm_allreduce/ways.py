@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,30 +18,26 @@ from triton_dist.kernels.common.exchange.buffer import (
     is_worth_trying,
     shape_of,
 )
+from triton_dist.kernels.common.exchange.sums import (
+    ONE_SHOT,
+    ONE_SHOT_BYTES,
+    PACKET_BYTES,
+    TWO_SHOT,
+)
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Way, Ways
+from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
     Overlapped,
-    SummingCall,
-    SummingSizes,
     TwoShots,
     WholeProduct,
 )
-from triton_dist.kernels.nvidia.allreduce import (
-    ONE_SHOT_BYTES,
-    PACKET_BYTES,
-    AllReduceMethod,
-    all_reduce,
-    get_allreduce_methods,
-)
-from triton_dist.kernels.nvidia.allreduce import prepare as prepare_all_reduce
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
-    GEMMAllReduceMethod,
     GEMMAllReduceTensorParallelContext,
 )
 from triton_dist.runtime.device import current_device
@@ -49,9 +46,9 @@ from triton_dist.runtime.device import current_device
 _TWO_SHOT_FROM = 1 << 20
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 # From the largest that a product fills, which is the likeliest.
-_SERIAL: dict[AllReduceMethod, Sequence[Shape]] = {
-    AllReduceMethod.ONE_SHOT: (Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
-    AllReduceMethod.TWO_SHOT: (
+_SERIAL: dict[str, Sequence[Shape]] = {
+    ONE_SHOT: (Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
+    TWO_SHOT: (
         Shape(128, 16384), Shape(64, 16384, 4), Shape(128, 8192), Shape(32, 8192), SMALL_SHAPES[0],
     ),
 }  # fmt: skip
@@ -63,46 +60,23 @@ class Call(SummingCall):
 
     kind = GEMMAllReduceTensorParallelContext
     copy_to_local: bool
-    reduction: AllReduceMethod | str | None
-    num_ctas: int | None
-    block_bytes: int | None
-    method: GEMMAllReduceMethod | None
-    packets: bool | None
-    exchange: bool | None
+    reduction: str | None
 
     def __post_init__(self) -> None:
-        self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
-        name = self.way or way_of(self.method, self.packets, self.exchange) or BySize.name
-        self.chosen = WAYS[name]
+        super().__post_init__()
+        self.chosen = WAYS[self.way or self.asked(self.method) or BySize.name]
         self.check_chunks()
         if self.ctx.num_ranks == 1:  # a plain product
             self.chosen = WAYS[Collective.name]
         self.chosen.check(self)
 
+    @staticmethod
+    def asked(method: enum.Enum | None = None, **_: Any) -> str | None:
+        return WAYS.asked(method)
 
-def way_of(
-    method: GEMMAllReduceMethod | None = None,
-    packets: bool | None = None,
-    exchange: bool | None = None,
-    **_: Any,
-) -> str | None:
-    """Name the way that the older keywords of a call ask for; ``None``: they ask for none."""
-    if method is not None and not isinstance(method, GEMMAllReduceMethod):
-        raise InvalidArgument("gemm_ar", "method", method, "a GEMMAllReduceMethod, or None")
-    if packets:
-        if method not in (None, GEMMAllReduceMethod.ONE_SHOT):
-            raise InvalidArgument("gemm_ar", "packets", packets, f"False for {method}")
-        return OneShotInPackets.name
-    if exchange and method in (None, GEMMAllReduceMethod.TWO_SHOT):
-        return TwoShotInOneLaunch.name
-    return None if method is None else method.value
-
-
-def sizes_of(
-    A: torch.Tensor, B: torch.Tensor, ctx: GEMMAllReduceTensorParallelContext, *_: Any, **kw: Any
-) -> SummingSizes:
-    """Say what decides which configs are worth trying for a call."""
-    return SummingSizes(A, B, spaces.most_rows(A.shape[0]), ctx.num_ranks, way_of(**kw))
+    @staticmethod
+    def choice(ctx: Any, copy_to_local: bool = True, **_: Any) -> bool:
+        return bool(copy_to_local)
 
 
 class BySize(Way[Call, SummingSizes]):
@@ -147,8 +121,9 @@ class OneShot(InOneLaunch[Call]):
         call.check_tiles()
 
     def exchanged(self, call: Call) -> Exchanged:
-        buffer = call.ctx.reducer.buffer
-        return self.exchange(call, buffer, to_owners=self.to_owners, pass_on=self.to_owners)
+        return self.exchange(
+            call, call.ctx.exchange, to_owners=self.to_owners, pass_on=self.to_owners
+        )
 
 
 class OneShotInPackets(OneShot):
@@ -226,11 +201,11 @@ class Serial(WholeProduct[Call]):
         interpreted = current_device().interprets
         for reduction, shapes in _SERIAL.items():
             for shape in shapes[-1:] if interpreted else shapes:
-                yield reduction.value, shape.num_pieces, shape.num_ctas, shape.block_bytes
+                yield reduction, shape.num_pieces, shape.num_ctas, shape.block_bytes
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         nbytes = sizes.nbytes
-        if config["reduction"] != AllReduceMethod.ONE_SHOT.value:
+        if config["reduction"] != ONE_SHOT:
             nbytes = -(-nbytes // sizes.num_ranks)
         elif nbytes > ONE_SHOT_BYTES:
             return False
@@ -238,26 +213,22 @@ class Serial(WholeProduct[Call]):
         return is_worth_trying(shape, nbytes)
 
     def check(self, call: Call) -> None:
-        if call.reduction not in (None, *AllReduceMethod, *get_allreduce_methods()):
-            expected = f"None or one of {', '.join(get_allreduce_methods())}"
+        if call.reduction not in (None, *_SERIAL):
+            expected = f"None or one of {', '.join(map(repr, _SERIAL))}"
             raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
+        shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.ctx.N))
-        prepare_all_reduce(product, call.ctx.reducer, **self._reducing(call))
+        call.ctx.exchange.compile_sum(product, *self._reducing(call))
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = all_reduce.fn(product, call.ctx.reducer, **self._reducing(call))
+        total: torch.Tensor = call.ctx.exchange.sum(product, *self._reducing(call))
         return total
 
-    def _reducing(self, call: Call) -> dict[str, Any]:
-        """The tunables as ``all_reduce`` knows them."""
-        return {
-            "method": call.reduction and AllReduceMethod(call.reduction),
-            "num_ctas": call.num_ctas,
-            "block_bytes": call.block_bytes,
-            "num_pieces": call.num_chunks,
-        }
+    @staticmethod
+    def _reducing(call: Call) -> tuple[Any, ...]:
+        return call.reduction, call.num_ctas, call.block_bytes, call.num_chunks
 
 
 class Collective(WholeProduct[Call]):

@@ -58,8 +58,6 @@ class GEMMReduceScatterCase(SummedGEMMCase):
             "reduce_st": {"reduce_st": True},
             "way": {"way": "ring"},
             "method": {"method": "collective"},
-            "exchange": {"exchange": True, "fuse_scatter": False},
-            "serial": {"serial": True, "fuse_scatter": False},
         }
 
     def recorded_call(self, key: Any) -> Call:

@@ -8,12 +8,8 @@ import torch
 
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.scatter.partials import (
-    PartialsBuffer,
-    Products,
-    SummingContext,
-    create,
-)
+from triton_dist.kernels.common.scatter.partials import Products, SummingContext, create
+from triton_dist.kernels.common.scatter.row_blocks import PartialsBuffer
 from triton_dist.runtime.ranks import Group
 
 EXCHANGED_BYTES = 64 << 20
@@ -54,6 +50,10 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
     def rows_check(argument: str, M: int, num_ranks: int) -> Check:
         fits = num_ranks <= M and M % num_ranks == 0
         return argument, M, fits, f"a positive multiple of world_size = {num_ranks}"
+
+    @staticmethod
+    def whole_rows(M: int, num_ranks: int) -> int:
+        return M // num_ranks * num_ranks
 
     def rows_of_rank(self, M: int) -> int:
         return M // self.num_ranks

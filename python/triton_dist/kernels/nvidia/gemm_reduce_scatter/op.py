@@ -38,8 +38,6 @@ Built this way because (more, with measurements: docs/explanation/gemm_reduce_sc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
@@ -48,29 +46,14 @@ from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
 )
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS, Call, adds, sizes_of, way_of
-
-
-def key_fn(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    *_: Any,
-    bias: torch.Tensor | None = None,
-    reduce_st: bool | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Name what a tuning is for. A way that older keywords ask for is tuned by itself."""
-    key = (Call.accept(A, B, bias, ctx), adds(ctx, reduce_st))
-    asked = way_of(**kwargs) if kwargs else None
-    return key if asked is None else (*key, asked)
+from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS, Call
 
 
 @op(
     ways=WAYS,
     call=Call,
-    sizes=sizes_of,
-    key_fn=key_fn,
+    sizes=Call.sizes,
+    key_fn=Call.key_fn,
     key_sizes=("M",),
     agree_fn=lambda A, *_, **__: f"A of {A.shape[0]} rows",
     version="3",  # another one when results that are shipped (records/) should not be used any more
@@ -82,13 +65,11 @@ def gemm_rs(
     gemm_config: triton.Config | None = None,
     persistent: bool = True,
     fuse_scatter: bool | None = None,
-    exchange: bool | None = None,
     num_chunks: int = 1,
     method: VendorMethod | None = None,
     bias: torch.Tensor | None = None,
     reduce_st: bool | None = None,
     straggler_option: tuple[int, int] | None = None,
-    serial: bool | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     way: str | None = None,
@@ -110,11 +91,10 @@ def gemm_rs(
         bias: [N], contiguous; this rank's is added once to each of its rows.
         reduce_st: tiles are added to one fp32 sum on their owner, by ``"fused"`` alone; default:
             the context's.
-        fuse_scatter, exchange, method, serial: older names of the way: ``fuse_scatter=True`` is
-            ``"fused"``, ``False`` ``"copy_engine"``; ``exchange=True`` is ``"one_launch"``,
-            ``serial=True`` ``"serial"``, a ``VendorMethod`` the way of its value.
+        fuse_scatter, method: older names of the way: ``True`` is ``"fused"``, ``False``
+            ``"copy_engine"``; a ``VendorMethod`` the way of its value.
     """
     return Call(
-        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, way, reduce_st,
-        num_ctas, block_bytes, fuse_scatter, exchange, method, serial,
+        A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, way,
+        num_ctas, block_bytes, reduce_st, fuse_scatter,
     ).run()  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,14 +15,13 @@ from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, is_worth
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Ways
+from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
     Overlapped,
     Scattered,
-    SummingCall,
-    SummingSizes,
     WholeProduct,
 )
 from triton_dist.kernels.common.vendor import VendorMethod
@@ -48,68 +48,37 @@ class Call(SummingCall):
 
     kind = GEMMReduceScatterTensorParallelContext
     reduce_st: bool | None
-    num_ctas: int | None
-    block_bytes: int | None
     fuse_scatter: bool | None
-    exchange: bool | None
-    method: VendorMethod | None
-    serial: bool | None
 
     def __post_init__(self) -> None:
-        self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
-        self.adds = adds(self.ctx, self.reduce_st)
-        name = self.way or way_of(self.fuse_scatter, self.exchange, self.method, self.serial)
-        self.chosen = WAYS[name or Fused.name]
+        super().__post_init__()
+        asked = self.way or self.asked(self.method, self.fuse_scatter)
+        self.chosen = WAYS[asked or Fused.name]
+        self.adds = self.sums_on_arrival(self.ctx, self.reduce_st)
         self.chosen.check(self)
+
+    @staticmethod
+    def asked(
+        method: enum.Enum | None = None, fuse_scatter: bool | None = None, **_: Any
+    ) -> str | None:
+        if method is None and fuse_scatter is not None:
+            return Fused.name if fuse_scatter else CopyEngine.name
+        return WAYS.asked(method)
+
+    @staticmethod
+    def sums_on_arrival(ctx: Any, reduce_st: bool | None = None, **_: Any) -> bool:
+        if reduce_st and not ctx.reduce_st:
+            expected = "a context that was created with reduce_st=True"
+            raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
+        return bool(ctx.reduce_st if reduce_st is None else reduce_st)
+
+    choice = sums_on_arrival
 
     def check_sum(self) -> None:
         """Refuse a sum of tiles on arrival, which fused tiles alone know."""
         if self.adds:
             expected = f"{Fused.name!r} with reduce_st=True"
             raise InvalidArgument("gemm_rs", "way", self.chosen.name, expected)
-
-
-def adds(ctx: GEMMReduceScatterTensorParallelContext, reduce_st: bool | None) -> bool:
-    """Tell whether tiles are added to one sum on their owner."""
-    if reduce_st and not ctx.reduce_st:
-        expected = "a context that was created with reduce_st=True"
-        raise InvalidArgument("gemm_rs", "reduce_st", reduce_st, expected)
-    return ctx.reduce_st if reduce_st is None else bool(reduce_st)
-
-
-def way_of(
-    fuse_scatter: bool | None = None,
-    exchange: bool | None = None,
-    method: VendorMethod | None = None,
-    serial: bool | None = None,
-    **_: Any,
-) -> str | None:
-    """Name the way that the older keywords of a call ask for; ``None``: they ask for none."""
-    if method is not None:
-        if not isinstance(method, VendorMethod):
-            raise InvalidArgument("gemm_rs", "method", method, "a VendorMethod, or None")
-        return method.value
-    if serial or exchange:
-        if fuse_scatter is False:
-            argument = "serial" if serial else "exchange"
-            raise InvalidArgument("gemm_rs", argument, True, "False with fuse_scatter=False")
-        return Serial.name if serial else OneLaunch.name
-    if fuse_scatter is None:
-        return None
-    return Fused.name if fuse_scatter else CopyEngine.name
-
-
-def sizes_of(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    ctx: GEMMReduceScatterTensorParallelContext,
-    *_: Any,
-    reduce_st: bool | None = None,
-    **kwargs: Any,
-) -> SummingSizes:
-    """Say what decides which configs are worth trying for a call."""
-    M = spaces.most_rows(A.shape[0]) // ctx.num_ranks * ctx.num_ranks
-    return SummingSizes(A, B, M, ctx.num_ranks, way_of(**kwargs), adds(ctx, reduce_st))
 
 
 class _ToOwners(Overlapped[Call]):

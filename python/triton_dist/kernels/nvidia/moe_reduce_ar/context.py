@@ -8,18 +8,16 @@ from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import DEFAULT_SHAPE, Exchange, Shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.exchange.sums import (
+    ONE_SHOT,
+    ONE_SHOT_BYTES,
+    TWO_SHOT,
+    SumBuffer,
+)
 from triton_dist.kernels.common.moe.columns import PushedColumns
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
-from triton_dist.kernels.nvidia.allreduce import (
-    ONE_SHOT_BYTES,
-    AllReduceContext,
-    AllReduceMethod,
-    all_reduce,
-    prepare,
-)
 from triton_dist.runtime.ranks import Group
 
-ONE_SHOT, TWO_SHOT = AllReduceMethod.ONE_SHOT.value, AllReduceMethod.TWO_SHOT.value
 _LARGE_FROM, _LARGE_SHAPE = 1 << 20, Shape(64, 16384)
 """Bytes of a shard from which on what counts is how many are under way."""
 
@@ -39,8 +37,7 @@ class MoEReduceARContext(MoESumContext):
         with self._allocating() as own:
             self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found = self.buffer.disagreements
-            self.reducer = own(AllReduceContext(nbytes, products.local_world_size, group, found))
-        self.reducer.row_elements = N
+            self.reducer = own(SumBuffer(nbytes, group, f"the sums of {self.function}", found))
 
     @staticmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
@@ -53,21 +50,20 @@ class MoEReduceARContext(MoESumContext):
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:
             return vendor.all_reduce(total, self.group)
-        sums: torch.Tensor = all_reduce.fn(total, self.reducer, way=reduction)
-        return sums
+        return self.reducer.sum(total, reduction)
 
     def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
-        prepare(total, self.reducer, way=reduction)
+        self.reducer.compile_sum(total, reduction)
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
         """All M rows: what each rank has added goes to all."""
         exchange, gathered = self._gathering(rows, M)
-        self.reducer.buffer.run(exchange, rows, gathered)
+        self.reducer.run(exchange, rows, gathered)
         return gathered[:M]
 
     def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
         exchange, gathered = self._gathering(rows, M)
-        self.reducer.buffer.launch(exchange, rows, gathered).compile()
+        self.reducer.launch(exchange, rows, gathered).compile()
 
     def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
         """Describe the launch that gathers what ranks have added, and where it goes: whole shares,

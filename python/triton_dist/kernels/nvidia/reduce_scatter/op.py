@@ -28,7 +28,8 @@ from triton_dist.kernels.common.collective.op import (
     ShardsCall,
 )
 from triton_dist.kernels.common.context import buffer_of
-from triton_dist.kernels.common.exchange.kernels import kernel_add_pushed, kernel_reduce_scatter
+from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
+from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed
 from triton_dist.kernels.common.op import Ways, op
 from triton_dist.runtime.ranks import Group
 

@@ -1,0 +1,87 @@
+"""Kernels that add or copy shards that copy engines push, as they come. The rest is as in
+``exchange/kernels.py``.
+
+===============  ======  ========================================  ========================
+argument         dtype   shape                                     who writes
+===============  ======  ========================================  ========================
+x_ptr, out_ptr   fp      add: [total], [shard]; copy: the reverse  the caller, this kernel
+pushed.shards    of x    [NUM_RANKS, room]                         the sources' copy engines
+pushed.arrivals  int64   [NUM_PIECES, NUM_RANKS], by source rank   the same
+pushed.epoch     int64   the line of the slot                      this rank's kernels
+===============  ======  ========================================  ========================
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.protocol import (
+    add_parts,
+    copy_shards,
+    first_of,
+    pieces_of,
+)
+from triton_dist.kernels.common.peers import flag_of
+
+
+class Pushed(NamedTuple):
+    """A slot to which copy engines push shards."""
+
+    shards: Any
+    arrivals: Any
+    epoch: Any
+
+
+@jit
+def await_pushed(pushed, value, piece, rank, NUM_RANKS: tl.constexpr):
+    """Wait until a copy engine of every peer has brought ``piece``; gives a token. The flags are
+    set to ``value``, that of the slot."""
+    token = 0
+    for step in range(1, NUM_RANKS):
+        source = (rank + step) % NUM_RANKS
+        flag = pushed.arrivals + piece * NUM_RANKS + source
+        token += dl.wait(flag, 1, value, pushed.epoch + 1, True)
+    return token
+
+
+@jit(do_not_specialize=["size", "rank"])
+def kernel_add_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
+    """Add the shards that copy engines push, and the own one of x, into out, a piece at a time as
+    it comes."""
+    value = flag_of(pushed.epoch, size)
+    begin_of_shards = tl.zeros((), tl.int64)
+    own = rank.to(tl.int64) * lengths.shard
+    blocks = pieces_of(lengths.shard, plan)
+    for piece in range(plan.NUM_PIECES):
+        first = piece * blocks
+        if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:
+            token = await_pushed(pushed, value, piece, rank, plan.NUM_RANKS)
+            add_parts(
+                x_ptr + own, out_ptr, pushed.shards, begin_of_shards, own, first, first + blocks,
+                token, lengths, rank, plan,
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=["size", "rank"])
+def kernel_copy_pushed(x_ptr, out_ptr, pushed, lengths, size, rank, plan: tl.constexpr):
+    """Copy x, and the shards that copy engines push as they come, into out."""
+    value = flag_of(pushed.epoch, size)
+    begin_of_shards = tl.zeros((), tl.int64)
+    blocks = pieces_of(lengths.shard, plan)
+    own_ptr = out_ptr + rank.to(tl.int64) * lengths.shard
+    for block in range(plan.NUM_PIECES * blocks):
+        index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
+        mask = index < lengths.shard
+        tl.store(own_ptr + index, tl.load(x_ptr + index, mask=mask), mask=mask)
+    for piece in range(plan.NUM_PIECES):
+        first = piece * blocks
+        if first * tl.num_programs(0) * plan.BLOCK < lengths.shard:
+            token = await_pushed(pushed, value, piece, rank, plan.NUM_RANKS)
+            copy_shards(
+                out_ptr, pushed.shards, begin_of_shards, first, first + blocks, token, lengths,
+                rank, plan,
+            )  # fmt: skip
