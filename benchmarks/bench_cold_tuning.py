@@ -44,7 +44,7 @@ _SCHEDULES = (
     (AllGatherMethod.FULL_MESH_PUSH, 1, 1),
     (AllGatherMethod.FULL_MESH_PUSH, 1, 2),
     (AllGatherMethod.FULL_MESH_PUSH, 2, 2),
-    (AllGatherMethod.FULL_MESH_PULL, 1, 1),
+    (AllGatherMethod.RING_PUSH_1D, 1, 1),
 )
 # BLOCK_SIZE_M, _N, _K, num_warps, num_stages, EPILOGUE_SUBTILE; all fit an H200 without spills.
 _TILES = (

@@ -20,7 +20,7 @@ from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TIL
 from triton_dist.kernels.common.gemm.units import SplitWorkspace
 from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption, kernel_finish_epoch
-from triton_dist.kernels.common.slots.gathered import kernel_exchange_staged, kernel_release_copies
+from triton_dist.kernels.common.slots.gathered import kernel_release_copies
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
 
 ACQUIRE = "ld.global.sys.acquire"
@@ -298,19 +298,13 @@ def test_consumption_is_looked_at_with_acquire(sm90):
     assert again.kernel is kernel.kernel
 
 
-@pytest.mark.parametrize("function", [kernel_exchange_staged, kernel_finish_epoch])
-def test_peers_are_told_with_release(sm90, function):
+def test_peers_are_told_with_release(sm90):
     table = torch.empty(4, dtype=torch.int64, device="meta")
-    kernel = compile_kernel(function, words(), words(), table, 1, 4, num_warps=1)
+    kernel = compile_kernel(kernel_finish_epoch, words(), words(), table, 1, 4, num_warps=1)
     assert kernel.stack_bytes == 0
-    release = RELEASE.search(kernel.ptx)
-    if function is kernel_exchange_staged:  # what peers copy flags from is there before they know
-        assert kernel.ptx.index("st.global") < release.start()
-        assert ACQUIRE in kernel.ptx
-    else:
-        assert kernel.ptx.rindex("st.global") > release.start()
-        assert ACQUIRE not in kernel.ptx
-    again = compile_kernel(function, words(), words(), table, 0, 2, num_warps=1)
+    assert kernel.ptx.rindex("st.global") > RELEASE.search(kernel.ptx).start()
+    assert ACQUIRE not in kernel.ptx
+    again = compile_kernel(kernel_finish_epoch, words(), words(), table, 0, 2, num_warps=1)
     assert again.kernel is kernel.kernel
 
 

@@ -285,7 +285,7 @@ def epochs_wrap_around() -> int:
     """Flags of what is consumed pass the largest int32, and other flags what 32 bits would hold."""
     calls = Calls(max_rows=5, columns=40, K=72)
     slots, nearly = calls.ctx.buffer.slots, 2**31 - 3
-    for flags in ("arrivals", "pushed", "consumed", "staged"):
+    for flags in ("arrivals", "pushed", "consumed"):
         for slot in range(SLOTS):
             words = slots.of_slot(slot, flags).local
             words.fill_(nearly if flags == "consumed" else flag_value(nearly, 5))
@@ -439,7 +439,7 @@ def looks_at_peers() -> list[int]:
     with bounded_waits(20.0):  # trials, and the first call after them
         call()
     call()
-    call(method=AllGatherMethod.FULL_MESH_PULL)
+    call(method=AllGatherMethod.RING_PUSH_1D)
     shard = uniform(1, (20, 72), torch.float16)
     looks.append(0)
     buffer.start(shard, AllGatherMethod.FULL_MESH_PUSH, 1, 1)

@@ -55,7 +55,7 @@ ROUTINGS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 DEFAULTS = (
     {"way": "arrivals"},
     {"way": "arrivals", "num_groups": 2},
-    {"way": "arrivals", "num_groups": 4, "gather": "full_mesh_pull"},
+    {"way": "arrivals", "num_groups": 4, "gather": "full_mesh_push"},
     {"way": "arrivals", "num_groups": 3, "gather": "ring_push_1d"},
     {"way": "serial"},
     {"way": "serial", "gather": "collective"},
@@ -221,7 +221,7 @@ def give_up_and_start_again() -> list[str]:
     overdue, calls = [], Calls(20, 40, 72, 4, 2)
     calls(20)
     calls.check()
-    for options in ({}, {"gather": "full_mesh_pull"}, {"gather": "ring_push_1d"}):
+    for options in ({}, {"gather": "ring_push_1d"}):
         if dist.get_rank() == 0:
             try:
                 with bounded_waits(0.2):

@@ -45,10 +45,10 @@ class Calls(SummedCalls):
     in_turn, in_trials = (*WAYS, COLLECTIVE), WAYS[:2]
     looks = (0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0)
     overdue = (
-        *("all_reduce.arrivals",) * 2,
+        *("the exchange of gemm_ar.arrivals",) * 2,
         *("gemm_ar.arrivals",) * 8,
-        *("all_reduce.arrivals",) * 2,
-        *("all_reduce.packets",) * 4,
+        *("the exchange of gemm_ar.arrivals",) * 2,
+        *("the exchange of gemm_ar.packets",) * 4,
     )
 
     fewest_configs = 60

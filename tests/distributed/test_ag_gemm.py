@@ -68,7 +68,7 @@ def test_a_group_of_one_beside_one_of_two(spawn_ranks):
 
 
 def test_epochs_may_wrap_around(spawn_ranks):
-    assert spawn_ranks(3, ag_gemm_ranks.epochs_wrap_around) == [20] * 3
+    assert spawn_ranks(3, ag_gemm_ranks.epochs_wrap_around) == [16] * 3
 
 
 def test_a_context_ends_once(spawn_ranks):
@@ -79,7 +79,7 @@ def test_a_context_ends_once(spawn_ranks):
 
 def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
     first, second = spawn_ranks(2, ag_gemm_ranks.give_up_and_start_again)
-    others = [f"ag_gemm.{flags}0" for flags in ("staged", "arrivals", "pushed")]
+    others = [f"ag_gemm.{flags}0" for flags in ("arrivals", "pushed")]
     others.append("the exchange of ag_gemm.arrivals")
     # After the three calls of a method that follow a reset, the next one has the first slot again;
     # after those of the serial one, which take none, the second.

@@ -10,7 +10,7 @@ from tests.distributed import failing_ranks
 from triton_dist.errors import RanksFailed
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 
-PUSH, PULL, RING, FUSED, SERIAL = AllGatherMethod
+PUSH, RING, FUSED, SERIAL = AllGatherMethod
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "1", "TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}
 
 WRONG, OVERDUE = "AssertionError", "WaitTimeout"
@@ -22,7 +22,7 @@ def failures(spawn_ranks, world_size, function, *args, limits=LIMITS):
     return failed.value.by_rank
 
 
-@pytest.mark.parametrize("method", [PUSH, PULL, RING, FUSED])
+@pytest.mark.parametrize("method", [PUSH, RING, FUSED])
 def test_the_unbroken_pieces_pass(spawn_ranks, method):
     counts = spawn_ranks(2, failing_ranks.calls_with, None, method, True)
     assert counts == [4, 4]
@@ -32,7 +32,6 @@ def test_the_unbroken_pieces_pass(spawn_ranks, method):
     ("mutation", "method", "world_size", "persistent", "expected"),
     [
         ("flag before data", PUSH, 2, True, WRONG),
-        ("flag before data", PULL, 2, False, WRONG),
         ("flag before data", RING, 3, True, WRONG),
         ("consumer does not wait", PUSH, 2, True, WRONG),
         ("consumer does not wait", PUSH, 2, False, WRONG),
@@ -42,9 +41,7 @@ def test_the_unbroken_pieces_pass(spawn_ranks, method):
         ("epoch stands still", FUSED, 2, True, WRONG),
         ("waits for the first shard only", PUSH, 3, True, WRONG),
         ("data without flag", PUSH, 2, True, OVERDUE),
-        ("data without flag", PULL, 2, False, OVERDUE),
         ("consumption is not told", PUSH, 2, True, OVERDUE),
-        ("consumption is not told", PULL, 2, True, OVERDUE),
         ("consumption is not told", FUSED, 2, True, OVERDUE),
         ("consumption is not told", FUSED, 2, False, OVERDUE),
     ],
@@ -98,7 +95,6 @@ def test_a_rank_that_calls_alone_ends(spawn_ranks):
     [
         (PUSH, "the first run", 2),
         (PUSH, "a sample", 3),
-        (PULL, "a sample", 2),
         (RING, "the first run", 3),
         (FUSED, "a sample", 2),
         (SERIAL, "a sample", 2),

@@ -65,11 +65,11 @@ def test_groups_are_tried_where_they_have_rows(on_h200):
     assert many == library | {
         ("serial", None, "collective"),
         *(("arrivals", number, push) for number in (1, 2, 3, 4)),
-        *itertools.product(["arrivals"], [1, 2], ["full_mesh_pull", "ring_push_1d"]),
+        *itertools.product(["arrivals"], [1, 2], ["ring_push_1d"]),
     }
     # 512 rows an expert, and no ring of two.
     assert {each for each in kept("Qwen3-30B-A3B", 8192, 2) if each[0] == "arrivals"} == {
-        *itertools.product(["arrivals"], [1, 2], [push, "full_mesh_pull"])
+        *itertools.product(["arrivals"], [1, 2], [push])
     }
 
 

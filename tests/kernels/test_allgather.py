@@ -94,9 +94,7 @@ def fail_then_start_again(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_reset_brings_all_ranks_back_to_one_state(spawn_ranks, method):
-    failures = spawn_ranks(2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
-    if method is AllGatherMethod.FULL_MESH_PULL:  # only a pull waits for its peers to stage
-        assert "test.staged1" in failures[0]
+    spawn_ranks(2, fail_then_start_again, method, env={"TRITON_DIST_WAIT_TIMEOUT": "1"})
 
 
 def counting_waits():
@@ -225,7 +223,6 @@ def test_the_workspace_is_apart_from_what_peers_write():
 def test_methods_print_as_they_are_typed():
     assert [repr(method) for method in AllGatherMethod] == [
         "AllGatherMethod.FULL_MESH_PUSH",
-        "AllGatherMethod.FULL_MESH_PULL",
         "AllGatherMethod.RING_PUSH_1D",
         "AllGatherMethod.FUSED_PUSH",
         "AllGatherMethod.SERIAL",

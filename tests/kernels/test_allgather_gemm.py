@@ -266,10 +266,10 @@ def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
     monkeypatch.setattr(ctx.buffer, "start", record)
     A, B = torch.ones(4, 8), torch.ones(8, 8)
     ag_gemm.fn(A, B, ctx, default_tiles())
-    pull = AllGatherMethod.FULL_MESH_PULL
-    ag_gemm.fn(A, B, ctx, default_tiles(), method=pull, num_chunks=2)
-    ag_gemm.fn(A, B, ctx, default_tiles(), way="full_mesh_pull", num_streams=2)
-    assert started == [(AllGatherMethod.RING_PUSH_1D, 1, 1), (pull, 1, 2), (pull, 2, 1)]
+    push = AllGatherMethod.FULL_MESH_PUSH
+    ag_gemm.fn(A, B, ctx, default_tiles(), method=push, num_chunks=2)
+    ag_gemm.fn(A, B, ctx, default_tiles(), way="full_mesh_push", num_streams=2)
+    assert started == [(AllGatherMethod.RING_PUSH_1D, 1, 1), (push, 1, 2), (push, 2, 1)]
     ctx.finalize()
 
 

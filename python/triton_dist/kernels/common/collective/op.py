@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import tune
-from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.collective.context import CollectiveContext
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.exchange.buffer import (
@@ -98,7 +98,6 @@ class ShardsCall(OpCall):
     way: str | None
 
     ways: ClassVar[Ways[Any, Any]]
-    methods: ClassVar[type[PushMethod]]
     gathers: ClassVar[bool]
     """The result is the whole, and x a shard; or the other way round."""
     push: ClassVar[Any]
@@ -108,7 +107,7 @@ class ShardsCall(OpCall):
 
     def __post_init__(self) -> None:
         self.check(self.x, self.ctx, self.output)
-        self.chosen = self.ways[self.way or self.way_of(self.method) or Push.name]
+        self.chosen = self.ways[self.way or self.ways.asked(self.method) or Push.name]
         self.shape = shape_of(self.num_ctas, self.block_bytes, self.num_pieces)
 
     @staticmethod
@@ -120,17 +119,6 @@ class ShardsCall(OpCall):
     @abstractmethod
     def collective(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None, /) -> None:
         """Do it by the group's own."""
-
-    @classmethod
-    def way_of(cls, method: object) -> str | None:
-        """Name the way that the older keyword asks for; ``None``: it asks for none."""
-        if method is None:
-            return None
-        if not isinstance(method, cls.methods):
-            expected = f"a {cls.methods.__name__}, or None"
-            raise InvalidArgument(cls.ways.function, "method", method, expected)
-        name: str = method.value
-        return name
 
     @classmethod
     def key_fn(
@@ -147,7 +135,7 @@ class ShardsCall(OpCall):
         cls.check(x, ctx, output)
         elements = cls.elements(x, ctx)
         key = tune.bucket(elements), x.dtype, fits_vectors(x, elements), ctx.num_ranks
-        return key if method is None else (*key, cls.way_of(method))
+        return key if method is None else (*key, cls.ways.asked(method))
 
     @classmethod
     def sizes(
@@ -161,7 +149,7 @@ class ShardsCall(OpCall):
     ) -> Sizes:
         """Say what decides which configs are worth trying for x."""
         shard_nbytes = cls.elements(x, ctx) * x.element_size()
-        return Sizes(shard_nbytes, ctx.num_ranks, cls.way_of(method))
+        return Sizes(shard_nbytes, ctx.num_ranks, cls.ways.asked(method))
 
     @classmethod
     def elements(cls, x: torch.Tensor, ctx: PushingContext) -> int:

@@ -8,6 +8,7 @@ smaller tiles and cuts of all waves were slower everywhere: to write and read tw
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -118,6 +119,35 @@ def room_for_parts(num_sms: int) -> tuple[int, int]:
     """(fp32 elements, counters) of a workspace in which the last wave of ``num_sms`` programs can
     be cut as each of ``split_k_tiles`` says: 33 MiB for 132."""
     return max(split_tiles(config, num_sms - 1, num_sms) for config in split_k_tiles())
+
+
+class SplitMemory:
+    """Memory of this rank alone in which such tiles are added up; but for the counters, allocated
+    at the first use."""
+
+    def __init__(self) -> None:
+        self._device = current_device()
+        self._partials, counters = room_for_parts(self._device.num_sms)
+        # Now: zeros that are written in a capture would be there from its first replay on.
+        self._counters = self._new(torch.int32, counters)
+        self.reset()  # to the end, as calls may come on any stream
+
+    @functools.cached_property
+    def workspace(self) -> SplitWorkspace:
+        return SplitWorkspace(self._new(torch.float32, self._partials), self._counters)
+
+    def _new(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(elements, dtype=dtype, device=self._device.torch_device)
+
+    def reset(self) -> None:
+        """Set the counters back, which a launch that failed may have left anywhere."""
+        self._counters.zero_()
+        self._device.synchronize()
+
+    def free(self) -> None:
+        """Free what was allocated at the first use; idempotent."""
+        self.__dict__.pop("workspace", None)
 
 
 def fused_tiles() -> list[tuple[triton.Config, int, int]]:

@@ -23,7 +23,7 @@ All ranks must make the same sequence of calls, and replay graphs equally often;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,6 @@ _LINE = 16  # int64 in a cache line: what has a line of its own is always aligne
 EPOCH, _GUARD = 0, 1
 GAVE_UP = tl.constexpr(_GUARD + guard.GAVE_UP)
 SOUND = tl.constexpr(_GUARD + guard.GUARD_WORDS)  # the last epoch before any wait gave up
-OWN_WORD = tl.constexpr(SOUND.value + 1)  # for the op's own use; 0 after a reset
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait for the limit.
 _WAITS_IN_A_ROW = 3
@@ -95,7 +94,7 @@ class EpochSlots:
 
     Besides ``regions`` each slot has ``consumed`` int32 [num_ranks], in which each peer writes the
     last epoch whose data it has consumed. ``epoch`` int64 [slots, control words], each slot's flag
-    and guard, is written by this rank's kernels and host; peers copy from it in a pull.
+    and guard, is written by this rank's kernels and host.
 
     Args:
         name: says in errors whose memory it is.
@@ -146,9 +145,7 @@ class EpochSlots:
             self._flags, self.disagreements, ranks,
         )  # fmt: skip
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
-            self._peer_check(0).followed_by(
-                self._telling(kernel_finish_epoch, "consumed")
-            ).compile()
+            self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
 
     def __getitem__(self, region: str) -> Region:
@@ -216,16 +213,12 @@ class EpochSlots:
         """
         if self.num_ranks == 1:
             return
-        self.tell(kernel_finish_epoch, "consumed")
+        self.launcher.run((kernel_finish_epoch, self.index), self._finishing)
         most_polls = self.guard.most_polls
         self._in_turn = awaited and not self._capturing and not most_polls
         if most_polls:
             self._expected[self.index] = expected
         self.guard.end()
-
-    def tell(self, kernel: Any, flags: str) -> None:
-        """Launch ``kernel``, which sets this rank's flag in the region ``flags`` of each peer."""
-        self.launcher.run((kernel, self.index), lambda: self._telling(kernel, flags))
 
     def beside(self, call: Callable[[], T]) -> T:
         """``call()``, which uses none of this memory.
@@ -278,10 +271,10 @@ class EpochSlots:
         arguments = (self.epoch_of(slot), consumed, size, self.rank, self.num_ranks)
         return Launch(kernel_await_consumption, (1,), arguments, {"num_warps": 1})
 
-    def _telling(self, kernel: Any, flags: str) -> Launch:
-        region = self[flags]
-        arguments = (self.epoch, region.local, region.pointers, self.rank, self.num_ranks)
-        return Launch(kernel, (1,), arguments, {"num_warps": 1})
+    def _finishing(self) -> Launch:
+        consumed = self["consumed"]
+        arguments = (self.epoch, consumed.local, consumed.pointers, self.rank, self.num_ranks)
+        return Launch(kernel_finish_epoch, (1,), arguments, {"num_warps": 1})
 
     def _flags(self, slot: int) -> list[Flags]:
         return [self._flags_in(slot, region) for region in self._zeroed]

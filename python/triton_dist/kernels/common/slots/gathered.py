@@ -7,8 +7,7 @@ is copied to: the driver may give a copy within one GPU to an SM, which a full g
 the flag never frees. In a fused method the consumer is the producer, too, in the same slots and by
 the same protocol; it checks its peers itself (``gemm/units.py``).
 
-Flags are copied from device memory: in a push from this rank's epoch, in a pull from the owner's
-``staged`` epoch, which stands until its next pull in this slot. So flag writes need no SM, either.
+Flags are copied from device memory, this rank's epoch. So flag writes need no SM, either.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
-from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.guard import Disagreements
@@ -38,8 +36,7 @@ MAX_COMM_SMS = 32
 """Programs of a consumer that send."""
 T = TypeVar("T")
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
-# Control words of a slot's "epoch" line.
-_GAVE_UP, _STAGED = epochs.GAVE_UP, epochs.OWN_WORD
+_GAVE_UP = epochs.GAVE_UP
 
 
 class AllGatherMethod(enum.Enum):
@@ -48,8 +45,6 @@ class AllGatherMethod(enum.Enum):
 
     FULL_MESH_PUSH = "full_mesh_push"
     """Every rank copies its shard straight to each peer."""
-    FULL_MESH_PULL = "full_mesh_pull"
-    """Every rank stages its shard and copies each peer's to itself, after a barrier."""
     RING_PUSH_1D = "ring_push_1d"
     """Every rank hands on to rank - 1 what it has; for links between neighbours only."""
     FUSED_PUSH = "fused_push"
@@ -80,9 +75,8 @@ class Slot:
     Attributes:
         shards: [num_ranks * rows, K] of each rank, by rank.
         arrivals: flags of each rank, by rank.
-        epoch: [1], what the own flags are copied from in a push; a ring hands on with a chunk the
-            flag that it came with, so that every rank learns whose shard has how many rows.
-        staged_epochs: [1] of each rank, by rank: what flags are copied from in a pull.
+        epoch: [1], what the own flags are copied from; a ring hands on with a chunk the flag that
+            it came with, so that every rank learns whose shard has how many rows.
         forward: flags of a ring that say that a chunk may be handed on, by rank.
         one: [1], holds 1.
     """
@@ -93,7 +87,6 @@ class Slot:
     shards: Sequence[torch.Tensor]
     arrivals: Sequence[torch.Tensor]
     epoch: torch.Tensor
-    staged_epochs: Sequence[torch.Tensor]
     forward: Sequence[torch.Tensor]
     one: torch.Tensor
 
@@ -111,11 +104,7 @@ def schedule(
     slot: Slot, method: AllGatherMethod, num_streams: int, num_chunks: int
 ) -> tuple[Step, ...]:
     """Steps that rank ``slot.rank`` queues on its ``num_streams`` streams, by copy engine."""
-    steps = {
-        AllGatherMethod.FULL_MESH_PUSH: _push,
-        AllGatherMethod.FULL_MESH_PULL: _pull,
-        AllGatherMethod.RING_PUSH_1D: _push_ring,
-    }[method]
+    steps = _push_ring if method is AllGatherMethod.RING_PUSH_1D else _push
     return tuple(steps(slot, num_streams, num_chunks))
 
 
@@ -139,17 +128,6 @@ def _push(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             yield Copy(stream, slot.arrivals[peer][flag : flag + 1], slot.epoch)
 
 
-def _pull(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
-    for step in range(1, slot.num_ranks):
-        peer = (slot.rank + step) % slot.num_ranks
-        for stream, chunk, first, end in _chunks(slot, step, num_streams, num_chunks):
-            rows = slice(peer * slot.rows + first, peer * slot.rows + end)
-            flag = peer * MAX_CHUNKS + chunk
-            yield Copy(stream, slot.shards[slot.rank][rows], slot.shards[peer][rows])
-            target = slot.arrivals[slot.rank][flag : flag + 1]
-            yield Copy(stream, target, slot.staged_epochs[peer])
-
-
 def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
     neighbour = (slot.rank - 1) % slot.num_ranks
     for step in range(slot.num_ranks - 1):
@@ -166,23 +144,6 @@ def _push_ring(slot: Slot, num_streams: int, num_chunks: int) -> Iterator[Step]:
             yield Copy(stream, slot.arrivals[neighbour][flag : flag + 1], value)
             if step < slot.num_ranks - 2:  # the neighbour hands it on
                 yield Copy(stream, slot.forward[neighbour][flag : flag + 1], slot.one)
-
-
-@jit(do_not_specialize=["rank", "num_ranks"])
-def kernel_exchange_staged(epoch_ptr, staged_ptr, staged_table, rank, num_ranks):
-    """Tell every peer that the own shard is staged, and wait until theirs are. Grid (1,)."""
-    flag = tl.load(epoch_ptr)
-    tl.store(epoch_ptr + _STAGED, flag)
-    peer = 0
-    while peer < num_ranks:
-        if peer != rank:
-            dl.notify(dl.symm_at(staged_ptr, staged_table, peer) + rank, flag)
-        peer += 1
-    peer = 0
-    while peer < num_ranks:
-        if peer != rank:
-            dl.wait(staged_ptr + peer, 1, flag, epoch_ptr + 1, True)
-        peer += 1
 
 
 @jit(do_not_specialize=["num_flags"])
@@ -215,11 +176,9 @@ class AllGatherBuffer(InSlots):
     Creation is collective.
 
     A slot has, on each rank:
-        shards [max_M * K] of ``dtype``, the gathered rows: written by peers in a push, by this
-            rank's copy engines in a pull.
-        arrivals int64 [source rank, MAX_CHUNKS], flags of its chunks: by whoever writes the rows.
+        shards [max_M * K] of ``dtype``, the gathered rows: written by peers.
+        arrivals int64 [source rank, MAX_CHUNKS], flags of its chunks: by the same.
         pushed int64 [source rank, flags of its senders' chunks]: by peers' consumers.
-        staged int64 [source rank], of pulls: by each peer once its shard is staged.
         forward int32 [source rank, MAX_CHUNKS], chunks to hand on in a ring: set by the neighbour,
             set back by this rank's copy engines.
     ``workspace`` [max_M, K], once, is the caller's: no transfer uses it.
@@ -232,7 +191,6 @@ class AllGatherBuffer(InSlots):
         flags = {
             "arrivals": ((size * MAX_CHUNKS,), torch.int64),
             "pushed": ((size * _PUSHED_FLAGS,), torch.int64),
-            "staged": ((size,), torch.int64),
             "forward": ((size * MAX_CHUNKS,), torch.int32),
         }
         slots = EpochSlots(
@@ -243,7 +201,7 @@ class AllGatherBuffer(InSlots):
             group,
             single={"workspace": ((max_M, K), dtype)},
             found=Disagreements(f"the rows of A in {name}", group),
-            flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS, "staged": 1},
+            flags_of_rank={"arrivals": MAX_CHUNKS, "pushed": _PUSHED_FLAGS},
         )
         super().__init__(slots)
         self.workspace = self.slots.memory["workspace"].local
@@ -272,13 +230,9 @@ class AllGatherBuffer(InSlots):
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(rows, method, num_streams, num_chunks)
-        gathered = plan.gathered
-        if method is AllGatherMethod.FULL_MESH_PULL:
-            gathered.rows[self.rank * rows : (self.rank + 1) * rows].copy_(own.detach())
-            self.slots.tell(kernel_exchange_staged, "staged")
         self._started = plan
         plan.transfer.start(own, self._device.current_stream())
-        return gathered
+        return plan.gathered
 
     def start_fused(self, rows: int, num_comm_sms: int, num_chunks: int) -> GatheredShards:
         """Begin an all-gather of ``rows`` rows of each rank that the consumer does, which the
@@ -363,16 +317,11 @@ class AllGatherBuffer(InSlots):
             [self._shards(rank, rows) for rank in range(self.num_ranks)],
             self.slots["arrivals"].peers,
             self.slots.epoch[:1],
-            [
-                peer[self.slots.index, _STAGED.value : _STAGED.value + 1]
-                for peer in self.slots.memory["epoch"].peers
-            ],
             self.slots["forward"].peers,
             self._one,
         )
         steps = schedule(slot, method, num_streams, num_chunks)
         gathered = self.describe(rows, num_chunks)
-        pulls = method is AllGatherMethod.FULL_MESH_PULL
         hands_on = method is AllGatherMethod.RING_PUSH_1D
         if hands_on:
             # Loads the kernel: for that CUDA may wait for the device, and once it is needed, copies
@@ -380,19 +329,18 @@ class AllGatherBuffer(InSlots):
             self._release_copies()
         return _Plan(
             gathered,
-            self._expects("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS, pulls),
+            self._expects("arrivals", -(-rows // gathered.chunk_rows), MAX_CHUNKS),
             self._device.transfer(steps, self._streams[:num_streams]),
             hands_on=hands_on,
         )
 
-    def _expects(self, region: str, number: int, distance: int, pulls: bool = False) -> Expected:
-        """The first ``number`` flags of each peer, whose flags are ``distance`` apart; in a pull
-        also that peers have staged."""
+    def _expects(self, region: str, number: int, distance: int) -> Expected:
+        """The first ``number`` flags of each peer, whose flags are ``distance`` apart."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
 
         def expected() -> dict[str, list[int]]:
             flags = [peer * distance + flag for peer in peers for flag in range(number)]
-            return {region: flags, "staged": peers if pulls else []}
+            return {region: flags}
 
         return expected
 

@@ -96,7 +96,7 @@ class Call(ShardsCall):
     """One call of ``all_gather``."""
 
     ways = Ways("all_gather", (Push(), CopyEngine(), Collective()))
-    methods, gathers = GatherMethod, True
+    gathers = True
     push, take_pushed = kernel_all_gather, kernel_copy_pushed
     check = staticmethod(_check)
     collective = staticmethod(vendor.all_gather_into)

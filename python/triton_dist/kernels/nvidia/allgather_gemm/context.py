@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -23,11 +22,10 @@ from triton_dist.kernels.common.context import (
     signature_of,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.gemm.launch import room_for_parts
+from triton_dist.kernels.common.gemm.launch import SplitMemory
 from triton_dist.kernels.common.gemm.units import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
-from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import Group, process_group_of
 
 GATHERED_BYTES = 32 << 20
@@ -72,62 +70,20 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
             self.exchange = own(
                 ExchangeBuffer(nbytes, group, "the exchange of ag_gemm", disagreements=found)
             )
-            self._local = own(_LocalMemory(max_M, K, dtype))
+            self._split = own(SplitMemory())
 
     @property
     def symm_workspace(self) -> torch.Tensor:
         return self.buffer.workspace
 
     @property
-    def collective_rows(self) -> torch.Tensor:
-        """[max_M, K], into which a collective gathers; allocated at the first use, once."""
-        return self._local.rows
-
-    @property
     def split_workspace(self) -> SplitWorkspace:
         """Memory in which tiles cut along K are added up; allocated at the first use, once."""
-        return self._local.split
+        return self._split.workspace
 
     def own_rows(self, rows: int) -> torch.Tensor:
         """The rows of ``symm_workspace`` that hold this rank's shard of ``rows`` rows."""
         return self.symm_workspace[self.rank * rows : (self.rank + 1) * rows]
-
-
-class _LocalMemory:
-    """Memory of this rank alone; but for the counters, allocated at the first use.
-
-    rows: [max_M, K], written by a collective. split: fp32 partial sums of tiles that are cut along
-    K, and their int32 counters, written by this rank's GEMM.
-    """
-
-    def __init__(self, max_M: int, K: int, dtype: torch.dtype) -> None:
-        self._shape, self._dtype, self._device = (max_M, K), dtype, current_device()
-        self._partials, counters = room_for_parts(self._device.num_sms)
-        # Now: zeros that are written in a capture would be there from its first replay on.
-        self._counters = self._new(torch.int32, counters)
-        self.reset()  # to the end, as calls may come on any stream
-
-    @functools.cached_property
-    def rows(self) -> torch.Tensor:
-        return self._new(self._dtype, *self._shape)
-
-    @functools.cached_property
-    def split(self) -> SplitWorkspace:
-        return SplitWorkspace(self._new(torch.float32, self._partials), self._counters)
-
-    def _new(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
-
-    def reset(self) -> None:
-        """Set the counters back, which a launch that failed may have left anywhere."""
-        self._counters.zero_()
-        self._device.synchronize()
-
-    def free(self) -> None:
-        """Free what was allocated at a first use; idempotent."""
-        for name in ("rows", "split"):
-            self.__dict__.pop(name, None)
 
 
 def create_ag_gemm_context(

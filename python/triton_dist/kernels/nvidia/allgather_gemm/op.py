@@ -8,23 +8,15 @@ Abstraction
     rows. The consumer begins with the own shard, which needs no transfer, and goes on in the order
     in which shards arrive.
 
-Ways
-    ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``: by copy engine, as
-    ``AllGatherMethod`` says.
-    ``"fused_push"``, for small shards, of which the fixed cost of copies is most of the call: the
-    first programs of the consumer send the shard in chunks along K, which tiles wait for inside
-    their K loop (``common/gemm/units.py``).
-    ``"serial"``, for few rows, where what hides the transfer takes longer than the transfer: our
-    all-gather in one launch, then ``torch.matmul``.
-    ``"collective"``, ``"async_tp"``: by torch.
+    Other ways than by copy engine: ``ways.py``.
 
 Stream timeline of one call (W = 4, push)
     main stream   ─┬─ GEMM: own shard │ rank+1's │ rank+2's │ rank+3's ─┬─ finish
     copy stream    └─ shard → rank-1, flag │ → rank-2, flag │ → rank-3 ─┘
     ``finish`` is one block: it tells the peers that this rank has consumed their shards, and
-    advances the epoch. There is no barrier, no flag reset and no copy of the own shard in a push (a
-    pull stages it, then a barrier). In CUDA graphs, and where a call does not simply follow
-    another, a block before the GEMM sees that the peers have consumed what the slot held last.
+    advances the epoch. There is no barrier, no flag reset and no copy of the own shard. In CUDA
+    graphs, and where a call does not simply follow another, a block before the GEMM sees that the
+    peers have consumed what the slot held last.
 
 Physics
     limit = max(GEMM alone, all-gather alone) + the time until the first flag. Copy engines use no
@@ -56,7 +48,7 @@ from triton_dist.kernels.nvidia.allgather_gemm.context import (
     AllGatherGEMMTensorParallelContext,
     check_operands,
 )
-from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, Call, Sizes, way_of
+from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS, Call, Sizes
 from triton_dist.runtime.device import current_device
 
 
@@ -72,7 +64,7 @@ def key_fn(
     """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
     more than those of the context. A way that the older keyword asks for is tuned by itself."""
     key = (check_operands(A, B, ctx), local_copy)
-    return key if method is None else (*key, way_of(method))
+    return key if method is None else (*key, WAYS.asked(method))
 
 
 @op(
@@ -108,9 +100,9 @@ def ag_gemm(
         A: [M_per_rank, K], contiguous; not to be overwritten on other streams before the call is
             done.
         B: [K, N_per_rank], any strides.
-        way: ``"full_mesh_push"``, ``"full_mesh_pull"``, ``"ring_push_1d"``, ``"fused_push"``,
-            ``"serial"`` (for an M of up to the context's ``exchanged_rows``), ``"collective"`` or
-            ``"async_tp"``; default: the context's ``all_gather_method``.
+        way: ``"full_mesh_push"``, ``"ring_push_1d"``, ``"fused_push"``, ``"serial"`` (for an M of
+            up to the context's ``exchanged_rows``), ``"collective"`` or ``"async_tp"``; default:
+            the context's ``all_gather_method``.
         num_streams, num_chunks: how copy engines bring shards (tuned); chunks of ``"fused_push"``
             are along K, those of ``"serial"`` pieces of a program's share.
         local_copy: False: the own rows are in ``ctx.symm_workspace``, A only says how many.

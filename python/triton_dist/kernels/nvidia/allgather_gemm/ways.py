@@ -69,19 +69,10 @@ class Call(OpCall):
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         if self.num_streams < 1:
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
-        self.chosen = WAYS[self.way or way_of(self.method or self.ctx.all_gather_method)]
+        self.chosen = WAYS[self.way or WAYS.asked(self.method or self.ctx.all_gather_method) or ""]
         self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
         """[M_per_rank, K], this rank's shard."""
         self.chosen.check(self)
-
-
-def way_of(method: object) -> str:
-    """Name the way that the older keyword asks for."""
-    if not isinstance(method, (AllGatherMethod, VendorMethod)):
-        expected = "an AllGatherMethod, a VendorMethod, or None"
-        raise InvalidArgument("ag_gemm", "method", method, expected)
-    name: str = method.value
-    return name
 
 
 class Sizes(NamedTuple):
@@ -98,7 +89,7 @@ class Sizes(NamedTuple):
     def of(
         cls, A: torch.Tensor, B: torch.Tensor, ctx: Any, *_: Any, method: object = None, **__: Any
     ) -> Sizes:
-        return cls(A, B, ctx.num_ranks, None if method is None else way_of(method))
+        return cls(A, B, ctx.num_ranks, WAYS.asked(method))
 
 
 class _Tiled(AskedWay[Call, Sizes]):
@@ -213,8 +204,9 @@ class Ring(CopyEngine):
 
 
 class FusedPush(_Tiled):
-    """The first programs of the consumer send the shard, in chunks along K, before they multiply.
-    For small shards."""
+    """The first programs of the consumer send the shard, in chunks along K, which tiles wait for
+    inside their K loop (``common/gemm/units.py``). For small shards, of which the fixed cost of
+    copies is most of the call."""
 
     name = AllGatherMethod.FUSED_PUSH.value
     tunables = ("gemm_config", "persistent", "num_chunks", "num_comm_sms")
@@ -318,11 +310,7 @@ class Collective(_Whole):
         return [()] if self.method in vendor.candidates_here(vendor.ALL_GATHER_MATMUL) else []
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        rows = call.gathered
-        if rows is None:
-            rows = call.ctx.collective_rows[: own.shape[0] * call.ctx.num_ranks]
-        vendor.all_gather_into(rows, own, call.ctx.group)
-        return torch.matmul(rows, B)
+        return torch.matmul(vendor.all_gather_rows(own, call.ctx.group, call.gathered), B)
 
 
 class AsyncTP(Collective):
@@ -378,7 +366,6 @@ WAYS = Ways(
     "ag_gemm",
     (
         Push(AllGatherMethod.FULL_MESH_PUSH, (1, 2), (2, 2), (1, 4)),
-        CopyEngine(AllGatherMethod.FULL_MESH_PULL, (1, 1), (2, 2)),
         Ring(AllGatherMethod.RING_PUSH_1D, (1, 1), (1, 4)),
         FusedPush(),
         Serial(),

@@ -106,7 +106,7 @@ def ag_group_gemm(
         way: ``"arrivals"`` (default), ``"serial"`` or ``"library"``, see the module (tuned).
         gemm_config: tiles of the first two (tuned); default: the context's.
         num_groups: of arrivals, 1 to 4 (tuned).
-        gather: ``"full_mesh_push"``, ``"full_mesh_pull"`` or ``"ring_push_1d"`` of arrivals;
+        gather: ``"full_mesh_push"`` or ``"ring_push_1d"`` of arrivals;
             ``"exchange"``, for an M of up to the context's ``exchanged_rows``, or ``"collective"``
             of the others; default: the first of them (tuned).
         straggler_option: (rank, cycles): that rank sleeps so long within the call, for tests.

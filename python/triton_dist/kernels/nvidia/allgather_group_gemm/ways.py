@@ -43,9 +43,8 @@ from triton_dist.runtime.device import current_device
 
 EXCHANGE, COLLECTIVE = "exchange", "collective"
 """All-gathers before a product: ours, in one launch; the group's."""
-PUSH, PULL, RING = (
-    method.value for method in AllGatherMethod if method.by_copy_engine
-)  # beside a product
+PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.value
+"""Those beside a product."""
 # A group of arrivals reads the weights once more: experts have to have rows in it, a tile of the
 # highest at least, and others are not tried with groups.
 _ROWS_OF_GROUP = 128
@@ -121,7 +120,7 @@ class Arrivals(_Gathering):
 
     name = "arrivals"
     tunables = ("gemm_config", "num_groups", "gather")
-    gathers = (PUSH, PULL, RING)
+    gathers = (PUSH, RING)
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         tiles = grouped_tiles()
@@ -130,9 +129,8 @@ class Arrivals(_Gathering):
         for num_groups in range(1, MOST_GROUPS + 1):
             for each in tiles if num_groups == 1 else highest:
                 yield each, num_groups, PUSH
-        for gather in (PULL, RING):
-            for num_groups in (1, 2):
-                yield tiles[0], num_groups, gather
+        for num_groups in (1, 2):
+            yield tiles[0], num_groups, RING
 
     def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         num_groups, gather = config["num_groups"], config["gather"]

@@ -6,18 +6,8 @@ Abstraction
     rows, [K / W, N]. Each rank's product is one addend of the whole, which every rank needs. M is
     anything from 1 on: no rank owns anything that has to be of a size.
 
-Ways, each a candidate
-    one shot    each tile goes to all ranks as soon as it is multiplied; then every rank adds what
-                has come. One crossing of the link, W - 1 times the bytes: for few rows (decode).
-                For very few in packets, words that say by themselves that they have come: twice
-                the bytes, but no flag behind them (``kernels/common/scatter/packets.py``).
-    two shot    each tile goes to the owner of its rows, who adds it and sends the sum to all. Two
-                crossings, 2 (W - 1) / W times the bytes: for many rows. In one launch, one after
-                the other, by all programs: for rows in between.
-    serial      ``torch.matmul``, then our all-reduce.
-    collective  ``torch.matmul``, then the group's: what users have now.
-    symmetric_collective
-                ``torch.matmul`` into symmetric memory, then torch's all-reduce there.
+    Ways that tiles travel are those of ``ways.py``: in one shot, one crossing of the link with
+    W - 1 times the bytes, for few rows (decode); in two, 2 (W - 1) / W times the bytes.
 
 Timeline of one call in two shots (W = 4, two chunks), on every rank at once
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C

@@ -15,11 +15,7 @@ Timeline of one call (W = 4), on every rank at once
     ``"copy_engine"``: tiles stay here, and a copy engine pushes the rows of each peer, in
     ``num_chunks`` chunks, as their tiles are complete. Either way the program that computes an own
     tile waits until the peers have sent theirs, and adds them.
-    ``"one_launch"``, for few rows: the launch of ``"fused"`` would be short of work for most
-    programs in the end. So all of them add, once all is multiplied; a tile has rows of several
-    ranks, so that B is read once; and nothing comes before the kernel or after it.
-    ``"serial"``: ``torch.matmul``, then our reduce-scatter, where no tiles of ours fit well.
-    ``"collective"``, ``"async_tp"``: by torch.
+    Other ways: ``ways.py``.
 
 Numerics
     A tile is accumulated in fp32 (fp32 operands as ``torch.backends.cuda.matmul.allow_tf32`` says)

@@ -107,7 +107,9 @@ class Fused(_ToOwners):
 
 
 class OneLaunch(InOneLaunch[Call]):
-    """For few rows: one launch in which all programs add, once all is multiplied."""
+    """For few rows: the launch of ``"fused"`` would be short of work for most programs in the end.
+    So all of them add, once all is multiplied; a tile has rows of several ranks, so that B is read
+    once; and nothing comes before the kernel or after it."""
 
     name, tunables = "one_launch", ("gemm_config", "persistent")
 

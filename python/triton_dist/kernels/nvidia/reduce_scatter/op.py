@@ -96,7 +96,7 @@ class Call(ShardsCall):
     """One call of ``reduce_scatter``."""
 
     ways = Ways("reduce_scatter", (Push(), CopyEngine(), Collective()))
-    methods, gathers = ReduceScatterMethod, False
+    gathers = False
     push, take_pushed = kernel_reduce_scatter, kernel_add_pushed
     check = staticmethod(_check)
     collective = staticmethod(vendor.reduce_scatter_into)
