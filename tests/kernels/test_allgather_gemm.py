@@ -275,16 +275,16 @@ def test_the_context_says_how_a_call_that_names_no_way_gathers(monkeypatch):
 
 def test_the_workspace_for_parts_of_tiles_is_allocated_once_when_it_is_needed():
     calls = Calls(max_rows=20, columns=40, K=72)
-    local = calls.ctx._local
+    local = calls.ctx._split
     calls(20)
-    assert "split" not in vars(local)
+    assert "workspace" not in vars(local)
     seen = set()
     for config in split_k_tiles():
         calls(20, gemm_config=config)
-        seen.add(vars(local)["split"].partials.data_ptr())
+        seen.add(vars(local)["workspace"].partials.data_ptr())
     assert len(seen) == 1
     calls.finish()
-    assert "split" not in vars(local)
+    assert "workspace" not in vars(local)
 
 
 def test_a_rank_of_another_world_is_refused():
