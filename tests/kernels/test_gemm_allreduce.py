@@ -55,7 +55,7 @@ def test_the_space_has_tiles_and_ways():
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
     assert {config["way"] for config in space} == set(gemm_allreduce_ways.WAYS)
-    assert {config.get("persistent") for config in space} == {True, False, None}
+    assert {config.get("persistent") for config in space} == {True, None}
     assert {config.get("num_chunks") for config in space} == {1, 2, 4, None}
     assert {config.get("reduction") for config in space} == {"one_shot", "two_shot", None}
 
@@ -71,9 +71,9 @@ def on_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 
-def left(rows, N=8192, num_ranks=4):
+def left(rows, N=8192, num_ranks=4, step=1):
     A = torch.empty(rows, 1024, dtype=torch.bfloat16, device="meta")
-    B = torch.empty(1024, N, dtype=torch.bfloat16, device="meta")
+    B = torch.empty(1024, N * step, dtype=torch.bfloat16, device="meta")[:, ::step]
     ctx = SimpleNamespace(num_ranks=num_ranks)
     return [config for config in config_space() if prune_fn(config, A, B, ctx)]
 
@@ -103,6 +103,15 @@ def test_what_is_tried_on_a_gpu(on_a_gpu, rows):
     assert min(heights["two_shot"]) == 64
     # In one launch, tiles are of all rows.
     assert (256 in heights["two_shot"] | heights["two_shot_in_one_launch"]) is (rows > 128)
+
+
+def test_tiles_for_pointers_are_for_operands_that_no_descriptor_can_serve(on_a_gpu):
+    """But in one shot, where they once won."""
+    assert {config["way"] for config in left(64) if config.get("persistent") is False} == {
+        "one_shot"
+    }
+    ways = {config["way"] for config in left(64, step=2) if config.get("persistent") is False}
+    assert ways == {"one_shot", "two_shot", "two_shot_in_one_launch"}
 
 
 def test_all_of_a_bucket_keep_the_same(on_a_gpu):

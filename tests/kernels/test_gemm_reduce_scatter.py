@@ -62,7 +62,7 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     space = config_space()
     assert len({str(config) for config in space}) == len(space)
     tiled = [config for config in space if "gemm_config" in config]
-    assert {config["persistent"] for config in tiled} == {True, False}
+    assert all(config["persistent"] for config in tiled), "the other kind is for GPUs alone"
     assert {config["way"] for config in space} == {"fused", "one_launch", "copy_engine", "serial"}
     assert gemm_rs.config_space.names == set().union(*space)
     gpu = SimpleNamespace(

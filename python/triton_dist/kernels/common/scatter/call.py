@@ -22,7 +22,7 @@ from triton_dist.kernels.common.context import (
     layout_of,
     signature_of,
 )
-from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_rows
+from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_kind, suits_rows
 from triton_dist.kernels.common.op import OpCall
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
@@ -172,9 +172,11 @@ class SummingSizes:
         """Bytes of the product."""
         return self.M * self.B.shape[1] * self.B.element_size()
 
-    def suit(self, config: Mapping[str, Any], rows: int) -> bool:
-        """Tell whether tiles are worth trying where they are of so many rows."""
-        return suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
+    def suit(self, config: Mapping[str, Any], rows: int, any_kind: bool = False) -> bool:
+        """Tell whether tiles are worth trying where they are of so many rows; ``any_kind``: those
+        for pointers, too."""
+        fits = suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
+        return fits and (any_kind or suits_kind(config, self.A, self.B))
 
     def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
         """Tell whether there are as many chunks of so many rows as a config says."""

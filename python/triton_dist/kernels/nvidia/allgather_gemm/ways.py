@@ -97,7 +97,7 @@ class _Tiled(AskedWay[Call, Sizes]):
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
-        if not spaces.suits_gemm(config, A, B, sizes):
+        if not (spaces.suits_gemm(config, A, B, sizes) and spaces.suits_kind(config, A, B)):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
             return False  # on pointers it would be the same as another one
