@@ -28,7 +28,7 @@ def main() -> None:
         config.save(folder)
         model = init_model_cpu(folder, torch.bfloat16)
         count = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{folder}: {args.layers} layers of {args.model}, {count / 1e6:.1f} M parameters")
+        print(f"{folder}: {args.layers} layers of {args.model}, {count:,} parameters")
 
 
 if __name__ == "__main__":
