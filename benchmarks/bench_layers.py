@@ -47,6 +47,8 @@ OURS = "ours"
 SPREAD_FROM = 1024
 """Tokens from which on a layer is sequence-parallel."""
 _CPU_SCALE = 64
+_FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+"""Operators of torch that overlap; compiled without them, ``async_tp`` is ``nccl``."""
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -109,12 +111,14 @@ class Candidates:
     def _async_tp(self, layer: TP_MLP | TP_Attn) -> Call:
         import torch._inductor.config
         from torch.distributed import _functional_collectives as collectives
+        from torch.distributed import _symmetric_memory as symmetric_memory
 
         if not self.is_spread:
             raise RuntimeError("async tensor parallelism is for rows that are spread")
         if not is_cuda():
             raise RuntimeError("needs GPUs")
         group = dist.group.WORLD
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)  # else nothing is fused
         names = ("gate_up_proj", "down_proj") if self.is_mlp else ("wqkv", "wo")
         cos, sin = (each.unsqueeze(-2) for each in self.rotary)
 
@@ -130,7 +134,12 @@ class Candidates:
             return collectives.reduce_scatter_tensor_autograd(product, "sum", 0, group)
 
         torch._inductor.config._micro_pipeline_tp = True
-        return torch.compile(forward, fullgraph=True)
+        compiled = torch.compile(forward, fullgraph=True)
+        with torch.no_grad():
+            missing = [name for name in _FUSED if name not in operators(compiled, self.x)]
+        if missing:
+            raise RuntimeError(f"inductor fused no {' and no '.join(missing)}")
+        return compiled
 
     def _dtensor(self) -> tuple[Call, list[torch.Tensor]]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -178,6 +187,14 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def operators(call: Call, x: torch.Tensor) -> str:
+    """Names of the operators that a call runs."""
+    call(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(x)
+    return " ".join(event.key for event in profile.key_averages())
+
+
 def forward_of(call: Call, x: torch.Tensor, _: list[torch.Tensor]) -> Callable[[], Any]:
     return torch.no_grad()(lambda: waited(call(x)))
 
@@ -186,7 +203,9 @@ def both_of(call: Call, x: torch.Tensor, parameters: list[torch.Tensor]) -> Call
     leaf, grad = x.clone().requires_grad_(), torch.ones_like(x)
 
     def run() -> Any:
-        return [*map(waited, torch.autograd.grad(waited(call(leaf)), [leaf, *parameters], grad))]
+        result = call(leaf)
+        waited(result)  # what this gives has no gradient
+        return [*map(waited, torch.autograd.grad(result, [leaf, *parameters], grad))]
 
     return run
 

@@ -64,7 +64,7 @@ def on_one_rank(model: Llama, ids: torch.Tensor, tokens: int) -> torch.Tensor:
     """The same by whole sequences, without a cache: [batch, tokens]."""
     with torch.no_grad():
         for _ in range(tokens):
-            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     return ids[:, -tokens:]
 
 

@@ -54,14 +54,15 @@ def main() -> None:
         for step in range(args.steps):
             optimiser.zero_grad()
             # This rank's tokens: the loss is the sum of all ranks', divided by all tokens.
-            own = cross_entropy(model(inputs, shard).float(), own_targets, reduction="sum") / rows
+            logits = model(inputs, shard).logits.float()
+            own = cross_entropy(logits, own_targets, reduction="sum") / rows
             own.backward()
             sum_gradients(model)
             optimiser.step()
             loss = ranks.all_reduce(own.detach().clone()).item()
 
             alone.zero_grad()
-            expected = cross_entropy(whole(inputs).flatten(0, 1).float(), targets)
+            expected = cross_entropy(whole(inputs).logits.flatten(0, 1).float(), targets)
             expected.backward()
             alone.step()
             close = abs(loss - expected.item()) <= tolerance * abs(expected.item())

@@ -60,6 +60,8 @@ NAMES = {
     "triton_dist.layers.nvidia.tp_mlp": ["TP_MLP"],
     "triton_dist.layers.nvidia.tp_attn": ["TP_Attn", "_set_cos_sin_cache"],
     "triton_dist.layers.nvidia.tp_moe": ["TP_MoE"],
+    "triton_dist.models": ["AutoLLM"],
+    "triton_dist.models.config": ["ModelConfig"],
     "triton_dist.models.kv_cache": ["KV_Cache"],
     "triton_dist.models.utils": ["init_model_cpu", "seed_everything"],
     "triton_dist.kernels.allreduce": [
@@ -121,6 +123,7 @@ NAMES = {
         "MoEAllGatherGroupGEMMTensorParallelContext",
         "kernel_consumer_m_parallel_scatter_group_gemm",
         "run_moe_ag_triton_non_overlap",
+        "sort_topk_ids_align_block_size",
     ],
     "triton_dist.kernels.nvidia.gemm": [
         "get_config_space",
@@ -169,6 +172,12 @@ PARAMETERS = {
         "tp_group", "max_M", "N", "K", "input_dtype", "output_dtype", "local_world_size",
         "persistent", "use_ll_kernel", "copy_to_local", "NUM_COMM_SMS", "NUM_SM_MARGIN",
         "TILE_MAP_LEVEL", "user_gemm_config",
+    ],
+    "triton_dist.kernels.nvidia.allgather_group_gemm.sort_topk_ids_align_block_size": [
+        "topk_ids", "num_experts", "rank", "num_ranks", "num_local_ranks", "block_size",
+    ],
+    "triton_dist.models.config.ModelConfig": [
+        "model_name", "max_length", "dtype", "local_only", "rank", "world_size",
     ],
     "triton_dist.models.kv_cache.KV_Cache": [
         "num_layers", "batch_size", "max_length", "kv_heads", "head_dim", "dtype", "world_size",

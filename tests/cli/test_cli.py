@@ -383,7 +383,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("verb", [verb.__name__.rpartition(".")[2] for verb in VERBS])
 def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
-    verb = {"listing": "list"}.get(verb, verb)
+    verb = {"listing": "list", "tune_model": "tune-model"}.get(verb, verb)
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     out = capsys.readouterr().out

@@ -148,7 +148,7 @@ def test_every_option_of_a_test_script_is_documented(script: str, monkeypatch, c
     options = set(re.findall(r"(?<!\w)--(?!no-|help)([\w-]+)", capsys.readouterr().out))
     page = script.replace("test_all_gather", "test_allreduce")
     page = page.replace("test_moe_reduce_ar", "test_moe_reduce_rs")
-    page = re.sub("test_tp_(attn|moe)", "test_tp_mlp", page)
+    page = re.sub("test_tp_(attn|moe|e2e)", "test_tp_mlp", page)
     text = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
     assert "case" in options
     assert sorted(option for option in options if not re.search(rf"\b{option}\b", text)) == []

@@ -21,6 +21,7 @@ PROGRAMS = {
     "wait_for_a_peer": (2, ["rank 0 has what rank 1 sent"]),
     "train_llama": (2, ["step 3: loss ", ", on one rank "]),
     "serve_llama": (2, [" sequences, as on one rank: [["]),
+    "model_folder": (1, [": 1 layers of tiny, "]),
     "model_step": (2, ["step 2: loss ", "2 ranks agree on "]),
 }
 

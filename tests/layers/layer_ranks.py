@@ -22,7 +22,7 @@ from triton_dist.layers.nvidia import (
 )
 from triton_dist.layers.nvidia.tp_attn import _set_cos_sin_cache
 from triton_dist.models.kv_cache import KV_Cache
-from triton_dist.models.llama import MLP, Llama, LlamaConfig
+from triton_dist.models.llama import MLP, Llama, LlamaConfig, Output
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.timing import captured
 
@@ -47,9 +47,9 @@ def token_ids(batch: int, tokens: int) -> torch.Tensor:
     return made.to(current_device().torch_device)
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(output: Output, targets: torch.Tensor) -> torch.Tensor:
     """The sum over tokens, so that ranks' sums of their own add up."""
-    logits, targets = logits.flatten(0, -2), targets.flatten()
+    logits, targets = output.logits.flatten(0, -2), targets.flatten()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -139,7 +139,7 @@ def compiled(backend: str, mode: str | None = None, is_quick: bool = False) -> i
                 count += 1
         if not is_quick:
             with torch.no_grad():
-                found, wanted = fast(ids, shard), shared(ids, shard)
+                found, wanted = fast(ids, shard).logits, shared(ids, shard).logits
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         ranks.finalize()
     return count

@@ -24,6 +24,7 @@ from triton_dist.cli import (
     report,
     show,
     status,
+    tune_model,
 )
 from triton_dist.cli.verb import split
 from triton_dist.errors import CacheWarning, TritonDistError
@@ -43,6 +44,7 @@ VERBS = (
     packs,
     dump,
     debug,
+    tune_model,
     env,
 )
 

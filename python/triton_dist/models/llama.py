@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+from triton_dist.errors import InvalidArgument
 
 __all__ = ["Llama", "LlamaConfig"]
 
@@ -43,19 +45,36 @@ class LlamaConfig:
         from a network.
 
         Raises:
-            KeyError: neither; names those that are known.
+            InvalidArgument: neither; names those that are known.
         """
         path = Path(model, "config.json")
         if path.exists():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             heads = found["num_attention_heads"]
             found.setdefault("head_dim", found["hidden_size"] // heads)
+            found = {**found.get("rope_parameters", {}), **found}  # where transformers 5 puts theta
             found.setdefault("qk_norm", found.get("model_type", "").startswith("qwen3"))
             names = {field.name for field in fields(cls)}
             return cls(**{name: value for name, value in found.items() if name in names})
         if model not in KNOWN:
-            raise KeyError(f"{model}: neither a folder with a config.json nor one of {[*KNOWN]}")
+            expected = f"a folder with a config.json, or one of {', '.join(KNOWN)}"
+            raise InvalidArgument("LlamaConfig.of", "model", model, expected)
         return KNOWN[model]
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``config.json`` to ``folder``, which is made; Hugging Face's ``AutoConfig`` reads
+        it too."""
+        kind = "Qwen3Moe" if self.num_experts else "Qwen3" if self.qk_norm else "Llama"
+        names = {"Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama"}
+        written = {
+            "architectures": [f"{kind}ForCausalLM"],
+            "model_type": names[kind],
+            "tie_word_embeddings": False,
+            **asdict(self),
+        }
+        path = Path(folder, "config.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 KNOWN = {
@@ -96,9 +115,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", theta**-exponents, persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Cos and sin [1, tokens, head_dim] of positions [tokens]."""
-        angles = torch.outer(positions.float(), self.inv_freq.float())
-        both = torch.cat([angles, angles], -1)[None]
+        """Cos and sin [1 or batch, tokens, head_dim] of positions [tokens] or [batch, tokens]."""
+        angles = torch.atleast_2d(positions).float()[..., None] * self.inv_freq
+        both = torch.cat([angles, angles], -1)
         return both.cos().to(dtype), both.sin().to(dtype)
 
 
@@ -201,29 +220,53 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta)
 
-    def forward(self, ids: torch.Tensor, shard: tuple[int, int] = (0, 1), **kw: Any) -> Any:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        shard: tuple[int, int] = (0, 1),
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """ids [batch, tokens] to [batch, tokens, hidden]; of ``shard`` (rank, ranks), the rows of
         that rank alone, [batch * tokens / ranks, hidden]."""
         x = self.embed_tokens(ids)
         if shard[1] > 1:
             x = x.flatten(0, 1).chunk(shard[1])[shard[0]]
-        positions = torch.arange(ids.shape[1], device=ids.device)
+        if position_ids is None:
+            position_ids = torch.arange(ids.shape[1], device=ids.device)
+        positions = self.rotary_emb(position_ids, x.dtype)
         for layer in self.layers:
-            x = layer(x, position_embeddings=self.rotary_emb(positions, x.dtype), **kw)
-        return self.norm(x)
+            x = layer(x, position_embeddings=positions)
+        y: torch.Tensor = self.norm(x)
+        return y
+
+
+class Output(NamedTuple):
+    """What a model gives, by Hugging Face's name of it."""
+
+    logits: torch.Tensor
 
 
 class Llama(nn.Module):
-    """ids [batch, tokens] to logits [batch, tokens, vocab]."""
+    """A decoder and its head."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config).to(dtype)
+        # Positions of long sequences are told apart in fp32 alone.
+        self.model.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
-    def forward(self, ids: torch.Tensor, shard: tuple[int, int] = (0, 1)) -> torch.Tensor:
-        """With ``shard`` (rank, ranks): the logits of that rank's rows, which its layers must
-        take."""
-        logits: torch.Tensor = self.lm_head(self.model(ids, shard))
-        return logits
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        shard: tuple[int, int] = (0, 1),
+        position_ids: torch.Tensor | None = None,
+    ) -> Output:
+        """``logits`` [batch, tokens, vocab] of ``input_ids`` [batch, tokens].
+
+        Args:
+            shard: (rank, ranks): the logits of that rank's rows, which its layers must take.
+            position_ids: [tokens] or [batch, tokens]; default: from 0 on.
+        """
+        return Output(self.lm_head(self.model(input_ids, shard, position_ids)))

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from triton_dist.errors import MissingExtra
 from triton_dist.models.llama import Llama, LlamaConfig
 
 __all__ = ["init_model_cpu", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's and torch's generators."""
+    """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def init_model_cpu(
     model_name: str, dtype: torch.dtype, num_layers: int | None = None, scale: int = 1
-) -> Llama:
-    """A model of that name or folder (``LlamaConfig.of``) on the CPU, with random weights that are
-    the same on all ranks.
+) -> Any:
+    """A model on the CPU: of a folder with weights, Hugging Face's; of a known name, or a folder
+    with nothing but a ``config.json``, a ``Llama`` with random weights, the same on all ranks.
 
     Args:
-        num_layers: default: all that it has.
+        num_layers: default: all that it has. This and ``scale`` are of a ``Llama`` alone.
         scale: of ``few``.
+
+    Raises:
+        InvalidArgument: neither a folder with a ``config.json`` nor a known name.
+        MissingExtra: weights, and no ``transformers`` to load them.
     """
+    if any(Path(model_name).glob("*.safetensors")):
+        return _loaded(model_name, dtype)
     config = LlamaConfig.of(model_name)
     if scale > 1:
         config = few(config, scale)
@@ -36,6 +47,14 @@ def init_model_cpu(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Llama(config, dtype)
+
+
+def _loaded(folder: str, dtype: torch.dtype) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ModuleNotFoundError:
+        raise MissingExtra(f"init_model_cpu({folder!r})", "transformers", "models") from None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
 
 
 def few(config: LlamaConfig, scale: int) -> LlamaConfig:

@@ -4,6 +4,7 @@ made of, a check against that block, and times beside torch's product and all-re
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.models.llama import Block, LlamaConfig
 from triton_dist.models.utils import few
 from triton_dist.profiler_utils import group_profile
@@ -35,7 +37,7 @@ class Form:
 
 
 def make_parser(description: str | None, model: str) -> ScriptParser:
-    """Options of all three scripts."""
+    """Options of all these scripts."""
     parser = ScriptParser(description, ("check", "perf"), default="perf")
     parser.add_other_name("--check", "check")
     parser.add_argument(
@@ -46,6 +48,22 @@ def make_parser(description: str | None, model: str) -> ScriptParser:
     parser.add_argument("--seed", type=int, default=42, help="of the data")
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
     return parser
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """Options of the scripts that prefill and decode."""
+    parser.add_argument(
+        "--run_type", default="prefill", choices=["prefill", "decode"],
+        help="the whole prompt, or one token behind it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", default="ag_rs", choices=["ag_rs", "allreduce", "gemm_ar"],
+        help="sequence-parallel, or with an all-reduce (both others)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
+        help="no effect: it is tuned",
+    )  # fmt: skip
 
 
 def add_ignored(parser: argparse.ArgumentParser, *flags: str) -> None:
@@ -64,6 +82,19 @@ def block_of(args: argparse.Namespace) -> tuple[Block, LlamaConfig]:
     with torch.device(current_device().torch_device):
         block = Block(config, 0).to(dtype_named(args.dtype))
     return block.requires_grad_(False), config
+
+
+def smaller(model: str, num_layers: int | None, folder: str) -> str:
+    """The model, or where it is to have other sizes, ``folder``, to which they are written: of CPU
+    ranks, or ``num_layers``."""
+    if num_layers is None and is_cuda():
+        return model
+    config = LlamaConfig.of(model)
+    if not is_cuda():
+        config = few(config, CPU_SCALE)
+    layers = num_layers or (config.num_hidden_layers if is_cuda() else 2)
+    dataclasses.replace(config, num_hidden_layers=layers).save(folder)
+    return folder
 
 
 def operand(args: argparse.Namespace, *shape: int) -> torch.Tensor:

@@ -326,8 +326,9 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _set_cos_sin_cache(inv_freq: torch.Tensor, max_length: int) -> torch.Tensor:
-    """[max_length, head_dim]: cosines of positions in the left half, sines in the right one."""
+    """fp32 [max_length, head_dim]: cosines of positions in the left half, sines in the right
+    one."""
     device = current_device().torch_device
-    positions = torch.arange(max_length, device=device, dtype=inv_freq.dtype)
-    angles = torch.outer(positions, inv_freq.to(device))
+    positions = torch.arange(max_length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, inv_freq.to(device, torch.float32))
     return torch.cat([angles.cos(), angles.sin()], -1)

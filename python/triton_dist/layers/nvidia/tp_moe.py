@@ -159,3 +159,5 @@ class TP_MoE(TensorParallelLayer):
     @torch.no_grad()
     def dist_triton_AR_fwd(self, x: torch.Tensor) -> torch.Tensor:
         return self._run(x, self._across(), False)
+
+    dist_triton_gemm_ar_fwd = dist_triton_AR_fwd

@@ -14,7 +14,6 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.allreduce import get_allreduce_methods
 from triton_dist.layers.nvidia.tp_attn import TP_Attn, _set_cos_sin_cache
 from triton_dist.models.kv_cache import KV_Cache
 from triton_dist.models.llama import RotaryEmbedding
@@ -32,18 +31,7 @@ def get_args() -> argparse.Namespace:
     parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
     parser.add_argument("--bsz", type=int, default=128, help="sequences of all ranks")
     parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence's prompt")
-    parser.add_argument(
-        "--run_type", default="prefill", choices=["prefill", "decode"],
-        help="the whole prompt, or one token behind it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mode", default="ag_rs", choices=["ag_rs", "allreduce", "gemm_ar"],
-        help="sequence-parallel, or with an all-reduce (both others)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--allreduce_method", default="", choices=["", *get_allreduce_methods()],
-        help="no effect: it is tuned",
-    )  # fmt: skip
+    tp_layer.add_mode(parser)
     tp_layer.add_ignored(parser, "--ag_gemm_persistent", "--gemm_rs_persistent")
     return parser.parse_args()
 

@@ -11,6 +11,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.op import (
     ag_group_gemm,
     run_moe_ag_triton_non_overlap,
 )
+from triton_dist.kernels.nvidia.moe_utils import sort_topk_ids_align_block_size
 
 __all__ = [
     "MoEAllGatherGroupGEMMTensorParallelContext",
@@ -18,4 +19,5 @@ __all__ = [
     "create_ag_group_gemm_context",
     "kernel_consumer_m_parallel_scatter_group_gemm",
     "run_moe_ag_triton_non_overlap",
+    "sort_topk_ids_align_block_size",
 ]

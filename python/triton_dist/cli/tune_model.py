@@ -1,0 +1,72 @@
+"""``tune-model``: tune a model ahead of serving, on the ranks that will serve."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from triton_dist.cli.verb import add_verb
+
+_MODES = {
+    "ag_rs": "triton_dist",
+    "allreduce": "triton_dist_AR",
+    "gemm_ar": "triton_dist_gemm_ar",
+}
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "tune-model",
+        _run,
+        help="tune a model ahead of serving, on all ranks",
+        description="Calls a model of LLaMA's kind, shared out over the ranks, once for each shape "
+        "that will come: prompts, and steps of decoding. What is not in the cache is tuned; a "
+        "server that starts afterwards with TRITON_DIST_AUTOTUNE_FROZEN=1 measures nothing. To be "
+        "run by bash scripts/launch.sh -m triton_dist, or torchrun.",
+        examples=["tune-model --model FOLDER --bsz 1,16 --seq_len 128,2048"],
+    )
+    parser.add_argument("--model", required=True, help="a known name, or a folder")
+    parser.add_argument(
+        "--bsz", type=_numbers, default=[1], help="sequences of a step of decoding, such as 1,16; "
+        "the largest is that of a prefill; default: 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seq_len", type=_numbers, default=[128], help="lengths of prompts; default: 128"
+    )
+    for phase, default in (("prefill", "ag_rs"), ("decode", "gemm_ar")):
+        parser.add_argument(
+            f"--{phase}_mode", choices=list(_MODES), default=default,
+            help=f"of {phase}: sequences spread over ranks, or all on all; default: {default}",
+        )  # fmt: skip
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
+
+
+def _numbers(text: str) -> list[int]:
+    return sorted({int(each) for each in text.split(",")})
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from triton_dist.models import LLM, ModelConfig
+    from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
+
+    begin, group = time.perf_counter(), initialize_distributed()
+    size, batch = dist.get_world_size(), max(arguments.bsz)
+    config = ModelConfig(
+        arguments.model, max(arguments.seq_len), getattr(torch, arguments.dtype), True,
+        dist.get_rank(), size,
+    )  # fmt: skip
+    model = LLM(config, group)
+    model.init_triton_dist_ctx(batch * config.max_length)
+    model.tune(batch, arguments.seq_len, [], _MODES[arguments.prefill_mode])
+    model.tune(batch, [], arguments.bsz, _MODES[arguments.decode_mode])
+    model.finalize()
+    shapes = len(arguments.seq_len) + len(arguments.bsz)
+    took = time.perf_counter() - begin
+    dist_print(f"{arguments.model}: {shapes} shapes are tuned on {size} ranks, {took:.1f} s")
+    finalize_distributed()
+    return 0

@@ -1,0 +1,89 @@
+"""A tensor-parallel model on all ranks:
+``bash scripts/launch.sh test_tp_e2e.py --bsz 8 --num_layers 2 --mode gemm_ar --check``.
+
+The model has random weights and the sizes of the one that is named, or a folder's weights: nothing
+is downloaded. ``check``: logits behind a prompt, and of the next token by the cache, are compared
+with the same model on one rank. ``perf``: a call is timed, in a CUDA graph, beside the same by
+torch's products and all-reduce. On CPU ranks sizes are scaled down to what the interpreter can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+from triton_dist.models import AutoLLM, ModelConfig
+from triton_dist.models.utils import init_model_cpu, seed_everything
+from triton_dist.runtime.device import current_device
+from triton_dist.test import tp_layer
+from triton_dist.test.tp_layer import Form, rows_of_rank
+from triton_dist.test.utils import dtype_named
+from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
+
+_CPU_BATCH, _CPU_TOKENS = 4, 4
+_MODES = {
+    "ag_rs": "triton_dist",
+    "allreduce": "triton_dist_AR",
+    "gemm_ar": "triton_dist_gemm_ar",
+}
+
+
+def get_args() -> argparse.Namespace:
+    parser = tp_layer.make_parser(__doc__, "Qwen/Qwen3-32B")
+    parser.add_argument("--bsz", type=int, default=128, help="sequences of all ranks")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens of a sequence's prompt")
+    parser.add_argument("--num_layers", type=int, help="blocks; default: all that it has")
+    tp_layer.add_mode(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = get_args()
+    group = initialize_distributed(args.seed)
+    seed_everything(args.seed)
+    size, device = dist.get_world_size(), current_device().torch_device
+    batch = max(1, (args.bsz if is_cuda() else min(args.bsz, _CPU_BATCH)) // size) * size
+    prompt = args.seq_len if is_cuda() else min(args.seq_len, _CPU_TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        name = tp_layer.smaller(args.model, args.num_layers, folder)
+        config = ModelConfig(name, prompt + 4, dtype_named(args.dtype), True, dist.get_rank(), size)
+        stock = init_model_cpu(name, config.dtype).to(device)
+        model = AutoLLM.from_pretrained(config, group)
+    ids = torch.randint(0, model.config.vocab_size, (batch, prompt + 1), device=device)
+    positions = torch.arange(prompt + 1, device=device).expand(batch, -1)
+    with torch.no_grad():
+        whole = stock(input_ids=ids, position_ids=positions).logits.float()
+    del stock
+    is_decoding = args.run_type == "decode"
+    begin, end = (prompt, prompt + 1) if is_decoding else (0, prompt)
+    golden = whole[:, end - 1 : end]
+    largest = golden.abs().max()  # errors add up over the layers: told beside this
+    cache = model.new_cache(batch)
+    if is_decoding:
+        model.inference(ids[:, :prompt], positions[:, :prompt], cache)
+        cache.inc_offset(prompt)
+    asked, at = ids[:, begin:end], positions[:, begin:end]
+
+    def form(mode: str) -> Form:
+        is_spread = mode == "triton_dist"
+        own = rows_of_rank(asked) if is_spread else asked
+
+        def call() -> torch.Tensor:
+            model.set_fwd(mode)
+            return torch.div(model.inference(own, at, cache), largest)
+
+        return Form(call, (rows_of_rank(golden) if is_spread else golden) / largest)
+
+    model.init_triton_dist_ctx(max_M=batch * (end - begin))
+    forms = {"torch": form("torch"), args.mode: form(_MODES[args.mode])}
+    shape = f"{args.run_type} of {batch} x {prompt} tokens, {model.num_layers} layers"
+    tp_layer.run(args, f"{args.model}: {shape} on {size} ranks", forms)
+    model.finalize()
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()
