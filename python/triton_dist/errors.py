@@ -261,7 +261,7 @@ class KernelNotShipped(TritonDistError, RuntimeError):
     ``specialisation`` has what it would be compiled from, as text; ``nearest`` is the shipped
     kernel of that name which is most like it, empty if there is none, and ``differences`` say what
     differs. A native module by which Triton launches kernels is one too: it would take a C
-    compiler.
+    compiler. So is an artefact above the cubin, or a toolchain, of a launch by ``runner``.
     """
 
     def __init__(
@@ -271,6 +271,7 @@ class KernelNotShipped(TritonDistError, RuntimeError):
         nearest: str,
         differences: Iterable[str],
         reason: str = "",
+        remedy: str = "triton-dist pack --kernels",
     ) -> None:
         self.kernel, self.specialisation = kernel, dict(specialisation)
         self.nearest, self.differences = nearest, tuple(differences)
@@ -280,7 +281,7 @@ class KernelNotShipped(TritonDistError, RuntimeError):
         super().__init__(
             f"kernel {kernel} ({what}) is neither in Triton's cache nor in a pack: {why}. "
             "Compiling is forbidden, because TRITON_DIST_COMPILE_FROZEN is set. Ship it: "
-            "triton-dist pack --kernels, or unset the variable."
+            f"{remedy}, or unset the variable."
         )
 
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from triton_dist import runner
+from triton_dist.runner import language
 
 
 @runner.jit
@@ -55,6 +56,23 @@ def choose(x_ptr, function: tl.constexpr, sizes: tl.constexpr, nothing: tl.const
 @runner.jit
 def copy_tile(source, target):
     target.store([0, 0], source.load([0, 0]))
+
+
+@triton.jit
+def dumps(x):
+    language.dump_grids(x)
+
+
+@runner.jit
+def watched(x_ptr, n, BLOCK: tl.constexpr, WHERE: tl.constexpr = 3, HELPED: tl.constexpr = False):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    language.dump(x, 0, WHERE)
+    language.dump_boundary(tl.sum(x), offset=BLOCK)
+    language.dump_grids(tl.reshape(x, (4, BLOCK // 4)), BLOCK + 1)
+    if HELPED:
+        dumps(x)
+    tl.store(x_ptr + i, x, mask=i < n)
 
 
 @runner.jit

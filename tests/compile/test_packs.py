@@ -17,7 +17,7 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from tests.compile import packed
-from triton_dist import _archive, packs
+from triton_dist import _archive, packs, runner
 from triton_dist._archive import Contents, Pack, PackedKernel
 from triton_dist._tuning import compose
 from triton_dist._tuning.store.archive import merged
@@ -213,6 +213,16 @@ def test_a_process_that_is_told_to_records_what_it_loads(pack, elsewhere, monkey
     whole = merged(parts)
     assert whole.kernels.items() <= Pack(pack).contents().kernels.items()  # compiled alike
     assert elsewhere == [False]
+
+
+def test_what_runner_makes_of_an_artefact_is_not_recorded(elsewhere, tmp_path):
+    """Triton would never look for it: a pack with it would say what is not so."""
+    kernel = runner.jit(packed.scale)
+    runner.export(kernel[(1,)](packed.X, 2.0, BLOCK=64), tmp_path)
+    with packs.recording() as used:
+        kernel[(1,)](packed.X, 2.0, ttgir_dir=tmp_path)
+    assert Pack(used.save(tmp_path / "empty.tdpack")).kernels == {}
+    assert elsewhere == [False, True]
 
 
 def test_the_page_lists_variables_that_triton_counts(monkeypatch):

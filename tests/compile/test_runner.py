@@ -29,6 +29,7 @@ from tests.compile.runner_kernels import (
     renamed,
     scale,
     twice,
+    watched,
 )  # fmt: skip
 from triton_dist import runner, tune
 from triton_dist.cli.main import main
@@ -37,6 +38,7 @@ from triton_dist.errors import (
     ArtefactWarning,
     InvalidArgument,
     InvalidArtefact,
+    KernelNotShipped,
     NoValidConfig,
 )
 from triton_dist.knobs import InvalidKnob
@@ -195,7 +197,11 @@ BAD_KEYWORDS = [
     ({"cubin_dir": "a", "ptx_dir": "b"}, r"\['cubin_dir', 'ptx_dir'\], expected one artefact"),
     ({"amdgcn_dir": "a"}, "expected NVIDIA GPUs"),
     ({"start_pass": "a"}, "expected a whole level"),
-    ({"dump_tensor": MEMORY}, "a pointer argument that the kernel stores to"),
+    ({"dump_value": "%1"}, "runner.language.dump in the kernel's source"),
+    (
+        {"dump_tensor": MEMORY, "ttir_dir": "a"},
+        r"\['dump_tensor', 'ttir_dir'\], .* IR is not edited",
+    ),
     ({"artefact": "a"}, "artefact is 'a', expected an artefact"),
     ({"cubin_dir": 3}, "cubin_dir is 3, expected the path of a folder"),
     ({"ptx_src": 3}, "ptx_src is 3, expected the text of a kernel in ptx"),
@@ -268,6 +274,34 @@ def test_what_is_missing_or_damaged_is_told(name, exported, tmp_path, sm90):
     with pytest.raises(InvalidArtefact, match=DAMAGES[name]):
         scale[(1,)](**SPECIAL, **{f"{level}_dir": folder})
     assert sm90.launches == []
+
+
+def test_compiling_forbidden_an_artefact_runs_from_its_cubin_alone(exported, sm90, monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_COMPILE_FROZEN", "1")
+    fresh = runner.jit(triton.jit(scale.fn))
+    for level in runner.LEVELS[:-1]:
+        with pytest.raises(
+            KernelNotShipped,
+            match=rf"compiled from {level}, .*scale\.{level}\. .*Ship it: its cubin",
+        ) as caught:
+            fresh[(1,)](**SPECIAL, **{f"{level}_dir": exported / "special"})
+    assert sm90.launches == []
+    assert caught.value.specialisation["x_ptr"] == "*fp16, divisibility 16"
+    assert caught.value.specialisation["pair"] == "(*fp16, divisibility 16, i32, divisibility 16)"
+    assert caught.value.specialisation["DTYPE"] == "fp16"
+    fresh[(1,)](**SPECIAL, cubin_dir=exported / "special")
+    assert len(sm90.launches) == 1
+
+
+def test_ir_of_another_triton_says_who_wrote_it(exported, capfd):
+    text = (exported / "special" / "scale.ttgir").read_text()
+    old = text.replace("ttg.", "triton_gpu.")  # as of 3.2; its target cannot be read either
+    with (
+        pytest.warns(ArtefactWarning),
+        pytest.raises(InvalidArtefact, match="not known wrote it, and IR changes"),
+    ):
+        scale[(1,)](**SPECIAL, ttgir_src=old)
+    capfd.readouterr()
 
 
 def test_a_kernel_of_other_arguments(exported, tmp_path):
@@ -437,10 +471,15 @@ def launched(**call):
 
 
 def test_triton_autotune_picks_among_folders(several, sm90):
+    """Past those that cannot run: a folder without one, half a cubin, one for other arguments."""
+    (several / "0-20").mkdir()
+    runner.export(scale[(1,)](**GENERAL | {"alpha": 1}), several / "0-30")
     configs = [triton.Config({"autotune_cubin_dir": str(p)}) for p in sorted(several.iterdir())]
-    tuned = triton.autotune(configs[::2], key=["n"])(scale)
+    tuned = triton.autotune(configs, key=["n"])(scale)
     tuned[lambda given: (given["BLOCK"],)](*list(SPECIAL.values())[:6])
     assert sm90.launches[-1].grid == (32, 1, 1)
+    failed = [time for time in tuned.configs_timings.values() if time == [float("inf")] * 3]
+    assert (len(configs), len(failed)) == (5, 3)
 
 
 def test_tuning_among_cubins(several, monkeypatch):
@@ -522,6 +561,10 @@ def test_mistakes_with_toolchains(toolchain, tmp_path, monkeypatch):
         scale[(1,)](**SPECIAL, toolchain="3.0")
     with pytest.raises(InvalidArgument, match="another process cannot see one that a function"):
         local[(1,)](MEMORY, toolchain="here")
+    monkeypatch.setenv("TRITON_DIST_COMPILE_FROZEN", "1")
+    with pytest.raises(KernelNotShipped, match=r"the Triton in .* would compile it"):
+        scale[(1,)](**SPECIAL | {"BLOCK": 256}, toolchain="here")
+    assert toolchain == []
     monkeypatch.setenv("TRITON_DIST_TOOLCHAINS", f"empty={tmp_path}")
     with pytest.raises(InvalidArgument, match="a folder with the package triton in it"):
         scale[(1,)](**SPECIAL, toolchain="empty")
@@ -557,7 +600,39 @@ def test_names_of_scripts(exported):
         runner.restore_jit_backend()
     assert triton.jit is jit
     assert runner.get_file_dir(__file__) == str(Path(__file__).parent)
+    kernel = runner.gluon_runner.jit(gluon_copy.fn)
+    assert kernel[(1,)](MEMORY, MEMORY, 64, 64).asm["cubin"]
+    sizes = runner.torch_utils
+    assert sizes.get_grid_dim((10, 20), (4, 8)) == (3, 3)
+    assert sizes.get_pad_n_elements(torch.ones(10, 20), (4, 8)) == 12 * 24
+    padded = sizes.pad_2d_to_block_shape(torch.ones(10, 20), (4, 8))
+    assert (padded.shape, padded.sum()) == ((12, 24), 200)
     assert scripts.autotune is triton.autotune
+
+
+def test_values_are_dumped_where_the_launch_says_so(sm90):
+    """tests/language/test_dump.py has the values, tests/gpu both."""
+    plain = watched[(4,)](MEMORY, 256, BLOCK=64)
+    kernel = watched[(4,)](MEMORY, 256, BLOCK=64, dump_tensor=torch.empty(1 << 9))
+    assert kernel.src.signature["dump_tensor"] == "*fp32"
+    assert "dump_tensor" not in plain.src.signature
+    assert plain.asm["ttir"].count("tt.store") == 1
+    assert kernel.asm["ttir"].count("tt.store") == 4
+    assert watched.warmup(MEMORY, 256, BLOCK=64, dump_tensor=torch.empty(1), grid=(4,)) is kernel
+    assert len(sm90.launches) == 2
+    for wrong, why in (
+        ({"WHERE": (0, 0, 0, 0)}, "at most three"),
+        ({"HELPED": True}, "the kernel itself"),
+    ):
+        with pytest.raises(triton.CompilationError) as refused:
+            watched[(4,)](MEMORY, 256, BLOCK=64, **wrong, dump_tensor=torch.empty(1))
+        cause: BaseException = refused.value
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        assert isinstance(cause, InvalidArgument)
+        assert why in str(cause)
+    with pytest.raises(InvalidArgument, match="a kernel in Triton's language"):
+        gluon_copy[(1,)](MEMORY, MEMORY, 64, 64, dump_tensor=torch.empty(1))
 
 
 FROM_LLIR = """

@@ -10,7 +10,14 @@ runner.export(compiled, "folder")              # folder/kernel.ttir ... folder/k
 kernel[(1,)](x, n, cubin_dir="folder")         # BLOCK is the artefact's
 """
 
-from triton_dist.runner import color_print, testing, torch_utils, tuning
+from triton_dist.runner import (
+    color_print,
+    gluon_runner,
+    language,
+    testing,
+    torch_utils,
+    tuning,
+)
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 from triton_dist.runner.files import export, load
 from triton_dist.runner.function import jit
@@ -33,7 +40,9 @@ __all__ = [
     "configure_jit_backend",
     "export",
     "get_file_dir",
+    "gluon_runner",
     "jit",
+    "language",
     "load",
     "restore_autotune_backend",
     "restore_jit_backend",

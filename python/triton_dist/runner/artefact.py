@@ -19,6 +19,7 @@ from triton_dist.runner.specialisation import CONSTANT, Specialisation, can_be_r
 LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin")
 """Levels of Triton's compiler for NVIDIA GPUs, from the top; Gluon kernels begin at ttgir."""
 SCHEMA = 1
+UNKNOWN = 0
 _ENTRY = {"ptx": r"\.entry\s+([\w$]+)", "llir": r"define\s+[^@\n]*@\"?([\w$.]+)\"?\("}
 _ELF_HEADER = struct.Struct("<4s28xQQ6xHHHH")
 """Magic; where program and section headers begin; size and number of each."""
@@ -31,7 +32,7 @@ class About:
     function: str
     """Name of the function; the file of each level is named by it."""
     arch: int
-    """Compute capability, such as 90."""
+    """Compute capability, such as 90; ``UNKNOWN`` of an IR that does not tell."""
     specialisation: Specialisation | None
     """``None``: not known, of an artefact that others made."""
     options: Mapping[str, Any]
@@ -44,7 +45,7 @@ class About:
         """Say why a launch that is specialised as ``call``, on a GPU of capability ``arch``, cannot
         run this kernel at ``level``; ``None`` if it can. TTIR alone is for any GPU."""
         found = [] if self.specialisation is None else self.specialisation.refusals(call)
-        if level != "ttir" and arch != self.arch:
+        if level != "ttir" and self.arch not in (arch, UNKNOWN):
             found.insert(0, f"it is for sm_{self.arch}, the device is sm_{arch}")
         return "; ".join(found) or None
 

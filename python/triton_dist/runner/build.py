@@ -23,8 +23,10 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars, ir, llvm
 from triton.compiler.compiler import CompiledKernel, parse
 
-from triton_dist.errors import InvalidArtefact
+from triton_dist import knobs
+from triton_dist.errors import InvalidArtefact, KernelNotShipped
 from triton_dist.runner.artefact import LEVELS, Artefact
+from triton_dist.runner.foreign import TELLING
 from triton_dist.runner.specialisation import Place, Specialisation
 
 _OF_EARLIER_VERSIONS = {
@@ -54,7 +56,11 @@ def build(
 
     Raises:
         InvalidArtefact: Triton cannot read or compile it.
+        KernelNotShipped: it is above the cubin, and compiling is forbidden.
     """
+    if artefact.level != LEVELS[-1] and knobs.compile_frozen.get():
+        why = f"it would be compiled from {artefact.level}, {artefact.where}"
+        raise KernelNotShipped(function.__name__, made_for.shown(), "", (), why, "its cubin")
     attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
     src = function.ASTSource(function, dict(made_for.types), dict(constants), attributes)
     given = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
@@ -75,6 +81,9 @@ def build(
                                  options, backend)  # fmt: skip
         except Exception as error:
             why = f"Triton {triton.__version__} cannot compile it: {type(error).__name__}: {error}"
+            if artefact.level in TELLING:  # MLIR prints what it minds, and tells nobody
+                by = artefact.about.compiler or "a version that is not known"
+                why += f" (standard error has more; {by} wrote it, and IR changes with versions)"
             raise InvalidArtefact(artefact.where, why) from error
         kernel = CompiledKernel(src, group, artefact.digest)
         listener = triton.knobs.compilation.listener

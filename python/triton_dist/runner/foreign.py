@@ -22,7 +22,7 @@ import triton
 from triton_dist._tuning.values import codec
 from triton_dist._warn import warn_at
 from triton_dist.errors import ArtefactRefused, ArtefactWarning, InvalidArgument, InvalidArtefact
-from triton_dist.runner.artefact import About, Artefact
+from triton_dist.runner.artefact import UNKNOWN, About, Artefact
 from triton_dist.runner.specialisation import CONSTANT, DIVISIBILITY, Place, Specialisation, tree_of
 
 TELLING = ("ttir", "ttgir")
@@ -123,7 +123,7 @@ def nothing_known(function: str, text: str) -> About:
     target = re.search(r'ttg\.target = "cuda:(\d+)"', text)
     warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
     options = {"num_warps": int(warps[1])} if warps else {}
-    return About(function, int(target[1]) if target else 0, None, options, {})
+    return About(function, int(target[1]) if target else UNKNOWN, None, options, {})
 
 
 def completed(artefact: Artefact, call: Specialisation) -> Artefact:

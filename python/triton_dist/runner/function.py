@@ -13,14 +13,16 @@ from typing import Any
 
 import triton
 from packaging.version import Version
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 from triton_dist._jit import jit as triton_dist_jit
-from triton_dist.errors import ArtefactRefused, InvalidArgument
+from triton_dist.errors import ArtefactRefused, InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign, toolchains
 from triton_dist.runner.artefact import Artefact
 from triton_dist.runner.build import build
-from triton_dist.runner.keywords import KEYWORDS, TOOLCHAIN, resolve
+from triton_dist.runner.failed_configs import failed_config
+from triton_dist.runner.keywords import DUMP, KEYWORDS, TOOLCHAIN, resolve
+from triton_dist.runner.language import Dumping, dumping
 from triton_dist.runner.specialisation import Specialisation, tree_of
 from triton_dist.runtime.triton_compat import triton_version
 
@@ -37,6 +39,7 @@ class Runner:
         self._known: dict[Any, tuple[str | None, dict[str, Any]]] = {}
         """The text (``None``: as Triton does it), and the constants that a launch may leave out; by
         keyword, value and number of positional arguments."""
+        self._with_dump: Dumping | None = None
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """``kernel[grid]``: as Triton's, with no call more on the way than theirs takes."""
@@ -44,6 +47,8 @@ class Runner:
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             if not KEYWORDS.isdisjoint(kwargs):
+                if DUMP in kwargs:
+                    return self._dumping(kwargs).run(*args, grid=grid, warmup=False, **kwargs)
                 self._put_artefact(len(args), kwargs)
             return run(*args, grid=grid, warmup=False, **kwargs)
 
@@ -51,9 +56,26 @@ class Runner:
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Launch, or only compile; for ``triton.autotune`` and ``warmup``."""
-        if not KEYWORDS.isdisjoint(kwargs):
-            self._put_artefact(len(args), kwargs)
-        return super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
+        if DUMP in kwargs:
+            return self._dumping(kwargs).run(*args, grid=grid, warmup=warmup, **kwargs)
+        try:
+            if not KEYWORDS.isdisjoint(kwargs):
+                self._put_artefact(len(args), kwargs)
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)  # type: ignore[misc]
+        except (ArtefactRefused, InvalidArtefact) as error:
+            raise failed_config(error) from error
+
+    def _dumping(self, kwargs: dict[str, Any]) -> Any:
+        """The kernel that takes ``dump_tensor``."""
+        others = KEYWORDS.intersection(kwargs) - {DUMP}
+        if others or self.is_gluon():  # type: ignore[attr-defined]
+            expected = (
+                "a launch of a kernel in Triton's language, from its source: IR is not edited"
+            )
+            raise InvalidArgument(self._named, DUMP, [DUMP, *sorted(others)], expected)
+        if self._with_dump is None:
+            self._with_dump = Dumping(self)
+        return self._with_dump
 
     def _put_artefact(self, positional: int, kwargs: dict[str, Any]) -> None:
         """Replace the keyword that names an artefact by what Triton keeps kernels apart by."""
@@ -157,13 +179,20 @@ class InterpretedRunner(InterpretedFunction):
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Interpret, or do nothing if ``warmup``."""
-        named = [keyword for keyword in kwargs if keyword in KEYWORDS]
+        named = [keyword for keyword in kwargs if keyword in KEYWORDS and keyword != DUMP]
         if named:
             raise InvalidArgument(
                 self.__name__, named[0], kwargs[named[0]],
                 "no artefact where kernels are interpreted (TRITON_INTERPRET=1): that would run "
                 "the source instead",
             )  # fmt: skip
+        if DUMP in kwargs and DUMP not in self.arg_names:
+            if not warmup:
+                names = [*self.arg_names, DUMP]
+                GridExecutor(dumping(self.rewrite()), names, grid, self.pre_run_hooks)(
+                    *args, **kwargs
+                )
+            return None
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
 
@@ -178,8 +207,8 @@ def jit(fn: Any = None, **options: Any) -> Any:
       ``<kernel>.<level>`` and ``<kernel>.json``, as ``runner.export`` writes it;
     * ``autotune_cubin_dir``: as ``cubin_dir``, for a ``triton.Config``;
     * ``ttir_src``, ``ttgir_src``, ``llir_src``, ``ptx_src``: text or path of a file, with
-      ``metadata_json`` (dict, path, ``compiled.metadata`` or the compiled kernel itself).
-
+      ``metadata_json`` (dict, path, ``compiled.metadata`` or the compiled kernel itself);
+    * ``dump_tensor``: where :mod:`triton_dist.runner.language` stores to;
     * ``toolchain``: compiled by another installed Triton, by its name in
       ``TRITON_DIST_TOOLCHAINS``; ``None``: by this process's.
 

@@ -16,12 +16,12 @@ _NOT_HERE = {
     "amdgcn_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
     "hsaco_dir": "NVIDIA GPUs: a folder for ttir_dir, ttgir_dir, llir_dir, ptx_dir or cubin_dir",
     "start_pass": "a whole level: the passes inside of one differ with every version of Triton",
-    "dump_tensor": "a pointer argument that the kernel stores to; IR is not edited",
-    "dump_value": "a pointer argument that the kernel stores to; IR is not edited",
-    "dump_grid": "a pointer argument that the kernel stores to; IR is not edited",
+    "dump_value": "runner.language.dump in the kernel's source: IR is not edited",
+    "dump_grid": "the argument grid of runner.language.dump, in the kernel's source",
 }
 TOOLCHAIN = "toolchain"
-KEYWORDS = frozenset({"artefact", TOOLCHAIN, *_IN_FOLDER, *_AS_TEXT, *_NOT_HERE})
+DUMP = "dump_tensor"
+KEYWORDS = frozenset({"artefact", TOOLCHAIN, DUMP, *_IN_FOLDER, *_AS_TEXT, *_NOT_HERE})
 
 
 def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:

@@ -77,6 +77,10 @@ class Specialisation:
         types = {name: read((i,), node) for i, (name, node) in enumerate(tree.items())}
         return cls(types, constants, attributes)
 
+    def shown(self) -> dict[str, str]:
+        """By name what a person would say: ``*fp16, divisibility 16``; of a constant its value."""
+        return {name: _shown(tree) for name, tree in self.to_tree().items()}
+
     def refusals(self, call: Specialisation) -> list[str]:
         """Sentences on what a launch specialised as ``call`` has that a kernel made for this one
         does not take; empty if it takes all."""
@@ -120,6 +124,15 @@ def _leaves(place: Place, name: str, kind: Any) -> Iterator[tuple[Place, tuple[s
             yield from _leaves((*place, index), f"{name}[{index}]", inner)
     else:
         yield place, (name, str(kind))
+
+
+def _shown(tree: Any) -> str:
+    if isinstance(tree, list):
+        return f"({', '.join(map(_shown, tree))})"
+    if "constant" in tree:
+        return str(show(tree["constant"]))
+    known = [f"{name.removeprefix('tt.')} {n}" for name, n in tree.items() if name != "type"]
+    return ", ".join([tree["type"], *known])
 
 
 def _takes(wanted: str, have: str) -> bool:

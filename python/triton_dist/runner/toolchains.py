@@ -26,7 +26,12 @@ from triton.backends.compiler import GPUTarget
 
 from triton_dist import knobs
 from triton_dist._tuning.values import codec
-from triton_dist.errors import CompileTimeout, InvalidArgument, InvalidArtefact
+from triton_dist.errors import (
+    CompileTimeout,
+    InvalidArgument,
+    InvalidArtefact,
+    KernelNotShipped,
+)
 from triton_dist.runner import files, foreign
 from triton_dist.runner.artefact import Artefact
 from triton_dist.runner.specialisation import Specialisation, can_be_read, value_of
@@ -82,6 +87,7 @@ def compiled(
         InvalidArgument: no such toolchain; a kernel that another process cannot import.
         InvalidArtefact: that Triton cannot compile it, or tells of it what cannot be used.
         CompileTimeout: it took longer than ``TRITON_DIST_COMPILE_TIMEOUT``.
+        KernelNotShipped: it was not compiled before, and compiling is forbidden.
     """
     folder = folder_of(name)
     request = {
@@ -93,6 +99,9 @@ def compiled(
     digest = codec.digest(request, function.cache_key, _version(folder))
     kept = knobs.cache_dir.get().expanduser() / "toolchains" / digest
     if not kept.exists():
+        if knobs.compile_frozen.get():
+            why = f"the Triton in {folder} would compile it"
+            raise KernelNotShipped(function.__name__, call.shown(), "", (), why, str(kept))
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as beside:
             made = Path(beside, "made")

@@ -47,11 +47,14 @@ class Recorder:
             triton.knobs.compilation.listener = self._before
 
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
-        """Triton compiled a kernel, or found it."""
-        paths: Mapping[str, str] = details["metadata_group"]
-        named = {name: Path(path) for name, path in paths.items() if name.endswith(_LEVELS)}
-        facts = facts_of(triton_compat.compilation())
-        self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
+        """Triton compiled a kernel, or found it; one that ``runner`` made is none that Triton would
+        look for."""
+        compilation = triton_compat.compilation()
+        if compilation:
+            paths: Mapping[str, str] = details["metadata_group"]
+            named = {name: Path(path) for name, path in paths.items() if name.endswith(_LEVELS)}
+            facts = facts_of(compilation)
+            self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
         if self._before is not None:
             self._before(metadata=metadata, **details)
 

@@ -1,0 +1,179 @@
+"""Functions for kernels that write values of blocks out, to look at them after the launch.
+
+@runner.jit
+def kernel(x_ptr, n, BLOCK: tl.constexpr):
+    ...
+    language.dump(x, grid=(3, 0))
+
+kernel[grid](x, n, BLOCK=64, dump_tensor=torch.empty(64, device="cuda"))
+
+A launch with ``dump_tensor`` compiles the kernel with an argument more, which these functions find;
+in any other launch they are nothing. They are called in the kernel itself: functions that it calls
+have not got that argument.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.core import TRITON_BUILTIN
+
+from triton_dist.errors import InvalidArgument
+from triton_dist.runner.keywords import DUMP
+
+__all__ = ["dump", "dump_boundary", "dump_grids"]
+
+_interpreted: list[Any] = []
+"""``dump_tensor`` of the launch that is interpreted now."""
+
+
+@triton.jit
+def _store(pointer, value, offset):
+    if value.type.is_block():
+        index = tl.reshape(tl.arange(0, value.numel), value.shape)
+        tl.store(pointer + offset + index, value)
+    else:
+        tl.store(pointer + offset, value)
+
+
+@triton.jit
+def _dump(pointer, value, offset, x, y, z):
+    if (tl.program_id(0) == x) & (tl.program_id(1) == y) & (tl.program_id(2) == z):
+        _store(pointer, value, offset)
+
+
+@triton.jit
+def _dump_boundary(pointer, value, offset):
+    x, y, z = tl.num_programs(0) - 1, tl.num_programs(1) - 1, tl.num_programs(2) - 1
+    _dump(pointer, value, offset, x, y, z)
+
+
+@triton.jit
+def _dump_grids(pointer, value, offset):
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    program = program * tl.num_programs(2) + tl.program_id(2)
+    _store(pointer, value, offset + program * value.numel)
+
+
+def _in_kernels(function: Callable[..., None]) -> Callable[..., None]:
+    """Have Triton call ``function`` when it compiles a call of it."""
+    setattr(function, TRITON_BUILTIN, True)
+    return function
+
+
+@_in_kernels
+def dump(value: Any, offset: Any = 0, grid: Any = 0, _generator: Any = None) -> None:
+    """Store ``value`` to ``dump_tensor``, row by row, from element ``offset`` on.
+
+    Args:
+        grid: the program that does it, as a number or up to three; by default the first one. The
+            others store nothing.
+
+    Raises:
+        InvalidArgument: at the launch; in a function that the kernel calls, or more than three
+            numbers.
+    """
+    pointer = _pointer("dump", _generator)
+    if pointer is not None:
+        grid = grid.value if isinstance(grid, tl.constexpr) else grid
+        programs = list(grid) if isinstance(grid, (tuple, list, tl.tuple)) else [grid]
+        if len(programs) > 3:
+            raise InvalidArgument("dump", "grid", programs, "at most three numbers")
+        _call(_generator, _dump, pointer, value, offset, *programs, *[0] * (3 - len(programs)))
+
+
+@_in_kernels
+def dump_boundary(value: Any, offset: Any = 0, _generator: Any = None) -> None:
+    """Do as :func:`dump` in the last program of the grid."""
+    pointer = _pointer("dump_boundary", _generator)
+    if pointer is not None:
+        _call(_generator, _dump_boundary, pointer, value, offset)
+
+
+@_in_kernels
+def dump_grids(value: Any, offset: Any = 0, _generator: Any = None) -> None:
+    """Do as :func:`dump` in every program: of the blocks one after another, the last axis first."""
+    pointer = _pointer("dump_grids", _generator)
+    if pointer is not None:
+        _call(_generator, _dump_grids, pointer, value, offset)
+
+
+def _pointer(function: str, generator: Any) -> Any:
+    """``dump_tensor`` of the kernel that is compiled, or interpreted; ``None`` if there is none."""
+    if generator is None:
+        return _interpreted[-1] if _interpreted else None
+    if not generator.is_kernel:
+        expected = "the kernel itself: a function that it calls has not got dump_tensor"
+        raise InvalidArgument(function, "caller", "a function of the kernel", expected)
+    return generator.lscope.get(DUMP)
+
+
+def _call(generator: Any, function: Any, *args: Any) -> None:
+    if generator is None:
+        function(*args)
+        return
+    known = [
+        arg if isinstance(arg, (tl.tensor, tl.constexpr)) else tl.constexpr(arg) for arg in args
+    ]
+    generator.call_JitFunction(function, known, {})
+
+
+class Dumping(triton.JITFunction):
+    """A kernel with one argument more: ``dump_tensor``, after all others."""
+
+    def __init__(self, kernel: Any) -> None:
+        fn = kernel.fn
+        copy = types.FunctionType(
+            fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+        )
+        copy.__dict__.update(fn.__dict__)
+        copy.__module__, copy.__qualname__, copy.__doc__ = (
+            fn.__module__, fn.__qualname__, fn.__doc__,
+        )  # fmt: skip
+        copy.__signature__ = _signature(fn)  # type: ignore[attr-defined]
+        super().__init__(
+            copy,
+            version=kernel.version,
+            do_not_specialize=kernel.do_not_specialize,
+            do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
+            debug=kernel.debug,
+            noinline=kernel.noinline,
+            repr=kernel._repr,
+            launch_metadata=kernel.launch_metadata,
+        )
+
+    def parse(self) -> ast.Module:
+        """The kernel's source, with the argument."""
+        tree: ast.Module = super().parse()
+        (function,) = tree.body
+        assert isinstance(function, ast.FunctionDef)
+        function.args.args.append(ast.arg(DUMP))
+        function.args.defaults.append(ast.Constant(None))
+        return ast.fix_missing_locations(tree)
+
+
+def dumping(fn: Callable[..., None]) -> Callable[..., None]:
+    """Give ``fn``, a kernel that is to be interpreted, that argument too."""
+
+    @functools.wraps(fn)
+    def kernel(*args: Any, dump_tensor: Any, **kwargs: Any) -> None:
+        _interpreted.append(dump_tensor)
+        try:
+            fn(*args, **kwargs)
+        finally:
+            _interpreted.pop()
+
+    kernel.__signature__ = _signature(fn)  # type: ignore[attr-defined]
+    return kernel
+
+
+def _signature(fn: Callable[..., None]) -> inspect.Signature:
+    more = inspect.Parameter(DUMP, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    return inspect.Signature([*inspect.signature(fn).parameters.values(), more])
