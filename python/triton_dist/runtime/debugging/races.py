@@ -17,7 +17,6 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ from triton_dist import knobs
 from triton_dist.runtime import addresses, symmetric
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.faults import DataRace
+from triton_dist.runtime.debugging.job import made_folder
 from triton_dist.runtime.debugging.site import site
-from triton_dist.runtime.debugging.waiting import job_folder
 from triton_dist.runtime.device import cpu
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
@@ -111,7 +110,7 @@ class Races:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Within: no other thread of this rank, and no other rank of the host, is."""
-        with self._turn, (self._folder() / "turn").open("ab") as file:
+        with self._turn, (made_folder() / "turn").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -169,14 +168,9 @@ class Races:
         self._boards()[rank] = self._clock()
         self._clock()[rank] += 1
 
-    def _folder(self) -> Path:
-        folder = job_folder()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
-
     def _boards(self) -> Any:
         """A row of each rank, which all of this host map."""
-        size, folder = knobs.world_size.get(), self._folder()
+        size, folder = knobs.world_size.get(), made_folder()
         if self._board[0] != (folder, size):
             path = folder / f"clocks-{size}"
             with path.open("ab") as file:
