@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,3 +263,31 @@ def races_of_each_rank() -> dict[str, tuple[str, str]]:
         told[name] = found(bug, "race", quiet=0.5)
         dist.barrier()
     return told
+
+
+def stands_still() -> list[tuple[str, str]]:
+    """What ends two hangs, for who asks meanwhile where the ranks are: a ``notify`` is missing;
+    and then, a rank does not come to a call."""
+    from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
+
+    rank = dist.get_rank()
+    with checking("where"):
+        ends = [found(missing_notify, quiet=0.5)]
+        if rank == 0:
+            dist.barrier()  # where rank 1 is meanwhile
+        with create_ag_gemm_context(32, 32, 16, torch.float32, rank, 2) as ctx:
+
+            def call() -> None:
+                ag_gemm(torch.zeros(16, 16), torch.zeros(16, 16), ctx, autotune=False)
+
+            call()
+            ends.append(found(call, quiet=0.5) if rank == 0 else ("", ""))
+            dist.barrier()  # where rank 1 is meanwhile
+            ctx.reset()
+    return ends
+
+
+def stands_in_pdb(program: str) -> list[float]:
+    """What ``main`` of a program gives, whose kernels stop for who attaches."""
+    with checking("attach", "where"):
+        return runpy.run_path(program)["main"]()

@@ -48,6 +48,7 @@ def test_a_mode_is_refused_by_the_releases_in_which_it_finds_nothing(mode, relea
         (["interp:luck"], INTERPRETER, "no such mode. Nearest: one of interp, interp:bounds"),
         (["interp", "fpsan"], INTERPRETER, "it is for compiled kernels"),
         (["luck"], GPU, "no such mode"),
+        (["attach"], GPU, "interpreted kernels only. Nearest: .*=interp:waits,attach"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(words, runs, said):
@@ -57,10 +58,12 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(words, runs, said):
 
 def test_what_can_be_is_turned_on():
     here = Place(Version("3.9.0"), INTERPRETER)
-    assert modes.check(["interp"], here) == ("bounds", "init", "waits")
-    assert modes.check(["interp", "interp:race"], here) == modes.CHECKS
+    assert modes.check(["interp"], here) == modes.CHECKS
     assert modes.check(["interp:waits", "interp:bounds", "assert"], here) == ("bounds", "waits")
     assert modes.check(["memcheck"], Place(Version("3.6.0"), GPU, "memcheck")) == ()
+    assert modes.check(["attach", "where"], here) == ()
+    for runs in (GPU, NOTHING):
+        assert modes.check(["where"], Place(Version("3.6.0"), runs)) == ()
     assert modes.variables_of(["fpsan", "assert"]) == {
         "TRITON_INSTRUMENTATION_MODE": "fpsan",
         "TRITON_DEBUG": "1",

@@ -1,4 +1,4 @@
-"""``debug``: run a command with its kernels checked."""
+"""``debug``: run a command with its kernels checked, or look into one that runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import knobs
+from triton_dist.cli import debug_job
 from triton_dist.cli.verb import add_verb
 
 _SLOWER = 50.0  # how much longer a limit is under compute-sanitizer
@@ -19,19 +20,29 @@ def add_to(verbs: Any) -> None:
         verbs,
         "debug",
         _run,
-        help="run a command with its kernels checked",
+        help="run a command with its kernels checked, or look into one that runs",
         description="Runs COMMAND with TRITON_DIST_DEBUG=MODE and all that the mode needs: interp "
         "(or some of its checks, as interp:bounds,interp:waits) on CPU ranks; on GPUs assert, a "
         "mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer (memcheck, "
         "initcheck, racecheck, synccheck), with a report of each process. A mode that would find "
-        "nothing here is refused, with the reason and the nearest that can.",
+        "nothing here is refused, with the reason and the nearest that can. A command that runs "
+        "in mode attach or where can be looked into meanwhile: `attach RANK` is the pdb of a rank "
+        "that stands at a dl.breakpoint, or in a dl.wait; `where` says what each rank waits for.",
         examples=[
             "debug interp -- torchrun --nproc-per-node=2 script.py",
             "debug memcheck -- bash scripts/launch.sh test_ag_gemm.py",
+            "debug attach,where -- torchrun --nproc-per-node=2 script.py",
+            "debug attach 1",
+            "debug where",
         ],
         takes_command=True,
     )
     parser.add_argument("mode", metavar="MODE", help="one or several, separated by commas")
+    parser.add_argument("rank", nargs="?", type=int, help="of attach: of the world")
+    parser.add_argument("--job", help="of attach and where, if several run: the port of its ranks")
+    parser.add_argument(
+        "--wait", type=float, default=60.0, help="of attach: seconds for it to stop"
+    )
     parser.add_argument("--reports", type=Path, help="folder for those of compute-sanitizer")
     parser.set_defaults(fail=parser.error, command=[])
 
@@ -43,15 +54,19 @@ def _run(arguments: argparse.Namespace) -> int:
     from triton_dist.runtime.triton_compat import triton_version
 
     words = knobs.words(arguments.mode)
+    if not arguments.command and words == ("where",):
+        return debug_job.where(arguments.job)
+    if not arguments.command and words == ("attach",) and arguments.rank is not None:
+        return debug_job.attach(arguments.rank, arguments.job, arguments.wait)
     if not arguments.command or not words:
         arguments.fail("a command is needed: debug MODE -- COMMAND")
     told = {knobs.debug.variable: ",".join(words)}
     before: list[str] = []
     tools = [word for word in words if word in modes.MODES and modes.MODES[word].tool]
-    if modes.checks_of(words):
+    if modes.checks_of(words) or "attach" in words:
         modes.check(words, modes.Place(triton_version(), modes.INTERPRETER))
         told |= {knobs.triton_interpret.variable: "1", knobs.device.variable: "cpu"}
-    else:
+    elif words != ("where",):
         modes.check(words, modes.Place(triton_version(), modes.GPU, "".join(tools[:1])))
     reports = Path()
     if tools:

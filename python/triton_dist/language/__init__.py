@@ -9,11 +9,30 @@ no-ops in the interpreter and below the compute capability that they are for.
 ``wait``             spin until flags have reached a value (acquire); gives a token
 ``consume_token``    tie a load to the ``wait`` before it
 ``give_turn``        before a look at what other programs of the grid do
+``only_rows``        of what a descriptor loads, the rows that are used: for checks
+``breakpoint``       stop here, for ``triton-dist debug attach``: interpreted only
 ``publish_tile``     make TMA stores visible, before a ``notify``
 ===================  ====================================================================
 """
 
-from triton_dist.language.signals import consume_token, give_turn, notify, symm_at, wait
+from triton_dist.language._checked import breakpoint  # Python's word for it
+from triton_dist.language.signals import (
+    consume_token,
+    give_turn,
+    notify,
+    only_rows,
+    symm_at,
+    wait,
+)
 from triton_dist.language.tma import publish_tile
 
-__all__ = ["consume_token", "give_turn", "notify", "publish_tile", "symm_at", "wait"]
+__all__ = [
+    "breakpoint",
+    "consume_token",
+    "give_turn",
+    "notify",
+    "only_rows",
+    "publish_tile",
+    "symm_at",
+    "wait",
+]

@@ -15,6 +15,7 @@ from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.runtime import interpreter, waits
 from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.debugging import stops
 from triton_dist.runtime.triton_compat import is_interpreting
 
 _TEXT = tl.constexpr(str)
@@ -39,7 +40,8 @@ def _spin_interpreted(
     a disagreement. Raise once a flag is overdue."""
     if guard is not None and _gave_up(guard):
         return -1
-    overdue = time.monotonic() > deadline
+    stops.stop_if_asked()
+    overdue = stops.is_overdue(deadline, waits.interpreted_limit_seconds())
     if waits.on_look is not None:
         waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, overdue)
     if overdue:

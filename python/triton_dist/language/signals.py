@@ -7,6 +7,7 @@ from triton.language import target_info
 
 from triton_dist._jit import jit
 from triton_dist.language import _spin
+from triton_dist.language._checked import only_rows_of
 from triton_dist.language._spin import (
     INTERPRETED,
     give_turn_to_others,
@@ -197,3 +198,14 @@ def give_turn():
 def consume_token(value, token):
     """``value`` (a pointer or an int), made to depend on the ``wait`` that gave ``token``."""
     return value + token
+
+
+@jit
+def only_rows(desc, begin, end):
+    """``desc``, a tensor descriptor, of whose loads only rows ``begin`` to ``end`` of the tensor
+    are used: what a tile has beyond them is dropped later, and may change while it is read.
+
+    For the checks of ``TRITON_DIST_DEBUG``, which do not take it for a race then, and put NaN
+    there, so that it shows if it is used. Otherwise, and compiled, this is nothing.
+    """
+    return only_rows_of(desc, begin, end)

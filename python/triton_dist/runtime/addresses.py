@@ -30,6 +30,17 @@ def region_at(address: int) -> tuple[int, int, str] | None:
     return None if entry is None else (entry[0], entry[0] + entry[1], entry[3])
 
 
+def regions_between(low: int, high: int) -> list[tuple[int, int, str]]:
+    """``(begin, end, name)`` of the live regions that have an address of ``low`` to ``high``."""
+    first = max(0, bisect.bisect_right(_ranges, (low, 1 << 62, 0, "", ())) - 1)
+    last = bisect.bisect_right(_ranges, (high, 1 << 62, 0, "", ()))
+    return [
+        (base, base + nbytes, name)
+        for base, nbytes, _, name, _ in _ranges[first:last]
+        if low < base + nbytes
+    ]
+
+
 def next_named(address: int, name: str) -> tuple[int, int] | None:
     """``(begin, bytes)`` of the first live region of that name behind an address, or None."""
     for base, nbytes, _, each, _ in _ranges[bisect.bisect_left(_ranges, (address,)) :]:

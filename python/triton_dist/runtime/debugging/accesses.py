@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from triton_dist.runtime.debugging.pattern import fill
+
 Undo = Callable[[], None]
 
 
@@ -126,8 +128,14 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
                     pointers, mask = desc.materialize_pointers(args[place])
                 except AssertionError:  # an alignment that the operation itself explains
                     return original(self, *args, **named)
-                access = Access(kind, pointers.data, _array(mask), pointers.get_element_ty())
-                return observed(access, lambda: original(self, *args, **named))
+                mask, unused = _array(mask), _unused_rows(desc, args[place])
+                if unused is None:
+                    access = Access(kind, pointers.data, mask, pointers.get_element_ty())
+                    return observed(access, lambda: original(self, *args, **named))
+                access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
+                result = observed(access, lambda: original(self, *args, **named))
+                fill(result.data, access.element, np.broadcast_to(unused, result.data.shape))
+                return result
 
             return copy
 
@@ -143,6 +151,16 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
         replace(builder, "create_descriptor_reduce", of_block("atomic", 3)),
     ]
     return undo_all(undos)
+
+
+def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
+    """Bool, that broadcasts to the block: rows that ``dl.only_rows`` leaves out; None: none."""
+    begin, end = getattr(desc, "rows", (0, 0))
+    row = int(indices[0].data.item()) + np.arange(desc.block_shape[0])
+    unused = (row < begin) | (row >= end)
+    if begin == end or not unused.any():
+        return None
+    return unused.reshape(-1, *(1,) * (len(desc.block_shape) - 1))
 
 
 def _array(mask: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 
 from triton.runtime import interpreter as upstream
 
-from triton_dist.runtime.debugging import bounds, uninitialised
+from triton_dist.runtime import interpreter
+from triton_dist.runtime.debugging import bounds, standing, stops, uninitialised
 from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, undo_all, watch
 from triton_dist.runtime.debugging.faults import KernelAssertion
 from triton_dist.runtime.debugging.site import site
@@ -16,7 +17,8 @@ from triton_dist.runtime.debugging.waiting import Waiting
 
 
 def install(checks: Iterable[str]) -> Undo:
-    """Turn ``checks`` of kernels on, names of :data:`modes.CHECKS`, until undone.
+    """Turn ``checks`` of kernels on, names of :data:`modes.CHECKS` and of modes that work here,
+    until undone.
 
     The interpreter's mends must be applied.
     """
@@ -28,10 +30,15 @@ def install(checks: Iterable[str]) -> Undo:
     if "init" in checks:
         observers.append(uninitialised.Uninitialised())
         undos.append(uninitialised.poison())
-    if "waits" in checks:
-        waiting = Waiting()
+    if "waits" in checks or "where" in checks:
+        waiting = Waiting(judges="waits" in checks)
         observers.append(waiting)
-        undos.append(waiting.start())
+        standing.start()
+        undos += [standing.stop, waiting.start()]
+        undos.append(replace(interpreter, "_run_grid", _noted))
+    if "attach" in checks:
+        stops.start()
+        undos.append(stops.end)
     if "race" in checks:
         from triton_dist.runtime.debugging.races import Races
 
@@ -61,3 +68,12 @@ def _with_site(original: Any) -> Callable[..., None]:
             raise KernelAssertion(f"{site()}: {failed}") from None
 
     return create_assert
+
+
+def _noted(original: Any) -> Callable[..., None]:
+    def run_grid(executor: Any, *rest: Any) -> None:
+        grid = executor.grid if isinstance(executor.grid, tuple) else ()
+        standing.note_launch(executor.fn.__name__, grid)
+        original(executor, *rest)
+
+    return run_grid

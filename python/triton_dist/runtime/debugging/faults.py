@@ -12,6 +12,18 @@ class DebugModeRefused(TritonDistError, ValueError):
         super().__init__(f"TRITON_DIST_DEBUG={mode} is refused: {reason}. Nearest: {nearest}")
 
 
+class NoSuchJob(TritonDistError, LookupError):
+    """No job of this host, or more than one, that ``triton-dist debug`` could mean."""
+
+    def __init__(self, job: str | None, known: list[str]) -> None:
+        there = (
+            f"there are {', '.join(known)}: say --job JOB"
+            if known
+            else ("none that was started with TRITON_DIST_DEBUG=attach or where is on this host")
+        )
+        super().__init__(f"job {job or 'to look into'}: {there}")
+
+
 class KernelFault(TritonDistError):
     """A mistake in an interpreted kernel that a check found; the message begins with rank, program,
     kernel and source line."""

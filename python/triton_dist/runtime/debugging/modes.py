@@ -20,8 +20,9 @@ from triton_dist.runtime.debugging.faults import DebugModeRefused
 from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
 CHECKS = ("bounds", "init", "waits", "race")
-"""Checks of ``interp``, which alone is all but ``race``: that one is asked for by name, because it
-also reports what is read in vain."""
+"""Checks of ``interp``."""
+_TELL = ("attach", "where")
+"""Modes that look for nothing, and answer who asks."""
 INTERPRETER, GPU, NOTHING = "interpreter", "gpu", "nothing"
 _IN_INTERPRETER = "TRITON_INTERPRET=1 TRITON_DIST_DEVICE=cpu TRITON_DIST_DEBUG={}"
 _INSTRUMENTATION, _ASSERTIONS = "TRITON_INSTRUMENTATION_MODE", "TRITON_DEBUG"
@@ -37,6 +38,7 @@ class Mode:
         nearest: the mode of the interpreter that finds the most of it.
         variables: what it sets for this process and its children.
         tool: a tool of compute-sanitizer, around the process.
+        works: on what kernels run where it does something.
     """
 
     finds: str
@@ -44,6 +46,7 @@ class Mode:
     lacks: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     tool: bool = False
+    works: tuple[str, ...] = (GPU,)
 
 
 _UNKNOWN = "Triton {} does not know it, and would ignore it"
@@ -67,7 +70,15 @@ def _tool(finds: str, nearest: str) -> Mode:
 
 
 MODES: Mapping[str, Mode] = {
-    "assert": Mode("tl.device_assert, integer overflow", "interp", {}, {_ASSERTIONS: "1"}),
+    # Interpreted, assertions always hold a program up.
+    "assert": Mode(
+        "tl.device_assert, integer overflow",
+        "interp",
+        variables={_ASSERTIONS: "1"},
+        works=(GPU, INTERPRETER),
+    ),
+    "attach": Mode("what a person sees in pdb", "interp:waits,attach", works=(INTERPRETER,)),
+    "where": Mode("where each rank stands", "where", works=(GPU, INTERPRETER, NOTHING)),
     "consan": _instrumented(
         "races on shared memory, barriers, asynchronous copies",
         "consan",
@@ -130,7 +141,7 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
         if name != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
             raise DebugModeRefused(word, "there is no such mode", f"one of {', '.join(known)}")
-        wanted |= {check} if check else {*CHECKS} - {"race"}
+        wanted |= {check} if check else {*CHECKS}
     return tuple(check for check in CHECKS if check in wanted)
 
 
@@ -152,9 +163,11 @@ def check(words: Iterable[str], place: Place) -> tuple[str, ...]:
         )
     for word in words:
         mode = MODES.get(word)
-        if mode is None or (word == "assert" and place.runs == INTERPRETER):
-            continue  # interpreted, assertions always hold a program up
+        if mode is None or (place.runs in mode.works and place.runs != GPU):
+            continue
         nearest = nearest_of(word, place.runs)
+        if word == "attach":
+            raise DebugModeRefused(word, "pdb steps through interpreted kernels only", nearest)
         if place.runs == INTERPRETER:
             raise DebugModeRefused(
                 word, "it is for compiled kernels; these are interpreted", nearest
@@ -197,8 +210,8 @@ def variables_of(words: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def activate() -> tuple[str, ...]:
-    """Turn on what ``TRITON_DIST_DEBUG`` asks for, say so once, and return the checks of the
-    interpreter that are on; nothing is done where it is not set.
+    """Turn on what ``TRITON_DIST_DEBUG`` asks for, say so once, and return what the interpreter is
+    to turn on; nothing is done where it is not set.
 
     Raises:
         DebugModeRefused: as :func:`check`.
@@ -206,6 +219,7 @@ def activate() -> tuple[str, ...]:
     words = knobs.debug.get()
     if not words:
         return ()
+    tell = tuple(word for word in _TELL if word in words)
     place = Place.here()
     checks = check(words, place)
     changed = variables_of(words) if place.runs == GPU else {}
@@ -224,4 +238,9 @@ def activate() -> tuple[str, ...]:
         file=sys.stderr,
         flush=True,
     )
-    return checks
+    if place.runs != INTERPRETER and tell:
+        from triton_dist.runtime.debugging import standing, waiting
+
+        standing.start()
+        waiting.Waiting(judges=False).start()
+    return checks + tell

@@ -12,8 +12,11 @@ and collectives are: so there are races that this does not find.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,8 @@ from triton_dist import knobs
 from triton_dist.runtime import addresses, symmetric
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.faults import DataRace
+from triton_dist.runtime.debugging.job import made_folder
 from triton_dist.runtime.debugging.site import site
-from triton_dist.runtime.debugging.waiting import job_folder
 from triton_dist.runtime.device import cpu
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
@@ -33,9 +36,14 @@ _SHADOW = "~race"
 # Columns of a shadow: who stored (rank + 1), at which count, on which line; then, a rank each, at
 # which count it loaded, and what was released here.
 _WHO, _COUNT, _LINE, _FIRST = 0, 1, 2, 3
+# Those of them that this torch has. What tells one rank only is taken for telling all: too much is
+# known then, which gives no false alarm.
 _COLLECTIVES = (
-    "barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object",
-    "broadcast", "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single",
+    "barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor",
+    "all_gather_single", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_single", "all_to_all", "all_to_all_single", "broadcast",
+    "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
+    "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
 _WORDS = ("meet", "decide", "gather", "maximum", "barrier", "align", "line_up")
 
@@ -58,20 +66,21 @@ class Races:
     def __init__(self) -> None:
         self._clocks: dict[tuple[int, int], Any] = {}  # by rank and size of the world: of a job
         self._board: tuple[Any, Any] = (None, None)
+        self._turn = threading.Lock()
 
     def before(self, access: Access) -> None:
         for name, shadow, rows in _noted(access):
             rank, clock = knobs.rank.get(), self._clock()
             if access.kind == "atomic":
                 if access.semantic in ("release", "acquire_release"):
-                    released = shadow[:, _FIRST + clock.size :]
-                    released[rows] = np.maximum(released[rows], clock)
-                    clock[rank] += 1
+                    with self._alone():  # several ranks may add to one flag
+                        released = shadow[:, _FIRST + clock.size :]
+                        released[rows] = np.maximum(released[rows], clock)
+                        clock[rank] += 1
+                continue
+            if access.semantic == "volatile":
                 continue
             who, count = shadow[rows, _WHO] - 1, shadow[rows, _COUNT]
-            if access.semantic == "volatile":  # packets say by themselves that they have come
-                np.maximum.at(clock, who[who >= 0], count[who >= 0])
-                continue
             late = (who >= 0) & (who != rank) & (count > clock[who])
             if late.any():
                 other, line = int(who[late][0]), int(shadow[rows, _LINE][late][0])
@@ -91,6 +100,19 @@ class Races:
         if access.semantic in ("acquire", "acquire_release"):
             for _, shadow, rows in _noted(access):
                 self._learn(shadow[rows, _FIRST + self._clock().size :])
+        elif access.semantic == "volatile":
+            # Packets say by themselves that they have come. Who stores notes it before: to look at
+            # the note before what came is read would be to miss a packet that comes in between.
+            for _, shadow, rows in _noted(access):
+                who, count = shadow[rows, _WHO] - 1, shadow[rows, _COUNT]
+                np.maximum.at(self._clock(), who[who >= 0], count[who >= 0])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within: no other thread of this rank, and no other rank of the host, is."""
+        with self._turn, (made_folder() / "turn").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def track(self) -> Undo:
         """Note what collectives and flags of copy streams bring into an order, until undone."""
@@ -120,7 +142,7 @@ class Races:
 
         return undo_all(
             [
-                *(replace(dist, name, together) for name in _COLLECTIVES),
+                *(replace(dist, name, together) for name in _COLLECTIVES if hasattr(dist, name)),
                 *(replace(StoreRanks, name, together) for name in _WORDS),
                 replace(cpu, "_spin_until_equal", awaited),
                 replace(cpu.CpuCopyStream, "write_flag", written),
@@ -148,9 +170,8 @@ class Races:
 
     def _boards(self) -> Any:
         """A row of each rank, which all of this host map."""
-        size, folder = knobs.world_size.get(), job_folder()
+        size, folder = knobs.world_size.get(), made_folder()
         if self._board[0] != (folder, size):
-            folder.mkdir(mode=0o700, exist_ok=True)
             path = folder / f"clocks-{size}"
             with path.open("ab") as file:
                 file.truncate(4 * size * size)
@@ -168,16 +189,18 @@ def _noted(access: Access) -> list[tuple[str, Any, Any]]:
     """(name, shadow, rows) of each region of symmetric memory that is accessed."""
     if knobs.world_size.get() == 1:
         return []
-    touched, found = np.asarray(access.touched()).astype(np.int64), []
-    while touched.size:
-        region = addresses.region_at(int(touched[0]))
-        begin, end = (int(touched[0]), int(touched[0]) + 1) if region is None else region[:2]
-        inside = (touched >= begin) & (touched < end)
-        shadow = None if region is None else _shadow_of(begin, region[2])
-        if region is not None and shadow is not None:
-            rows = (touched[inside] - begin) * len(shadow) // (end - begin)
-            found.append((region[2], shadow, rows))
-        touched = touched[~inside]
+    touched, found = np.asarray(access.touched()).view(np.int64), []
+    if not touched.size:
+        return []
+    for begin, end, name in addresses.regions_between(int(touched.min()), int(touched.max())):
+        shadow = _shadow_of(begin, name)
+        if shadow is not None:
+            rows = touched - begin
+            if touched.min() < begin or touched.max() >= end:
+                rows = rows[(rows >= 0) & (rows < end - begin)]
+            if rows.size:
+                rows //= (end - begin) // len(shadow)
+                found.append((name, shadow, rows))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import triton
 
 from triton_dist import knobs
@@ -20,6 +22,20 @@ _NOT_KERNELS = (
     str(_PACKAGE / "runtime"),
     str(_PACKAGE / "language"),
 )
+
+
+# What a program's own lines are not in.
+_NOT_PROGRAMS = (
+    *_NOT_KERNELS,
+    str(Path(os.__file__).parent),
+    str(Path(torch.__file__).parent),
+    "<",
+)
+
+
+def is_of_program(frame: FrameType) -> bool:
+    """True for a line of the program or of a kernel, false for those of libraries."""
+    return not frame.f_code.co_filename.startswith(_NOT_PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,14 @@ class Site:
 
     def __str__(self) -> str:
         return f"rank {self.rank}, program {self.program} of {self.kernel}, {self.file}:{self.line}"
+
+
+def kernel_frame() -> FrameType | None:
+    """The innermost frame of a kernel on this thread's stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_KERNELS):
+        frame = frame.f_back
+    return frame
 
 
 def site() -> Site:

@@ -15,18 +15,13 @@ import torch
 
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.faults import UninitialisedRead
+from triton_dist.runtime.debugging.pattern import FLOATS, INTEGERS, pattern
 from triton_dist.runtime.debugging.site import site
 
-_FLOATS, _INTEGERS = 0x7FFB, 0x7BFB
-"""Every two bytes: a NaN in all floating-point types, and a number that is rare."""
 _ALLOCATIONS = (
     (torch, ("empty", "empty_like", "empty_strided")),
     (torch.Tensor, ("new_empty", "new_empty_strided")),
 )
-
-
-def _pattern(dtype: Any, word: int) -> Any:
-    return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
 
 
 class Uninitialised:
@@ -38,9 +33,8 @@ class Uninitialised:
     def after(self, access: Access, values: Any) -> None:
         if access.kind != "load" or values is None or access.itemsize < 2:
             return
-        floats = access.element.is_floating()
         bits = np.asarray(values).view(np.dtype(f"u{access.itemsize}"))
-        found = bits == _pattern(bits.dtype, _FLOATS if floats else _INTEGERS)
+        found = bits == pattern(bits.dtype, access.element.is_floating())
         if access.mask is not None:
             found = found & access.mask
         if found.any():
@@ -62,7 +56,7 @@ def poison() -> Undo:
             if is_plain and tensor.element_size() > 1:
                 floats = tensor.is_floating_point() or tensor.is_complex()
                 words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
-                words.fill_(_FLOATS if floats else _INTEGERS)
+                words.fill_(FLOATS if floats else INTEGERS)
             return tensor
 
         return filled

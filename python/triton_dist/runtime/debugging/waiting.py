@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -26,9 +25,11 @@ import numpy as np
 from triton_dist import knobs
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.debugging import standing
 from triton_dist.runtime.debugging.accesses import Access, Undo
 from triton_dist.runtime.debugging.faults import WaitNeverEnds
-from triton_dist.runtime.debugging.site import site
+from triton_dist.runtime.debugging.job import job_folder, made_folder, runs
+from triton_dist.runtime.debugging.site import is_of_program, site
 
 QUIET_SECONDS = 2.0
 _TELL_SECONDS = 0.25
@@ -53,9 +54,14 @@ def _rank() -> int:
 
 
 class Waiting:
-    """Notes of this rank, as an observer of accesses and of waits."""
+    """Notes of this rank, as an observer of accesses and of waits.
 
-    def __init__(self) -> None:
+    Args:
+        judges: whether to raise where nobody is left to set a flag, or only to tell.
+    """
+
+    def __init__(self, judges: bool = True) -> None:
+        self._judges = judges
         self._waits: dict[Any, dict[str, Any]] = {}
         self._told: OrderedDict[str, str] = OrderedDict()
         self._moved = self._judged = time.monotonic()
@@ -111,10 +117,11 @@ class Waiting:
         wait = self._waits.get(key)
         if wait is None or wait["seen"] != found or now - wait["looked"] > _FRESH_SECONDS:
             wait = {"at": str(site()), "flag": flag_at(address), "expected": expected}
+            wait["writer"] = standing.writer_of(address)
             wait |= {"seen": found, "looked": now}  # whole, before the thread that tells sees it
             self._waits[key], self._moved = wait, now
         wait["looked"] = now
-        if overdue or now - self._judged > _TELL_SECONDS:
+        if overdue or (self._judges and now - self._judged > _TELL_SECONDS):
             self._judged = now
             states = self._states()
             if overdue or _nobody_is_left(states, now):
@@ -142,20 +149,19 @@ class Waiting:
         }
 
     def _tell(self) -> None:
-        path = None
+        path, answered = None, ""
         while not self._over.wait(_TELL_SECONDS):
-            if knobs.world_size.get() > 1:
-                folder = job_folder()
-                path = folder / f"{_rank()}.json"
+            if knobs.world_size.get() > 1 or not self._judges:
                 with suppress(OSError, RuntimeError):  # or changed meanwhile: the next time
-                    folder.mkdir(mode=0o700, exist_ok=True)
+                    folder, state = made_folder(), self._state()
+                    path = folder / f"{_rank()}.json"
                     new = path.with_suffix(f".{os.getpid()}")
-                    new.write_text(json.dumps(self._state()), encoding="utf-8")
+                    new.write_text(json.dumps(state), encoding="utf-8")
                     new.replace(path)
+                    answered = standing.answer_if_asked(folder, answered, state)
         if path is not None:
             with suppress(OSError):
                 path.unlink()
-                path.parent.rmdir()
 
     def _states(self) -> dict[int, dict[str, Any] | None]:
         """By rank of the world; ``None``: nothing is known of it."""
@@ -168,33 +174,20 @@ class Waiting:
         return states | {_rank(): self._state()}
 
 
-def job_folder() -> Path:
-    """A place of the ranks of a job on this host, by the port that they meet at, or else by who
-    started them."""
-    job = knobs.environment().get("MASTER_PORT") or f"of-{os.getppid()}"
-    return Path(tempfile.gettempdir()) / f"triton_dist-debug-{os.getuid()}-{job}"
-
-
 def _host_line(frame: FrameType | None) -> tuple[bool, str]:
     """True if a collective is waited for; and the innermost line outside of torch and of us."""
     collective = False
     while frame is not None:
         file = frame.f_code.co_filename
         collective = collective or any(part in file for part in _COLLECTIVES)
-        if not (file.startswith((_PACKAGE, "<")) or "site-packages" in file):
+        if is_of_program(frame) and not file.startswith(_PACKAGE):
             return collective, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return collective, "?"
 
 
 def _is_gone(state: dict[str, Any]) -> bool:
-    try:
-        os.kill(state["pid"], 0)
-    except ProcessLookupError:
-        return True
-    with suppress(OSError):  # ended, and its parent has not asked yet
-        return Path(f"/proc/{state['pid']}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return False
+    return not runs(state["pid"])
 
 
 def _nobody_is_left(states: dict[int, dict[str, Any] | None], now: float) -> bool:

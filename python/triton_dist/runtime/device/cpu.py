@@ -16,6 +16,7 @@ from triton_dist import knobs
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.debugging.stops import is_overdue
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, Step
 from triton_dist.runtime.triton_compat import is_interpreting
 
@@ -73,6 +74,10 @@ class CpuDevice:
     def host_word(self) -> torch.Tensor:
         """int64 [1], 0, that kernels can write and the host can read at any time."""
         return torch.zeros(1, dtype=torch.int64)
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor:
+        """What is there now."""
+        return words.clone()
 
     def sleep(self, cycles: int) -> None:
         """Sleep for as long as a GPU would take for ``cycles``."""
@@ -229,7 +234,7 @@ def _spin_until_equal(
     limit = waits.interpreted_limit_seconds()
     deadline = time.monotonic() + limit
     while int(flags[index]) != value and not abandoned.is_set():
-        if time.monotonic() > deadline:
+        if is_overdue(deadline, limit):
             raise WaitTimeout(
                 rank=knobs.rank.get(),
                 program="copy stream",

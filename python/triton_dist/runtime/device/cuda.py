@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist.runtime.device import cuda_driver
+from triton_dist.runtime.device import cuda_driver, cuda_peek
 from triton_dist.runtime.device.cuda_copies import CudaCopyStream, CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
     RepeatedLaunch,
@@ -139,6 +139,14 @@ class CudaDevice:
         """int64 [1], 0, that kernels can write and the host can read at any time: pinned, so it has
         the same address for both."""
         return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
+    @functools.cached_property
+    def _peeks(self) -> cuda_peek.Peeks:
+        return cuda_peek.Peeks(self.torch_device)
+
+    def peek(self, words: torch.Tensor) -> torch.Tensor | None:
+        """What is there now, read beside whatever runs; ``None``: it cannot be."""
+        return self._peeks.read(words)
 
     def sleep(self, cycles: int) -> None:
         """Keep the current stream busy for about ``cycles`` SM clock cycles."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from triton_dist.runtime.debugging.stops import is_overdue
 from triton_dist.runtime.ranks.process import Process
 
 _PATIENCE_SECONDS = 0.25
@@ -124,7 +125,7 @@ class Mailbox:
                 if stopped and stops < patience():
                     stops += now - looked
                     due += now - looked
-                if missing and now >= due:
+                if missing and is_overdue(due, due - begin):
                     raise Absent(missing, None, stopped, now - begin)
                 remind(missing, now - begin)
                 looked, look = now, min(now + _PATIENCE_SECONDS, max(now, due))

@@ -221,8 +221,9 @@ def kernel_gemm_persistent(
                     arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
                 )
                 accumulator = multiply_tile(
-                    gathered_desc, b_desc, dl.consume_token(shard * rows + row, token), n *
-                    BLOCK_SIZE_N, K, part, num_parts, B_COLUMN_MAJOR, INPUT_PRECISION,
+                    dl.only_rows(gathered_desc, shard * rows, shard * rows + last_row + 1), b_desc,
+                    dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, K, part,
+                    num_parts, B_COLUMN_MAJOR, INPUT_PRECISION,
                     BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
                 )  # fmt: skip
             finish_tile(

@@ -177,6 +177,7 @@ def multiply_arriving_tile(
     """``multiply_tile`` from ``row`` of ``shard`` on, whose ``rows`` arrive in chunks along K: each
     is multiplied as soon as it is there. The waits stand outside of the loop that is pipelined."""
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
+    gathered_desc = dl.only_rows(gathered_desc, shard * rows, (shard + 1) * rows)
     steps = tl.cdiv(K, BLOCK_SIZE_K)
     for chunk in range(NUM_CHUNKS):
         begin = first_step_of_chunk(chunk, steps, NUM_CHUNKS)

@@ -22,8 +22,8 @@ All ranks must make the same sequence of calls, and replay graphs equally often;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from triton_dist.kernels.common.peers import count_in, epoch_at, flag_of, flag_v
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.debugging import standing
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import Region
@@ -138,6 +139,7 @@ class EpochSlots:
         self._flags_of_rank = dict(flags_of_rank or {})
         self._sizes = [0] * SLOTS
         self._expected: list[Expected] = [dict] * SLOTS
+        self._begun = [0] * SLOTS  # calls, for who asks where they stand
         self._in_turn = self._in_graphs = self._capturing = False
         self._clear_lines()
         self.guard = Guard(
@@ -147,6 +149,7 @@ class EpochSlots:
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
+        self._tells = standing.add(self)
 
     def __getitem__(self, region: str) -> Region:
         """A region of the current slot."""
@@ -181,6 +184,7 @@ class EpochSlots:
             RankDisagreement: ranks have come to an earlier call with different sizes.
         """
         self.index = self.following
+        self._begun[self.index] += 1
         if self.num_ranks == 1:
             return
         most_polls = self.guard.begin()
@@ -216,7 +220,7 @@ class EpochSlots:
         self.launcher.run((kernel_finish_epoch, self.index), self._finishing)
         most_polls = self.guard.most_polls
         self._in_turn = awaited and not self._capturing and not most_polls
-        if most_polls:
+        if most_polls or self._tells:
             self._expected[self.index] = expected
         self.guard.end()
 
@@ -245,7 +249,7 @@ class EpochSlots:
                 for slot in range(SLOTS):
                     self.of_slot(slot, region).local.zero_()
             self._clear_lines()
-            self._sizes = [0] * SLOTS
+            self._sizes, self._begun = [0] * SLOTS, [0] * SLOTS
             self.index = 0
             self._in_turn = False
 
@@ -294,20 +298,54 @@ class EpochSlots:
         epoch = gave_up[slot][SOUND.value - _GUARD] + 1
         lines = self.memory["epoch"].local
         lines[:, SOUND.value] = (lines[:, EPOCH] >> SIZE_BITS.value) - 1
+        for flag in self._late_of(slot, epoch, torch.Tensor.cpu):
+            return flag["flag"], epoch, flag["seen"]
+        return "which has arrived since", epoch, epoch
+
+    def _late_of(
+        self, slot: int, epoch: int, read: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> Iterator[dict[str, Any]]:
+        """The flags that the slot's use number ``epoch`` waits for, and that are not there."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for region, indices, value in (
             *((region, indices, epoch) for region, indices in self._expected[slot]().items()),
             ("consumed", peers, epoch - 1),
         ):
-            flags = self.of_slot(slot, region).local
-            seen = flags.tolist()
+            flags, source_of = self._flags_in(slot, region)
+            there = read(flags)
+            seen = [] if there is None else there.view(-1).tolist()
             if flags.dtype == torch.int64:
                 seen = [count_in(flag) for flag in seen]
             for index in indices:
-                if seen[index] < value:
+                if index < len(seen) and seen[index] < value:
                     address = flags.data_ptr() + index * flags.element_size()
-                    return describe_address(address), epoch, seen[index]
-        return "which has arrived since", epoch, epoch
+                    told = {"flag": describe_address(address), "writer": source_of(index)}
+                    yield told | {"expected": value, "seen": seen[index]}
+
+    def standing(self) -> dict[str, Any]:
+        """Where the ranks are, for ``triton-dist debug where``: read beside what runs."""
+        lines = [self.device.peek(peer) for peer in self.memory["epoch"].peers]
+        epochs: list[list[int | None]] = [
+            [None if line is None else count_in(int(line[slot, EPOCH])) for line in lines]
+            for slot in range(SLOTS)
+        ]
+        late: list[dict[str, Any]] = []
+        for slot, own in enumerate(each[self.rank] for each in epochs):
+            if own is not None and (self._in_graphs or self._begun[slot] >= own):
+                late += self._late_of(slot, own, self.device.peek)
+        named = {f"epoch of slot {slot}": epochs[slot] for slot in range(SLOTS)}
+        ranks = range(self.num_ranks)
+        named["calls"] = [sum(self._begun) if rank == self.rank else None for rank in ranks]
+        return {"name": self.memory.name, "epochs": named, "late": late}
+
+    def writer_of(self, address: int) -> int | None:
+        """Rank of the group that sets the flag at ``address``; ``None``: it is no flag of these."""
+        for slot in range(SLOTS):
+            for words, source_of in self._flags(slot):
+                index = (address - words.data_ptr()) // words.element_size()
+                if 0 <= index < words.numel():
+                    return source_of(index)
+        return None
 
 
 class InSlots:

@@ -1,0 +1,114 @@
+"""A job that runs is looked into: the session of docs/how-to/debug-in-pdb.md, and ``where``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.debugging import bugs
+from tests.docs.markdown import DOCS, blocks
+from tests.docs.outputs import check_output
+from triton_dist.cli import debug_job
+from triton_dist.cli.main import main
+from triton_dist.runtime.debugging.job import folder_of
+
+PDB = DOCS / "how-to" / "debug-in-pdb.md"
+
+
+class Job(threading.Thread):
+    """Ranks that run while the test looks into them."""
+
+    def __init__(self, start, *args, **options):
+        super().__init__()
+        self._call = lambda: start(2, *args, **options)
+        self.results = []
+        self.start()
+
+    def run(self):
+        self.results = self._call()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.join()
+
+
+def asked_until(pattern, job, seconds=90.0):
+    """The first answer of ``where`` that has ``pattern``."""
+    end, said = time.monotonic() + seconds, ""
+    while time.monotonic() < end:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            main(["debug", "where", *(["--job", job] if job else [])])
+        said = out.getvalue()
+        if re.search(pattern, said):
+            return said
+        time.sleep(0.1)
+    pytest.fail(f"{pattern} is not in\n{said}")
+
+
+def attached(rank, typed, monkeypatch, tmp_path):
+    """The session, with what was typed, as a terminal shows it."""
+    (tmp_path / "typed").write_text("".join(f"{line}\n" for line in typed))
+    shown = io.BytesIO()
+    with (tmp_path / "typed").open("rb") as keys, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", SimpleNamespace(buffer=keys))
+        patched.setattr(sys, "stdout", SimpleNamespace(buffer=shown, flush=lambda: None))
+        assert main(["debug", "attach", str(rank), "--wait", "100"]) == 0
+    prompt = f"(rank {rank}) "
+    first, *answers = shown.getvalue().decode().split(prompt)
+    assert len(answers) == len(typed)
+    said = zip(typed, answers, strict=True)
+    return first + "".join(f"{prompt}{line}\n{answer}" for line, answer in said)
+
+
+def test_the_recorded_session_over_two_ranks(spawn_ranks, monkeypatch, tmp_path):
+    program, *recorded = [block for block in blocks(PDB) if block.language in ("python", "text")]
+    path = tmp_path / "ring.py"
+    path.write_text(program.text)
+    with Job(
+        spawn_ranks, bugs.stands_in_pdb, str(path), env={"TRITON_DIST_WAIT_TIMEOUT": "0.3"}
+    ) as job:
+        for rank, block in enumerate(recorded):
+            typed = re.findall(rf"^\(rank {rank}\) (.*)$", block.text, re.M)
+            said = attached(rank, typed, monkeypatch, tmp_path)
+            check_output(SimpleNamespace(expected=block.text, text="", id=block.id), said)
+            if rank == 0:
+                name = folder_of(None, "pdb-1.sock").name.rpartition("-")[2]
+                said = asked_until("rank 0.*waits in a kernel", name)
+                assert "waits for ring.flag[0] of rank 0 to reach 1, it is 0" in said
+                assert re.search(r"rank 1 .*: is at .*ring.py:15 in kernel_ring", said)
+                time.sleep(0.5)  # beyond the limit of rank 0, which waits while rank 1 stands
+    assert job.results == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+
+
+def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(spawn_ranks):
+    with Job(spawn_ranks, bugs.stands_still, env={"TRITON_DIST_WAIT_TIMEOUT": "4"}) as job:
+        place = f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}"
+        awaited = "waits for bugs.flag[0] of rank 0 to reach 1, it is 0"
+        said = asked_until(re.escape(f"{place}: {awaited}"), None)
+        assert "2 of 2 ranks answer" in said
+        assert re.search(r"rank 1 \(process \d+\): is at .*bugs.py:\d+ in _told", said)
+        assert "told: bugs.flag" not in said
+        said = asked_until(r"ag_gemm.*which rank 1 sets", None)
+        assert "ag_gemm, calls: rank 0: 2  rank 1: 1 <- differs" in said
+        assert "last launches: " in said
+    (first, second), other = job.results
+    assert first[0] == second[0] == "WaitNeverEnds"
+    assert other == [("", ""), ("", "")]
+
+
+def test_a_job_that_is_not_there(capfd, monkeypatch):
+    monkeypatch.setattr(debug_job, "_ANSWER_SECONDS", 0.1)
+    assert main(["debug", "where", "--job", "none such"]) == 2
+    assert "job none such: " in capfd.readouterr().err
+    assert main(["debug", "attach", "0", "--job", "none such", "--wait", "0.1"]) == 2
+    assert "job none such: " in capfd.readouterr().err
