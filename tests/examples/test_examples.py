@@ -21,6 +21,9 @@ PROGRAMS = {
     "wait_for_a_peer": (2, ["rank 0 has what rank 1 sent"]),
     "train_llama": (2, ["step 3: loss ", ", on one rank "]),
     "serve_llama": (2, [" sequences, as on one rank: [["]),
+    # Where optuna is not installed, as in CI, it says so: the search is tested in
+    # tests/tuning/test_big_spaces.py with one that needs no library.
+    "own_search": (1, ["optuna "]),
     "model_step": (2, ["step 2: loss ", "2 ranks agree on "]),
 }
 

@@ -28,9 +28,9 @@ _FAR = 1.5
 nothing about the good."""
 _STEPS, _SMALL = 4, 80
 """Steps up the hill, of a model of few configs, which takes little time."""
-_ALIKE = 0.25
+ALIKE = 0.25
 """Weight of a parameter of which nothing is known."""
-_PRIOR = 0.5
+PRIOR = 0.5
 """Standard deviation of the log of a weight about that."""
 
 
@@ -45,7 +45,7 @@ class Model:
     def __init__(self, sizes: Sequence[int], ordered: Sequence[bool]) -> None:
         self._steps = np.array([max(size - 1, 1) for size in sizes], dtype=float)
         self._ordered = np.array(ordered, dtype=bool)
-        self._learnt = self._weights = np.full(len(sizes), _ALIKE)
+        self._learnt = self._weights = np.full(len(sizes), ALIKE)
         self._turn = 0
         self._stride, self._direction = np.full(len(sizes), 0.3), np.zeros(len(sizes))
 
@@ -65,7 +65,7 @@ class Model:
             self._climb()
         self._learnt = self._weights
         if self._turn % 2 == 0:
-            self._weights = np.full(len(self._learnt), _ALIKE)
+            self._weights = np.full(len(self._learnt), ALIKE)
         self._fit()
 
     def believe(self, points: Sequence[Point]) -> None:
@@ -108,7 +108,7 @@ class Model:
         slope = np.outer(self._solved, self._solved) - self._inverse.T @ self._inverse
         slope *= self._near(self._apart)
         uphill = -0.5 * self._weights * np.einsum("ij,ija->a", slope, self._apart)
-        uphill -= np.log(self._weights / _ALIKE) / _PRIOR**2
+        uphill -= np.log(self._weights / ALIKE) / PRIOR**2
         turned = self._direction * uphill < 0
         self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
         self._direction = np.sign(uphill)

@@ -13,6 +13,7 @@ There is no randomness but that of a generator whose seed is fixed.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -54,13 +55,13 @@ class Surrogate:
         self._turn = 0
 
     def ask(self) -> Config | None:
-        if self._turn == 0:
+        if not self._turn:
             self._begin()
         elif len(self._chosen) + len(self._next) < 2 * self._generation:
+            self._turn += 1
             self._next += self._choice()
-        if len(self._next) >= self._generation or not self._chosen:
-            self._announce()
-        self._turn += 1
+            if len(self._next) >= self._generation or not self._chosen:
+                self._announce()
         return self._chosen.popleft()[1] if self._chosen else None
 
     def tell(self, config: Config, milliseconds: float) -> None:
@@ -70,16 +71,19 @@ class Surrogate:
             self._times[point] = milliseconds
 
     def ahead(self) -> Sequence[Config]:
+        if not self._turn:
+            self._begin()
         new, self._ahead = self._ahead, []
         return new
 
     def _begin(self) -> None:
-        for _ in range(_DRAWS):
-            for point in self._grid.drawn(self._draw, FIRST):
-                if len(self._next) < FIRST:
-                    self._next += self._taken(point)
+        self._turn = 1
+        draws = (self._grid.drawn(self._draw, FIRST) for _ in range(_DRAWS))
+        for point in itertools.chain.from_iterable(draws):
+            self._next += self._taken(point)
             if len(self._next) >= FIRST:
-                return
+                break
+        self._announce()
 
     def _announce(self) -> None:
         """The next generation is whole, or nothing else is left."""

@@ -191,6 +191,9 @@ class ConfigSpace(Sequence[Config]):
     def __len__(self) -> int:
         return len(self._configs)
 
+    def __contains__(self, config: object) -> bool:
+        return isinstance(config, Config) and self.find(config.digest, config.tree) is not None
+
     @property
     def default(self) -> Config:
         """The config that is used where nothing is tuned."""

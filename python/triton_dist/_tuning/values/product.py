@@ -201,11 +201,7 @@ class Unlisted:
         return len(self.product)
 
     def __contains__(self, config: object) -> bool:
-        return (
-            isinstance(config, Config)
-            and self.product.find(config.digest, config.tree) is not None
-            and self._keeps(config)
-        )
+        return isinstance(config, Config) and config in self.product and self._keeps(config)
 
     def config(self, point: Point) -> Config | None:
         """The config there, which ``where`` keeps; ``None`` if ``prune_fn`` does not."""

@@ -87,6 +87,7 @@ class TuningRecord:
         index = winner([trial.outcome for trial in self.trials], indifference)
         if index is None:
             causes = {str(trial): str(trial.outcome) for trial in self.trials}
+            causes |= {f"{count} configs": reason for reason, count in self.dropped.items()}
             raise NoValidConfig(self.key.full_name, self.key, causes)
         return self.trials[index]
 
