@@ -25,41 +25,24 @@ import importlib.util
 import json
 import math
 import random
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning import protocols
 from triton_dist._tuning.search import model, search_for
+from triton_dist._tuning.search.choose import GENERATION
 from triton_dist._tuning.search.exploring import Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
-from triton_dist._tuning.values import Config, Failure, Outcome, Policy, winner
-from triton_dist._tuning.values.outcome import joined
-from triton_dist.testing.replay import RecordedSpace, Replay
+from triton_dist._tuning.values import Config, Policy
+from triton_dist.testing.replay import RecordedSpace
+from triton_dist.testing.replayed import Make, Score, medians, score
 
 HERE = Path(__file__).parent
-Make = Callable[[Sequence[Config], Policy, int], protocols.Search]
-"""A search of candidates, for a policy and a seed."""
 CONSTANTS = [(alike, prior) for alike in (0.1, 0.25, 0.5) for prior in (0.5, 1.0)]
 """Weights of parameters of which nothing is known, and how far they may be learnt from there."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """One search on one space; regrets in percent."""
-
-    space: str
-    search: str
-    mean: float
-    error: float
-    """Standard error of the mean."""
-    p95: float
-    milliseconds: float
-    """Processor time of the search, for each config that is tried."""
 
 
 class Anyhow:
@@ -90,8 +73,6 @@ def _modelled(generation: int) -> Make:
 
 
 def searches() -> dict[str, Make]:
-    from triton_dist._tuning.search.choose import GENERATION
-
     found = {
         "random": _own(Anyhow),
         "surrogate": _modelled(1),
@@ -105,47 +86,8 @@ def searches() -> dict[str, Make]:
     return found
 
 
-def medians(space: RecordedSpace) -> dict[str, float]:
-    """By digest; ``inf`` for what fails."""
-    return {
-        digest: math.inf if isinstance(runs, Failure) else statistics.median(runs)
-        for digest, runs in space.runs.items()
-    }
-
-
-def regret(space: RecordedSpace, make: Make, seed: int, tries: int) -> tuple[float, float]:
-    """Regret of one tuning, relative, and the processor seconds that its search took."""
-    policy = Policy.on("cuda", timing="events", search="surrogate", max_trials=tries)
-    draw, taken = random.Random(seed), time.process_time()
-    runs = {
-        digest: own if isinstance(own, Failure) else tuple(draw.sample(own, len(own)))
-        for digest, own in space.runs.items()
-    }
-    replay, outcomes = Replay(runs), dict[str, Outcome]()
-    # The default of a recorded space means nothing: any config may be first.
-    candidates = draw.sample(space.configs, len(space.configs))
-    taken, spent = time.process_time(), 0.0
-    search = make(candidates, policy, seed)
-    while (request := search.ask()) is not None:
-        spent += time.process_time() - taken
-        outcome = replay.attempt(request, policy)
-        digest = request.config.digest
-        outcomes[digest] = joined(outcomes.get(digest), outcome)
-        taken = time.process_time()
-        search.tell(request, outcome)
-    chosen = winner(list(outcomes.values()), policy.indifference)
-    assert chosen is not None, f"nothing of {space.name} that was tried is valid"
-    true = medians(space)
-    return true[list(outcomes)[chosen]] / min(true.values()) - 1, spent
-
-
-def score(space: RecordedSpace, name: str, make: Make, seeds: Iterable[int], tries: int) -> Score:
-    results = [regret(space, make, seed, tries) for seed in seeds]
-    percents = sorted(100 * each for each, _ in results)
-    error = statistics.stdev(percents) / math.sqrt(len(percents)) if len(percents) > 1 else 0.0
-    spent = 1e3 * statistics.fmean(spent for _, spent in results) / tries
-    p95 = percents[math.ceil(0.95 * len(percents)) - 1]
-    return Score(space.name, name, statistics.fmean(percents), error, p95, spent)
+def _policy(tries: int) -> Policy:
+    return Policy.on("cuda", timing="events", search="surrogate", max_trials=tries)
 
 
 def leave_one_out(spaces: Sequence[RecordedSpace], seeds: range, tries: int) -> None:
@@ -153,7 +95,7 @@ def leave_one_out(spaces: Sequence[RecordedSpace], seeds: range, tries: int) -> 
     means: dict[tuple[float, float], dict[str, float]] = {}
     for constants in CONSTANTS:
         model.ALIKE, model.PRIOR = constants
-        own = {s.name: score(s, "", _modelled(1), seeds, tries).mean for s in spaces}
+        own = {s.name: score(s, "", _modelled(1), _policy(tries), seeds).mean for s in spaces}
         means[constants] = own
         print(f"alike {constants[0]:g}, prior {constants[1]:g}: {_shown(own)}", flush=True)
     for space in spaces:
@@ -190,14 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Score]:
         print(f"{space.name}: {len(space.configs)} configs, {near} within 5 % of the best")
         for name, make in searches().items():
             if options.search is None or name in options.search:
-                found = score(space, name, make, seeds, options.tries)
+                found = score(space, name, make, _policy(options.tries), seeds)
                 scores.append(found)
-                print(
-                    f"  {name:12s} regret after {options.tries} tries {found.mean:6.2f} % ± "
-                    f"{found.error:.2f}, p95 {found.p95:6.2f} %, {found.milliseconds:6.2f} ms "
-                    "a try",
-                    flush=True,
-                )
+                print(f"  {found}", flush=True)
     if options.json:
         about = {"seeds": options.seeds, "tries": options.tries, "unit": "percent"}
         tree = {**about, "scores": [asdict(each) for each in scores]}

@@ -28,9 +28,9 @@ def test_constants_are_judged_on_the_space_that_did_not_choose_them(monkeypatch,
         def __init__(self, name):
             self.name = name
 
-    def score(space, name, make, seeds, tries):
+    def score(space, name, make, policy, seeds):
         mean = regrets[space.name, bench_search.model.ALIKE]
-        return bench_search.Score(space.name, name, mean, 0.0, 0.0, 0.0)
+        return bench_search.Score(space.name, name, mean, 0.0, 0.0, 1, 0.0)
 
     for constant in ("ALIKE", "PRIOR"):
         monkeypatch.setattr(bench_search.model, constant, getattr(bench_search.model, constant))
