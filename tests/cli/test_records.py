@@ -178,6 +178,26 @@ def test_clear_of_stale_records_leaves_those_that_are_used_or_cannot_be_judged(r
     assert not stale.exists()
 
 
+def test_replay_of_a_record_and_of_a_space(run, tmp_path):
+    kept(record())
+    status, out, _ = run("replay", "gemm", "--seeds", "2")
+    assert status == 0
+    assert out.splitlines()[0] == "shop.ops.gemm: 6 configs, 2 orders"
+    assert [line.split()[:3] for line in out.splitlines()[1:]] == [
+        [name, "regret", "0.00"] for name in ("racing", "exhaustive", "surrogate")
+    ]
+    path = tmp_path / "space.json"
+    run("export", "gemm", "--format", "t4", "--out", str(path))
+    asked = ("replay", str(path), "--search", "surrogate", "--tries", "3", "--seeds", "2", "--json")
+    tree = json.loads(run(*asked)[1])
+    assert (tree["space"], tree["configs"], tree["scores"][0]["tried"]) == ("space", 6, 3)
+    assert run("replay", "nothing")[0] == 1
+    (tmp_path / "bad.json.gz").write_bytes(b"")
+    assert run("replay", str(tmp_path / "bad.json.gz"))[0] == 2
+    with pytest.raises(SystemExit):
+        run("replay", "gemm", "--search", "luck")
+
+
 @pytest.mark.parametrize("verb", ["show", "export"])
 def test_none_and_a_file_that_is_no_record(run, tmp_path, verb):
     status, out, _ = run(verb, "gemm", "--key", "7")

@@ -155,7 +155,7 @@ def test_the_other_process_holds_nothing_open(pool):
     reader, writer = os.pipe()
     (hanging,) = pool.missing(warm(kernels.difficult, "hangs"))
     pool.begin([hanging], 1)
-    until(lambda: children_of(pool._server))
+    until(lambda: children_of(server_of(pool)))
     os.close(writer)
     assert select.select([reader], [], [], 20)[0] == [reader]
     assert os.read(reader, 1) == b""
@@ -199,12 +199,17 @@ def test_closing_ends_every_process(pool):
     (quick,) = pool.missing(warm(kernels.scale, 2.0, BLOCK=32))
     pool.begin([quick, hanging], 1)
     pool.wait(quick)
-    server = pool._server
+    server = server_of(pool)
     until(lambda: children_of(server))
     processes = [server, *children_of(server)]
     pool.close()
     pool.close()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+
+
+def server_of(pool):
+    (pid,) = pool._servers.values()
+    return pid
 
 
 def children_of(pid):
@@ -220,5 +225,5 @@ def until(happened):
 
 def test_nothing_to_compile_starts_no_process(pool):
     pool.begin([], 1)
-    assert pool._server is None
+    assert not pool._servers
     pool.wait("a kernel of another rank")

@@ -22,6 +22,9 @@ PROGRAMS = {
     "train_llama": (2, ["step 3: loss ", ", on one rank "]),
     "serve_llama": (2, [" sequences, as on one rank: [["]),
     "model_folder": (1, [": 1 layers of tiny, "]),
+    # Where optuna is not installed, as in CI, it says so: the search is tested in
+    # tests/tuning/test_big_spaces.py with one that needs no library.
+    "own_search": (1, ["optuna "]),
     "model_step": (2, ["step 2: loss ", "2 ranks agree on "]),
 }
 

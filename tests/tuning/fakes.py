@@ -179,7 +179,7 @@ class Rank:
         memory = MemoryStore()
         self.tuned = AutoTuner(
             run,
-            ConfigSpace(self.space),
+            self.space if isinstance(self.space, ConfigSpace) else ConfigSpace(self.space),
             self.key_fn,
             self.prune_fn,
             self.hooks,

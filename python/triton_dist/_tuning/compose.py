@@ -18,13 +18,23 @@ from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, roundings
 from triton_dist._tuning.protocols import RankGroup, Search
-from triton_dist._tuning.search import Brief, Exhaustive, Racing
+from triton_dist._tuning.search import Brief, Factory, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, pack_store
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
 from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.store.archive import records_of
-from triton_dist._tuning.values import Config, ConfigSpace, Fingerprint, Origin, Policy, codec
+from triton_dist._tuning.values import (
+    Config,
+    ConfigSpace,
+    Fingerprint,
+    Origin,
+    Policy,
+    Product,
+    codec,
+    qualified_name,
+)
+from triton_dist._tuning.values.policy import EFFORTS
 from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
@@ -36,14 +46,11 @@ from triton_dist.runtime.untraced import untraced
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
-_SEARCHES: dict[str, Callable[[Sequence[Config], Policy, Config | None], Search]] = {
-    "racing": Racing,
-    "exhaustive": Exhaustive,
-}
+_SEARCHES = ("racing", "exhaustive", "surrogate", "auto")
 
 
 def autotune(
-    config_space: Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]],
+    config_space: Product | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]],
     key_fn: Callable[..., Any],
     prune_fn: Callable[..., object] | None = None,
     *,
@@ -55,7 +62,8 @@ def autotune(
     timing: str = "events",
     max_seconds: float | None = None,
     max_trials: int | None = None,
-    search: str = "racing",
+    search: str | Factory = "racing",
+    effort: str = "normal",
     version: str | None = None,
     agree_fn: Callable[..., object] | None = None,
     restore: Sequence[str] = (),
@@ -72,7 +80,8 @@ def autotune(
 
     Args:
         config_space: dicts of keyword arguments of the function, or a callable that returns them,
-            called at the first tuning. The first is the default.
+            called at the first tuning. The first is the default. Or a ``tune.Product``, which may
+            have millions of configs and lists none.
         key_fn: called with the arguments of the function; returns a hashable value. One tuning a
         value.
         prune_fn: ``prune_fn(config, *args, **kwargs)``, truthy keeps the config; the leader's
@@ -96,7 +105,13 @@ def autotune(
         max_seconds: begin no new config after so many seconds; the first is always measured.
         max_trials: try at most so many configs.
         search: ``"racing"``, samples in rounds, clear losers leave early; ``"exhaustive"``, all
-            samples of every config in turn.
+            samples of every config in turn; ``"surrogate"``, for spaces too large to try all: a
+            model of what was measured says which to try, and the fastest of these race;
+            ``"auto"``, racing where there are few candidates, else surrogate. Or a search of your
+            own: called with the values by name of each parameter, it returns an object with ``ask``
+            and ``tell`` (``tune.Search``).
+        effort: ``"quick"``, ``"normal"`` or ``"max"``: 50, 200 or 1000 candidates are tried where
+            not all are; with ``"quick"``, no more than 50 in any case. ``max_trials`` wins.
         version: what the author declares the function to be. Results of other versions are not
             used; shipped ones are matched by it instead of by the code, and not without it.
         agree_fn: ``agree_fn(*args, **kwargs)`` returns what must be the same on all ranks besides
@@ -130,7 +145,9 @@ def autotune(
     """
     one_of("scope", scope, _SCOPES)
     one_of("timing", timing, _TIMINGS)
-    one_of("search", search, tuple(_SEARCHES))
+    if not callable(search):
+        one_of("search", search, _SEARCHES)
+    one_of("effort", effort, tuple(EFFORTS))
     if max_seconds is not None and not max_seconds > 0:
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
@@ -150,15 +167,26 @@ def autotune(
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
     rounding = roundings(sizes)
-    if not callable(config_space):
+    if isinstance(config_space, Product) and sizes:
+        wanted = "a list of configs, or none of sizes=, which carries results over by config"
+        raise InvalidArgument("autotune", "config_space", config_space, wanted)
+    if not callable(config_space) and not isinstance(config_space, Product):
         try:
             config_space = list(config_space)  # an iterator would be empty at the second look
         except TypeError:
             expected = "dicts of keyword arguments, or a function that returns them"
             raise InvalidArgument("autotune", "config_space", config_space, expected) from None
+    own = search if callable(search) else None
+    named_search = search if isinstance(search, str) else f"own {qualified_name(search)}"
     policy = functools.partial(
-        Policy.on, timing=timing, search=search, max_seconds=max_seconds, max_trials=max_trials
+        Policy.on,
+        timing=timing,
+        search=named_search,
+        max_seconds=max_seconds,
+        max_trials=max_trials,
+        effort=effort,
     )
+    space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
     hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore)
     surroundings = Surroundings(
@@ -178,11 +206,18 @@ def autotune(
         keys, known = sized_key(fn, key_fn, rounding)
         judges = tuple(each for each in (prune_fn, check_fn) if each is not None)
         composer = _Composer(
-            scope, policy, judges, version or "", ignore, Snapshot([fn, *judges]), MemoryStore()
+            scope,
+            policy,
+            functools.partial(search_for, own=own, ahead=prepare_fn is not None),
+            judges,
+            version or "",
+            ignore,
+            Snapshot([fn, *judges]),
+            MemoryStore(),
         )
         tuned = AutoTuner(
             fn,
-            ConfigSpace(config_space),
+            space,
             keys,
             prune_fn,
             hooks,
@@ -227,6 +262,7 @@ class _Composer:
     scope: str
     policy: Callable[..., Policy]
     """Policy of a device, by its name and by whether ranks take turns on it."""
+    search: Callable[..., Search]
     judges: tuple[Callable[..., object], ...]
     """Functions that decide which configs can win, besides their times."""
     version: str
@@ -245,7 +281,7 @@ class _Composer:
         return Parts(
             **{**vars(common), "quiet": functools.partial(_quiet, common.quiet)},
             memory=self.memory,
-            search=_SEARCHES[policy.search],
+            search=self.search,
             brief=Brief,
             fingerprint=functools.partial(self._fingerprint, ranks, policy),
             log=lambda key: FileLog(files.path(key), int(ranks.named(ranks.rank))),

@@ -142,6 +142,10 @@ class Search(Protocol):
         """The next measurement, or ``None`` when the search is over. The same config may be asked
         for again."""
 
+    def ahead(self) -> Sequence[Config]:
+        """Configs that :meth:`ask` may return from now on, the one that it just returned among
+        them, and that were not named before: they are compiled meanwhile."""
+
     def tell(self, request: Request, outcome: Outcome) -> None:
         """Take the outcome of ``request``: its own samples, not those of earlier requests."""
 
@@ -231,7 +235,8 @@ class Compiler(Protocol):
         """Names of the kernels that ``prepare`` would compile now; compiles none."""
 
     def begin(self, kernels: Sequence[str], sharers: int) -> None:
-        """Start compiling these, in this order, with one of ``sharers`` parts of the host."""
+        """Start compiling these, in this order, with one of ``sharers`` parts of the host; besides
+        those that were begun before."""
 
     def wait(self, kernel: str) -> None:
         """Until ``kernel``, if begun here, is in the cache; raises why it cannot be."""

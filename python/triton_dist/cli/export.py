@@ -100,7 +100,8 @@ def _json(found: Sequence[StoredRecord]) -> str:
     return json.dumps({"records": [show.tree(each) for each in found]}, indent=2) + "\n"
 
 
-def _t4(found: Sequence[StoredRecord]) -> str:
+def t4(found: Sequence[StoredRecord]) -> str:
+    """The first record in the format of the autotuning community."""
     results = [_result(trial) for trial in found[0].record.trials]
     metadata = {"timeunit": "milliseconds", "function": found[0].record.key.full_name}
     tree = {"schema_version": "1.0.0", "metadata": metadata, "results": results}
@@ -136,4 +137,4 @@ def _typed(values: Mapping[str, str]) -> dict[str, Any]:
     return typed
 
 
-_FORMATS = {"csv": _csv, "json": _json, "t4": _t4}
+_FORMATS = {"csv": _csv, "json": _json, "t4": t4}

@@ -12,7 +12,6 @@ from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
     Fingerprint,
-    FixedSpace,
     Key,
     TuningRecord,
     Validity,
@@ -63,4 +62,4 @@ class Judge:
             given = Config(ast.literal_eval(text.removeprefix("with ")))
         except (ValueError, SyntaxError):  # values that are no literals
             given = Config({})
-        return FixedSpace(space, given) if given.digest == digest else space
+        return space.without(given) if given.digest == digest else space

@@ -50,6 +50,11 @@ class RecordedSpace:
             ValueError: it is not in that format; says what is missing.
         """
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return cls.parse(text, path.name.partition(".")[0].removesuffix("_T4"))
+
+    @classmethod
+    def parse(cls, text: str | bytes, name: str) -> RecordedSpace:
+        """The space in a text of that format. Raises ``ValueError`` like :meth:`read`."""
         configs: list[Config] = []
         runs: dict[str, tuple[float, ...] | Failure] = {}
         try:
@@ -58,8 +63,8 @@ class RecordedSpace:
                 configs.append(config)
                 runs[config.digest] = _runs(result)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no space in T4 format: {error!r}") from error
-        return cls(path.name.partition(".")[0].removesuffix("_T4"), tuple(configs), runs)
+            raise ValueError(f"{name} is no space in T4 format: {error!r}") from error
+        return cls(name, tuple(configs), runs)
 
 
 def _runs(result: Mapping[str, Any]) -> tuple[float, ...] | Failure:

@@ -46,12 +46,13 @@ class CompileAhead:
     ) -> None:
         self._prepare, self._seconds, self._ranks = prepare, seconds, ranks
         self._compiler = None if compiler is None else compiler()
-        self._all: Sequence[Needs] = ()
+        self._needed: dict[str, list[str]] = {}
+        """Kernels that some rank misses, by the digest of the candidate."""
         self._done: set[str] = set()
 
     def begin(self, candidates: Sequence[Config]) -> None:
-        """Collective. Run ``prepare`` for each candidate, with compiling left out; then start
-        compiling this rank's share of what is missing."""
+        """Collective, for those of ``candidates`` that were not begun. Run ``prepare`` for each,
+        with compiling left out; then start compiling this rank's share of what is missing."""
         prepare, compiler = self._prepare, self._compiler
         if compiler is None or prepare is None:
             return
@@ -60,13 +61,17 @@ class CompileAhead:
         with self._ranks.user_code(at, self._seconds) as watch:
             watch.begin()
             for config in candidates:
+                if config.digest in self._needed:
+                    continue
                 kernels[config.digest] = compiler.missing(functools.partial(prepare, config))
             watch.end()
-        self._prepare = None  # it may hold the arguments of a call
         own = Needs(compiler.cache, kernels)
-        self._all = self._ranks.gather(at, own, self._seconds)
-        sharers = sum(needs.cache == own.cache for needs in self._all)
-        compiler.begin(share(self._all, self._ranks.rank), sharers)
+        everyone = self._ranks.gather(at, own, self._seconds)
+        for digest in kernels:
+            missed = (needs.kernels.get(digest, ()) for needs in everyone)
+            self._needed[digest] = list(dict.fromkeys(itertools.chain.from_iterable(missed)))
+        sharers = sum(needs.cache == own.cache for needs in everyone)
+        compiler.begin(share(everyone, self._ranks.rank), sharers)
 
     def is_needed(self, config: Config) -> bool:
         """True if some rank misses a kernel for ``config`` that was not waited for; the same answer
@@ -90,8 +95,7 @@ class CompileAhead:
 
     def _kernels(self, config: Config) -> list[str]:
         """Kernels that some rank misses for it."""
-        needed = (needs.kernels.get(config.digest, ()) for needs in self._all)
-        return list(dict.fromkeys(itertools.chain.from_iterable(needed)))
+        return self._needed.get(config.digest, [])
 
     def __enter__(self) -> CompileAhead:
         return self
@@ -106,6 +110,7 @@ class CompileAhead:
 
     def close(self) -> None:
         """Idempotent."""
+        self._prepare = None  # it may hold the arguments of a call
         if self._compiler is not None:
             self._compiler.close()
 

@@ -20,7 +20,6 @@ from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
     Fingerprint,
-    FixedSpace,
     Origin,
     Sizes,
     TuningRecord,
@@ -245,10 +244,10 @@ class AutoTuner(Decorated):
         with self._told(process_group):
             ranks = self._surroundings.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
-            space = FixedSpace(self.config_space, fixed) if fixed else self.config_space
+            space = self.config_space.without(fixed) if fixed else self.config_space
             if fixed and not space.names:  # nothing is left to be chosen
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
-                return Choice(space[0], {}, None)
+                return Choice(space.default, {}, None)
             self._check_arguments(args, kwargs, self._default())
             exact = self._key(args, kwargs, fixed)
             key = exact if self._sizes is None else self._sizes.range_of(exact)
@@ -337,8 +336,7 @@ class AutoTuner(Decorated):
     def _default(self) -> Config:
         if not self.config_space:
             raise NoValidConfig(self._name, "(any)", {})
-        config: Config = self.config_space[0]
-        return config
+        return self.config_space.default
 
     def _fixed(self, kwargs: dict[str, Any], allowed: bool) -> Config:
         """The keywords that are not to be chosen, if that is allowed."""

@@ -17,7 +17,7 @@ from triton_dist._tuning.protocols import (
     Search,
     Store,
 )
-from triton_dist._tuning.values import Config, ConfigSpace, Key, Origin, Policy, Sizes
+from triton_dist._tuning.values import Candidates, Config, ConfigSpace, Key, Origin, Policy, Sizes
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Parts(Common):
 
     memory: Store
     """Written by the ranks that are not the leader."""
-    search: Callable[[Sequence[Config], Policy, Config | None], Search]
+    search: Callable[[Candidates, Policy, Config | None], Search]
     """Takes the candidates, and the winner of an earlier tuning if there was one."""
     brief: Callable[[Sequence[Config], Policy, float], Search]
     """Takes few candidates, and the milliseconds that it may spend."""

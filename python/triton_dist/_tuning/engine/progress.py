@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
@@ -24,14 +24,14 @@ from triton_dist._tuning.values.outcome import joined
 from triton_dist.errors import RankTimeout
 
 
-def journal_head(key: Key, fingerprint: Fingerprint, candidates: Sequence[Config]) -> codec.Tree:
+def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> codec.Tree:
     """Facts that an interrupted tuning must share with this one to be gone on with."""
     return {
         "function": key.function,
         "key": key.text,
         "hardware_group": key.hardware,
         "fingerprint": codec.digest(vars(fingerprint)),
-        "candidates": [config.digest for config in candidates],
+        "candidates": candidates,
     }
 
 
@@ -60,6 +60,7 @@ class Progress:
             self._entries = list(journal.begin(head, own.digest if own is not None else None))
         self._n = 0
         self._outcomes: dict[str, Outcome] = {}
+        self._tried: dict[str, Config] = {}
         self._seconds, self._begin = 0.0, time.monotonic()
 
     @property
@@ -117,13 +118,13 @@ class Progress:
         if self._ranks.is_leader and self._n >= len(self._entries):
             self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))
         self._n += 1
+        self._tried[digest] = request.config
         together = self._outcomes[digest] = joined(self._outcomes.get(digest), outcome)
         return together
 
-    def trials(self, candidates: Sequence[Config]) -> list[Trial]:
+    def trials(self, place: Callable[[Config], int]) -> list[Trial]:
         """In the order of the space, whatever the search asked for first."""
         return [
             Trial.of(config, self._outcomes[config.digest])
-            for config in candidates
-            if config.digest in self._outcomes
+            for config in sorted(self._tried.values(), key=place)
         ]

@@ -8,16 +8,23 @@ from typing import NamedTuple
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Subject
-from triton_dist._tuning.values import Config, Pruned
+from triton_dist._tuning.values import Candidates, Config, Pruned, Unlisted
 
 
 class Answer(NamedTuple):
     """The configs that may be used, and the others with the reason; both empty after a failure."""
 
-    kept: Sequence[Config] = ()
+    kept: Candidates = ()
     dropped: Sequence[Pruned] = ()
     failure: Exception | None = None
     """Raised by ``prune_fn``, or a ``TimeoutError``."""
+
+    @property
+    def listed(self) -> Sequence[Config]:
+        """The same, of a space that is listed, as that of a function with sizes is."""
+        if isinstance(self.kept, Unlisted):
+            raise TypeError(f"a space of {len(self.kept)} combinations is not listed")
+        return self.kept
 
     @property
     def raised(self) -> str:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from triton_dist._tuning.engine.clock import Clock
+from triton_dist._tuning.engine.field import Field
 from triton_dist._tuning.engine.parts import Parts
 from triton_dist._tuning.engine.summary import one_line, summary, warn_of_failures
 from triton_dist._tuning.values import (
@@ -52,12 +53,16 @@ class Report:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._say(f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}")
 
-    def begin(self, candidates: int, pruned: int, reason: str, default: Config) -> Report:
-        ranks, self._default = self._parts.ranks, default.digest
-        self._total = min(candidates, self._parts.settings.policy.max_trials or candidates)
+    def begin(self, field: Field, reason: str, default: Config) -> Report:
+        ranks, policy, self._default = (
+            self._parts.ranks,
+            self._parts.settings.policy,
+            default.digest,
+        )
+        self._total = policy.most_tried(len(field.candidates))
         self._begin = time.monotonic()
         line = (
-            f"{self._title}: {reason}; tuning {candidates} configs ({pruned} pruned) "
+            f"{self._title}: {reason}; tuning {field.shown(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
         )
         self._say(line)
@@ -68,10 +73,10 @@ class Report:
             key=str(self._key),
             hardware=self._key.hardware,
             ranks=ranks.size,
-            candidates=candidates,
-            pruned=pruned,
+            candidates=len(field.candidates),
+            pruned=field.pruned,
             reason=reason,
-            policy=dict(self._parts.settings.policy.facts()),
+            policy=dict(policy.facts()),
         )
         if self._aloud and sys.stderr.isatty():
             self._bar = _bar()

@@ -110,14 +110,14 @@ class Transfer:
         pruned = self._pruning.answer
         if pruned.failure is not None:
             return Prediction(failure=f"{pruned.raised} on rank {self._ranks.named(0)}")
-        return Prediction(near.predict(key, pruned.kept, timestamp()))
+        return Prediction(near.predict(key, pruned.listed, timestamp()))
 
     def _usable(self, record: TuningRecord) -> list[Config]:
         """Configs in ``record`` that may be used besides the winner: those of one's own passed
         ``prune_fn`` when they were measured, those of a shipped one have to pass it here."""
         space = self._subject.space
-        kept = self._pruning.answer.kept if record.shipped else space
-        winner = space.find(record.best.digest)
+        kept = self._pruning.answer.listed if record.shipped else space
+        winner = space.find(record.best.digest, record.best.config)
         return [*kept] if winner is None or winner in kept else [winner, *kept]
 
     def _told(self, phase: str, own: T) -> T:

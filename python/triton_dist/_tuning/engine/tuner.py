@@ -6,17 +6,18 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, own_record
 from triton_dist._tuning.engine.attempt import Attempts
 from triton_dist._tuning.engine.clock import timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.field import Field, field_of
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress, journal_head
-from triton_dist._tuning.engine.pruning import Answer, Pruning
+from triton_dist._tuning.engine.pruning import Pruning
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
@@ -31,20 +32,21 @@ from triton_dist._tuning.values import (
     Key,
     Measurement,
     Outcome,
-    Pruned,
     Request,
     StoredRecord,
-    Trial,
     TuningRecord,
+    Unlisted,
     Validity,
     validity,
 )
 from triton_dist.errors import (
     CaptureInProgress,
     NoValidConfig,
-    RankDisagreement,
     TuningFrozen,
 )
+
+_Wanted: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
+"""A request, with its config and those to be compiled ahead by place; ``None``: it is over."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,6 @@ class Resolution:
     """Configs by exact size."""
     advice: str = ""
     """Reason for tuning again that the user should know."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Result of the leader's ``prune_fn`` on the config space, as digests."""
-
-    kept: tuple[str, ...] = ()
-    pruned: tuple[tuple[str, str], ...] = ()
-    carried: str = ""
-    """Neighbours that left so few of them."""
-    failure: str | None = None
 
 
 def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
@@ -158,14 +149,14 @@ class _FirstCall:
                 raise self._cannot(key, meeting, f"{own.where}; {failure}") from cause
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
-                config = self._config(predicted.best.digest)
+                config = self._winner(predicted)
                 return Resolution(config, predicted, tuned=False, kept=not meeting.capturing)
 
         if meeting.frozen:
             raise self._cannot(key, meeting, own.where)
 
         if meeting.capturing:
-            return Resolution(subject.space[0], None, tuned=False)
+            return Resolution(subject.space.default, None, tuned=False)
 
         record, where = self._tune(key, meeting.fingerprint, own, report)
         report.tuned(record, where)
@@ -184,14 +175,14 @@ class _FirstCall:
     def _resolution(
         self, key: Key, fingerprint: Fingerprint, record: TuningRecord, tuned: bool
     ) -> Resolution:
-        config = self._config(record.best.digest)
+        config = self._winner(record)
         return Resolution(config, record, tuned, span=self._transfer.span(key, fingerprint, record))
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
-        space = self._subject.space
+        space, best = self._subject.space, record.best
         # It won once, if under other circumstances: worth a place in the race.
-        self._incumbent = self._incumbent or space.find(record.best.digest)
+        self._incumbent = self._incumbent or space.find(best.digest, best.config)
         found = validity(record, fingerprint, space, self._parts.settings.strict)
         if not found.reasons:
             found = replace(found, reasons=tuple(self._pruned_away(record)))
@@ -207,7 +198,8 @@ class _FirstCall:
         pruned = self._pruning.answer
         if pruned.failure is not None:
             return [pruned.raised]
-        if any(config.digest == record.best.digest for config in pruned.kept):
+        best = self._subject.space.find(record.best.digest, record.best.config)
+        if best is not None and best in pruned.kept:
             return []
         return [f"prune_fn drops the winner {record.best}"]
 
@@ -250,27 +242,27 @@ class _FirstCall:
         report: Report,
     ) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
-        parts, ranks = self._parts, self._ranks
-        candidates, pruned, carried = self._candidates(key, fingerprint)
+        parts, ranks, subject = self._parts, self._ranks, self._subject
+        pruning, transfer = self._pruning, self._transfer
+        field = field_of(subject, parts, self._call, ranks, pruning, transfer, key, fingerprint)
         restorer = self._restorer()
         reason = "told to tune always" if parts.settings.always_tune else own.where
         journal = parts.journal(key)
         try:
-            head = journal_head(key, fingerprint, candidates)
+            head = journal_head(key, fingerprint, field.head)
             progress = self._progress = Progress(journal, head, own.record, ranks)
-            default = self._subject.space[0]
-            with report.begin(len(candidates), len(pruned), reason, default):
+            with report.begin(field, reason, subject.space.default):
                 with parts.quiet():
                     restorer.keep()
                     try:
-                        self._try(candidates, progress, report, restorer, carried)
+                        self._try(field, progress, report, restorer)
                     finally:
                         restorer.restore()
-                trials = progress.trials(candidates)
-                trials += [Trial.of(each.config, Failure("pruned", each.reason)) for each in pruned]
-                ended, seconds = ranks.decide(Situation("end"), (timestamp(), progress.seconds))
-                about = (ended, seconds, carried, self._transfer.measured_at)
-                record = TuningRecord(key, fingerprint, tuple(trials), *about)
+                trials = (*progress.trials(field.place), *field.pruned_trials())
+                facts = (timestamp(), progress.seconds, field.dropped())
+                ended, seconds, dropped = ranks.decide(Situation("end"), facts)
+                about = (ended, seconds, field.carried, transfer.measured_at, dropped)
+                record = TuningRecord(key, fingerprint, trials, *about)
                 try:
                     _ = record.best
                 except NoValidConfig:  # on every rank; what failed is tried again by the next start
@@ -292,33 +284,21 @@ class _FirstCall:
         call, subject = self._call, self._subject
         return Restorer(subject.function, subject.hooks.restore, call.args, call.kwargs)
 
-    def _try(
-        self,
-        candidates: Sequence[Config],
-        progress: Progress,
-        report: Report,
-        restorer: Restorer,
-        carried: str,
-    ) -> None:
+    def _try(self, field: Field, progress: Progress, report: Report, restorer: Restorer) -> None:
         """Do what the search asks for, until it asks for nothing more."""
         parts, ranks, policy = self._parts, self._ranks, self._parts.settings.policy
         search: Search | None = None
-        if ranks.is_leader and carried:
-            search = parts.brief(candidates, policy, parts.settings.transfer_ms)
+        if ranks.is_leader and field.carried and not isinstance(field.candidates, Unlisted):
+            search = parts.brief(field.candidates, policy, parts.settings.transfer_ms)
         elif ranks.is_leader:
-            search = parts.search(candidates, policy, self._incumbent)
-        labels = {
-            config.digest: f"{place}/{len(candidates)}"
-            for place, config in enumerate(candidates, start=1)
-        }
+            search = parts.search(field.candidates, policy, self._incumbent)
         prepare = self._subject.hooks.prepare and self._prepare
         ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
-            ahead.begin(candidates[: policy.max_trials])
             attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle, restorer)
-            while (decided := self._next(search, progress)) is not None:
+            while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
-                label = labels[request.config.digest]
+                label = field.label(request.config, policy)
                 report.trying(label, request)
                 if outcome is None:
                     with progress.trying(request.config):
@@ -335,49 +315,29 @@ class _FirstCall:
         assert prepare is not None
         prepare(*self._call.args, **self._call.kwargs, **config.arguments())
 
-    def _candidates(
-        self, key: Key, fingerprint: Fingerprint
-    ) -> tuple[list[Config], list[Pruned], str]:
-        """Configs that the leader's ``prune_fn`` leaves; the others' is not asked. Of a key that
-        has neighbours few, and which neighbours these are."""
-        subject, ranks = self._subject, self._ranks
-        plan = _Plan()
-        answer = self._pruning.answer if ranks.is_leader else Answer()
-        if answer.failure is not None:
-            plan = _Plan(failure=answer.raised)
-        elif ranks.is_leader:
-            few, carried = self._transfer.few(key, fingerprint, answer.kept)
-            plan = _Plan(
-                tuple(config.digest for config in few),
-                tuple((each.config.digest, each.reason) for each in answer.dropped),
-                carried,
-            )
-        decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
-        if answer.failure is not None:
-            raise answer.failure
-        if decided.failure is not None:
-            raised = {ranks.named(0): decided.failure}
-            raise RankDisagreement(f"prune_fn of {subject.name}", raised)
-        candidates = [self._config(digest) for digest in decided.kept]
-        pruned = [Pruned(self._config(digest), reason) for digest, reason in decided.pruned]
-        if not candidates:
-            causes = {str(each.config): each.reason for each in pruned}
-            raise NoValidConfig(subject.name, key, causes)
-        return candidates, pruned, decided.carried
-
     def _next(
-        self, search: Search | None, progress: Progress
+        self, search: Search | None, progress: Progress, ahead: CompileAhead
     ) -> tuple[Request, Outcome | None] | None:
         """The next request of the leader, with the answer if it is known already; ``None`` when the
-        search is over, or the budget."""
-        asked = None if search is None else search.ask()
-        if asked is None or self._spent(asked, progress):
-            wanted: tuple[str, int, Outcome | None] = ("", 0, None)
-        else:
-            wanted = (asked.config.digest, asked.samples, progress.known(asked))
-        at = Situation(f"request {progress.requests + 1}")
-        digest, samples, outcome = self._ranks.decide(at, wanted)
-        return (Request(self._config(digest), samples), outcome) if digest else None
+        search is over, or the budget. What the search names for later begins to be compiled."""
+        at, space = Situation(f"request {progress.requests + 1}"), self._subject.space
+        wanted: _Wanted = (None, 0, None, ())
+        if search is not None:
+            with self._ranks.user_code(Situation("the search")) as watch:
+                watch.begin()  # it may ask prune_fn, or be the user's own
+                asked = search.ask()
+                named = tuple(map(space.place, search.ahead()))
+            if asked is not None and not self._spent(asked, progress):
+                known = progress.known(asked)
+                wanted = (space.place(asked.config), asked.samples, known, named)
+        place, samples, outcome, named = self._ranks.decide(
+            at, wanted, self._parts.settings.seconds
+        )
+        if place is None:
+            return None
+        if named:
+            ahead.begin([space[each] for each in named])
+        return Request(space[place], samples), outcome
 
     def _spent(self, asked: Request, progress: Progress) -> bool:
         policy = self._parts.settings.policy
@@ -385,9 +345,10 @@ class _FirstCall:
         too_long = policy.max_seconds is not None and progress.seconds >= policy.max_seconds
         return (too_many and not progress.has(asked.config)) or (too_long and progress.tried > 0)
 
-    def _config(self, digest: str) -> Config:
+    def _winner(self, record: TuningRecord) -> Config:
         """The live config; every rank has it, because all have the same space."""
-        config = self._subject.space.find(digest)
+        best = record.best
+        config = self._subject.space.find(best.digest, best.config)
         if config is None:
-            raise LookupError(f"{self._subject.name}: no config of the space has digest {digest}")
+            raise LookupError(f"{self._subject.name}: {best} is no config of the space")
         return config

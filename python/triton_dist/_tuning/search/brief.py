@@ -39,9 +39,14 @@ class Brief:
         self._samples: dict[str, list[float]] = {}
         self._spent = 0.0
         self._requests = self._race()
+        self._ahead: Sequence[Config] = self._field
 
     def ask(self) -> Request | None:
         return next(self._requests, None)
+
+    def ahead(self) -> Sequence[Config]:
+        named, self._ahead = self._ahead, ()
+        return named
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest

@@ -14,12 +14,15 @@ class Exhaustive:
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:
         """``incumbent``, if a candidate, is tried like any other."""
-        self._remaining = iter(
-            [Request(config, policy.repeat) for config in candidates[: policy.max_trials]]
-        )
+        self._ahead: Sequence[Config] = candidates[: policy.max_trials]
+        self._remaining = iter([Request(config, policy.repeat) for config in self._ahead])
 
     def ask(self) -> Request | None:
         return next(self._remaining, None)
+
+    def ahead(self) -> Sequence[Config]:
+        named, self._ahead = self._ahead, ()
+        return named
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         """Nothing to learn."""

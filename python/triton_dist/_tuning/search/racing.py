@@ -100,9 +100,14 @@ class Racing:
         self._step = 1 + 2 * policy.warmup
         self._direction = 1  # of the next lap
         self._requests = self._race()
+        self._ahead: Sequence[Config] = self._field
 
     def ask(self) -> Request | None:
         return next(self._requests, None)
+
+    def ahead(self) -> Sequence[Config]:
+        named, self._ahead = self._ahead, ()
+        return named
 
     def tell(self, request: Request, outcome: Outcome) -> None:
         digest = request.config.digest

@@ -105,7 +105,8 @@ def _read(path: Path) -> Interrupted:
                 str(found)  # a text that is none is no key
                 key = found
             with suppress(*UNREADABLE):
-                candidates = len(head["candidates"])
+                named = head["candidates"]
+                candidates = int(named["number"]) if isinstance(named, dict) else len(named)
         elif "stuck" in line:
             stuck.add(line["stuck"])
         elif "n" in line:

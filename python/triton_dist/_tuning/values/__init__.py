@@ -26,6 +26,7 @@ from triton_dist._tuning.values.key import (
 from triton_dist._tuning.values.outcome import Failure, FailureKind, Measurement, Outcome
 from triton_dist._tuning.values.pack import PACK_FORMAT, merge, pack, unpack
 from triton_dist._tuning.values.policy import Policy
+from triton_dist._tuning.values.product import Candidates, Point, Product, Unlisted
 from triton_dist._tuning.values.record import SCHEMA, StoredRecord, Trial, TuningRecord
 from triton_dist._tuning.values.request import Request
 from triton_dist._tuning.values.sizes import Sizes, fine_bucket
@@ -36,6 +37,7 @@ __all__ = [
     "DIFFERS",
     "PACK_FORMAT",
     "SCHEMA",
+    "Candidates",
     "Config",
     "ConfigSpace",
     "Difference",
@@ -48,7 +50,9 @@ __all__ = [
     "Measurement",
     "Origin",
     "Outcome",
+    "Point",
     "Policy",
+    "Product",
     "Pruned",
     "Request",
     "ShippedFingerprint",
@@ -56,6 +60,7 @@ __all__ = [
     "StoredRecord",
     "Trial",
     "TuningRecord",
+    "Unlisted",
     "Validity",
     "agreed",
     "bucket",

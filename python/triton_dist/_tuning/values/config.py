@@ -191,9 +191,21 @@ class ConfigSpace(Sequence[Config]):
     def __len__(self) -> int:
         return len(self._configs)
 
+    def __contains__(self, config: object) -> bool:
+        return isinstance(config, Config) and self.find(config.digest, config.tree) is not None
+
+    @property
+    def default(self) -> Config:
+        """The config that is used where nothing is tuned."""
+        return self._configs[0]
+
     @functools.cached_property
-    def _by_digest(self) -> dict[str, Config]:
-        return {config.digest: config for config in self._configs}
+    def _place_of(self) -> dict[str, int]:
+        return {config.digest: place for place, config in enumerate(self._configs)}
+
+    def place(self, config: Config) -> int:
+        """Where ``config``, which is in it, stands."""
+        return self._place_of[config.digest]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
@@ -210,27 +222,36 @@ class ConfigSpace(Sequence[Config]):
         """Those in its configs, each once."""
         return tuple(dict.fromkeys(f for config in self._configs for f in config.functions()))
 
-    def find(self, config_digest: str) -> Config | None:
-        return self._by_digest.get(config_digest)
+    def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
+        """The config with this digest, if it is in the space.
+
+        Args:
+            tree: of the config: a space that is not listed finds it by that alone.
+        """
+        place = self._place_of.get(config_digest)
+        return None if place is None else self._configs[place]
+
+    def without(self, fixed: Config) -> ConfigSpace:
+        """What is left to be chosen when the caller gives these values."""
+        return FixedSpace(self, fixed)
 
     def prune(
         self,
         prune_fn: Callable[..., object] | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> tuple[list[Config], list[Pruned]]:
+    ) -> tuple[Any, list[Pruned]]:
         """The configs that ``prune_fn(config, *args, **kwargs)`` keeps, and the others with the
         reason."""
         if prune_fn is None:
             return list(self._configs), []
-        name = getattr(prune_fn, "__name__", repr(prune_fn))
         kept: list[Config] = []
         pruned: list[Pruned] = []
         for config in self._configs:
             if prune_fn(config, *args, **kwargs):
                 kept.append(config)
             else:
-                pruned.append(Pruned(config, f"{name} dropped it"))
+                pruned.append(Pruned(config, reason_of(prune_fn)))
         return kept, pruned
 
 
@@ -252,13 +273,25 @@ class FixedSpace(ConfigSpace):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[list[Config], list[Pruned]]:
-        if prune_fn is None:
-            return super().prune(None, args, kwargs)
-        whole = prune_fn
-
-        @functools.wraps(whole)
-        def prune(config: Config, *args: Any, **kwargs: Any) -> object:
-            return whole(Config({**config, **self._fixed}), *args, **kwargs)
-
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        return super().prune(prune, args, others)
+        return super().prune(judge_of_whole(prune_fn, self._fixed), args, others)
+
+
+def judge_of_whole(
+    prune_fn: Callable[..., object] | None, fixed: Config
+) -> Callable[..., object] | None:
+    """``prune_fn`` about configs without the names in ``fixed``: it still sees whole ones."""
+    if prune_fn is None:
+        return None
+    whole = prune_fn
+
+    @functools.wraps(whole)
+    def prune(config: Config, *args: Any, **kwargs: Any) -> object:
+        return whole(Config({**config, **fixed}), *args, **kwargs)
+
+    return prune
+
+
+def reason_of(prune_fn: Callable[..., object] | None) -> str:
+    """Reason for which a config is not kept."""
+    return f"{getattr(prune_fn, '__name__', repr(prune_fn))} dropped it"

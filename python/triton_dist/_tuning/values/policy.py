@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from triton_dist._tuning.values.product import Candidates, Unlisted
+
+EFFORTS = {"quick": 50, "normal": 200, "max": 1000}
+"""Candidates that a search tries which cannot try all, by the name of an effort."""
+_RACED = 1.5
+"""``search="auto"``: times ``tries``, so many candidates are raced; of more a model says which."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -36,11 +43,22 @@ class Policy:
     """No new candidate is begun after that; the first always is."""
     max_trials: int | None = None
     """At most so many candidates are tried, however often each."""
+    tries: int | None = None
+    """Candidates that are tried where a model says which; ``max_trials`` are the most."""
 
     @property
     def untimed(self) -> int:
         """Runs of a config before those that a request asks for; a graph is captured in one."""
         return self.warmup + (self.timing == "graph")
+
+    def models(self, candidates: Candidates) -> bool:
+        """True if a model of what was measured says what to try: there are many candidates."""
+        many = isinstance(candidates, Unlisted) or len(candidates) > _RACED * (self.tries or 0)
+        return self.search == "surrogate" or (self.search == "auto" and many)
+
+    def most_tried(self, number: int) -> int:
+        """Candidates of so many that are tried, at most, where not all are."""
+        return min(number, self.tries or number, self.max_trials or number)
 
     @classmethod
     def on(
@@ -52,6 +70,7 @@ class Policy:
         takes_turns: bool = False,
         max_seconds: float | None = None,
         max_trials: int | None = None,
+        effort: str = "normal",
     ) -> Policy:
         """The numbers for a device: the one place that says how often a candidate runs.
 
@@ -64,9 +83,12 @@ class Policy:
         on a GPU that ranks share (``takes_turns``), where a run takes as long and its time says how
         often it waited for a turn; nor is a graph of use then, or on a CPU.
         """
-        racing, cpu = search == "racing", device == "cpu"
+        in_turn, cpu = search == "exhaustive", device == "cpu"
         timing = "events" if cpu or takes_turns else timing
-        warmup = 0 if racing else 1 if cpu or takes_turns else 3
+        warmup = (1 if cpu or takes_turns else 3) if in_turn else 0
+        lists = search in ("racing", "exhaustive")
+        if effort == "quick" and lists and max_trials is None:
+            max_trials = EFFORTS[effort]
         return cls(
             warmup=max(warmup, 1) if timing == "graph" else warmup,
             repeat=4 if cpu or takes_turns else 10,
@@ -76,6 +98,7 @@ class Policy:
             search=search,
             max_seconds=max_seconds,
             max_trials=max_trials,
+            tries=None if lists else max_trials or EFFORTS[effort],
         )
 
     def facts(self) -> Mapping[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class TuningRecord:
     """Source of the results that left few candidates to be tried, or none; else empty."""
     at: tuple[int, ...] = ()
     """Sizes of the call that was measured; empty if those of the key, which end its range."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Number of configs that were not tried and are too many to be listed, by reason."""
 
     def __getattr__(self, name: str) -> Any:
         """The trials of a record that was read without them."""
@@ -85,6 +87,7 @@ class TuningRecord:
         index = winner([trial.outcome for trial in self.trials], indifference)
         if index is None:
             causes = {str(trial): str(trial.outcome) for trial in self.trials}
+            causes |= {f"{count} configs": reason for reason, count in self.dropped.items()}
             raise NoValidConfig(self.key.full_name, self.key, causes)
         return self.trials[index]
 
@@ -132,6 +135,7 @@ class TuningRecord:
             "seconds": self.seconds,
             **({"carried": self.carried} if self.carried else {}),
             **({"at": list(self.at)} if self.at else {}),
+            **({"dropped": dict(self.dropped)} if self.dropped else {}),
             "hardware_group": self.key.hardware,
             "fingerprint": {
                 name: _plain(facts)
@@ -223,6 +227,7 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "seconds": read_number(tree["seconds"]),
         "carried": str(tree.get("carried", "")),
         "at": tuple(int(read_number(size)) for size in tree.get("at", ())),
+        "dropped": {str(name): int(number) for name, number in tree.get("dropped", {}).items()},
     }
 
 

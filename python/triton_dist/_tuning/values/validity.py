@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triton_dist._tuning.values.config import Config
+from triton_dist._tuning.values.config import ConfigSpace
 from triton_dist._tuning.values.fingerprint import Difference, Fingerprint
 from triton_dist._tuning.values.record import TuningRecord
 
@@ -20,9 +20,7 @@ class Validity:
     """Differences that are accepted: patch levels, unless versions are checked strictly."""
 
 
-def validity(
-    record: TuningRecord, now: Fingerprint, space: Iterable[Config], strict: bool
-) -> Validity:
+def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict: bool) -> Validity:
     """Judge ``record`` for a function that depends on ``now`` and chooses from ``space``.
 
     What is compared is the fingerprint's to say: of a shipped record less than of a user's own.
@@ -36,7 +34,7 @@ def validity(
     # Of one's own record, equal spaces have equal digests: this guards against edited ones. That of
     # a shipped record may have changed.
     best = record.best
-    if not reasons and all(config.digest != best.digest for config in space):
+    if not reasons and space.find(best.digest, best.config) is None:
         reasons = [f"config space: the winner {best} is not in it"]
     return Validity(tuple(reasons), tuple(tolerated))
 

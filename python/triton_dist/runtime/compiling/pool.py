@@ -1,8 +1,8 @@
-"""The tuner's side of the process that compiles."""
+"""The tuner's side of the processes that compile."""
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import signal
@@ -33,8 +33,10 @@ class CompilePool:
         self._kernels: dict[str, Kernel] = {}
         self._begun: set[str] = set()
         self._known: dict[str, Verdict] = {}
-        self._server: int | None = None
-        self._verdicts: Connection | None = None
+        self._servers: dict[Connection, int] = {}
+        """By what they say their verdicts through, the processes that compile."""
+        self._whose: dict[str, Connection] = {}
+        """What the verdict on a kernel comes through."""
         self._seconds = knobs.compile_timeout.get()
 
     @property
@@ -50,7 +52,9 @@ class CompilePool:
         return list(found)
 
     def begin(self, digests: Sequence[str], sharers: int) -> None:
-        """Compile these, in this order, as many at a time as this rank's part of the processors."""
+        """Compile these, in this order, as many at a time as this rank's part of the processors;
+        of those that were begun before, whatever is left goes on beside them."""
+        digests = [each for each in digests if each not in self._begun]
         self._begun.update(digests)
         if not digests:
             return
@@ -64,7 +68,8 @@ class CompilePool:
             pid = os.fork()
             if pid == 0:
                 server.main(job, others.fileno())
-            self._server, self._verdicts = pid, own
+            self._servers[own] = pid
+            self._whose.update(dict.fromkeys(digests, own))
         others.close()
 
     def wait(self, digest: str) -> None:
@@ -87,7 +92,7 @@ class CompilePool:
     def _verdict(self, digest: str) -> Verdict | None:
         """``None``: there is no other process that would tell."""
         deadline = time.monotonic() + _PATIENCE * self._seconds
-        while digest not in self._known and self._server is not None:
+        while digest not in self._known and self._whose.get(digest) in self._servers:
             if time.monotonic() > deadline:
                 return Verdict(digest, "timeout")
             self._listen()
@@ -102,10 +107,12 @@ class CompilePool:
 
     def close(self) -> None:
         """End the processes, whatever they are at. Idempotent."""
-        process, self._server = self._server, None
-        if process is None or self._verdicts is None:
-            return
-        self._verdicts.close()  # it ends its children, then itself
+        for verdicts in list(self._servers):
+            self._end(verdicts)
+
+    def _end(self, verdicts: Connection) -> None:
+        process = self._servers.pop(verdicts)
+        verdicts.close()  # it ends its children, then itself
         with suppress(ChildProcessError):  # another thread waited for any child
             deadline = time.monotonic() + _POLL_SECONDS
             while os.waitpid(process, os.WNOHANG) == (0, 0):
@@ -116,11 +123,11 @@ class CompilePool:
                 time.sleep(1e-3)
 
     def _listen(self) -> None:
-        """Take one verdict, if one comes soon."""
-        assert self._verdicts is not None
-        try:
-            if self._verdicts.poll(_POLL_SECONDS):
-                verdict: Verdict = self._verdicts.recv()
+        """Take the verdicts that come soon."""
+        for verdicts in multiprocessing.connection.wait(list(self._servers), _POLL_SECONDS):
+            assert isinstance(verdicts, Connection)
+            try:
+                verdict: Verdict = verdicts.recv()
                 self._known[verdict.digest] = verdict
-        except (EOFError, ConnectionError):  # it is gone: what is left, the caller compiles itself
-            self.close()
+            except (EOFError, ConnectionError):  # it is gone: what is left, the caller compiles
+                self._end(verdicts)

@@ -82,7 +82,7 @@ def open_context(
     context = Context(tuner, triton_key, key, own.live)
     found = OwnRecord(None, "its key has no text that another process would understand")
     if context.can_persist:
-        strict, configs = parts.settings.strict, own.configs.values()
+        strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
         stored = parts.store.find(key)
         found = own_record(stored, lambda record: validity(record, fingerprint, configs, strict))
     verdict = found.verdict

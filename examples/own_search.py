@@ -1,0 +1,75 @@
+"""Tune with a search of one's own: here optuna's, which proposes and is told.
+
+    scripts/python examples/own_search.py
+
+Without optuna (``pip install optuna``) it says so and ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triton_dist import tune
+
+
+class OptunaSearch:
+    """Tree-structured Parzen estimators, as :class:`triton_dist.tune.Search` wants them."""
+
+    def __init__(self, values: Mapping[str, Sequence[Any]], seed: int = 0) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=20)
+        self._study, self._states = optuna.create_study(sampler=sampler), optuna.trial.TrialState
+        self._values = {name: list(each) for name, each in values.items()}
+        # By place in their order: optuna then knows that neighbours are near.
+        self._axes = {
+            name: optuna.distributions.IntDistribution(0, len(each) - 1)
+            for name, each in self._values.items()
+        }
+        self._asked: list[tuple[dict[str, Any], Any]] = []
+
+    def ask(self) -> dict[str, Any]:
+        trial = self._study.ask(self._axes)
+        config = {name: self._values[name][place] for name, place in trial.params.items()}
+        self._asked.append((config, trial))
+        return config
+
+    def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
+        trial = next((trial for asked, trial in self._asked if asked == config), None)
+        if trial is None:
+            return  # the default, for which it was not asked
+        self._asked = [pair for pair in self._asked if pair[1] is not trial]
+        if milliseconds is None:
+            self._study.tell(trial, state=self._states.FAIL)
+        else:
+            self._study.tell(trial, milliseconds)
+
+
+@tune.autotune(
+    tune.Product(
+        {"rows": range(1, 101), "columns": range(1, 101), "unroll": (1, 2, 4, 8)},
+        where=lambda config: config["rows"] * config["columns"] <= 5000,
+    ),
+    key_fn=lambda x: x,
+    search=OptunaSearch,
+    effort="quick",
+)
+def wait(x: int, rows: int, columns: int, unroll: int) -> None:
+    """Work that is shortest at 40 rows, 60 columns and an unrolling by 4."""
+    time.sleep(1e-3 + 2e-5 * (abs(rows - 40) + abs(columns - 60)) + 1e-4 * abs(unroll - 4))
+
+
+def main() -> None:
+    try:
+        import optuna  # noqa: F401  # is it there?
+    except ModuleNotFoundError:
+        print("optuna is not installed: nothing is tuned")
+        return
+    print(f"of {len(wait.config_space)} configs optuna chose {wait.best_config(1)}")
+
+
+if __name__ == "__main__":
+    main()

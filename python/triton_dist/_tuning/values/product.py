@@ -1,0 +1,230 @@
+"""A config space that is never listed: every combination of values that a rule keeps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.config import Config, ConfigSpace, Pruned, judge_of_whole, reason_of
+from triton_dist.errors import InvalidArgument
+
+Point = tuple[int, ...]
+"""Place of the value of each parameter among its values."""
+_LISTED = 2000
+"""Combinations up to which a product is listed like any other space."""
+_LOOKED_AT = 1_000_000
+"""Combinations that are looked at, at most, for the first that is kept."""
+
+
+class Product(ConfigSpace):
+    """Every combination of values of some parameters, of which nothing is listed.
+
+    A config is made when it is asked for, so a space of a million takes no more memory, and no more
+    time to look one up, than one of a hundred. The first combination that ``where`` keeps, in the
+    order of :func:`itertools.product`, is the default.
+
+    Args:
+        parameters: values by name of a parameter. Their order is that of preference, and numbers
+            are near one another by their size wherever they stand.
+        where: called with a dict of values by name, truthy keeps it. Cheap: it is asked often.
+
+    Raises:
+        InvalidArgument: there is no parameter, or one without values, or with one value twice.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Iterable[Any]],
+        where: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> None:
+        super().__init__(self._combinations)
+        if not isinstance(parameters, Mapping) or not parameters:
+            raise InvalidArgument("Product", "parameters", parameters, "values by name")
+        if where is not None and not callable(where):
+            raise InvalidArgument("Product", "where", where, "a function of a dict, or None")
+        self.values = {name: tuple(values) for name, values in parameters.items()}
+        self.where = where
+        self._places = {name: _places(name, values) for name, values in self.values.items()}
+
+    def __len__(self) -> int:
+        """Number of combinations, of which ``where`` keeps some."""
+        return math.prod(map(len, self.values.values()))
+
+    def __getitem__(self, index: Any) -> Any:
+        """The combination at this place, whether or not ``where`` keeps it."""
+        if not isinstance(index, int) or not -len(self) <= index < len(self):
+            raise IndexError(f"{index!r} is no place of a space of {len(self)} combinations")
+        index, point = index % len(self), []
+        for values in reversed(self.values.values()):
+            index, place = divmod(index, len(values))
+            point.append(place)
+        return self.config(tuple(point[::-1]))
+
+    def __iter__(self) -> Iterator[Config]:
+        return map(Config, self._combinations())
+
+    def config(self, point: Point) -> Config:
+        return Config(self.value(point))
+
+    def value(self, point: Point) -> dict[str, Any]:
+        pairs = zip(self.values.items(), point, strict=True)
+        return {name: values[place] for (name, values), place in pairs}
+
+    def has(self, point: Point) -> bool:
+        """True if ``where`` keeps it."""
+        return self.where is None or bool(self.where(self.value(point)))
+
+    def point(self, config: Config) -> Point | None:
+        """Where ``config`` is; ``None`` if it is no combination."""
+        return self._point(config.tree)
+
+    def _point(self, tree: codec.Tree) -> Point | None:
+        if not isinstance(tree, dict) or tree.keys() != self._places.keys():
+            return None
+        found = [self._places[name].get(codec.text(tree[name])) for name in self._places]
+        return None if None in found else tuple(found)  # type: ignore[arg-type]
+
+    def place(self, config: Config) -> int:
+        point = self.point(config)
+        if point is None:
+            raise LookupError(f"{config} is no combination of this product")
+        place = 0
+        for values, each in zip(self.values.values(), point, strict=True):
+            place = place * len(values) + each
+        return place
+
+    def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
+        point = self._point(tree)
+        if point is None or not self.has(point):
+            return None
+        config = self.config(point)
+        return config if config.digest == config_digest else None
+
+    @functools.cached_property
+    def default(self) -> Config:
+        for values in itertools.islice(self._raw(), _LOOKED_AT):
+            if self.where is None or self.where(values):
+                return Config(values)
+        looked_at = f"one that keeps one of the first {min(len(self), _LOOKED_AT)} combinations"
+        raise InvalidArgument("Product", "where", self.where, looked_at)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.values)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return codec.digest([[name, list(places)] for name, places in self._places.items()])
+
+    @functools.cached_property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        each = (Config({"": value}) for values in self.values.values() for value in values)
+        found = [function for config in each for function in config.functions()]
+        return tuple(dict.fromkeys([*found, *([] if self.where is None else [self.where])]))
+
+    def without(self, fixed: Config) -> ConfigSpace:
+        where = self.where
+        whole = None if where is None else lambda values: where({**values, **fixed})
+        left = {name: values for name, values in self.values.items() if name not in fixed}
+        return _Rest(left, whole, fixed) if left else ConfigSpace([{}])
+
+    def prune(
+        self,
+        prune_fn: Callable[..., object] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
+        """As of any space, of a product of few; else ``prune_fn`` is asked later, about those
+        configs alone that somebody wants to measure."""
+        if len(self) <= _LISTED:
+            return super().prune(prune_fn, args, kwargs)
+        return Unlisted(self, prune_fn, args, kwargs), []
+
+    def _combinations(self) -> Iterator[dict[str, Any]]:
+        return (each for each in self._raw() if self.where is None or self.where(each))
+
+    def _raw(self) -> Iterator[dict[str, Any]]:
+        names = tuple(self.values)
+        return (
+            dict(zip(names, each, strict=True)) for each in itertools.product(*self.values.values())
+        )
+
+
+class _Rest(Product):
+    """The rest of a product when the caller gives some values; ``prune_fn`` sees whole configs."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Sequence[Any]],
+        where: Callable[[Mapping[str, Any]], object] | None,
+        fixed: Config,
+    ) -> None:
+        super().__init__(parameters, where)
+        self._fixed = fixed
+
+    def prune(
+        self,
+        prune_fn: Callable[..., object] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
+        others = {name: value for name, value in kwargs.items() if name not in self._fixed}
+        return super().prune(judge_of_whole(prune_fn, self._fixed), args, others)
+
+
+class Unlisted:
+    """Candidates of a call that are too many to be listed: those of a product that ``prune_fn``
+    keeps, which is asked about each when somebody wants it.
+
+    Attributes:
+        dropped: number of configs that were not kept, by reason.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        prune_fn: Callable[..., object] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.product = product
+        self._prune_fn, self._args, self._kwargs = prune_fn, args, kwargs
+        self.dropped: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Number of combinations, of which some are kept."""
+        return len(self.product)
+
+    def __contains__(self, config: object) -> bool:
+        return isinstance(config, Config) and config in self.product and self._keeps(config)
+
+    def config(self, point: Point) -> Config | None:
+        """The config there, which ``where`` keeps; ``None`` if ``prune_fn`` does not."""
+        config = self.product.config(point)
+        if self._keeps(config):
+            return config
+        self.dropped[reason_of(self._prune_fn)] += 1
+        return None
+
+    def _keeps(self, config: Config) -> bool:
+        prune_fn = self._prune_fn
+        return prune_fn is None or bool(prune_fn(config, *self._args, **self._kwargs))
+
+
+Candidates = Sequence[Config] | Unlisted
+
+
+def _places(name: str, values: Sequence[Any]) -> dict[str, int]:
+    """Place of each value of a parameter, by its text."""
+    places = {
+        codec.text(Config({name: value}).tree[name]): place for place, value in enumerate(values)
+    }
+    if len(places) < max(len(values), 1):
+        wanted = "values, each once, that print differently"
+        raise InvalidArgument("Product", f"parameters[{name!r}]", values, wanted)
+    return places

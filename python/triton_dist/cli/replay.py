@@ -1,0 +1,102 @@
+"""``replay``: what other searches would have found with the times of a tuning."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triton_dist.cli import cache, export
+from triton_dist.cli.verb import add_verb, counted
+from triton_dist.errors import NoSuchRecord
+
+if TYPE_CHECKING:
+    from triton_dist.testing.replay import RecordedSpace
+
+_SEARCHES = ("racing", "exhaustive", "surrogate")
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "replay",
+        _run,
+        help="what other searches would have found with the times of a tuning",
+        description="Runs searches on the samples of a record, the one of FUNCTION or in a FILE, "
+        "or of a file in the T4 format, again and again with these in another order, and prints by "
+        "how much what they chose is slower than the best. Nothing is measured: of configs that "
+        "were sampled once the time is always the same.",
+        examples=[
+            "replay matmul --key 8192 --search surrogate --tries 50",
+            "replay convolution_A100_T4.json.gz --search racing,surrogate --json",
+        ],
+    )
+    parser.add_argument(
+        "function", metavar="FUNCTION|FILE", help="its name, a record's file, or one in T4 format"
+    )
+    cache.add_choice(parser)
+    parser.add_argument(
+        "--search",
+        type=_searches,
+        default=_SEARCHES,
+        metavar="NAME,...",
+        help=f"default: {','.join(_SEARCHES)}",
+    )
+    parser.add_argument(
+        "--tries", type=int, default=200, metavar="N", help="configs to try; default: 200"
+    )
+    parser.add_argument("--seeds", type=int, default=8, metavar="N", help="orders; default: 8")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _searches(names: str) -> tuple[str, ...]:
+    unknown = [name for name in names.split(",") if name not in _SEARCHES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: choose from {', '.join(_SEARCHES)}")
+    return tuple(names.split(","))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from triton_dist._tuning.search import search_for
+    from triton_dist._tuning.values import Policy
+    from triton_dist.testing.replayed import score
+
+    space = _space(arguments)
+    if space is None:
+        return cache.say_none(arguments.function, arguments)
+    scores = []
+    for name in arguments.search:
+        policy = Policy.on("cuda", timing="events", search=name, max_trials=arguments.tries)
+        found = score(
+            space, name, lambda among, how, seed: search_for(among, how), policy,
+            range(arguments.seeds),
+        )  # fmt: skip
+        scores.append(found)
+    if arguments.json:
+        tree = {"space": space.name, "configs": len(space.configs), "seeds": arguments.seeds}
+        print(json.dumps({**tree, "scores": [asdict(each) for each in scores]}, indent=2))
+        return 0
+    print(f"{space.name}: {counted(len(space.configs), 'config')}, {arguments.seeds} orders")
+    print(*(f"  {each}" for each in scores), sep="\n")
+    return 0
+
+
+def _space(arguments: argparse.Namespace) -> RecordedSpace | None:
+    """The times to replay; ``None`` if there is no such record."""
+    from triton_dist.testing.replay import RecordedSpace
+
+    path = Path(arguments.function)
+    if path.name.endswith((".json", ".json.gz")) and path.exists():
+        try:
+            return RecordedSpace.read(path)
+        except ValueError as error:
+            if path.suffix == ".gz":
+                remedy = "Name a record, or a file in the T4 format"
+                raise NoSuchRecord(str(path), str(error), remedy) from error
+    found = cache.chosen(arguments.function, arguments)
+    if not found:
+        return None
+    record = cache.only(arguments.function, found)
+    return RecordedSpace.parse(export.t4([record]), record.record.key.full_name)

@@ -1,0 +1,252 @@
+"""Spaces of a million configs, and searches that try few of them."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+
+import pytest
+
+from tests.tuning.fakes import NOWHERE, Rank, thread_ranks, together
+from tests.tuning.test_compile_ahead import FakeCompiler
+from tests.tuning.test_resume import Killed, interrupt
+from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.search import search_for
+from triton_dist._tuning.values import Config, Measurement, Policy, Product, TuningRecord, Unlisted
+from triton_dist.errors import InvalidArgument, NoValidConfig, RankDisagreement
+
+SIZES = (16, 32, 64, 128, 256)
+AXES = {
+    "m": (64, 16, 32, 128, 256),
+    "n": SIZES,
+    "k": SIZES,
+    "warps": (1, 2, 4, 8),
+    "stages": (1, 2, 3, 4, 5),
+    "order": ("row", "column"),
+    "split": range(1, 11),
+    "group": range(1, 11),
+}
+COUNT = 5**3 * 4 * 5 * 2 * 10 * 10  # half a million, of which ``where`` keeps nine tenths
+
+
+def fits(config):
+    return config["m"] * config["n"] < 65536
+
+
+def cost(rank, config):
+    """A bowl whose bottom is at one config, and walls where a rank has no memory."""
+    if config["m"] * config["k"] * config["stages"] > 256 * 256 * 3:
+        raise MemoryError("too large")
+    best = {"m": 128, "n": 128, "k": 64, "warps": 8, "stages": 3, "split": 2, "group": 8}
+    far = sum(abs(math.log2(config[name] / value)) for name, value in best.items())
+    return 1.0 + 0.2 * far + 0.1 * (config["order"] == "row") + 0.01 * rank
+
+
+QUICK = Policy(warmup=0, repeat=4, search="surrogate", rounds=(1, 2), tries=40)
+
+
+def one(folder, ranks=None, **options):
+    ranks = ranks or thread_ranks(1)[0]
+    defaults = {"policy": QUICK, "search": search_for, "folder": folder}
+    return Rank(ranks, Product(AXES, fits), **({"cost": cost} | defaults | options))
+
+
+def test_a_product_is_a_space_that_nobody_lists():
+    product = Product(AXES, fits)
+    assert len(product) == COUNT
+    assert product.default == Config({name: next(iter(values)) for name, values in AXES.items()})
+    config = product[123_456]
+    assert product.place(config) == 123_456
+    assert product.find(config.digest, config.tree) == config
+    assert config in product
+    assert product.find(config.digest, {**config.tree, "m": 17}) is None
+    too_large = Config({**config, "m": 256, "n": 256})
+    assert product.place(too_large) < COUNT
+    assert too_large not in product
+    assert Product(AXES, fits).digest == product.digest
+    assert Product({**AXES, "m": SIZES}, fits).digest != product.digest
+    assert fits in product.functions
+    rest = product.without(Config({"m": 256}))
+    assert (len(rest), rest.names) == (COUNT // 5, frozenset(AXES) - {"m"})
+    assert rest.default["n"] == 16
+    whole = dict(zip(AXES, (0, 4, 0, 0, 0, 0, 0, 0), strict=True))
+    assert not rest.has(tuple(place for name, place in whole.items() if name != "m"))
+
+
+def test_a_small_product_is_listed_in_the_order_of_itertools():
+    product = Product({"a": (2, 1), "b": ("x", "y")}, lambda config: config["a"] + 1 != 2)
+    assert [dict(config) for config in product] == [{"a": 2, "b": "x"}, {"a": 2, "b": "y"}]
+    kept, pruned = product.prune(lambda config: config["b"] == "y", (), {})
+    assert ([dict(each) for each in kept], len(pruned)) == ([{"a": 2, "b": "y"}], 1)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "where"),
+    [({}, None), ({"a": ()}, None), ({"a": (1, 1)}, None), ([1], None), ({"a": (1,)}, 5)],
+)
+def test_what_is_no_product_is_refused(parameters, where):
+    with pytest.raises(InvalidArgument):
+        Product(parameters, where)
+    with pytest.raises(InvalidArgument, match="keeps one of the first"):
+        _ = Product({"a": range(3)}, lambda config: False).default
+
+
+def test_a_million_configs_start_at_once_and_take_no_memory(tmp_path):
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    search = search_for(Unlisted(Product({**AXES, "more": (0, 1)}, fits), None, (), {}), QUICK)
+    request, asks = search.ask(), []
+    assert time.process_time() - began < 1.0
+    while request is not None:
+        search.tell(request, Measurement((cost(0, {**request.config, "m": 16}),), 0))
+        began = time.process_time()
+        request = search.ask()
+        asks.append(time.process_time() - began)
+    assert sorted(asks)[len(asks) // 2] < 0.02
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+
+
+def test_the_winner_is_better_than_chance_and_the_record_is_small(tmp_path):
+    def prune(config, x):
+        return config["k"] != 16
+
+    rank = one(tmp_path, prune_fn=prune)
+    rank.tuned(1)
+    record = rank.tuned.tune(1)
+    assert QUICK.tries < len(record.trials) + 1 <= QUICK.tries + 1
+    assert all(trial.config["k"] != 16 for trial in record.trials)
+    dropped = {"prune dropped it": record.dropped["prune dropped it"]}
+    assert record.dropped == dropped
+    assert record.dropped["prune dropped it"] > 0
+    assert TuningRecord.from_tree(record.to_tree()).dropped == dropped
+    tried = [t.outcome.median for t in record.trials if isinstance(t.outcome, Measurement)]
+    assert record.best.outcome.median < 0.8 * sorted(tried)[len(tried) // 2]
+    assert record.best.outcome.median < cost(0, rank.tuned.config_space.default)
+    again = one(tmp_path, disk=rank.disk, prune_fn=prune)
+    assert again.tuned(1) == (1, dict(rank.tuned.best_config(1)))
+    assert again.tuned.tuning_count == 0
+
+
+def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting():
+    def fails_on_one(rank, config):
+        if rank == 1 and config["order"] == "row":
+            raise MemoryError("only here")
+        return cost(rank, config)
+
+    ranks = [one(NOWHERE, each, cost=fails_on_one) for each in thread_ranks(2)]
+    results = together(ranks)
+    assert results[0] == results[1]
+    assert results[0][1]["order"] == "column"
+    records = [rank.tuned.tune(1) for rank in ranks]
+    assert records[0].trials == records[1].trials
+    failed = [t for t in records[0].trials if not isinstance(t.outcome, Measurement)]
+    assert any(trial.outcome.rank == 1 for trial in failed)
+
+
+def test_a_prune_fn_that_raises_late_is_told_to_all_ranks():
+    def prune(config, x):
+        if config["k"] != 16:
+            raise KeyError("nothing of the kind")
+        return True
+
+    ranks = [one(NOWHERE, each, prune_fn=prune) for each in thread_ranks(2)]
+    errors = together(ranks)
+    assert isinstance(errors[0], KeyError)
+    assert "nothing of the kind" in str(errors[1])
+
+
+def test_a_prune_fn_that_drops_all_is_an_error(tmp_path):
+    with pytest.raises(NoValidConfig, match="<lambda> dropped it"):
+        one(tmp_path, prune_fn=lambda config, x: False).tuned(1)
+
+
+def test_products_that_differ_are_told(tmp_path):
+    ranks = [one(tmp_path, each) for each in thread_ranks(2)]
+    ranks[1].tuned.config_space = Product({**AXES, "m": (64,)}, fits)
+    assert all(isinstance(each, RankDisagreement) for each in together(ranks))
+
+
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
+    whole = one(tmp_path / "whole")
+    whole.tuned(1)
+    calls = []
+
+    def killed(rank, config):
+        calls.append(config)
+        if len(calls) == 41:
+            raise Killed
+        return cost(rank, config)
+
+    interrupt(one(tmp_path / "other", cost=killed))
+    second = one(tmp_path / "other")
+    assert second.tuned(1) == whole.tuned(1)
+    assert len(second.calls) < len(whole.calls) - 30
+    assert [t.digest for t in second.tuned.tune(1).trials] == [
+        t.digest for t in whole.tuned.tune(1).trials
+    ]
+
+
+def test_a_generation_is_compiled_while_one_is_measured(tmp_path):
+    asked: list[str] = []
+
+    def prepare(x, **config):
+        asked.append(str(sorted(config.items())))
+
+    class Generations(FakeCompiler):
+        def begin(self, kernels, sharers):
+            begun.append(list(kernels))
+            self.begun += kernels
+
+    begun: list[list[str]] = []
+    rank = one(tmp_path, hooks=Hooks(prepare=prepare))
+    rank.search = lambda *about: search_for(*about, ahead=True)
+    rank.compiler = Generations(asked)
+    rank.tuned(1)
+    assert len(begun[0]) == 21  # the default, and those at random
+    assert {len(each) for each in begun[1:-1]} == {4}
+    assert len(set(rank.compiler.begun)) == len(rank.compiler.begun)
+    tried = {trial.digest for trial in rank.tuned.tune(1).trials}
+    assert len(tried) <= len(rank.compiler.begun) <= len(tried) + 8
+
+
+def test_auto_races_few_and_models_many():
+    policy = Policy.on("cuda", timing="events", search="auto")
+    few, many = [[Config({"n": n}) for n in range(count)] for count in (300, 301)]
+    assert [policy.models(each) for each in (few, many)] == [False, True]
+    assert policy.models(Unlisted(Product(AXES), None, (), {}))
+    quick = Policy.on("cuda", timing="events", search="racing", effort="quick")
+    assert (quick.max_trials, quick.tries) == (50, None)
+    most = Policy.on("cuda", timing="events", search="surrogate", effort="max", max_trials=7)
+    assert most.most_tried(10**6) == 7
+    with pytest.raises(InvalidArgument, match="surrogate"):
+        search_for(Unlisted(Product(AXES), None, (), {}), Policy(search="racing"))
+
+
+def test_a_search_of_the_users_own(tmp_path):
+    told = []
+
+    class Downhill:
+        """One parameter after another, each value."""
+
+        def __init__(self, values):
+            assert {name: tuple(own) for name, own in values.items()} == {
+                name: tuple(own) for name, own in AXES.items()
+            }
+            self.best, self.least = {name: own[0] for name, own in values.items()}, math.inf
+            self.left = [(name, each) for name, own in values.items() for each in own]
+            self.left.insert(0, ("m", "no value of it"))
+
+        def ask(self):
+            return None if not self.left else {**self.best, **dict([self.left.pop(0)])}
+
+        def tell(self, config, milliseconds):
+            told.append((dict(config), milliseconds))
+            if milliseconds is not None and milliseconds < self.least:
+                self.best, self.least = dict(config), milliseconds
+
+    rank = one(tmp_path, search=lambda *about: search_for(*about, own=Downhill))
+    _, winner = rank.tuned(1)
+    assert told[0][0] == dict(rank.tuned.config_space.default)
+    assert ({**told[0][0], "m": "no value of it"}, None) in told
+    assert winner["order"] == "column"
+    assert cost(0, winner) < cost(0, rank.tuned.config_space.default)
