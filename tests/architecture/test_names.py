@@ -25,6 +25,7 @@ NAMES = {
         "torch_utils",
         "color_print",
     ],
+    "triton_dist.runner.language": ["dump", "dump_boundary", "dump_grids"],
     "triton_dist.runner.tuning": ["cubin_space"],
     "triton_dist.utils": [
         "initialize_distributed",

@@ -23,6 +23,7 @@ PUBLIC_MODULES = [
     "triton_dist.packs",
     "triton_dist.language",
     "triton_dist.runner",
+    "triton_dist.runner.language",
     "triton_dist.utils",
     "triton_dist.nv_utils",
     "triton_dist.profiler_utils",
