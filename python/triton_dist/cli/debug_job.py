@@ -1,4 +1,4 @@
-"""What ``triton-dist debug`` does with a job that runs: attach to a rank, ask where all stand."""
+"""Debugging of a job that runs, by ``triton-dist debug``: attach to a rank, ask where all stand."""
 
 from __future__ import annotations
 

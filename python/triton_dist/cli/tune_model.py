@@ -49,16 +49,16 @@ def _numbers(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
     from triton_dist.models import LLM, ModelConfig
+    from triton_dist.runtime.ranks import group_for
     from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed
 
     begin, group = time.perf_counter(), initialize_distributed()
-    size, batch = dist.get_world_size(), max(arguments.bsz)
+    ranks, batch = group_for(group), max(arguments.bsz)
     config = ModelConfig(
         arguments.model, max(arguments.seq_len), getattr(torch, arguments.dtype), True,
-        dist.get_rank(), size,
+        ranks.rank, ranks.size,
     )  # fmt: skip
     model = LLM(config, group)
     model.init_triton_dist_ctx(batch * config.max_length)
@@ -67,6 +67,6 @@ def _run(arguments: argparse.Namespace) -> int:
     model.finalize()
     shapes = len(arguments.seq_len) + len(arguments.bsz)
     took = time.perf_counter() - begin
-    dist_print(f"{arguments.model}: {shapes} shapes are tuned on {size} ranks, {took:.1f} s")
+    dist_print(f"{arguments.model}: {shapes} shapes are tuned on {ranks.size} ranks, {took:.1f} s")
     finalize_distributed()
     return 0

@@ -1,4 +1,4 @@
-"""What kernels say to the checks of ``TRITON_DIST_DEBUG``: nothing when compiled."""
+"""Notes of kernels for the checks of ``TRITON_DIST_DEBUG``: nothing when compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is asked for by."""
+"""Parameters by which a model is asked for."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class Decoder(nn.Module):
 
 
 class Output(NamedTuple):
-    """What a model gives, by Hugging Face's name of it."""
+    """Result of a model, by Hugging Face's name of it."""
 
     logits: torch.Tensor
 

@@ -42,7 +42,7 @@ class _Plan:
 
 
 class Field:
-    """What may be tried.
+    """Configs that may be tried.
 
     Attributes:
         candidates: on the leader, all; of those that are not listed another rank learns one by one.

@@ -37,7 +37,8 @@ class Proposer(Protocol):
         once."""
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """What ``config`` took, ``inf`` if it failed; also of configs that were not asked for."""
+        """Learn what ``config`` took, ``inf`` if it failed; also of configs that were not
+        asked for."""
 
     def ahead(self) -> Sequence[Config]:
         """Configs that :meth:`ask` may return from now on and that were not named before."""

@@ -46,7 +46,7 @@ class Grid(ABC):
 
     @abstractmethod
     def point(self, config: Config) -> Point | None:
-        """Where ``config`` is; ``None`` if it is none of the candidates."""
+        """Return where ``config`` is; ``None`` if it is none of the candidates."""
 
     @abstractmethod
     def drawn(self, draw: np.random.Generator, count: int) -> list[Point]:

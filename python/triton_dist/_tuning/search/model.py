@@ -35,7 +35,7 @@ PRIOR = 0.5
 
 
 class Model:
-    """What is known of the points of a grid.
+    """Knowledge of the points of a grid.
 
     Args:
         sizes: number of values by parameter.
@@ -127,7 +127,7 @@ def _targets(times: Numbers) -> Numbers:
 
 
 def gain(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
-    """How much each may be expected to be below ``best``."""
+    """Amounts by which each may be expected to be below ``best``."""
     ahead = (best - mean) / deviation
     below = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in ahead]))
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))

@@ -323,7 +323,7 @@ class EpochSlots:
                     yield told | {"expected": value, "seen": seen[index]}
 
     def standing(self) -> dict[str, Any]:
-        """Where the ranks are, for ``triton-dist debug where``: read beside what runs."""
+        """Say where the ranks are, for ``triton-dist debug where``: read beside what runs."""
         lines = [self.device.peek(peer) for peer in self.memory["epoch"].peers]
         epochs: list[list[int | None]] = [
             [None if line is None else count_in(int(line[slot, EPOCH])) for line in lines]
