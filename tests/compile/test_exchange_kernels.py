@@ -152,8 +152,9 @@ def test_dtypes_and_numbers_of_ranks(name, dtype, num_ranks):
     assert only_vectors(kernel.ptx)
 
 
-@pytest.mark.parametrize("arch", [80, 100])
-@pytest.mark.parametrize("name", ["two shot", "double tree", "add"])  # one of each family
+@pytest.mark.parametrize(  # one of each family
+    ("name", "arch"), [("two shot", 80), ("double tree", 100), ("add", 80)]
+)
 def test_other_generations(name, arch):
     assert f".target sm_{arch}" in compiled(name, DEFAULT_SHAPE, arch).ptx
 

@@ -79,9 +79,10 @@ def first_of_each(kinds):
 
 
 def every_tile():
-    """The largest ones with both layouts, the others with one by turns."""
+    """The largest ones with both layouts, the others with one by turns; of those for what
+    descriptors cannot read, the two largest."""
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for number, index in enumerate(deepest_of_each(tiles)):
+        for number, index in enumerate(deepest_of_each(tiles)[: None if persistent else 2]):
             config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             kind = "persistent" if persistent else "pointers"

@@ -58,8 +58,9 @@ def compiled(
 
 
 def every_tile():
+    """Of tiles for what descriptors cannot read, the two largest."""
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for index in deepest_of_each(tiles):
+        for index in deepest_of_each(tiles)[: None if persistent else 2]:
             config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             kind = "persistent" if persistent else "pointers"

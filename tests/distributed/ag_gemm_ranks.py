@@ -47,33 +47,33 @@ SCHEDULES = ((1, 1), (2, 2), (1, 3), (3, 8))
 
 @compiled_ahead
 def every_schedule() -> int:
-    """Methods x streams and chunks x kernels, M changing from call to call."""
+    """Methods x streams and chunks, by both kernels in turn, M changing from call to call: each
+    method and each schedule has both."""
     calls = Calls(max_rows=37, columns=40, K=72)
     rows = itertools.cycle((5, 37, 1, 20))
-    for method in AllGatherMethod:
-        for num_streams, num_chunks in SCHEDULES:
-            for persistent in (True, False):
-                calls(
-                    next(rows),
-                    method=method,
-                    num_streams=num_streams,
-                    num_chunks=num_chunks,
-                    persistent=persistent,
-                )
+    for turn, method in enumerate(AllGatherMethod):
+        for number, (num_streams, num_chunks) in enumerate(SCHEDULES, turn):
+            calls(
+                next(rows),
+                method=method,
+                num_streams=num_streams,
+                num_chunks=num_chunks,
+                persistent=number % 2 == 0,
+            )
     return calls.finish()
 
 
 @compiled_ahead
 def every_operand(dtypes: Sequence[torch.dtype] = DTYPES) -> int:
-    """Dtypes x sizes x layouts of B x kernels; no size is a multiple of a tile's."""
+    """Dtypes x sizes x layouts of B, by both kernels in turn; no size is a multiple of a tile's."""
     count = 0
     for dtype in dtypes:
         # An odd K, or an odd N of a row-major B, cannot be read through descriptors.
-        for rows, columns, K in ((37, 72, 72), (1, 24, 16), (33, 65, 33), (3, 1, 1)):
+        shapes = (37, 72, 72), (1, 24, 16), (33, 65, 33), (3, 1, 1)
+        for turn, (rows, columns, K) in enumerate(shapes):
             calls = Calls(rows, columns, K, dtype)
-            for layout in LAYOUTS:
-                for persistent in (True, False):
-                    calls(rows, layout, persistent=persistent)
+            for number, layout in enumerate(LAYOUTS, turn // 2 + turn):
+                calls(rows, layout, persistent=number % 2 == 0)
             count += calls.finish()
     return count
 

@@ -180,10 +180,11 @@ def every_operand(dtype: torch.dtype) -> int:
 
 @compiled_ahead
 def every_routing() -> int:
-    """Routings x ways, ids of both dtypes."""
+    """Routings, ids of both dtypes, each with half of the ways: those with and without groups of
+    arrivals, and a serial one."""
     calls = Calls(21, 40, 72, 5, 2)
     for number, routing in enumerate(ROUTINGS):
-        for options in DEFAULTS:
+        for options in DEFAULTS[number % 2 :: 2]:
             ids_dtype = (torch.int32, torch.int64)[number % 2]
             calls(21 - number, routing, ids_dtype=ids_dtype, **options)
     return calls.finish()

@@ -15,20 +15,20 @@ from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 def test_every_schedule_and_both_kernels(spawn_ranks):
     # Room for the programs that send is enough, since others may be busy with other streams.
     room = {"TRITON_DIST_RESIDENT_PROGRAMS": "2"}
-    assert spawn_ranks(3, ag_gemm_ranks.every_schedule, env=room) == [40] * 3
+    assert spawn_ranks(3, ag_gemm_ranks.every_schedule, env=room) == [16] * 3
 
 
 @pytest.mark.parametrize("dtype", ag_gemm_ranks.DTYPES)
 def test_every_size_and_layout(spawn_ranks, dtype):
-    assert spawn_ranks(2, ag_gemm_ranks.every_operand, (dtype,)) == [48] * 2
+    assert spawn_ranks(2, ag_gemm_ranks.every_operand, (dtype,)) == [24] * 2
 
 
 def test_calls_need_nothing_between_them(spawn_ranks):
-    assert spawn_ranks(3, ag_gemm_ranks.back_to_back, 24) == [32] * 3
+    assert spawn_ranks(3, ag_gemm_ranks.back_to_back, 12) == [16] * 3
 
 
 def test_any_rank_may_be_late(spawn_ranks):
-    assert spawn_ranks(3, ag_gemm_ranks.stragglers) == [7 * 3] * 3
+    assert spawn_ranks(3, ag_gemm_ranks.stragglers) == [6 * 3] * 3
 
 
 def test_every_candidate_gives_the_same(spawn_ranks):
@@ -88,7 +88,7 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
 
 
 def test_a_reset_lets_copies_go_on(spawn_ranks):
-    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [6] * 4
+    assert spawn_ranks(4, ag_gemm_ranks.copies_held_up) == [5] * 4
 
 
 def test_only_calls_out_of_turn_look_at_their_peers(spawn_ranks):
@@ -117,4 +117,4 @@ def test_operands_that_require_grad_leave_no_history(spawn_ranks):
 
 
 def test_inference_mode(spawn_ranks):
-    assert spawn_ranks(2, ag_gemm_ranks.in_inference_mode) == [6] * 2
+    assert spawn_ranks(2, ag_gemm_ranks.in_inference_mode) == [5] * 2

@@ -182,12 +182,11 @@ def test_race_over_ranks(spawn_ranks):
     assert {result[4][0] for result in results} == {32}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_kernel_that_waits_for_other_ranks(spawn_ranks, world_size):
+def test_a_kernel_that_waits_for_other_ranks(spawn_ranks):
     """It cannot be timed alone: each call, tuning or not, is a whole AllGather-GEMM."""
-    for calls in (3 * (3 + 5), 0):
-        results = spawn_ranks(world_size, ops.tma_autotuned_ag_gemm, timeout=110)
-        assert results == [(calls, results[0][1])] * world_size
+    for calls in (2 * (3 + 5), 0):
+        results = spawn_ranks(2, ops.tma_autotuned_ag_gemm, timeout=110)
+        assert results == [(calls, results[0][1])] * 2
         assert len(results[0][1]) == 1
 
 

@@ -19,7 +19,8 @@ def test_every_size_and_layout(on_gpus, dtype):
 
 
 def test_every_routing_and_way(on_gpus):
-    assert set(on_gpus(ranks.every_routing)) == {len(ranks.ROUTINGS) * len(ranks.DEFAULTS)}
+    calls = len(ranks.ROUTINGS) * len(ranks.DEFAULTS) // 2
+    assert set(on_gpus(ranks.every_routing)) == {calls}
 
 
 @few_ranks

@@ -36,7 +36,7 @@ def test_sizes_that_fill_gpu_and_links(on_gpus, take_turns):
 
 @few_ranks
 def test_in_place_and_in_several_launches(on_gpus):
-    assert set(on_gpus(collective_ranks.in_place_and_large)) == {5 * len(WAYS["all_reduce"]) + 1}
+    assert set(on_gpus(collective_ranks.in_place_and_large)) == {4 * len(WAYS["all_reduce"]) + 1}
 
 
 @EACH_OP

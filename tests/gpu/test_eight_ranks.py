@@ -21,7 +21,7 @@ def on_eight(on_ranks):
 
 
 def test_every_schedule_of_the_all_gather(on_eight):
-    assert on_eight(ag_gemm_ranks.every_schedule) == [40] * 8
+    assert on_eight(ag_gemm_ranks.every_schedule) == [16] * 8
 
 
 @SUMMED

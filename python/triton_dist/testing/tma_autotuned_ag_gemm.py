@@ -15,7 +15,7 @@ from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.runtime.device import current_device
 
 
-def _configs() -> list[triton.Config]:
+def every_tile() -> list[triton.Config]:
     """Every tile of the persistent kernel, with all that the launch leaves to the config."""
     return [
         triton.Config(
@@ -44,7 +44,7 @@ class TmaAutotunedAgGemm:
         race: bool = False,
     ) -> None:
         self._buffer = buffer
-        self._kernel = triton.autotune(configs=configs or _configs(), key=["M", "N", "K"])(
+        self._kernel = triton.autotune(configs=configs or every_tile(), key=["M", "N", "K"])(
             kernel_consumer_gemm_persistent
         )
         self._call = contextual_autotune(is_dist=True, race=race)(self._all_gather_and_multiply)

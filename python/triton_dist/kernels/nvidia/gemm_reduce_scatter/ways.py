@@ -157,9 +157,11 @@ class CopyEngine(_ToOwners):
     scatter, launches, copied = "row_block", _Pushed, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        persistent = current_device().prefers_descriptors
-        shapes = spaces.tile_shapes(spaces.get_config_space(persistent))[:_PUSHED_TILES]
-        for number, tiles in enumerate(shapes):
+        persistent, most = current_device().prefers_descriptors, _PUSHED_TILES
+        if current_device().interprets:
+            most = 1
+        shapes = spaces.tile_shapes(spaces.get_config_space(persistent))
+        for number, tiles in enumerate(shapes[:most]):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
                 yield tiles, persistent, num_chunks
 
