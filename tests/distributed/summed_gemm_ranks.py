@@ -50,13 +50,17 @@ def every_way(kind: Kind, turns: int) -> int:
 
 
 @compiled_ahead
-def every_operand(kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
-    """Dtypes x sizes x layouts of B x kernels, and layouts of A."""
+def every_operand(
+    kind: Kind, dtypes: Sequence[torch.dtype] = DTYPES, first: int = 0, step: int = 1
+) -> int:
+    """Dtypes x sizes x layouts of B x kernels, and layouts of A; of the four sizes, every ``step``
+    from the ``first`` on."""
     count = 0
     # An odd K, or an odd N, cannot be read or written through descriptors.
     shapes = ((72, 72), (24, 16), (65, 33), (1, 1))
     for dtype in dtypes:
-        for (rows, ways), (columns, K) in zip(kind.operand_ways, shapes, strict=True):
+        sizes = list(zip(kind.operand_ways, shapes, strict=True))
+        for (rows, ways), (columns, K) in sizes[first::step]:
             calls = kind(rows, columns, K, dtype)
             for layout, way in zip(LAYOUTS, itertools.cycle(kind.layout_ways)):
                 calls(rows, layout, **way)
