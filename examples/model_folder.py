@@ -21,12 +21,17 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help="default: one that is removed at the end")
     parser.add_argument("--model", default="tiny", help=f"whose sizes: {', '.join(KNOWN)}")
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--vocab_size", type=int, help="default: that of the model")
     args = parser.parse_args()
-    config = dataclasses.replace(LlamaConfig.of(args.model), num_hidden_layers=args.layers)
+    config = LlamaConfig.of(args.model)
+    config = dataclasses.replace(
+        config, num_hidden_layers=args.layers, vocab_size=args.vocab_size or config.vocab_size
+    )
     with tempfile.TemporaryDirectory() as unnamed:
         folder = args.folder or unnamed
         config.save(folder)
-        model = init_model_cpu(folder, torch.bfloat16)
+        with torch.device("meta"):  # no memory for it yet: it is only counted
+            model = init_model_cpu(folder, torch.bfloat16)
         count = sum(parameter.numel() for parameter in model.parameters())
         print(f"{folder}: {args.layers} layers of {args.model}, {count:,} parameters")
 

@@ -145,6 +145,34 @@ def compiled(backend: str, mode: str | None = None, is_quick: bool = False) -> i
     return count
 
 
+def each_in_one_graph() -> list[str]:
+    """Each layer alone, in both modes, traced without a break: what it gives in eager mode."""
+    torch.compiler.reset()
+    done = []
+    x, ranks = drawn(1, 2, 4, 32), Collectives()
+    stock, experts = model().model, model(num_experts=4).model
+    positions = stock.rotary_emb(torch.arange(4, device=x.device), x.dtype)
+    for is_spread in (True, False):
+        own = part(x.flatten(0, 1), ranks, 0) if is_spread else x
+        for kind, module in (
+            (TP_MLP, stock.layers[0].mlp),
+            (TP_MoE, experts.layers[0].mlp),
+            (TP_Attn, stock.layers[0].self_attn),
+        ):
+            layer = kind(sequence_parallel=is_spread)
+            layer._init_parameters(module)
+            layer._init_ctx(8)
+            fast = torch.compile(layer, fullgraph=True, backend="eager")
+            rest = (positions,) if kind is TP_Attn else ()
+            found, wanted = fast(own, *rest), layer(own, *rest)
+            if kind is TP_Attn:
+                found, wanted = found[0], wanted[0]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            done.append(kind.__name__)
+            layer.finalize()
+    return done
+
+
 def call_forms() -> int:
     """The feed-forward layer as scripts call it, in both modes, of any leading dimensions."""
     torch.manual_seed(0)
