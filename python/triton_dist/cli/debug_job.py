@@ -1,4 +1,4 @@
-"""What ``triton-dist debug`` does with a job that runs: attach to a rank, ask where all stand."""
+"""Looks into a job that runs, for ``triton-dist debug``: pdb of a rank, and where all stand."""
 
 from __future__ import annotations
 
