@@ -46,8 +46,8 @@ def test_a_report_says_how_far_and_who(bug, said, monkeypatch):
     assert said in bugs.found(run, finds, quiet=0.1)[1]
 
 
-def test_bugs_between_ranks(spawn_ranks):
-    first, second = spawn_ranks(2, bugs.on_each_rank, timeout=60)
+def test_bugs_between_ranks(two_ranks):
+    first, second = two_ranks(bugs.on_each_rank)
     for told, rank in ((first, 0), (second, 1)):
         kind, text = told["circle"]
         assert kind == "WaitNeverEnds"
@@ -73,8 +73,8 @@ def test_bugs_between_ranks(spawn_ranks):
     assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text
 
 
-def test_races_between_ranks(spawn_ranks):
-    ranks = spawn_ranks(2, bugs.races_of_each_rank, timeout=60)
+def test_races_between_ranks(two_ranks):
+    ranks = two_ranks(bugs.races_of_each_rank)
     for race, (_, marker) in bugs.RACES.items():
         reports = [told[race] for told in ranks if told[race][0]]
         if not marker:
@@ -83,8 +83,12 @@ def test_races_between_ranks(spawn_ranks):
         ((kind, text),) = reports
         assert kind == "DataRace"
         rank = 1 if marker == "reuse" else 0
-        place = f"rank {rank}, program (0, 0, 0) of kernel_swap, {bugs.__file__}"
+        kernel = "kernel_reach" if marker == "reach" else "kernel_swap"
+        place = f"rank {rank}, program (0, 0, 0) of {kernel}, {bugs.__file__}"
         assert f"{place}:{bugs.line_of(marker)}: " in text
+        if marker == "reach":
+            assert "load of element 16 of bugs.inbox of rank 0, which rank 1 stored at " in text
+            continue
         assert "element 0 of bugs.inbox of rank 0, which " in text
         other = "rank 0 loaded" if rank else f"rank 1 stored at line {bugs.line_of('reuse')}"
         assert other in text

@@ -1,4 +1,4 @@
-"""Debugging of a job that runs, by ``triton-dist debug``: attach to a rank, ask where all stand."""
+"""Looks into a job that runs, for ``triton-dist debug``: pdb of a rank, and where all stand."""
 
 from __future__ import annotations
 

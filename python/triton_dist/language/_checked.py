@@ -1,4 +1,4 @@
-"""Notes of kernels for the checks of ``TRITON_DIST_DEBUG``: nothing when compiled."""
+"""Words of kernels to those who debug them: nothing when compiled."""
 
 from __future__ import annotations
 

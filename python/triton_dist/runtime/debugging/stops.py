@@ -151,7 +151,7 @@ def standing() -> Iterator[None]:
 
 
 def seconds_stood(since: float) -> float:
-    """Return how long, from ``since`` on, some rank of the job stood."""
+    """Time since ``since`` for which some rank of the job stood."""
     folder, now = job_folder(), time.monotonic()
     spans: list[tuple[float, float]] = []
     with suppress(OSError):

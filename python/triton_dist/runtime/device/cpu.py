@@ -76,7 +76,7 @@ class CpuDevice:
         return torch.zeros(1, dtype=torch.int64)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor:
-        """Read what is there now."""
+        """Copy of what is there now."""
         return words.clone()
 
     def sleep(self, cycles: int) -> None:

@@ -145,7 +145,8 @@ class CudaDevice:
         return cuda_peek.Peeks(self.torch_device)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
-        """Read what is there now, beside whatever runs; ``None``: it cannot be."""
+        """Copy on the host of what is there now, made beside whatever runs; ``None``: it cannot
+        be."""
         return self._peeks.read(words)
 
     def sleep(self, cycles: int) -> None:
