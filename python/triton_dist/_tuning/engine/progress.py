@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
@@ -33,6 +33,12 @@ def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> 
         "fingerprint": codec.digest(vars(fingerprint)),
         "candidates": candidates,
     }
+
+
+def head_of(candidates: Sequence[Config]) -> codec.Tree:
+    """Tells listed candidates from others, in few words."""
+    digests = [config.digest for config in candidates]
+    return {"number": len(digests), "digest": codec.digest(digests)}
 
 
 class Progress:
