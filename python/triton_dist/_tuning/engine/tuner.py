@@ -6,6 +6,7 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -262,7 +263,7 @@ class _FirstCall:
                 facts = (timestamp(), progress.seconds, field.dropped())
                 ended, seconds, dropped = ranks.decide(Situation("end"), facts)
                 about = (ended, seconds, field.carried, transfer.measured_at, dropped)
-                record = TuningRecord(key, fingerprint, trials, *about)
+                record = TuningRecord(key, fingerprint, trials, *about, progress.by_rank())
                 try:
                     _ = record.best
                 except NoValidConfig:  # on every rank; what failed is tried again by the next start
@@ -300,12 +301,14 @@ class _FirstCall:
                 request, outcome = decided
                 label = field.label(request.config, policy)
                 report.trying(label, request)
+                by_rank: Sequence[Sequence[float]] = ()
                 if outcome is None:
                     with progress.trying(request.config):
                         outcome = attempts.attempt(request, label)
+                        by_rank = attempts.by_rank
                 elif isinstance(outcome, Measurement):
                     attempts.measured_before(request.config)
-                together = progress.learn(request, outcome)
+                together = progress.learn(request, outcome, by_rank)
                 report.tried(label, request, outcome, together)
                 if search is not None:
                     search.tell(request, outcome)
