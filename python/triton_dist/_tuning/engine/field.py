@@ -43,7 +43,7 @@ class _Plan:
 
 
 class Field:
-    """Configs that may be tried.
+    """The configs that may be tried.
 
     Attributes:
         candidates: on the leader, all; of those that are not listed another rank learns one by one.

@@ -137,7 +137,7 @@ def _targets(times: Numbers) -> Numbers:
 
 
 def gain(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
-    """Amounts by which each may be expected to be below ``best``."""
+    """Expected distance of each below ``best``."""
     ahead = (best - mean) / deviation
     below = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in ahead]))
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))
