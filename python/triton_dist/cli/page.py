@@ -107,7 +107,7 @@ def _configs(subject: Subject) -> Iterator[str]:
 
 
 def _ranks(subject: Subject) -> Iterator[str]:
-    """Who was how slow in the configs that were measured most often, the fastest first."""
+    """Times by rank of the configs that were measured most often, the fastest first."""
     known = subject.found.record.by_rank
     several = [each for each in subject.found.timed if each.trial.digest in known]
     if not several:

@@ -140,7 +140,7 @@ class Progress:
         return together
 
     def by_rank(self) -> dict[str, ByRank]:
-        """What each of several ranks took, of the configs that were sampled at least half as often
+        """Times of each of several ranks, of the configs that were sampled at least half as often
         as the one that was most: who left early says little."""
         several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
         most = max((len(own[0]) for own in several.values()), default=0)

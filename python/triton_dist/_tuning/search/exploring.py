@@ -37,7 +37,7 @@ class Proposer(Protocol):
         once."""
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """Take the time of ``config``, ``inf`` if it failed; also of configs that were not asked for."""
+        """Take the time of ``config``, ``inf`` if it failed; also of those not asked for."""
 
     def ahead(self) -> Sequence[Config]:
         """Configs that :meth:`ask` may return from now on and that were not named before."""

@@ -55,8 +55,8 @@ class Grid(ABC):
     def changed(
         self, points: Sequence[Point], number: int, draw: np.random.Generator, count: int
     ) -> list[Point]:
-        """Of ``count`` points that differ from some of these in so many parameters, by any value,
-        those that may be candidates."""
+        """Points, ``count`` at most, that differ from some of these in so many parameters, by any
+        value, and may be candidates."""
         if not points or not self.sizes:
             return []
         rows = np.array(points)[draw.integers(len(points), size=count)]

@@ -22,8 +22,8 @@ class Search(Protocol):
         """A value for each parameter; ``None``: no more."""
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
-        """Take the time of ``config``; ``None`` if it failed, or is no config of the space. Also told of
-        configs that were not asked for, such as the default."""
+        """Take the time of ``config``; ``None`` if it failed, or is no config of the space. Configs
+        that were not asked for, such as the default, are told too."""
 
 
 Factory = Callable[[Mapping[str, Sequence[Any]]], Search]

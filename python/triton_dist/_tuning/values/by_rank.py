@@ -1,4 +1,4 @@
-"""How the ranks differed in a config, of which otherwise the slowest alone counts."""
+"""Differences between ranks in a config, of which otherwise the slowest alone counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ByRank(NamedTuple):
         return {"ms": list(self.ms), "slowest": list(self.slowest)}
 
     def __str__(self) -> str:
-        """Who was how slow, in words."""
+        """The slowest rank and the span of the medians, in words."""
         worst = max(range(len(self.slowest)), key=self.slowest.__getitem__)
         low, high = (pick(range(len(self.ms)), key=self.ms.__getitem__) for pick in (min, max))
         return (

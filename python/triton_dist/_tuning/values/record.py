@@ -67,7 +67,7 @@ class TuningRecord:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Number of configs that were not tried and are too many to be listed, by reason."""
     by_rank: Mapping[str, ByRank] = field(default_factory=dict)
-    """Of those that were measured most often, by digest: what each rank took."""
+    """Times of each rank, by digest of the configs that were measured most often."""
 
     def __getattr__(self, name: str) -> Any:
         """The trials of a record that was read without them."""
