@@ -7,6 +7,7 @@ ranks at the same place, whatever happened on one of them before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -326,8 +327,7 @@ class _FirstCall:
         at, space = Situation(f"request {progress.requests + 1}"), self._subject.space
         wanted: _Wanted = (None, 0, None, ())
         if search is not None:
-            with self._ranks.user_code(Situation("the search")) as watch:
-                watch.begin()  # it may ask prune_fn, or be the user's own
+            with self._watching(search):
                 asked = search.ask()
                 named = tuple(map(space.place, search.ahead()))
             if asked is not None and not self._spent(asked, progress):
@@ -341,6 +341,12 @@ class _FirstCall:
         if named:
             ahead.begin([space[each] for each in named])
         return Request(space[place], samples), outcome
+
+    def _watching(self, search: Search) -> AbstractContextManager[object]:
+        """Within, ``search`` may run the user's code, if it is one that does."""
+        if not search.runs_user_code:
+            return nullcontext()
+        return self._ranks.user_code(Situation("the search"), begun=True)
 
     def _spent(self, asked: Request, progress: Progress) -> bool:
         policy = self._parts.settings.policy

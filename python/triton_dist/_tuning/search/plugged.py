@@ -32,6 +32,8 @@ Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
 class Plugged:
     """The proposals of a user's search that are candidates."""
 
+    is_users = True
+
     def __init__(self, factory: Factory, candidates: Candidates) -> None:
         self._candidates = candidates
         if isinstance(candidates, Unlisted):

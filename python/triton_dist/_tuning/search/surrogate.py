@@ -44,6 +44,8 @@ class Surrogate:
         seed: of what is random.
     """
 
+    is_users = False
+
     def __init__(self, candidates: Candidates, generation: int = 1, seed: int = 0) -> None:
         self._grid, self._generation = Grid.of(candidates), generation
         self._draw = np.random.default_rng(seed)
