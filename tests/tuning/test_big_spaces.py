@@ -139,6 +139,12 @@ def test_ranks_try_the_same_and_a_rank_that_fails_a_config_keeps_nobody_waiting(
     assert results[0][1]["order"] == "column"
     records = [rank.tuned.tune(1) for rank in ranks]
     assert records[0].trials == records[1].trials
+    winner = records[0].by_rank[records[0].best.digest]
+    assert winner.ms[1] - winner.ms[0] == pytest.approx(0.01)  # cost adds that much to rank 1
+    taken = len(records[0].best.outcome.samples)
+    assert (winner.slowest, len(records[0].by_rank) <= 16) == ((0, taken), True)
+    assert f"rank 1 was the slowest in {taken} of {taken} samples" in str(winner)
+    assert TuningRecord.from_tree(records[0].to_tree()).by_rank == records[0].by_rank
     failed = [t for t in records[0].trials if not isinstance(t.outcome, Measurement)]
     assert any(trial.outcome.rank == 1 for trial in failed)
 

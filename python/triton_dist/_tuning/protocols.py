@@ -138,6 +138,11 @@ class Search(Protocol):
     resumed by telling a new search what is known already.
     """
 
+    @property
+    def runs_user_code(self) -> bool:
+        """True if ``ask`` may take as long as the user's code does: ``prune_fn``, or a search of
+        the user's own."""
+
     def ask(self) -> Request | None:
         """The next measurement, or ``None`` when the search is over. The same config may be asked
         for again."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton_dist import knobs
@@ -31,7 +33,11 @@ def add_to(verbs: Any) -> None:
         "that source and config space are compared; set TRITON_INTERPRET and the like as in the "
         "run. With a bare name the records are listed and nothing is compared. Status 0: a record "
         "would be used (bare name: there is one), 1: none, 2: a mistake.",
-        examples=["explain mypackage.ops:matmul", "explain matmul --module ops.py"],
+        examples=[
+            "explain mypackage.ops:matmul",
+            "explain matmul --module ops.py",
+            "explain mypackage.ops:matmul --json",
+        ],
     )
     parser.add_argument(
         "function",
@@ -45,6 +51,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument(
         "--local-world-size", type=int, help="ranks on this host; default: as recorded"
     )
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -59,60 +66,98 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         if value is not None
     }
+    found, why = _explained(store, module, name, ranks)
+    if arguments.json:
+        print(json.dumps({"records": [_tree(each) for each in found], "why": why}, indent=2))
+    elif not found:
+        print(f"No record of {name} in {cache.folders()}.")
+    else:
+        _print(found, why, name, ranks)
+    return _FOUND if any(each.used or each.used is None for each in found) else _NOTHING
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """A record, and whether it would be used."""
+
+    record: TuningRecord
+    where: str
+    used: bool | None = None
+    """``None``: nothing was compared."""
+    reasons: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+    may_be_dropped: bool = False
+    """It is used, unless ``prune_fn`` drops the winner."""
+
+
+def _explained(
+    store: LayeredStore, module: str, name: str, ranks: Mapping[str, str]
+) -> tuple[list[_Explained], str]:
+    """Records with the verdict on each, and why nothing was compared, if so."""
     if module:
-        return _compare(store, subject.load(module, name), ranks)
-    keys = [record.key for record, _ in cache.records_of(store, name) if record.key.module]
+        return _compared(store, subject.load(module, name), ranks), ""
+    records = list(cache.records_of(store, name))
+    keys = [record.key for record, _ in records if record.key.module]
+    why = ""
     key = next((key for key in keys if key.full_name == name), None)
     if key is not None:  # the record says which part is the module
         try:
-            return _compare(store, subject.load(key.module, key.function), ranks)
+            return _compared(store, subject.load(key.module, key.function), ranks), ""
         except NoSuchFunction as error:
-            return _list(store, name, str(error))
-    return _list(store, name)
+            why = str(error)
+    if records and not why:
+        key = (keys or [records[0].record.key])[0]
+        remedy = f"To compare: triton-dist explain {key.module or 'MODULE'}:{key.function}"
+        why = f"a bare name does not say where the function is. {remedy}"
+    return [_Explained(record, where) for record, where in records], why
 
 
-def _list(store: LayeredStore, name: str, because: str = "") -> int:
-    """Explain the records that there are; nothing is known about the function itself."""
-    records = list(cache.records_of(store, name))
-    if not records:
-        return _none_of(name)
-    for record, where in records:
-        print(*_heading(record, where), sep="\n")
-    key = next(
-        (each.record.key for each in records if each.record.key.module), records[0].record.key
-    )
-    remedy = f"To compare: triton-dist explain {key.module or 'MODULE'}:{key.function}"
-    because = because or f"a bare name does not say where the function is. {remedy}"
-    print(f"{counted(len(records), 'record')} of {name}. Nothing was compared: {because}")
-    return _FOUND
-
-
-def _compare(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -> int:
-    origin, judge = tuned.origin(), Judge(tuned, ranks)
-    used = count = 0
-    for key in _keys(store, origin):
+def _compared(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -> list[_Explained]:
+    judge, explained = Judge(tuned, ranks), []
+    for key in _keys(store, tuned.origin()):
         taken = ""
         for record, where in store.find(key):
             found = judge.validity(record, key)
-            print(*_heading(record, where), sep="\n")
-            if found.reasons:
-                print(*(f"  not used: {reason}" for reason in found.reasons), sep="\n")
-            elif taken:
-                print(f"  not used: {taken} comes first")
-            else:
-                taken = where
-                unless = tuned.prune_fn is not None and record.shipped
-                print("  used" + ", unless prune_fn drops the winner" * unless)
-                print(*(f"  accepted: {each}\n" for each in found.tolerated), sep="", end="")
-            count += 1
-        used += bool(taken)
-    if count == 0:
-        return _none_of(origin.function)
+            reasons = found.reasons or ((f"{taken} comes first",) if taken else ())
+            taken = taken or ("" if reasons else where)
+            may_be_dropped = tuned.prune_fn is not None and record.shipped
+            accepted = () if reasons else found.tolerated
+            about = (record, where, not reasons, reasons, accepted, may_be_dropped)
+            explained.append(_Explained(*about))
+    return explained
+
+
+def _print(found: Sequence[_Explained], why: str, name: str, ranks: Mapping[str, str]) -> None:
+    for each in found:
+        print(*_heading(each.record, each.where), sep="\n")
+        print(*(f"  not used: {reason}\n" for reason in each.reasons), sep="", end="")
+        if each.used:
+            print("  used" + ", unless prune_fn drops the winner" * each.may_be_dropped)
+        print(*(f"  accepted: {text}\n" for text in each.accepted), sep="", end="")
+    if found[0].used is None:
+        print(f"{counted(len(found), 'record')} of {name}. Nothing was compared: {why}")
+        return
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: it is tuned again in any case.")
     group = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
-    print(f"{counted(count, 'record')} of {origin.function}, {used} used. Ranks: {group}.")
-    return _FOUND if used else _NOTHING
+    function, used = found[0].record.key.function, sum(bool(each.used) for each in found)
+    print(f"{counted(len(found), 'record')} of {function}, {used} used. Ranks: {group}.")
+
+
+def _tree(each: _Explained) -> dict[str, Any]:
+    record = each.record
+    return {
+        "function": record.key.full_name,
+        "key": str(record.key),
+        "hardware": record.key.hardware,
+        "winner": str(record.best),
+        "ms": record.best.outcome.median,  # type: ignore[union-attr]
+        "timestamp": record.timestamp,
+        "file": each.where,
+        "used": each.used,
+        "reasons": list(each.reasons),
+        "accepted": list(each.accepted),
+    }
 
 
 def _keys(store: LayeredStore, origin: Origin) -> Iterator[Key]:
@@ -147,8 +192,3 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
         *([f"  how     {record.carried}"] if record.carried else []),
         f"  file    {where}",
     ]
-
-
-def _none_of(name: str) -> int:
-    print(f"No record of {name} in {cache.folders()}.")
-    return _NOTHING

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from triton_dist._tuning.values.analysis import shown
+from triton_dist._tuning.values.analysis import Timed, shown
 from triton_dist.cli import diff, plots
 from triton_dist.cli.show import spread
 
@@ -58,6 +58,7 @@ def html(subject: Subject) -> str:
         "</div>",
         *_since(subject),
         *_configs(subject),
+        *_ranks(subject),
         *_prices(subject),
         *_failures(subject),
         f"<script>{_SORT}</script></html>\n",
@@ -103,6 +104,31 @@ def _configs(subject: Subject) -> Iterator[str]:
     yield '<div class="wide">'
     yield _table(heads, rows, marked=found.timed.index(found.winner), sortable=True)
     yield "</div>"
+
+
+def _ranks(subject: Subject) -> Iterator[str]:
+    """Times by rank of the configs that were measured most often, the fastest first."""
+    known = subject.found.record.by_rank
+    several = [each for each in subject.found.timed if each.trial.digest in known]
+    if not several:
+        return
+    yield "<h2>By rank: median ms, and the share of samples in which the rank was the slowest</h2>"
+    names = subject.found.varying
+    rows = []
+    for each in several:
+        own = known[each.trial.digest]
+        total = max(sum(own.slowest), 1)
+        cells = (f"{ms:.4f}, {slow / total:.0%}" for ms, slow in zip(*own, strict=True))
+        rows.append([_code(shown(each.parameters, names)), *cells])
+    heads = [f"rank {rank}" for rank in range(len(rows[0]) - 1)]
+    yield '<div class="wide">'
+    yield _table(["config", *heads], rows, marked=_place_of_winner(subject, several))
+    yield "</div>"
+
+
+def _place_of_winner(subject: Subject, several: Sequence[Timed]) -> int:
+    winner = subject.found.winner
+    return several.index(winner) if winner in several else -1
 
 
 def _prices(subject: Subject) -> Iterator[str]:

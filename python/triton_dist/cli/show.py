@@ -70,6 +70,8 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "importance": dict(found.ranked()),
         "price": {name: found.price(name) for name in found.varying},
         "fixed": found.fixed,
+        "by_rank": {digest: own.to_tree() for digest, own in record.by_rank.items()},
+        "dropped": dict(record.dropped),
     }
 
 
@@ -113,11 +115,16 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
         yield f"  near the winner: {one} of {len(found.timed)} within 1 %, " + (
             "{} within 5 %, {} within 10 %".format(*others)
         )
+    ranks = record.by_rank.get(record.best.digest)
+    if ranks is not None:
+        yield f"  the winner by rank: {ranks}"
     important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
     if important:
         yield f"  share of the variance of log time, one alone: {', '.join(important)}"
     for each in found.failed:
         yield f"  {each.count} x {each.kind}, the first: {' '.join(each.first.split())[:120]}"
+    for reason, number in record.dropped.items():
+        yield f"  {number} x pruned, not listed: {reason}"
     for name, value, count in found.always_failed():
         yield f"  always failed: {name}={value}, {counted(count, 'time')}"
 

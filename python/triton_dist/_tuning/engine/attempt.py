@@ -71,6 +71,8 @@ class Attempts:
         )
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
+        self.by_rank: Sequence[Sequence[float]] = ()
+        """Samples of each rank in the last attempt; empty if it failed."""
 
     def measured_before(self, config: Config) -> None:
         """An earlier start measured ``config``; its output is the reference if it was the first."""
@@ -86,6 +88,7 @@ class Attempts:
             TuningTimeout: a rank did not come to a vote.
             TuningAborted: after a failure, some rank could not be brought back into order.
         """
+        self.by_rank = ()
         clock, is_new = self._ranks.clock, request.config.digest not in self._ready
         with clock.phase("compile"):
             failure = self._prepare(request.config, label) if is_new else None
@@ -183,6 +186,7 @@ class Attempts:
         failure = next((vote.failure for vote in votes if vote.failure is not None), None)
         if failure is not None:
             return failure
+        self.by_rank = [vote.samples for vote in votes]
         return tuple(map(max, zip(*(vote.samples for vote in votes), strict=True)))
 
     def _user(self, at: Situation, call: Callable[[], Any], seconds: float | None = None) -> Any:

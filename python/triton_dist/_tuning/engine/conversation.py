@@ -122,8 +122,11 @@ class Conversation:
             self._ranks.leave(text if len(text) <= 500 else f"{text[:500]} ...", refused)
 
     @contextmanager
-    def user_code(self, at: Situation, seconds: float | None = None) -> Iterator[Watch]:
-        """Within, the user's code may run, each time for ``seconds`` at most.
+    def user_code(
+        self, at: Situation, seconds: float | None = None, begun: bool = False
+    ) -> Iterator[Watch]:
+        """Within, the user's code may run, each time for ``seconds`` at most; ``begun``: from the
+        beginning on.
 
         Raises:
             TimeoutError: it took longer, but came back before the process was ended.
@@ -131,6 +134,8 @@ class Conversation:
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")
         with watchdog.watching(limit, self._grace, stuck, self.leave) as watch:
+            if begun:
+                watch.begin()
             yield watch
         if watch.overdue:
             raise TimeoutError(f"{at.phase} took longer than {limit:g} s")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
+from triton_dist._tuning.engine.progress import head_of
 from triton_dist._tuning.engine.pruning import Answer, Pruning
 from triton_dist._tuning.engine.transfer import Transfer
 from triton_dist._tuning.values import (
@@ -42,7 +43,7 @@ class _Plan:
 
 
 class Field:
-    """Configs that may be tried.
+    """The configs that may be tried.
 
     Attributes:
         candidates: on the leader, all; of those that are not listed another rank learns one by one.
@@ -80,8 +81,7 @@ class Field:
         """Tells these candidates from others, in a journal."""
         if isinstance(self.candidates, Unlisted):
             return {"number": len(self.candidates), "digest": self._space.digest}
-        digests = [config.digest for config in self.candidates]
-        return {"number": len(digests), "digest": codec.digest(digests)}
+        return head_of(self.candidates)
 
     @property
     def pruned(self) -> int:

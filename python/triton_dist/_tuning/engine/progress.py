@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
@@ -20,6 +20,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
     codec,
 )
+from triton_dist._tuning.values.by_rank import ByRank
 from triton_dist._tuning.values.outcome import joined
 from triton_dist.errors import RankTimeout
 
@@ -33,6 +34,12 @@ def journal_head(key: Key, fingerprint: Fingerprint, candidates: codec.Tree) -> 
         "fingerprint": codec.digest(vars(fingerprint)),
         "candidates": candidates,
     }
+
+
+def head_of(candidates: Sequence[Config]) -> codec.Tree:
+    """Tells listed candidates from others, in few words."""
+    digests = [config.digest for config in candidates]
+    return {"number": len(digests), "digest": codec.digest(digests)}
 
 
 class Progress:
@@ -61,6 +68,7 @@ class Progress:
         self._n = 0
         self._outcomes: dict[str, Outcome] = {}
         self._tried: dict[str, Config] = {}
+        self._by_rank: dict[str, list[list[float]]] = {}
         self._seconds, self._begin = 0.0, time.monotonic()
 
     @property
@@ -111,16 +119,34 @@ class Progress:
             self._journal.spared(config.digest)
             raise
 
-    def learn(self, request: Request, outcome: Outcome) -> Outcome:
+    def learn(
+        self, request: Request, outcome: Outcome, by_rank: Sequence[Sequence[float]] = ()
+    ) -> Outcome:
         """Write the outcome down, before any rank hears of the next request; returns what is known
-        of the config now."""
+        of the config now.
+
+        Args:
+            by_rank: samples of each rank, if they were taken now.
+        """
         digest = request.config.digest
+        own = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
+        for known, new in zip(own, by_rank, strict=True):
+            known += new
         if self._ranks.is_leader and self._n >= len(self._entries):
             self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))
         self._n += 1
         self._tried[digest] = request.config
         together = self._outcomes[digest] = joined(self._outcomes.get(digest), outcome)
         return together
+
+    def by_rank(self) -> dict[str, ByRank]:
+        """Times of each of several ranks, of the configs that were sampled at least half as often
+        as the one that was most: who left early says little."""
+        several = {digest: own for digest, own in self._by_rank.items() if len(own) > 1}
+        most = max((len(own[0]) for own in several.values()), default=0)
+        return {
+            digest: ByRank.of(own) for digest, own in several.items() if 2 * len(own[0]) >= most > 0
+        }
 
     def trials(self, place: Callable[[Config], int]) -> list[Trial]:
         """In the order of the space, whatever the search asked for first."""

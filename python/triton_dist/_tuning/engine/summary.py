@@ -43,7 +43,10 @@ def summary(record: TuningRecord, default: str, phases: Mapping[Phase, float]) -
         )
     if len(measured) > len(lines) - 1:
         lines.append(f"  and {len(measured) - len(lines) + 1} more")
+    ranks = record.by_rank.get(best)
+    lines += [] if ranks is None else [f"  the winner by rank: {ranks}"]
     lines += [_LEGEND, *_failures(record.trials)]
+    lines += [f"  {number} x pruned: {reason}" for reason, number in record.dropped.items()]
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
     return [*lines, f"  of {record.seconds:.1f} s: {spent}"]
 

@@ -6,6 +6,8 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -262,7 +264,7 @@ class _FirstCall:
                 facts = (timestamp(), progress.seconds, field.dropped())
                 ended, seconds, dropped = ranks.decide(Situation("end"), facts)
                 about = (ended, seconds, field.carried, transfer.measured_at, dropped)
-                record = TuningRecord(key, fingerprint, trials, *about)
+                record = TuningRecord(key, fingerprint, trials, *about, progress.by_rank())
                 try:
                     _ = record.best
                 except NoValidConfig:  # on every rank; what failed is tried again by the next start
@@ -300,12 +302,14 @@ class _FirstCall:
                 request, outcome = decided
                 label = field.label(request.config, policy)
                 report.trying(label, request)
+                by_rank: Sequence[Sequence[float]] = ()
                 if outcome is None:
                     with progress.trying(request.config):
                         outcome = attempts.attempt(request, label)
+                        by_rank = attempts.by_rank
                 elif isinstance(outcome, Measurement):
                     attempts.measured_before(request.config)
-                together = progress.learn(request, outcome)
+                together = progress.learn(request, outcome, by_rank)
                 report.tried(label, request, outcome, together)
                 if search is not None:
                     search.tell(request, outcome)
@@ -323,8 +327,7 @@ class _FirstCall:
         at, space = Situation(f"request {progress.requests + 1}"), self._subject.space
         wanted: _Wanted = (None, 0, None, ())
         if search is not None:
-            with self._ranks.user_code(Situation("the search")) as watch:
-                watch.begin()  # it may ask prune_fn, or be the user's own
+            with self._watching(search):
                 asked = search.ask()
                 named = tuple(map(space.place, search.ahead()))
             if asked is not None and not self._spent(asked, progress):
@@ -338,6 +341,12 @@ class _FirstCall:
         if named:
             ahead.begin([space[each] for each in named])
         return Request(space[place], samples), outcome
+
+    def _watching(self, search: Search) -> AbstractContextManager[object]:
+        """Within, ``search`` may run the user's code, if it is one that does."""
+        if not search.runs_user_code:
+            return nullcontext()
+        return self._ranks.user_code(Situation("the search"), begun=True)
 
     def _spent(self, asked: Request, progress: Progress) -> bool:
         policy = self._parts.settings.policy

@@ -34,6 +34,8 @@ class Brief:
             and whom it ends before is not tried.
     """
 
+    runs_user_code = False
+
     def __init__(self, candidates: Sequence[Config], policy: Policy, milliseconds: float) -> None:
         self._field, self._policy, self._milliseconds = list(candidates), policy, milliseconds
         self._samples: dict[str, list[float]] = {}

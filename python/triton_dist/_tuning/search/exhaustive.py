@@ -10,6 +10,8 @@ from triton_dist._tuning.values import Config, Outcome, Policy, Request
 class Exhaustive:
     """The search that cannot miss the best config and needs no outcome to go on."""
 
+    runs_user_code = False
+
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:

@@ -32,13 +32,16 @@ _IN_VAIN = 1000
 class Proposer(Protocol):
     """Whoever proposes candidates. With the same answers it proposes the same."""
 
+    @property
+    def is_users(self) -> bool:
+        """True if it is the user's own."""
+
     def ask(self) -> Config | None:
         """The next to try; ``None``: it has no more. One that was tried already is answered at
         once."""
 
     def tell(self, config: Config, milliseconds: float) -> None:
-        """Learn what ``config`` took, ``inf`` if it failed; also of configs that were not
-        asked for."""
+        """Take the time of ``config``, ``inf`` if it failed; also of those not asked for."""
 
     def ahead(self) -> Sequence[Config]:
         """Configs that :meth:`ask` may return from now on and that were not named before."""
@@ -69,6 +72,7 @@ class Exploring:
         self._final: Racing | None = None
         self._ahead: list[Config] = list(self._seeded)
         self._requests = self._search()
+        self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_users
 
     def ask(self) -> Request | None:
         return next(self._requests, None)

@@ -46,11 +46,24 @@ class Grid(ABC):
 
     @abstractmethod
     def point(self, config: Config) -> Point | None:
-        """Return where ``config`` is; ``None`` if it is none of the candidates."""
+        """The place of ``config``; ``None`` if it is none of the candidates."""
 
     @abstractmethod
     def drawn(self, draw: np.random.Generator, count: int) -> list[Point]:
         """So many points at random, or fewer; the same may come twice."""
+
+    def changed(
+        self, points: Sequence[Point], number: int, draw: np.random.Generator, count: int
+    ) -> list[Point]:
+        """Points, ``count`` at most, that differ from some of these in so many parameters, by any
+        value, and may be candidates."""
+        if not points or not self.sizes:
+            return []
+        rows = np.array(points)[draw.integers(len(points), size=count)]
+        for _ in range(number):
+            axes = draw.integers(len(self.sizes), size=count)
+            rows[np.arange(count), axes] = draw.integers(np.array(self.sizes)[axes])
+        return [point for point in map(tuple, rows.tolist()) if self.has(point)]
 
     def neighbours(self, point: Point, reach: int) -> Iterator[Point]:
         """Points that differ in one parameter, by ``reach`` steps at most if it is ordered."""

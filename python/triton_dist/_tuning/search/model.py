@@ -43,8 +43,13 @@ class Model:
     """
 
     def __init__(self, sizes: Sequence[int], ordered: Sequence[bool]) -> None:
-        self._steps = np.array([max(size - 1, 1) for size in sizes], dtype=float)
-        self._ordered = np.array(ordered, dtype=bool)
+        self._sizes = tuple(sizes)
+        # By feature, the parameter that it is of: one feature for each value, then, of numbers, one
+        # for the step. Half the squared distance is then a sum over features.
+        steps = [axis for axis, each in enumerate(ordered) if each]
+        axes = [axis for axis, size in enumerate(sizes) for _ in range(size)] + steps
+        self._axes = np.array(axes, dtype=int)
+        self._scaled = [(axis, math.sqrt(2) / max(sizes[axis] - 1, 1)) for axis in steps]
         self._learnt = self._weights = np.full(len(sizes), ALIKE)
         self._turn = 0
         self._stride, self._direction = np.full(len(sizes), 0.3), np.zeros(len(sizes))
@@ -55,9 +60,8 @@ class Model:
         kept = np.argsort(times, kind="stable")
         if len(kept) > _MOST:
             kept = np.concatenate([kept[: _MOST // 2], kept[_MOST // 2 :: 2]])[:_MOST]
-        self._points = np.array(points, dtype=float).reshape(len(points), -1)[kept]
+        self._features = self._features_of(points)[kept]
         self._logs = _targets(np.array(times)[kept])
-        self._apart = self._distances(self._points, self._points)
         self._turn += 1
         self._weights = self._learnt
         for _ in range(_STEPS if len(kept) < _SMALL else 1):
@@ -71,14 +75,13 @@ class Model:
     def believe(self, points: Sequence[Point]) -> None:
         """Take the forecasts of points as if they had been measured: they are about to be."""
         mean, _ = self.expected(points)
-        self._points = np.concatenate([self._points, np.array(points, dtype=float)])
+        self._features = np.concatenate([self._features, self._features_of(points)])
         self._logs = np.concatenate([self._logs, mean])
-        self._apart = self._distances(self._points, self._points)
         self._fit()
 
     def expected(self, points: Sequence[Point]) -> tuple[Numbers, Numbers]:
         """Mean and standard deviation of the standardised log of the time of each."""
-        near = self._near(self._distances(np.array(points, dtype=float), self._points))
+        near = self._near(self._features_of(points), self._features)
         mean = near @ self._solved
         left = near @ self._inverse.T
         return mean, np.sqrt(np.maximum(1 + _NOISE - (left**2).sum(1), 1e-9))
@@ -86,28 +89,35 @@ class Model:
     @property
     def best(self) -> float:
         """The lowest mean of what was measured."""
-        return float((self._near(self._apart) @ self._solved).min())
+        return float((self._matrix @ self._solved).min())
 
-    def _distances(self, one: Numbers, other: Numbers) -> Numbers:
-        """By pair and parameter."""
-        steps = np.abs(one[:, None, :] - other[None, :, :])
-        return (steps > 0) + np.where(self._ordered, (steps / self._steps) ** 2, 0.0)
+    def _features_of(self, points: Sequence[Point]) -> Numbers:
+        places = np.array(points, dtype=int).reshape(len(points), len(self._sizes))
+        values = [np.eye(size)[places[:, axis]] for axis, size in enumerate(self._sizes)]
+        steps = [places[:, axis, None] * scale for axis, scale in self._scaled]
+        return np.concatenate([*values, *steps, np.zeros((len(points), 0))], axis=1)
 
-    def _near(self, distances: Numbers) -> Numbers:
-        return np.exp(-(distances @ self._weights))
+    def _near(self, one: Numbers, other: Numbers) -> Numbers:
+        root = np.sqrt(self._weights[self._axes])
+        one, other = one * root, other * root
+        apart = (one**2).sum(1)[:, None] + (other**2).sum(1)[None, :] - 2 * one @ other.T
+        return np.exp(-0.5 * np.maximum(apart, 0.0))
 
     def _fit(self) -> None:
-        matrix = self._near(self._apart)
-        matrix[np.diag_indices_from(matrix)] += _NOISE
-        self._inverse = np.linalg.inv(np.linalg.cholesky(matrix))
+        self._matrix = self._near(self._features, self._features)
+        noisy = self._matrix + _NOISE * np.eye(len(self._logs))
+        self._inverse = np.linalg.inv(np.linalg.cholesky(noisy))
         self._solved = self._inverse.T @ (self._inverse @ self._logs)
 
     def _climb(self) -> None:
         """Let each parameter count more or less, as makes what was measured likelier: by a stride
         of its own, which grows while the direction stays and shrinks where it turns."""
         slope = np.outer(self._solved, self._solved) - self._inverse.T @ self._inverse
-        slope *= self._near(self._apart)
-        uphill = -0.5 * self._weights * np.einsum("ij,ija->a", slope, self._apart)
+        slope *= self._matrix
+        own, features = slope.sum(1), self._features
+        by_feature = own @ features**2 - ((slope @ features) * features).sum(0)
+        by_parameter = np.bincount(self._axes, by_feature, len(self._weights))
+        uphill = -0.5 * self._weights * by_parameter
         uphill -= np.log(self._weights / ALIKE) / PRIOR**2
         turned = self._direction * uphill < 0
         self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
@@ -127,7 +137,7 @@ def _targets(times: Numbers) -> Numbers:
 
 
 def gain(mean: Numbers, deviation: Numbers, best: float) -> Numbers:
-    """Amounts by which each may be expected to be below ``best``."""
+    """Expected distance of each below ``best``."""
     ahead = (best - mean) / deviation
     below = 0.5 * (1 + np.array([math.erf(each / math.sqrt(2)) for each in ahead]))
     return deviation * (ahead * below + np.exp(-(ahead**2) / 2) / math.sqrt(2 * math.pi))

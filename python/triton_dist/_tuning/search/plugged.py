@@ -14,17 +14,16 @@ _NO_CANDIDATE = 1000
 
 
 class Search(Protocol):
-    """Search of the user's own, for ``tune.autotune(search=...)``: called with the values of each
-    parameter by its name, it returns an object with these two methods. It runs on the leading rank
-    alone, and should propose the same when it is told the same, so that an interrupted tuning goes
-    on."""
+    """The class for ``tune.autotune(search=...)``: called with the values of each parameter by its
+    name, it returns an object with these two methods. It runs on the leading rank alone, and
+    should propose the same when it is told the same, so that an interrupted tuning goes on."""
 
     def ask(self) -> Mapping[str, Any] | None:
         """A value for each parameter; ``None``: no more."""
 
     def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
-        """Learn what ``config`` took; ``None`` if it failed, or is no config of the space. Also
-        called for configs that were not asked for, such as the default."""
+        """Take the time of ``config``; ``None`` if it failed, or is no config of the space. Configs
+        that were not asked for, such as the default, are told too."""
 
 
 Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
@@ -32,6 +31,8 @@ Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
 
 class Plugged:
     """The proposals of a user's search that are candidates."""
+
+    is_users = True
 
     def __init__(self, factory: Factory, candidates: Candidates) -> None:
         self._candidates = candidates

@@ -88,6 +88,8 @@ class Racing:
         incumbent: winner of an earlier tuning; takes part if it is a candidate.
     """
 
+    runs_user_code = False
+
     def __init__(
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:

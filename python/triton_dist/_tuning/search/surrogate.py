@@ -1,9 +1,9 @@
 """Proposes few of very many candidates: a model of what was measured says which.
 
 Candidates at random come first. Then each time the one with the highest expected gain is taken
-(:mod:`~triton_dist._tuning.search.model`), of the neighbours of the fastest and of others at
-random; and in every third turn an untried neighbour of the fastest one, so that the valley that was
-found is walked to its bottom.
+(:mod:`~triton_dist._tuning.search.model`), of those that differ from the fastest in one parameter
+or two, and of others at random; and in every third turn an untried neighbour of the fastest one, so
+that the valley that was found is walked to its bottom.
 
 Candidates are chosen in generations, so that those of the next are compiled while one is measured:
 for what is chosen and not yet measured the model takes its own forecast.
@@ -27,10 +27,12 @@ FIRST = 20
 """Candidates at random."""
 POLISH = 3
 """In every so many turns a neighbour of the fastest is taken."""
-TOPS, REACH = 4, 3
-"""Neighbours of so many of the fastest are looked at, up to so many steps away."""
-ANYWHERE = 300
-"""Candidates at random that are looked at in each turn."""
+TOPS, REACH = 4, 16
+"""Neighbours of so many of the fastest are looked at, up to so many steps away: what is near a good
+value may be bad, and the next good one far, as with multiples of a power of two."""
+PAIRS, ANYWHERE = 150, 150
+"""Candidates that are looked at besides in each turn: so many that differ from one of the fastest
+in two parameters, and so many at random."""
 _DRAWS = 50
 
 
@@ -41,6 +43,8 @@ class Surrogate:
         generation: so many are chosen at a time, and so many more while these are measured.
         seed: of what is random.
     """
+
+    is_users = False
 
     def __init__(self, candidates: Candidates, generation: int = 1, seed: int = 0) -> None:
         self._grid, self._generation = Grid.of(candidates), generation
@@ -112,8 +116,9 @@ class Surrogate:
             pool = self._fresh(fastest[:1], 1) or self._fresh(fastest[:5], 2)
         if not pool:
             pool = self._fresh(fastest[:TOPS], REACH)
-            anywhere = self._grid.drawn(self._draw, ANYWHERE)
-            pool += [point for point in anywhere if point not in self._seen]
+            others = self._grid.changed(fastest[:TOPS], 2, self._draw, PAIRS)
+            others += self._grid.drawn(self._draw, ANYWHERE)
+            pool += [point for point in others if point not in self._seen]
         pool = list(dict.fromkeys(pool))
         if not pool or not fastest:
             return iter(pool)

@@ -204,7 +204,7 @@ class ConfigSpace(Sequence[Config]):
         return {config.digest: place for place, config in enumerate(self._configs)}
 
     def place(self, config: Config) -> int:
-        """Return where ``config``, which is in it, stands."""
+        """The place of ``config``, which is in it."""
         return self._place_of[config.digest]
 
     @functools.cached_property
@@ -232,7 +232,7 @@ class ConfigSpace(Sequence[Config]):
         return None if place is None else self._configs[place]
 
     def without(self, fixed: Config) -> ConfigSpace:
-        """Return what is left to be chosen when the caller gives these values."""
+        """The space that is left when the caller gives these values."""
         return FixedSpace(self, fixed)
 
     def prune(

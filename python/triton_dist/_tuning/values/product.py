@@ -80,7 +80,7 @@ class Product(ConfigSpace):
         return self.where is None or bool(self.where(self.value(point)))
 
     def point(self, config: Config) -> Point | None:
-        """Return where ``config`` is; ``None`` if it is no combination."""
+        """The place of ``config``; ``None`` if it is no combination."""
         return self._point(config.tree)
 
     def _point(self, tree: codec.Tree) -> Point | None:

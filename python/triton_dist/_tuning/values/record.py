@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.by_rank import ByRank
 from triton_dist._tuning.values.config import Config, show_config
 from triton_dist._tuning.values.fingerprint import Fingerprint, OlderFingerprint, ShippedFingerprint
 from triton_dist._tuning.values.key import Key
@@ -65,6 +66,8 @@ class TuningRecord:
     """Sizes of the call that was measured; empty if those of the key, which end its range."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Number of configs that were not tried and are too many to be listed, by reason."""
+    by_rank: Mapping[str, ByRank] = field(default_factory=dict)
+    """Times of each rank, by digest of the configs that were measured most often."""
 
     def __getattr__(self, name: str) -> Any:
         """The trials of a record that was read without them."""
@@ -136,6 +139,11 @@ class TuningRecord:
             **({"carried": self.carried} if self.carried else {}),
             **({"at": list(self.at)} if self.at else {}),
             **({"dropped": dict(self.dropped)} if self.dropped else {}),
+            **(
+                {"by_rank": {d: own.to_tree() for d, own in self.by_rank.items()}}
+                if self.by_rank
+                else {}
+            ),
             "hardware_group": self.key.hardware,
             "fingerprint": {
                 name: _plain(facts)
@@ -227,6 +235,9 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
         "seconds": read_number(tree["seconds"]),
         "carried": str(tree.get("carried", "")),
         "at": tuple(int(read_number(size)) for size in tree.get("at", ())),
+        "by_rank": {
+            str(digest): ByRank.from_tree(own) for digest, own in tree.get("by_rank", {}).items()
+        },
         "dropped": {str(name): int(number) for name, number in tree.get("dropped", {}).items()},
     }
 

@@ -36,7 +36,7 @@ class CompilePool:
         self._servers: dict[Connection, int] = {}
         """By what they say their verdicts through, the processes that compile."""
         self._whose: dict[str, Connection] = {}
-        """Connections through which the verdicts on kernels come."""
+        """By kernel, the connection that the verdict on it comes through."""
         self._seconds = knobs.compile_timeout.get()
 
     @property

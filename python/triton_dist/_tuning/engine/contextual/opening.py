@@ -26,7 +26,7 @@ from triton_dist._tuning.engine.contextual.context import (
 from triton_dist._tuning.engine.contextual.messages import Messages
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.conversation import Situation
-from triton_dist._tuning.engine.progress import journal_head
+from triton_dist._tuning.engine.progress import head_of, journal_head
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -192,7 +192,7 @@ def _resume(
 ) -> None:
     """Go on where an interrupted tuning of the same was, without the configs that some rank got
     stuck in. Ranks on other hosts may have cache folders of their own."""
-    head = journal_head(context.key, fingerprint, context.candidates)
+    head = journal_head(context.key, fingerprint, head_of(context.candidates))
     journal = parts.journal(context.key)
     stuck, entries = dict(journal.quarantined(head)), list[Entry]()
     if parts.ranks.is_leader:
