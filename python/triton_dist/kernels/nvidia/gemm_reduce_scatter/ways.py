@@ -157,9 +157,8 @@ class CopyEngine(_ToOwners):
     scatter, launches, copied = "row_block", _Pushed, True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        persistent, most = current_device().prefers_descriptors, _PUSHED_TILES
-        if current_device().interprets:
-            most = 1
+        persistent = current_device().prefers_descriptors
+        most = 1 if current_device().interprets else _PUSHED_TILES
         shapes = spaces.tile_shapes(spaces.get_config_space(persistent))
         for number, tiles in enumerate(shapes[:most]):
             for num_chunks in _CHUNKS if number < _LARGEST_TILES else _FEW_CHUNKS:
