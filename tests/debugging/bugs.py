@@ -204,6 +204,34 @@ def swap(tell: bool = True, wait: bool = True, lined_up: bool = True) -> None:
                 memory.barrier()
 
 
+@jit(do_not_specialize=["rank"])
+def kernel_reach(inbox, inboxes, out, rank, SAY: tl.constexpr):
+    rows = tl.make_tensor_descriptor(inbox, [8, 4], [4, 1], [8, 4])
+    if rank == 1:
+        theirs = dl.symm_at(inbox, inboxes, 0) + 16
+        tl.store(theirs + tl.arange(0, 16), 1.0)
+    else:
+        if SAY:
+            rows = dl.only_rows(rows, 0, 4)
+        block = rows.load([0, 0])  # here: reach
+        tl.store(out + tl.arange(0, 8), tl.sum(block, 1))
+
+
+def reach(say: bool) -> None:
+    """Rank 0 loads rows 0 to 8, of which rank 1 stores the last four meanwhile."""
+    with symmetric.allocate("bugs", {"inbox": ((8, 4), torch.float32)}) as memory:
+        inbox, out, rank = memory["inbox"], torch.ones(8), dist.get_rank()
+        for turn in (1, 0):
+            try:
+                if rank == turn:
+                    kernel_reach[(1,)](inbox.local, inbox.pointers, out, rank, say)
+            finally:
+                dist.distributed_c10d.barrier()  # which no check sees
+        # What is said to be unused is of no use.
+        if rank == 0 and not (out[:4].eq(0).all() and out[4:].isnan().all()):
+            raise KernelFault(f"rows were {out.tolist()}")
+
+
 def any_fails(this: bool) -> bool:
     """True if one of the ranks fails. A meeting that no check sees, so it orders nothing."""
     fails = torch.tensor(int(this))
@@ -228,6 +256,8 @@ RACES = {
     "missing release": (functools.partial(swap, tell=False), "swap"),
     "missing wait": (functools.partial(swap, wait=False), "swap"),
     "epoch reused": (functools.partial(swap, lined_up=False), "reuse"),
+    "rows that are used": (functools.partial(reach, say=True), ""),
+    "rows beyond": (functools.partial(reach, say=False), "reach"),
 }
 """What runs it, and the line that the report of one of two ranks names."""
 

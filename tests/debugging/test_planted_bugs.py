@@ -83,8 +83,12 @@ def test_races_between_ranks(spawn_ranks):
         ((kind, text),) = reports
         assert kind == "DataRace"
         rank = 1 if marker == "reuse" else 0
-        place = f"rank {rank}, program (0, 0, 0) of kernel_swap, {bugs.__file__}"
+        kernel = "kernel_reach" if marker == "reach" else "kernel_swap"
+        place = f"rank {rank}, program (0, 0, 0) of {kernel}, {bugs.__file__}"
         assert f"{place}:{bugs.line_of(marker)}: " in text
+        if marker == "reach":
+            assert "load of element 16 of bugs.inbox of rank 0, which rank 1 stored at " in text
+            continue
         assert "element 0 of bugs.inbox of rank 0, which " in text
         other = "rank 0 loaded" if rank else f"rank 1 stored at line {bugs.line_of('reuse')}"
         assert other in text

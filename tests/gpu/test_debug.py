@@ -1,0 +1,37 @@
+"""``triton-dist debug where`` while a kernel spins on a GPU."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import torch
+
+from tests.debugging.late_rank import comes_late
+from tests.debugging.test_standing import asked_until
+from triton_dist.testing import spawn_ranks
+
+
+def test_where_reads_flags_while_a_kernel_waits_for_a_rank_that_is_late(tmp_path):
+    come, results = tmp_path / "come", []
+
+    def ranks():
+        results.extend(
+            spawn_ranks(
+                2, comes_late, str(come), device="cuda", timeout=110,
+                share_gpus=torch.cuda.device_count() < 2,
+            )
+        )  # fmt: skip
+
+    job = threading.Thread(target=ranks)
+    job.start()
+    try:
+        said = asked_until(r"a kernel of ag_gemm waits for ag_gemm\.\S+ .*which rank 1 sets", None)
+    finally:
+        come.touch()
+        job.join()
+    assert re.search(r"ag_gemm, calls: rank 0: 2  rank 1: 1 <- differs", said)
+    assert re.search(r"ag_gemm, epoch of slot \d: rank 0: \d+  rank 1: \d+", said)
+    assert re.search(r"rank 1 \(process \d+\): is at .*late_rank.py:\d+ in comes_late", said)
+    assert "last launches: " in said
+    assert results == [True, True]
