@@ -70,7 +70,9 @@ def main() -> None:
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 4) - 2)) as pool:
         for some in (modes[:1], modes[1:]):  # the first compiles for those that come
             cells = [(bug, mode) for mode in some for bug in BUGS]
-            for (bug, mode), said in zip(cells, pool.map(lambda c: run(*c, end), cells), strict=True):
+            for (bug, mode), said in zip(
+                cells, pool.map(lambda c: run(*c, end), cells), strict=True
+            ):
                 found[bug][mode] = said
     print("| bug |" + "".join(f" {mode} |" for mode in modes))
     print("|---|" + "---|" * len(modes))
