@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
-from triton_dist import jit
+from triton_dist import jit, knobs
 from triton_dist import language as dl
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import symmetric
@@ -301,6 +301,7 @@ def stands_still() -> list[tuple[str, str]]:
     from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 
     rank = dist.get_rank()
+    knobs.put(knobs.wait_timeout.variable, "3")
     with checking("where"):
         ends = [found(missing_notify, quiet=0.5)]
         if rank == 0:
@@ -319,5 +320,6 @@ def stands_still() -> list[tuple[str, str]]:
 
 def stands_in_pdb(program: str) -> list[float]:
     """What ``main`` of a program gives, whose kernels stop for who attaches."""
+    knobs.put(knobs.wait_timeout.variable, "0.3")
     with checking("attach", "where"):
         return runpy.run_path(program)["main"]()

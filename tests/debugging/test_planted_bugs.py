@@ -46,8 +46,8 @@ def test_a_report_says_how_far_and_who(bug, said, monkeypatch):
     assert said in bugs.found(run, finds, quiet=0.1)[1]
 
 
-def test_bugs_between_ranks(spawn_ranks):
-    first, second = spawn_ranks(2, bugs.on_each_rank, timeout=60)
+def test_bugs_between_ranks(two_ranks):
+    first, second = two_ranks(bugs.on_each_rank)
     for told, rank in ((first, 0), (second, 1)):
         kind, text = told["circle"]
         assert kind == "WaitNeverEnds"
@@ -73,8 +73,8 @@ def test_bugs_between_ranks(spawn_ranks):
     assert "bugs.flag[0] of rank 1: set by rank 1, program (0, 0, 0) of kernel_told" in text
 
 
-def test_races_between_ranks(spawn_ranks):
-    ranks = spawn_ranks(2, bugs.races_of_each_rank, timeout=60)
+def test_races_between_ranks(two_ranks):
+    ranks = two_ranks(bugs.races_of_each_rank)
     for race, (_, marker) in bugs.RACES.items():
         reports = [told[race] for told in ranks if told[race][0]]
         if not marker:

@@ -25,9 +25,9 @@ PDB = DOCS / "how-to" / "debug-in-pdb.md"
 class Job(threading.Thread):
     """Ranks that run while the test looks into them."""
 
-    def __init__(self, start, *args, **options):
+    def __init__(self, run, *args):
         super().__init__()
-        self._call = lambda: start(2, *args, **options)
+        self._call = lambda: run(*args)
         self.results = []
         self.start()
 
@@ -70,13 +70,11 @@ def attached(rank, typed, monkeypatch, tmp_path):
     return first + "".join(f"{prompt}{line}\n{answer}" for line, answer in said)
 
 
-def test_the_recorded_session_over_two_ranks(spawn_ranks, monkeypatch, tmp_path):
+def test_the_recorded_session_over_two_ranks(two_ranks, monkeypatch, tmp_path):
     program, *recorded = [block for block in blocks(PDB) if block.language in ("python", "text")]
     path = tmp_path / "ring.py"
     path.write_text(program.text)
-    with Job(
-        spawn_ranks, bugs.stands_in_pdb, str(path), env={"TRITON_DIST_WAIT_TIMEOUT": "0.3"}
-    ) as job:
+    with Job(two_ranks, bugs.stands_in_pdb, str(path)) as job:
         for rank, block in enumerate(recorded):
             typed = re.findall(rf"^\(rank {rank}\) (.*)$", block.text, re.M)
             said = attached(rank, typed, monkeypatch, tmp_path)
@@ -90,8 +88,8 @@ def test_the_recorded_session_over_two_ranks(spawn_ranks, monkeypatch, tmp_path)
     assert job.results == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
 
 
-def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(spawn_ranks):
-    with Job(spawn_ranks, bugs.stands_still, env={"TRITON_DIST_WAIT_TIMEOUT": "4"}) as job:
+def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_ranks):
+    with Job(two_ranks, bugs.stands_still) as job:
         place = f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}"
         awaited = "waits for bugs.flag[0] of rank 0 to reach 1, it is 0"
         said = asked_until(re.escape(f"{place}: {awaited}"), None)
