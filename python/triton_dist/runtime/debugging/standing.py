@@ -13,18 +13,31 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
 import triton
 
+from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.debugging.site import is_of_program
 
 _MOST_LAUNCHES, _MOST_FRAMES = 4, 12
 _launches: deque[str] = deque(maxlen=_MOST_LAUNCHES)
 _is_on = False
+
+
+class Region(Protocol):
+    """A region of symmetric memory."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]: ...
 
 
 class Memory(Protocol):
@@ -38,6 +51,62 @@ class Memory(Protocol):
     def writer_of(self, address: int) -> int | None:
         """Rank that sets the flag at ``address``; ``None``: no flag of this memory."""
         ...
+
+
+Read = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(eq=False)
+class Slots:
+    """A memory whose calls take turns with slots, each of which has an epoch.
+
+    Attributes:
+        epochs: region of control words [slots, words], number ``word`` of which counts from bit
+            ``shift`` on.
+        begun: by slot, the calls that this rank's host has begun.
+        late: the flags that the use of a slot waits for in some epoch, and that are not there.
+        flags: of a slot, flags, and the rank that sets the one of an index.
+    """
+
+    epochs: Region
+    word: int
+    shift: int
+    begun: list[int]
+    late: Callable[[int, int, Read], Iterable[dict[str, Any]]]
+    flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
+
+    def standing(self) -> dict[str, Any]:
+        """See :class:`Memory`. In use is a slot of which more calls have begun than epochs are
+        over; that of a graph's replays is not known to be."""
+        from triton_dist.runtime.device import current_device
+
+        peek, peers = current_device().peek, self.epochs.peers
+        lines = [peek(peer) for peer in peers]
+        own = next(number for number, peer in enumerate(peers) if peer is self.epochs.local)
+        named: dict[str, list[int | None]] = {}
+        late: list[dict[str, Any]] = []
+        for slot, begun in enumerate(self.begun):
+            row = [None if each is None else int(each[slot, self.word]) for each in lines]
+            epochs = [None if flag is None else flag >> self.shift for flag in row]
+            named[f"epoch of slot {slot}"] = epochs
+            epoch = epochs[own]
+            if epoch is not None and begun >= epoch:
+                late += self.late(slot, epoch, peek)
+        calls = sum(self.begun)
+        named["calls"] = [calls if rank == own else None for rank in range(len(peers))]
+        return {"name": _name_of(self.epochs), "epochs": named, "late": late}
+
+    def writer_of(self, address: int) -> int | None:
+        for slot in range(len(self.begun)):
+            for words, source_of in self.flags(slot):
+                index = (address - words.data_ptr()) // words.element_size()
+                if 0 <= index < words.numel():
+                    return source_of(index)
+        return None
+
+
+def _name_of(region: Region) -> str:
+    return describe_address(region.local.data_ptr()).rpartition(".")[0]
 
 
 _memories: weakref.WeakSet[Memory] = weakref.WeakSet()

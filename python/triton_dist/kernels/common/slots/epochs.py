@@ -149,7 +149,10 @@ class EpochSlots:
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
-        self._tells = standing.add(self)
+        self._stand = standing.Slots(
+            self.memory["epoch"], EPOCH, SIZE_BITS.value, self._begun, self._late_of, self._flags
+        )
+        self._tells = standing.add(self._stand)
 
     def __getitem__(self, region: str) -> Region:
         """A region of the current slot."""
@@ -249,7 +252,8 @@ class EpochSlots:
                 for slot in range(SLOTS):
                     self.of_slot(slot, region).local.zero_()
             self._clear_lines()
-            self._sizes, self._begun = [0] * SLOTS, [0] * SLOTS
+            self._sizes = [0] * SLOTS
+            self._begun[:] = [0] * SLOTS
             self.index = 0
             self._in_turn = False
 
@@ -321,31 +325,6 @@ class EpochSlots:
                     address = flags.data_ptr() + index * flags.element_size()
                     told = {"flag": describe_address(address), "writer": source_of(index)}
                     yield told | {"expected": value, "seen": seen[index]}
-
-    def standing(self) -> dict[str, Any]:
-        """Say where the ranks are, for ``triton-dist debug where``: read beside what runs."""
-        lines = [self.device.peek(peer) for peer in self.memory["epoch"].peers]
-        epochs: list[list[int | None]] = [
-            [None if line is None else count_in(int(line[slot, EPOCH])) for line in lines]
-            for slot in range(SLOTS)
-        ]
-        late: list[dict[str, Any]] = []
-        for slot, own in enumerate(each[self.rank] for each in epochs):
-            if own is not None and (self._in_graphs or self._begun[slot] >= own):
-                late += self._late_of(slot, own, self.device.peek)
-        named = {f"epoch of slot {slot}": epochs[slot] for slot in range(SLOTS)}
-        ranks = range(self.num_ranks)
-        named["calls"] = [sum(self._begun) if rank == self.rank else None for rank in ranks]
-        return {"name": self.memory.name, "epochs": named, "late": late}
-
-    def writer_of(self, address: int) -> int | None:
-        """Rank of the group that sets the flag at ``address``; ``None``: it is no flag of these."""
-        for slot in range(SLOTS):
-            for words, source_of in self._flags(slot):
-                index = (address - words.data_ptr()) // words.element_size()
-                if 0 <= index < words.numel():
-                    return source_of(index)
-        return None
 
 
 class InSlots:
