@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -56,6 +58,8 @@ def test_an_all_gather_takes_as_long_as_its_slowest_links(
         comm_perf_model.estimate_reduce_scatter_time_ms,
     ):
         assert estimate(*arguments) == pytest.approx(milliseconds)
+        unknown = estimate(4e9, world_size, local_world_size, 0.0, 0.0)
+        assert unknown == (math.inf if milliseconds else 0)
 
 
 def test_ranks_that_do_not_divide_into_hosts_are_refused():

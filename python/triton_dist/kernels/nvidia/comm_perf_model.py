@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.network import get_nic_gbps_per_gpu
 
@@ -28,7 +30,8 @@ def estimate_all_gather_time_ms(
         nbytes: of all shards together.
         world_size, local_world_size: ranks, and ranks on one host, which divide them.
         intranode_bw: of one rank to its peers on the host, one direction, in GB/s.
-        internode_bw: of one rank to other hosts, one direction, in GB/s.
+        internode_bw: of one rank to other hosts, one direction, in GB/s. With 0, of a link that
+            is not known, as on CPU ranks, it takes for ever.
 
     Raises:
         InvalidArgument: ranks that do not divide into hosts.
@@ -41,11 +44,17 @@ def estimate_all_gather_time_ms(
             f"a divisor of world_size = {world_size}",
         )
     shard_mb = nbytes / world_size / 1e6
-    inside = shard_mb * (local_world_size - 1) / intranode_bw
+    inside = _milliseconds(shard_mb * (local_world_size - 1), intranode_bw)
     other_hosts = world_size // local_world_size - 1
     if other_hosts == 0:
         return inside
-    return max(inside, shard_mb / internode_bw) * other_hosts + inside
+    return max(inside, _milliseconds(shard_mb, internode_bw)) * other_hosts + inside
+
+
+def _milliseconds(megabytes: float, gbps: float) -> float:
+    if megabytes == 0:
+        return 0.0
+    return megabytes / gbps if gbps > 0 else math.inf
 
 
 # A reduce-scatter moves as many bytes the other way; ``nbytes``: of one rank's input.
