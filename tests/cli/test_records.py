@@ -221,8 +221,9 @@ def names(tree: object) -> object:
     [
         (
             "show gemm --key 4096",
-            "records: always_failed: count parameter value; configs: config digest ms parameters "
-            "samples to_best; failures: count first kind; file fixed function hardware importance "
+            "records: always_failed: count parameter value; by_rank configs: config digest ms "
+            "parameters samples to_best; dropped failures: count first kind; file fixed function "
+            "hardware importance "
             "key ms price seconds shipped timestamp winner within_1_percent",
         ),
         (
