@@ -18,7 +18,6 @@ from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
-    AllReduceMethod,
     ag_gemm,
     ag_group_gemm,
     create_ag_gemm_context,
@@ -113,7 +112,7 @@ OPS = {
             *gemm_ar_calls.WAYS,
             *(
                 {"way": "serial", "reduction": reduction, **SMALL}
-                for reduction in (AllReduceMethod.TWO_SHOT, AllReduceMethod.DOUBLE_TREE)
+                for reduction in ("one_shot", "two_shot")
             ),
         ],
     ),

@@ -36,7 +36,8 @@ NOT_RUN = {
     "which test_code_blocks and test_programs run",
     r".*bench_(overlap|collectives)\.py( --json \w+\.json)?$|.*--all-candidates|.*--layers all":
         "takes minutes on CPU ranks, as the page says; tests/benchmarks measures less",
-    r".*bench_(tuning|racing|transfer|any_m|search|big_space)\.py": "tests/benchmarks does a part of it",
+    r".*bench_(tuning|racing|transfer|any_m|search|big_space)\.py":
+        "tests/benchmarks does a part of it",
     r"(bash scripts/launch\.sh|scripts/python) examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
     r"(TRITON_DIST_DEVICE=cpu )?bash scripts/launch\.sh test_ag_gemm\.py --case check$":

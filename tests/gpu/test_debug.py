@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import threading
 
+import pytest
 import torch
 
 from tests.debugging.late_rank import comes_late
 from tests.debugging.test_standing import asked_until
 from triton_dist.testing import spawn_ranks
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.gpu]
 
 
 def test_where_reads_flags_while_a_kernel_waits_for_a_rank_that_is_late(tmp_path):

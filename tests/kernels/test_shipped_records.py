@@ -95,8 +95,10 @@ class On:
         device_peak.cache_clear()
         for tuned in self.touched:
             tuned.clear()
-            for cached in ("_configs", "_by_digest", "names", "digest", "functions"):
-                vars(tuned.config_space).pop(cached, None)
+            space = tuned.config_space
+            for name in list(vars(space)):
+                if isinstance(getattr(type(space), name, None), functools.cached_property):
+                    del vars(space)[name]
 
 
 M_IN_RANGES = Sizes("a shipped op", {"M": fine_bucket})

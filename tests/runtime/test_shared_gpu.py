@@ -196,4 +196,4 @@ def call_an_op():
 
 
 def test_an_op_over_such_memory(spawn_ranks):
-    assert spawn_ranks(2, call_an_op) == [40] * 2
+    assert spawn_ranks(2, call_an_op) == [16] * 2

@@ -62,11 +62,12 @@ def test_lines_and_table(tmp_path, capsys):
     assert lines[6].endswith("{'n': 1}  <- winner")
     assert lines[6].split()[:5] == ["1.0000", "0.0%", "1.000x", "0.250x", "3"]
     assert lines[8].endswith("{'n': 4}  <- default")
-    assert lines[9].startswith("  to best, to default: its time over that of the fastest config")
-    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[10]
-    assert "compile 0.0 s, measure " in lines[11]
-    assert "best of 3 measured (1 failed or pruned)" in lines[12]
-    assert len(lines) == 13
+    assert lines[9].startswith("  the winner by rank: rank 0 was the slowest in 3 of 3 samples")
+    assert lines[10].startswith("  to best, to default: its time over that of the fastest config")
+    assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[11]
+    assert "compile 0.0 s, measure " in lines[12]
+    assert "best of 3 measured (1 failed or pruned)" in lines[13]
+    assert len(lines) == 14
 
 
 def record(*outcomes):
@@ -162,7 +163,7 @@ def test_all_that_a_verbose_call_says_is_logged_without_it(tmp_path, caplog, cap
     tuned_ranks(tmp_path, size=2)
     assert {entry.name for entry in caplog.records} == {"triton_dist.tuning"}
     logged = [(entry.levelname, entry.message) for entry in caplog.records]
-    assert len(logged) == 13
+    assert len(logged) == 14
     assert logged[0][0] == "INFO"
     assert logged[0][1].startswith("autotune ops.run, key 1: no record; tuning 4 configs")
     assert [level for level, _ in logged[1:5]] == ["DEBUG"] * 4

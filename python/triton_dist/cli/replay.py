@@ -30,7 +30,7 @@ def add_to(verbs: Any) -> None:
         "were sampled once the time is always the same.",
         examples=[
             "replay matmul --key 8192 --search surrogate --tries 50",
-            "replay convolution_A100_T4.json.gz --search racing,surrogate --json",
+            "replay space_T4.json.gz --search racing,surrogate --json",
         ],
     )
     parser.add_argument(
