@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -22,29 +23,33 @@ def compile_launch(launch: Any) -> Compiled:
     return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
 
 
-def deepest_of_each(tiles: Sequence[triton.Config]) -> list[int]:
-    """Indices of the tiles that ask for the most shared memory of their size.
-
-    What threads hold and when they wait depends on rows, columns, warps and epilogue; those that
-    differ in the depth of the pipeline alone fit if the deepest does, and are compiled for GPUs in
-    ``tests/gpu``, as every candidate is.
-    """
-    deepest: dict[object, int] = {}
-    for index, config in enumerate(tiles):
-        tile = config.kwargs
-        of_size = (
-            tile["BLOCK_SIZE_M"], tile["BLOCK_SIZE_N"], config.num_warps,
-            tile.get("EPILOGUE_SUBTILE", False),
-        )  # fmt: skip
-        other = deepest.setdefault(of_size, index)
-        if _depth(config) > _depth(tiles[other]):
-            deepest[of_size] = index
-    return sorted(deepest.values())
+def hardest(tiles: Sequence[triton.Config]) -> list[int]:
+    """Indices of the tiles that no other one of as many warps surpasses, both in what a thread
+    accumulates and in shared memory: the others fit if these do, and are compiled for GPUs in
+    ``tests/gpu``, as every candidate is."""
+    return [
+        index
+        for index, config in enumerate(tiles)
+        if not any(
+            _kind(other) == _kind(config)
+            and (_burdens(other, place) > _burdens(config, index))
+            and all(map(operator.ge, _burdens(other, place)[:2], _burdens(config, index)[:2]))
+            for place, other in enumerate(tiles)
+        )
+    ]
 
 
-def _depth(config: triton.Config) -> int:
-    depth: int = config.kwargs["BLOCK_SIZE_K"] * config.num_stages
-    return depth
+def _kind(config: triton.Config) -> tuple[object, ...]:
+    """What is another kernel, and not a larger one: few rows are multiplied otherwise."""
+    tile = config.kwargs
+    return config.num_warps, tile["BLOCK_SIZE_M"] == 16, tile.get("EPILOGUE_SUBTILE", False)
+
+
+def _burdens(config: triton.Config, place: int) -> tuple[int, int, int]:
+    """Elements that a thread accumulates, elements in shared memory; of equals the first counts."""
+    rows, columns, depth = (config.kwargs[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
+    accumulated = rows * columns // config.num_warps
+    return accumulated, (rows + columns) * depth * config.num_stages, -place
 
 
 def assert_announced_later(ptx, every=1):

@@ -19,7 +19,7 @@ from tests.compile.scattered import (
     TMA_STORE,
     assert_announced_later,
     compile_launch,
-    deepest_of_each,
+    hardest,
 )
 from triton_dist.kernels.common.exchange.protocol import Peers, Slots
 from triton_dist.kernels.common.gemm.spaces import (
@@ -108,7 +108,7 @@ def compiled(kind, persistent, index, arch=90, **options):
 
 def every_tile():
     for (kind, persistent), tiles in KINDS.items():
-        for index in deepest_of_each(tiles):
+        for index in hardest(tiles):
             config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             way = "descriptors" if persistent else "pointers"

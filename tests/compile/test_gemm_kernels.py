@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import triton_dist
-from tests.compile.scattered import deepest_of_each
+from tests.compile.scattered import hardest
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, SPLIT_K_TILES, sharded_gemm
@@ -82,7 +82,7 @@ def every_tile():
     """The largest ones with both layouts, the others with one by turns; of those for what
     descriptors cannot read, the two largest."""
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for number, index in enumerate(deepest_of_each(tiles)[: None if persistent else 2]):
+        for number, index in enumerate(hardest(tiles)[: None if persistent else 2]):
             config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             kind = "persistent" if persistent else "pointers"

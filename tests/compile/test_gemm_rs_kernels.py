@@ -16,7 +16,7 @@ from tests.compile.scattered import (
     assert_announced_at_once,
     assert_announced_later,
     compile_launch,
-    deepest_of_each,
+    hardest,
 )
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
@@ -60,7 +60,7 @@ def compiled(
 def every_tile():
     """Of tiles for what descriptors cannot read, the two largest."""
     for persistent, tiles in ((True, PERSISTENT_TILES), (False, POINTER_TILES)):
-        for index in deepest_of_each(tiles)[: None if persistent else 2]:
+        for index in hardest(tiles)[: None if persistent else 2]:
             config = tiles[index]
             sizes = "x".join(str(config.kwargs[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
             kind = "persistent" if persistent else "pointers"

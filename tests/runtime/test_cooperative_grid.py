@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 
@@ -178,6 +179,48 @@ def test_who_has_looked_in_vain_for_long_looks_less_often(monkeypatch):
 
     run(3, body)
     assert slept == pytest.approx([1e-3] * 2)
+
+
+def test_who_says_what_it_waits_for_gets_no_turn_before():
+    arrived, turns = [], []
+
+    def body(program):
+        if program == 3:
+            for number in range(5):
+                pause()
+                arrived.append(number)
+            return
+        while len(arrived) <= program:
+            pause(0, functools.partial(lambda before: len(arrived) == before, len(arrived)))
+            turns.append((program, len(arrived)))
+
+    run(4, body)
+    # Each sees every change once until its own has come, and nothing in between.
+    assert sorted(turns) == [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_programs_wait_for_something_outside(count, monkeypatch):
+    slept = []
+    monkeypatch.setattr(cooperative_grid.time, "sleep", slept.append)
+
+    def body(program):
+        pause(0, lambda: len(slept) < 5)
+
+    run(count, body)
+    assert len(slept) == 5
+    assert slept[0] == pytest.approx(200e-6)
+
+
+def test_a_program_that_fails_ends_those_that_wait():
+    def body(program):
+        if program == 1:
+            raise ValueError("broken")
+        pause(0, lambda: True)
+        pytest.fail("went on")
+
+    with pytest.raises(ValueError, match="broken"):
+        run(3, body)
 
 
 def test_only_waiting_programs_cost_a_thread():

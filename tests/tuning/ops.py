@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import triton
 
+from tests.tuning.spent import spend
 from triton_dist.tune import autotune, to_hashable
 
 ran: list[tuple[str, int]] = []
@@ -31,7 +31,7 @@ def prune_fn(config, A, B, *args, **kwargs):
 def matmul(A, B, gemm_config: triton.Config, bias=None):
     """A @ B."""
     ran.append(("matmul", gemm_config.kwargs["BLOCK_SIZE_M"]))
-    time.sleep(abs(gemm_config.kwargs["BLOCK_SIZE_M"] - 64) * 3e-5)
+    spend(abs(gemm_config.kwargs["BLOCK_SIZE_M"] - 64) * 3e-5)
     return A @ B if bias is None else A @ B + bias
 
 
@@ -41,14 +41,14 @@ class Layer:
 
     @autotune([{"chunks": 2}, {"chunks": 1}], key_fn=lambda self, x: to_hashable(x))
     def forward(self, x, chunks):
-        time.sleep(chunks * 1e-3)
+        spend(chunks * 1e-3)
         return x * self.weight, chunks
 
 
 def slow_by_rank(n):
     """n times 8 milliseconds, more than a loaded machine adds; but 1 takes 9 on the last rank."""
     last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
-    time.sleep((9 if last and n == 1 else n) * 8e-3)
+    spend((9 if last and n == 1 else n) * 8e-3)
 
 
 @autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x: x)
@@ -68,7 +68,7 @@ def local(x, n):
 @autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x, group: x)
 def in_group(x, group, n):
     dist.barrier(group)
-    time.sleep(n * 8e-3)
+    spend(n * 8e-3)
     return n
 
 

@@ -17,6 +17,7 @@ import torch
 import triton_dist.tune
 from tests.tuning import ops
 from tests.tuning.fakes import in_threads
+from tests.tuning.spent import counted, spend
 from triton_dist import errors
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.tune import AutoTuner, autotune, to_hashable
@@ -29,6 +30,8 @@ def _fresh():
     ops.matmul.clear()
     ops.matmul.tuning_count = 0
     ops.ran.clear()
+    with counted():
+        yield
 
 
 def make(space, cost=None, key_fn=lambda x, *_, **__: x, **options):
@@ -38,7 +41,7 @@ def make(space, cost=None, key_fn=lambda x, *_, **__: x, **options):
     def run(x, n=0, **others):
         runs.append(n)
         if cost is not None:
-            threading.Event().wait(cost(n) * 4e-3)
+            spend(cost(n) * 4e-3)
         return x, n
 
     tuned = autotune(space, key_fn, **options)(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,44 @@ def _spin_interpreted(
             seen=int(seen.handle.data.flat[latest]) >> places,
             seconds=waits.interpreted_limit_seconds(),
         )
-    interpreter.pause(polls)
+    watched = waits.on_look is not None or stops.is_active()
+    unchanged = None if watched else _unchanged(ptr, seen, value, deadline, guard)
+    interpreter.pause(polls, unchanged)
     return polls + 1
+
+
+def _unchanged(
+    ptr: Any, seen: Any, value: Any, deadline: float, guard: Any
+) -> Callable[[], bool] | None:
+    """Whether a wait would find what it has ``seen``: the words themselves are read, which takes
+    the interpreter a hundred times as long. ``None`` where they are something else already, or
+    where a part of them is the flag."""
+    word = _word(ptr)
+    values = seen.handle.data.ravel()
+    late = values != int(value)  # so never what a mask leaves out
+    addresses = np.broadcast_to(ptr.handle.data.ravel(), late.shape)[late].tolist()
+    words = [word.from_address(address) for address in addresses]
+    before: list[int] = values[late].tolist()
+
+    def holds() -> bool:
+        if time.monotonic() >= deadline or (guard is not None and _gave_up(guard)):
+            return False
+        return _values(words) == before
+
+    return holds if _values(words) == before else None
+
+
+def _values(words: list[Any]) -> list[int]:
+    return [word.value for word in words]
+
+
+def _word(ptr: Any) -> type[ctypes.c_int64] | type[ctypes.c_int32]:
+    return ctypes.c_int64 if ptr.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
 
 
 def _gave_up(guard: Any) -> bool:
     """True once the second word of a guard is set."""
-    word = ctypes.c_int64 if guard.dtype.element_ty.primitive_bitwidth == 64 else ctypes.c_int32
+    word = _word(guard)
     address = int(guard.handle.data.flat[0]) + ctypes.sizeof(word)
     return bool(word.from_address(address).value)
 

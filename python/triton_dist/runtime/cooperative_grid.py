@@ -4,7 +4,9 @@ On a GPU the resident programs of a grid make progress together, so one may spin
 another sets. Here they run in order on the calling thread, which costs nothing, until one *pauses*
 in such a wait. It then keeps its thread, and a new thread goes on with the programs that were not
 started yet. Exactly one program runs at any time: a turn ends when its program pauses or is over,
-and the next turn goes round robin, so a run is the same every time. Knows nothing of Triton.
+and the next turn goes round robin, so a run is the same every time. A program that says what it
+waits for gets no turn before that has changed: looking from outside costs a microsecond, a turn a
+hundred. Knows nothing of Triton.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 PAUSE_SECONDS = 200e-6
 """First pause of a waiting program when nothing else of its grid can run: about what a look costs.
@@ -23,6 +25,11 @@ Long enough for a copy thread to take the GIL and for another process to take th
 LONGEST_PAUSE_SECONDS = 5e-3
 """The same once it has looked in vain for a tenth of a second: always little against the time
 waited."""
+_SHARE_OF_WAITED = 1 / 16
+"""Of the time waited so far, that of a pause where looking costs nothing to speak of."""
+
+Unchanged: TypeAlias = Callable[[], bool]
+"""True as long as a waiting program would find what it found when it looked last."""
 
 
 class _Stop(BaseException):
@@ -35,6 +42,11 @@ class _Seat:
     def __init__(self) -> None:
         self._turn = False
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.unchanged: Unchanged | None = None
+        """``None``: its program wants a turn, come what may."""
+
+    def can_go_on(self) -> bool:
+        return self.unchanged is None or not self.unchanged()
 
     def give_turn(self) -> None:
         self._turn = True
@@ -102,9 +114,10 @@ class CooperativeGrid:
         if self._error is not None:
             raise self._error
 
-    def pause(self, seconds: float) -> bool:
-        """End the running program's turn, after ``seconds`` if every program waits; ``False`` if no
-        other program of the grid could take one."""
+    def pause(self, seconds: float, unchanged: Unchanged | None = None) -> bool:
+        """End the running program's turn until ``unchanged`` no longer holds, or, without it, after
+        ``seconds`` if every program waits; ``False`` if no other program of the grid could take a
+        turn."""
         seat = _local.seat
         assert seat is not None, "only a program of this grid can pause it"
         if self._starts_next(seat) and 1 + len(self._ready) < self._residents:
@@ -113,11 +126,21 @@ class CooperativeGrid:
             self._ready.appendleft(self._front)
         if not self._ready:
             return False
-        self._pauses += 1
-        if self._pauses > len(self._ready):  # every program waits, for something outside this grid
-            self._pauses = 0
-            time.sleep(seconds)
-        self._pass_turn(seat)
+        seat.unchanged = unchanged
+        if unchanged is None:
+            self._pauses += 1
+            if self._pauses > len(self._ready):  # all wait, for something outside this grid
+                self._pauses = 0
+                time.sleep(seconds)
+        for nap in _naps():
+            if self._error is not None:
+                raise _Stop
+            if (other := self._next_to_go()) is not None:
+                self._pass_turn(seat, other)
+                break
+            if seat.can_go_on():
+                break
+            time.sleep(nap)
         return True
 
     def _take_turns(self, seat: _Seat) -> None:
@@ -129,8 +152,9 @@ class CooperativeGrid:
                 self._pauses = 0
                 self._body(program)
                 self._pauses = 0
-                if self._ready and self._starts_next(seat):
-                    self._pass_turn(seat)
+                if self._starts_next(seat) and (other := self._next_to_go()) is not None:
+                    seat.unchanged = None  # it has programs to start
+                    self._pass_turn(seat, other)
         except _Stop:
             pass
         except BaseException as error:
@@ -139,10 +163,14 @@ class CooperativeGrid:
     def _starts_next(self, seat: _Seat) -> bool:
         return self._front is seat and self._next < self._count
 
-    def _pass_turn(self, seat: _Seat) -> None:
+    def _next_to_go(self) -> _Seat | None:
+        return next((seat for seat in self._ready if seat.can_go_on()), None)
+
+    def _pass_turn(self, seat: _Seat, other: _Seat) -> None:
         saved = dict(self._state)
+        self._ready.remove(other)
         self._ready.append(seat)
-        self._ready.popleft().give_turn()
+        other.give_turn()
         seat.await_turn(self._fail)
         self._state.update(saved)
         if self._error is not None:
@@ -169,16 +197,31 @@ class CooperativeGrid:
             self._error = error
 
 
-def pause(looks: int = 0) -> bool:
+def pause(looks: int = 0, unchanged: Unchanged | None = None) -> bool:
     """Called by a blocked wait on each round, after ``looks`` earlier ones in vain.
 
     Lets another program of the grid run and returns ``True``; where there is none, sleeps, so that
     copy threads and other processes get on, and returns ``False``. The sleep grows with ``looks``
     from 200 µs to 5 ms: a look costs as much as the first sleep, and with more ranks than cores,
-    polling takes the core away from the very rank that is waited for.
+    polling takes the core away from the very rank that is waited for. With ``unchanged`` it returns
+    when that no longer holds.
     """
     seconds = min(PAUSE_SECONDS * (1 + looks), LONGEST_PAUSE_SECONDS)
-    if _local.grid is not None and _local.grid.pause(seconds):
+    if _local.grid is not None and _local.grid.pause(seconds, unchanged):
         return True
-    time.sleep(seconds)
+    if unchanged is None:
+        time.sleep(seconds)
+        return False
+    for nap in _naps():
+        if not unchanged():
+            break
+        time.sleep(nap)
     return False
+
+
+def _naps() -> Iterator[float]:
+    """Seconds to sleep between looks that cost nothing, more with the time that has gone by."""
+    began = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        yield min(max(PAUSE_SECONDS, waited * _SHARE_OF_WAITED), LONGEST_PAUSE_SECONDS)

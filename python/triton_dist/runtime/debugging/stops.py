@@ -40,6 +40,10 @@ def end() -> None:
     _active = False
 
 
+def is_active() -> bool:
+    return _active
+
+
 def socket_of(folder: Path, rank: int) -> Path:
     return folder / f"pdb-{rank}.sock"
 
