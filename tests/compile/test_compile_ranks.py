@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 
 import torch
 
 from tests.compile import kernels
+from tests.tuning.spent import counted, spend
 from triton_dist.runtime.compiling import CompilePool
 from triton_dist.testing import spawn_ranks
 from triton_dist.testing.compile_only import install
@@ -25,7 +25,7 @@ def prepare(x, n):
 
 @autotune([{"n": n} for n in range(CANDIDATES)], lambda x: 1, prepare_fn=prepare)
 def launched(x, n):
-    time.sleep(4e-3 * (CANDIDATES - n))  # steps that a busy machine does not hide
+    spend(4e-3 * (CANDIDATES - n))
     return n
 
 
@@ -37,7 +37,8 @@ def tune() -> tuple[int, list[str], int]:
         composed(group, verbose), compiler=CompilePool
     )
     x = torch.empty(1)
-    chosen = launched(x)
+    with counted():
+        chosen = launched(x)
     failures = [
         trial.outcome.message
         for trial in launched.tune(x).trials
