@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.forked import printed_by
 from tests.docs.markdown import ROOT, Block, all_blocks
 from tests.docs.outputs import check_output
 from tests.docs.run_blocks import run_program
@@ -79,10 +80,29 @@ def test_program(block: Block, process: RankPool, tmp_path: Path) -> None:
     check_output(block, *process.run(run_program, file_of(block, tmp_path), timeout=150))
 
 
-@pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)
-def test_program_alone(block: Block, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """What forks the programs that are compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    check_output(block, run_alone(block, tmp_path, environment))
+    path = os.pathsep.join((str(ROOT), str(ROOT / "python")))
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.docs.forked"],
+        env=environment | {"PYTHONPATH": path}, cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        yield process
+
+
+@pytest.mark.parametrize("block", ALONE, ids=lambda block: block.id)
+def test_program_compiled(block: Block, forks: subprocess.Popen[str], tmp_path: Path) -> None:
+    program = Path(file_of(block, tmp_path))
+    assert forks.stdin is not None
+    assert forks.stdout is not None
+    print(program, file=forks.stdin, flush=True)
+    status, printed = forks.stdout.readline(), printed_by(program).read_text(encoding="utf-8")
+    if status != "0\n":
+        pytest.fail(f"{block.id} ended with status {status}:\n{printed}")
+    check_output(block, printed)
 
 
 @pytest.mark.gpu
