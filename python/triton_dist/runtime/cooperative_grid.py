@@ -26,7 +26,7 @@ LONGEST_PAUSE_SECONDS = 5e-3
 """The same once it has looked in vain for a tenth of a second: always little against the time
 waited."""
 _SHARE_OF_WAITED = 1 / 16
-"""Of the time waited so far, that of a pause where looking costs nothing to speak of."""
+"""A pause, of the time waited so far, where looking costs nothing to speak of."""
 
 Unchanged: TypeAlias = Callable[[], bool]
 """True as long as a waiting program would find what it found when it looked last."""
