@@ -49,7 +49,9 @@ def test_a_timeline_has_the_calls_of_all_ranks_with_the_work_that_cases_say(rank
     peak = device_peak()
     for told, _ in ranks:
         for op, cost in told["costs"].items():
-            [call] = [c for c in calls if (c["op"], c["rank"]) == (op, told["rank"]) and "shape" in c]
+            [call] = [
+                c for c in calls if (c["op"], c["rank"]) == (op, told["rank"]) and "shape" in c
+            ]
             assert call["flops"] == cost.flops > 0
             assert call["bytes"] == cost.read_bytes + cost.written_bytes > 0
             assert call["link_bytes"] == cost.link_bytes > 0
@@ -159,7 +161,15 @@ def test_tools_that_find_nothing_here_are_refused(tmp_path):
 
 
 def scope(name, ts, dur, **more):
-    return {"cat": "user_annotation", "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": 1, **more}
+    return {
+        "cat": "user_annotation",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 7,
+        "tid": 1,
+        **more,
+    }
 
 
 def launch(ts, correlation, tid=1, cat="cuda_runtime"):
@@ -281,7 +291,7 @@ def test_what_cannot_be_profiled_or_shown_is_said(tmp_path, capsys):
     broken = tmp_path / "broken.json"
     broken.write_text('{"traceEvents": []}')
     assert main(["profile", "show", str(broken)]) == 2
-    assert "profile show: FILE=" in capsys.readouterr().err
+    assert "profile show: FILE is" in capsys.readouterr().err
     assert main(["profile", "--calls", "3:3", "--", "true"]) == 2
     assert "FIRST below LAST" in capsys.readouterr().err
     assert main(["profile", "--", "true"]) == 1

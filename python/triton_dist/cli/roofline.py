@@ -17,9 +17,7 @@ _BAR, _LIMIT = "#c9d3de", "#404040"
 _WIDTH, _ROW, _MOST = 9.0, 0.62, 16
 
 
-def write_png(
-    found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, path: Path
-) -> None:
+def write_png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, path: Path) -> None:
     """A row for each op and shape: its time as a bar, and where each resource at its peak would
     end it. The rightmost of the three is the roof that counts."""
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]

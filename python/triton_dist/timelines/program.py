@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def install() -> None:
         first, last = knobs.profile_calls.get()
         file = folder / f"rank-{knobs.rank.get()}.{ENDING}"
         program = ProgramRecording(file, first, last)
-        region = observed(program.around)
-        region.__enter__()
-        atexit.register(program.stop)
+        until_the_end = ExitStack()
+        until_the_end.callback(program.stop)
+        until_the_end.enter_context(observed(program.around))
+        atexit.register(until_the_end.close)

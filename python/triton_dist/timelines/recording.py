@@ -8,20 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.profiling import torch_profile
-from triton_dist.runtime.ranks import Group, process_group_of
+from triton_dist.runtime.ranks import Group, ProcessGroupRanks, SoloRank, group_for
 from triton_dist.timelines import trace
 from triton_dist.timelines.scopes import Scopes
 
 TOOLS = ("torch", "proton")
+_WRITING_SECONDS = 600.0
 _READINGS = 5
 """Meetings after which clocks are read; each may be late by some rank's scheduler."""
 
@@ -61,23 +60,20 @@ def group_profile(
     if tool not in TOOLS:
         expected = " or ".join(map(repr, TOOLS))
         raise InvalidArgument("group_profile", "tool", tool, expected)
-    group = process_group_of(group)
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    parts = Path(folder) / name
+    ranks, parts = group_for(group), Path(folder) / name
+    own = f"rank-{ranks.rank}"
     if tool == "proton":
         from triton_dist.timelines import proton
 
         ending = proton.ENDING
-        with proton.recorded(parts / f"rank-{rank}.{ending}"):
+        with proton.recorded(parts / f"{own}.{ending}"):
             yield
     else:
         ending = "json.gz" if compress else "json"
-        clock_ns = _clock_of(group)
-        with recorded(parts / f"rank-{rank}.{ending}", clock_ns):
+        with recorded(parts / f"{own}.{ending}", _clock_of(ranks)):
             yield
-    if dist.is_initialized():
-        dist.barrier(group)
-    if rank == 0 and merge_group:
+    ranks.barrier("timelines are written", _WRITING_SECONDS)
+    if ranks.is_leader and merge_group:
         files = files_of_ranks(parts, ending)
         merge_files(files, Path(folder) / f"{name}_merged.{ending}")
         if keep_merged_only:
@@ -152,15 +148,11 @@ def merge_files(files: Mapping[int, Path], merged: Path) -> None:
         trace.write(trace.merge({r: trace.read(file) for r, file in files.items()}), merged)
 
 
-def _clock_of(group: dist.ProcessGroup | None) -> int:
+def _clock_of(ranks: ProcessGroupRanks | SoloRank) -> int:
     """Nanoseconds from this rank's clock to that of the first. Collective."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return 0
     readings = []
-    for _ in range(_READINGS):
-        dist.barrier(group)
-        current_device().synchronize()
+    for number in range(_READINGS):
+        ranks.barrier(f"clock reading {number}")
         readings.append(time.time_ns())
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (socket.gethostname(), readings), group=group)
-    return trace.offsets(everyone)[dist.get_rank(group)]
+    everyone = ranks.gather("clocks", (socket.gethostname(), readings))
+    return trace.offsets(everyone)[ranks.rank]

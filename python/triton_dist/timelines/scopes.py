@@ -12,9 +12,10 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
 
 Facts: TypeAlias = dict[str, Any]
-"""Of a call: names and values of plain text and numbers."""
+"""Plain text and numbers about a call, by name."""
 Opened: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
 """Makes of a scope's name and numbers the scope of a profiler."""
+_NUMBERS = ("flops", "bytes", "link_bytes")
 
 
 class Scopes:
@@ -35,9 +36,7 @@ class Scopes:
         return observed(self.around)
 
     @contextmanager
-    def around(
-        self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
+    def around(self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         facts = facts_of(tuned, args, kwargs)
         title = " ".join(filter(None, (facts["op"], facts.get("shape"))))
         name = f"{title} #{len(self.calls)}"
@@ -45,7 +44,7 @@ class Scopes:
         before = tuned.tuning_count
         with ExitStack() as scopes:
             scopes.enter_context(self._ranged(title))
-            numbers = {key: facts[key] for key in ("flops", "bytes", "link_bytes") if key in facts}
+            numbers = {key: value for key, value in facts.items() if key in _NUMBERS}
             scopes.enter_context(self._opened(name, numbers))
             try:
                 yield

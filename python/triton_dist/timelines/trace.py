@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -33,7 +33,8 @@ def write(trace: Mapping[str, Any], file: Path) -> None:
 
 
 def _open(file: Path, mode: str) -> IO[Any]:
-    return gzip.open(file, mode) if file.suffix == ".gz" else open(file, mode)
+    opener: Callable[..., IO[Any]] = gzip.open if file.suffix == ".gz" else open
+    return opener(file, mode)
 
 
 def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
@@ -66,7 +67,9 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
             continue
         begin, end = event["ts"], event["ts"] + event["dur"]
         of_thread = launched.get((event["pid"], event["tid"]), [])
-        done = [each for at, which in of_thread if begin <= at <= end for each in work.get(which, [])]
+        done = [
+            each for at, which in of_thread if begin <= at <= end for each in work.get(which, [])
+        ]
         done += marked.get(name, [])
         if done:
             begin = min(each["ts"] for each in done)
