@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from triton_dist.timelines.summary import OpSummary
 
 _OUT = Path("profile.json.gz")
-_ROW = "{:<16} {:>5} {:>9} {:>7} {:>7} {:>7} {:>6} {:>10} {:>5}"
+_ROW = "{:<17} {:>5} {:>9} {:>7} {:>7} {:>6} {:>6} {:>10} {:>5}"
 _HEAD = ("op", "calls", "ms", "skew us", "TFLOP/s", "GB/s", "link", "bound by", "share")
 
 
@@ -139,7 +139,7 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
         rates = (each.tflops, each.gbps, each.link_gbps)
         lines.append(
             _ROW.format(
-                each.op[:16], each.calls, _number(each.ms, 4), f"{each.skew_us:.0f}",
+                each.op[:17], each.calls, _number(each.ms, 4), f"{each.skew_us:.0f}",
                 *(_number(rate, 1) for rate in rates), each.bound or "-",
                 "-" if each.share is None else f"{each.share:.0%}",
             )

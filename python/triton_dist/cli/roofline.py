@@ -21,7 +21,7 @@ def write_png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, pat
     """A row for each op and shape: its time as a bar, and where each resource at its peak would
     end it. The rightmost of the three is the roof that counts."""
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False}):
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(_WIDTH, 1.9 + _ROW * max(len(drawn), 1)), dpi=110)
         figure.set_layout_engine("constrained")
         axes = figure.subplots()
@@ -54,7 +54,7 @@ def _roofs(axes: Any, drawn: Sequence[OpSummary]) -> None:
     high = max(each.ms or 0.0 for each in drawn)
     axes.set_xlim(low / 1.6, high * (high / low) ** 0.25 * 1.6)
     axes.set_xlabel("milliseconds of a call; a line: the roof of that resource")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22 - 0.4 / len(drawn)), ncols=4)
+    axes.figure.legend(loc="outside lower center", ncols=4, frameon=False)
 
 
 def _label(op: OpSummary) -> str:
