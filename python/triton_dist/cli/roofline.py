@@ -21,7 +21,9 @@ def write_png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, pat
     """A row for each op and shape: its time as a bar, and where each resource at its peak would
     end it. The rightmost of the three is the roof that counts."""
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    ):
         figure = Figure(figsize=(_WIDTH, 1.9 + _ROW * max(len(drawn), 1)), dpi=110)
         figure.set_layout_engine("constrained")
         axes = figure.subplots()
