@@ -168,7 +168,9 @@ def autotune(
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
     rounding = roundings(sizes)
     if isinstance(config_space, Product) and sizes:
-        wanted = "a list of configs, or none of sizes=, which carries results over by config"
+        wanted = (
+            "a list of configs, such as list(product), as sizes= asks each what it may be used for"
+        )
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
