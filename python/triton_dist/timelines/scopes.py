@@ -30,6 +30,7 @@ class Scopes:
         self.calls: dict[str, Facts] = {}
         self._opened = opened
         self._ranged = current_device().ranged
+        _cases()  # loads all ops: not in the first call
 
     def on(self) -> AbstractContextManager[None]:
         """Region in which calls are put into scopes."""
