@@ -30,7 +30,8 @@ class Scopes:
         self.calls: dict[str, Facts] = {}
         self._opened = opened
         self._ranged = current_device().ranged
-        _cases()  # loads all ops: not in the first call
+        for look in (_cases, device_peak):  # loads all ops, asks the driver: not in the first call
+            look()
 
     def on(self) -> AbstractContextManager[None]:
         """Region in which calls are put into scopes."""
