@@ -72,11 +72,11 @@ def _modelled(generation: int) -> Make:
     return make
 
 
-def searches() -> dict[str, Make]:
+def searches(generation: int) -> dict[str, Make]:
     found = {
         "random": _own(Anyhow),
         "surrogate": _modelled(1),
-        "generations": _modelled(GENERATION),
+        "generations": _modelled(generation),
     }
     if importlib.util.find_spec("optuna"):
         sys.path.insert(0, str(HERE.parent / "examples"))
@@ -115,13 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Score]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=HERE / "data")
     parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--generation", type=int, default=GENERATION, help="of `generations`")
     parser.add_argument("--tries", type=int, default=200)
     parser.add_argument("--search", action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--leave-one-out", action="store_true")
     options = parser.parse_args(arguments)
     spaces = [RecordedSpace.read(path) for path in sorted(options.folder.glob("*_T4.json*"))]
-    seeds = range(options.seeds)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     if options.leave_one_out:
         leave_one_out(spaces, seeds, options.tries)
         return []
@@ -130,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Score]:
         valid = [each for each in medians(space).values() if each < math.inf]
         near = sum(each <= 1.05 * min(valid) for each in valid)
         print(f"{space.name}: {len(space.configs)} configs, {near} within 5 % of the best")
-        for name, make in searches().items():
+        for name, make in searches(options.generation).items():
             if options.search is None or name in options.search:
                 found = score(space, name, make, _policy(options.tries), seeds)
                 scores.append(found)

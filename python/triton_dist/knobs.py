@@ -115,6 +115,13 @@ def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
     return tuple(found)
 
 
+def _range(raw: str) -> tuple[int, int]:
+    first, last = (int(each) for each in raw.split(":"))
+    if not 0 <= first < last:
+        raise ValueError(raw)
+    return first, last
+
+
 _LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin", "sass")
 
 
@@ -258,6 +265,21 @@ dump_levels: Knob[tuple[str, ...]] = Knob(
     _levels,
     f"some of {','.join(_LEVELS)}",
     "Set by triton-dist dump: the levels at which they are.",
+)
+profile_dir: Knob[Path | None] = Knob(
+    "TRITON_DIST_PROFILE_DIR",
+    None,
+    Path,
+    "a folder",
+    "Set by triton-dist profile: where each rank writes its timeline.",
+)
+profile_calls: Knob[tuple[int, int]] = Knob(
+    "TRITON_DIST_PROFILE_CALLS",
+    (1, 1001),
+    _range,
+    "FIRST:LAST",
+    "Set by triton-dist profile: calls of tuned functions that are on it, counted from 0, the last "
+    "one excluded.",
 )
 toolchains: Knob[tuple[tuple[str, Path], ...]] = Knob(
     "TRITON_DIST_TOOLCHAINS",

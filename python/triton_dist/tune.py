@@ -11,6 +11,7 @@ from triton_dist._tuning.compose import autotune
 from triton_dist._tuning.constants import constant
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.search import Search
+from triton_dist._tuning.shared import autotuning
 from triton_dist._tuning.values import Product, bucket, fine_bucket, to_hashable
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Product",
     "Search",
     "autotune",
+    "autotuning",
     "bucket",
     "constant",
     "fine_bucket",

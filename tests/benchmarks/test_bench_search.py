@@ -9,7 +9,7 @@ from benchmarks import bench_search
 
 def test_a_model_comes_nearer_than_chance(tmp_path, capsys):
     path = tmp_path / "search.json"
-    arguments = ["--seeds", "2", "--tries", "80", "--json", str(path)]
+    arguments = ["--seeds", "1", "--tries", "60", "--json", str(path)]
     for name in ("random", "surrogate", "generations"):
         arguments += ["--search", name]
     scores = bench_search.main(arguments)

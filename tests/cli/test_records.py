@@ -63,6 +63,10 @@ def test_show(run, monkeypatch):
     assert "  always failed: block=256, 2 times" in lines
     assert run("show", file)[1] == out
     assert "2.2000" not in run("show", "gemm", "--top", "2")[1]
+    about, code = run("show", "gemm", "--code")[1].splitlines()
+    assert about.startswith("# ")
+    assert about.endswith(": 1.0000 ms")
+    assert eval(f"dict({code})") == {"config_space": [{"block": 64, "warps": 4}]}
     monkeypatch.setattr(text, "is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     wrapped = [line for line in run("show", "gemm")[1].splitlines() if file[:20] not in line]

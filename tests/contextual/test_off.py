@@ -7,7 +7,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
-from triton_dist import knobs
+from triton_dist import knobs, tune
 from triton_dist.autotuner import contextual_autotune
 
 X = torch.arange(64.0)
@@ -43,11 +43,10 @@ def test_a_whole_run_can_go_without_tuning(off, monkeypatch, logs):
     assert len(kernel.cache) == 1
 
 
-def test_a_settled_function_goes_on_and_takes_the_first_config_for_a_new_key(off, monkeypatch):
+def test_a_settled_function_goes_on_and_takes_the_first_config_for_a_new_key(off):
     kernel = autotuned(scale_kernel, configs(32, 16))
     function = contextual_autotune(**ONCE)(lambda x: scale(kernel, x))
-    with monkeypatch.context() as patch:
-        switch_on(patch)
+    with tune.autotuning():  # as if the variables were not set
         function(X)
     spy, cached = Spy(kernel), len(kernel.cache)
     for _ in range(2):

@@ -11,6 +11,7 @@ import pytest
 from tests.tuning.fakes import NOWHERE, Rank, thread_ranks, together
 from tests.tuning.test_compile_ahead import FakeCompiler
 from tests.tuning.test_resume import Killed, interrupt
+from triton_dist import tune
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.search import search_for
 from triton_dist._tuning.values import Config, Measurement, Policy, Product, TuningRecord, Unlisted
@@ -90,6 +91,19 @@ def test_what_is_no_product_is_refused(parameters, where):
         Product(parameters, where)
     with pytest.raises(InvalidArgument, match="keeps one of the first"):
         _ = Product({"a": range(3)}, lambda config: False).default
+
+
+def test_sizes_need_a_list_which_a_product_gives():
+    product = Product({"n": (1, 2)})
+
+    def work(M, n):
+        return n
+
+    with pytest.raises(InvalidArgument, match=r"list\(product\)"):
+        tune.autotune(product, key_fn=lambda M: 0, sizes=("M",))
+    tuned = tune.autotune(list(product), key_fn=lambda M: 0, sizes=("M",))(work)
+    assert [dict(config) for config in tuned.config_space] == [{"n": 1}, {"n": 2}]
+    assert tuned(5, autotune=False) == 1
 
 
 def test_a_million_configs_start_at_once_and_take_no_memory(tmp_path):

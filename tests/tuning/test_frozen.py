@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
 
 from tests.tuning import ops
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
+from triton_dist import tune
 from triton_dist._tuning.store import MemoryStore
 from triton_dist.errors import TritonDistError, TuningFrozen
 
@@ -130,6 +132,27 @@ def test_the_variable(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
     assert ops.matmul.tune(A, B).digest == record.digest
     ops.matmul.clear()
+
+
+def test_a_region_allows_what_the_variables_forbid(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE", "0")
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+
+    @tune.autotune([{"n": 2}], key_fn=lambda size: size, max_trials=1)
+    def work(size, n):
+        return n
+
+    with suppress(ZeroDivisionError), tune.autotuning():
+        with tune.autotuning():
+            pass  # an inner one ends itself alone
+        assert (work(3, autotune=False), work.tuning_count) == (2, 0)  # the caller's own word
+        assert (work(3), work.tuning_count) == (2, 1)
+        raise ZeroDivisionError
+    assert (work(4), work.tuning_count) == (2, 1)  # off again: the first config
+    monkeypatch.delenv("TRITON_DIST_AUTOTUNE")
+    assert work(3) == 2  # chosen, so it is used
+    with pytest.raises(TuningFrozen):
+        work(4)
 
 
 def test_over_real_ranks_one_of_which_is_frozen(spawn_ranks, tmp_path):

@@ -19,7 +19,7 @@ from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, roundings
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Brief, Factory, search_for
-from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, pack_store
+from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
 from triton_dist._tuning.store import FileLog, MemoryStore
@@ -168,7 +168,9 @@ def autotune(
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
     rounding = roundings(sizes)
     if isinstance(config_space, Product) and sizes:
-        wanted = "a list of configs, or none of sizes=, which carries results over by config"
+        wanted = (
+            "a list of configs, such as list(product), as sizes= asks each what it may be used for"
+        )
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
@@ -193,7 +195,7 @@ def autotune(
         functools.partial(group_for, scope=scope),
         default_group if scope == "world" else NoGroup,
         is_traced,
-        lambda: not knobs.autotune.get(),
+        is_off,
         lambda: knobs.autotune_keys.get() or 1,
         torch.compiler.is_dynamo_compiling,
         untraced,

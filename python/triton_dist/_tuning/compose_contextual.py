@@ -18,7 +18,7 @@ from triton_dist._tuning.engine.parts import NoGroup
 from triton_dist._tuning.engine.tunable import check_tunable
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.search.steps import InTurn, Race
-from triton_dist._tuning.shared import common_parts, fingerprint_of
+from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store import StepLog
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
@@ -91,7 +91,7 @@ def contextual_autotune(
             _interception,
             group,
             composer.ranks,
-            lambda: not knobs.autotune.get(),
+            is_off,
         )
 
     return decorate

@@ -29,6 +29,37 @@ from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
 
+_regions: set[object] = set()
+"""One for each ``autotuning`` region that this process is in."""
+
+
+@contextmanager
+def autotuning() -> Iterator[None]:
+    """Region in which calls may tune although the environment forbids it: neither
+    ``TRITON_DIST_AUTOTUNE=0`` nor ``TRITON_DIST_AUTOTUNE_FROZEN=1`` counts there.
+
+    It is of the process, in all its threads, as the variables are: a backward pass runs in others.
+    Ranks that tune together must all be in one. ``autotune=False`` of a call holds there too. What
+    was chosen stays chosen: calls of the same keys use it afterwards.
+    """
+    region = object()
+    _regions.add(region)
+    try:
+        yield
+    finally:
+        _regions.discard(region)
+
+
+def is_off() -> bool:
+    """True where nothing is tuned or looked up, and defaults are used."""
+    return not (_regions or knobs.autotune.get())
+
+
+def is_frozen() -> bool:
+    """True where tuning is forbidden."""
+    return not _regions and knobs.autotune_frozen.get()
+
+
 _gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
 
 
@@ -78,7 +109,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         settings=Settings(
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),
-            frozen=knobs.autotune_frozen.get(),
+            frozen=is_frozen(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
             seconds=seconds,

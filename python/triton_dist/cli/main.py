@@ -21,6 +21,7 @@ from triton_dist.cli import (
     listing,
     pack,
     packs,
+    profile,
     replay,
     report,
     show,
@@ -46,6 +47,7 @@ VERBS = (
     packs,
     dump,
     debug,
+    profile,
     tune_model,
     env,
 )

@@ -25,11 +25,17 @@ def add_to(verbs: Any) -> None:
         description="Prints the records of FUNCTION, or the one in a FILE: the fastest configs "
         "with their times, how peaked the space is, what matters, and what failed. `to best` is "
         "the time over that of the winner; `spread` the distance of the quartiles over the median.",
-        examples=["show matmul", "show matmul --key 8192 --top 20", "show matmul --json | jq"],
+        examples=[
+            "show matmul",
+            "show matmul --key 8192 --top 20",
+            "show matmul --code",
+            "show matmul --json | jq",
+        ],
     )
     parser.add_argument("function", metavar="FUNCTION|FILE", help="its name, or a record's file")
     cache.add_choice(parser)
     parser.add_argument("--top", type=int, default=_TOP, metavar="N", help=f"rows; default {_TOP}")
+    parser.add_argument("--code", action="store_true", help="the winners alone, to be pasted")
     parser.add_argument("--json", action="store_true", help="all of it, for programs")
 
 
@@ -40,6 +46,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if found else 1
     if not found:
         return cache.say_none(arguments.function, arguments)
+    if arguments.code:
+        print("\n".join(map(_code, found)))
+        return 0
     for place, stored in enumerate(found):
         for line in [*([""] if place else []), *_lines(stored, arguments.top)]:
             print(*text.fitted(line, indent=4), sep="\n")
@@ -73,6 +82,15 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "by_rank": {digest: own.to_tree() for digest, own in record.by_rank.items()},
         "dropped": dict(record.dropped),
     }
+
+
+def _code(stored: StoredRecord) -> str:
+    """The winner as an argument of ``tune.autotune``, which then has nothing to tune."""
+    record = stored.record
+    return (
+        f"# {record.key.full_name}, key {record.key}, {record.key.hardware}: "
+        f"{Analysis(record).winner.ms:.4f} ms\nconfig_space=[{record.best}],"
+    )
 
 
 def _row(found: Analysis, each: Timed) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Imported by Python when it starts, in programs that ``triton-dist dump`` runs.
+"""Imported by Python when it starts, in programs that ``triton-dist dump`` and ``profile`` run.
 
 Waits until the program imports Triton, and then has each kernel that it compiles, or takes from
-Triton's cache, exported. Programs that never do cost nothing.
+Triton's cache, exported; or until it imports the tuner, and then has calls of tuned functions
+recorded. Programs that never do cost nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,15 @@ from typing import Any
 _NAME = "sitecustomize"
 
 
-class _AtTriton(MetaPathFinder):
-    """Finds nothing, but sees when ``triton.knobs`` is looked for."""
+class _After(MetaPathFinder):
+    """Finds nothing, but sees when a module is looked for, and calls ``then`` with it once it has
+    been imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], object]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "triton.knobs":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
@@ -28,16 +34,29 @@ class _AtTriton(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            module.compilation.listener = _dump
+            self._then(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def _dump_of(triton_knobs: Any) -> None:
+    from triton_dist import knobs
+
+    if knobs.dump_dir.get() is not None:
+        triton_knobs.compilation.listener = _dump
 
 
 def _dump(**compiled: Any) -> None:
     from triton_dist.runner.dumping import dump  # by now the program has loaded what it needs
 
     dump(**compiled)
+
+
+def _record(_: Any) -> None:
+    from triton_dist.timelines.program import install
+
+    install()
 
 
 def _import_the_other() -> None:
@@ -52,5 +71,6 @@ def _import_the_other() -> None:
 
 
 if __name__ == _NAME:
-    sys.meta_path.insert(0, _AtTriton())
+    sys.meta_path.insert(0, _After("triton.knobs", _dump_of))
+    sys.meta_path.insert(0, _After("triton_dist.tune", _record))
     _import_the_other()

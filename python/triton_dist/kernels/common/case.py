@@ -5,6 +5,7 @@ A case is no part of its op: the op, and its package's ``__init__``, never impor
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ Kind = Literal["gemm", "transfer", "peer", "vendor", "own"]
 """``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``peer``,
 others' code; ``own`` and ``vendor``, configs of ours that run an algorithm of this package or call
 the vendor's libraries."""
+Bound = Literal["arithmetic", "memory", "link"]
+"""A resource whose peak limits a call."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 """Names of torch's all-reduces over symmetric memory."""
 
@@ -64,15 +67,25 @@ class Cost:
     written_bytes: float
     link_bytes: float
 
+    @property
+    def memory_bytes(self) -> float:
+        """Read and written together."""
+        return self.read_bytes + self.written_bytes
+
+    def bounds_ms(self, peak: Peak) -> dict[Bound, float]:
+        """Milliseconds of arithmetic, memory and link, each at its peak, as if the other two took
+        no time."""
+        # dtypes that no matrix unit multiplies move alone
+        tflops = peak.tflops * RELATIVE_RATE.get(self.dtype, 1.0)
+        return {
+            "arithmetic": self.flops / tflops / 1e9,
+            "memory": self.memory_bytes / peak.memory_gbps / 1e6,
+            "link": self.link_bytes / peak.link_gbps / 1e6,
+        }
+
     def limit_ms(self, peak: Peak) -> float:
-        """Milliseconds that no algorithm can go below: the largest of arithmetic, memory and link,
-        each at its peak, as if the other two took no time."""
-        tflops = peak.tflops * RELATIVE_RATE[self.dtype]
-        return max(
-            self.flops / tflops / 1e9,
-            (self.read_bytes + self.written_bytes) / peak.memory_gbps / 1e6,
-            self.link_bytes / peak.link_gbps / 1e6,
-        )
+        """Milliseconds that no algorithm can go below: the largest of the three bounds."""
+        return max(self.bounds_ms(peak).values())
 
 
 # Four unit roundoffs of a 16-bit dtype. A result and its reference are fp32 sums in other orders,
@@ -139,6 +152,18 @@ class Case(ABC, Generic[S]):
     ) -> Operands:
         """This rank's random operands, such that results have a standard deviation of about 1;
         ``generator``: default: torch's."""
+
+    @abstractmethod
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> S:
+        """Shape that ``operands`` would make such operands of."""
+
+    def cost_of(self, *args: Any, **kwargs: Any) -> tuple[S, int, Cost]:
+        """Shape, number of ranks and work of a call with these arguments, tunables or none."""
+        given = inspect.signature(self.op.fn).bind_partial(*args, **kwargs).arguments
+        num_ranks = int(getattr(given.get("ctx"), "num_ranks", 1))
+        operand = next(value for value in given.values() if isinstance(value, torch.Tensor))
+        shape = self.shape_of(given, num_ranks)
+        return shape, num_ranks, self.cost(shape, operand.dtype, num_ranks)
 
     @abstractmethod
     def refill(

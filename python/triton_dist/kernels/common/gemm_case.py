@@ -159,6 +159,10 @@ class SummedGEMMCase(GEMMCase):
         K = max(1, shape.K // num_ranks)
         return (shape.M, K), (K, shape.N)
 
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Shape:
+        (M, K), N = operands["A"].shape, operands["B"].shape[1]
+        return Shape(M, N, K * num_ranks)
+
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
         """The op's ``create_…``."""

@@ -175,6 +175,10 @@ class SummedRoutesCase(RoutedCase):
         self.refill(operands, num_ranks, generator)
         return operands
 
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
+        (E, K, N), (M, topk) = operands["weights"].shape, operands["chosen_experts"].shape
+        return GroupedShape(M, N, K * num_ranks, E, topk)
+
     def refill(
         self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
     ) -> None:

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ class CpuDevice:
 
     def timer(self) -> CpuTimer:
         return CpuTimer()
+
+    def ranged(self, name: str) -> AbstractContextManager[None]:
+        """Nothing: NVTX is of GPUs."""
+        return nullcontext()
 
     def flush_cache(self) -> None:
         """Nothing: an interpreted kernel's time is the interpreter's, not the memory's."""

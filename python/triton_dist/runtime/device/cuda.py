@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,15 @@ class CudaDevice:
             "driver": _driver_version(),
             "peer_access": _peer_access(),
         }
+
+    @contextlib.contextmanager
+    def ranged(self, name: str) -> Iterator[None]:
+        """NVTX range for what is queued meanwhile."""
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     @property
     def has_nccl(self) -> bool:

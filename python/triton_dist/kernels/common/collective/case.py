@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -67,6 +67,9 @@ class CollectiveCase(Case[Size]):
         generator: torch.Generator | None = None,
     ) -> Operands:
         return {"x": uniform((self.elements(shape, dtype, num_ranks),), dtype, generator)}
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
+        return Size(operands["x"].nbytes)
 
     def refill(
         self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +22,9 @@ class AllGatherCase(ShardCase):
 
     def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
         return super().elements(shape, dtype, num_ranks) // num_ranks
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
+        return Size(operands["x"].nbytes * num_ranks)
 
     def library(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         return vendor.all_gather_rows(x, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,10 @@ class AllGatherGEMMCase(GEMMCase):
         self, shape: Shape, num_ranks: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         return (shape.M // num_ranks, shape.K), (shape.K, shape.N // num_ranks)
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Shape:
+        (rows, K), columns = operands["A"].shape, operands["B"].shape[1]
+        return Shape(rows * num_ranks, columns * num_ranks, K)
 
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)

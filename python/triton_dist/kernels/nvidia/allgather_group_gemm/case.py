@@ -68,6 +68,10 @@ class AllGatherGroupGEMMCase(RoutedCase):
         self.refill(operands, num_ranks, generator)
         return operands
 
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
+        (E, K, columns), (M, topk) = operands["b"].shape, operands["full_topk_ids"].shape
+        return GroupedShape(M, columns * num_ranks, K, E, topk)
+
     def refill(
         self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
     ) -> None:

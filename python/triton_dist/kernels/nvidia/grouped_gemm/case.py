@@ -59,6 +59,10 @@ class GroupedGEMMCase(RoutedCase):
         self.refill(operands, num_ranks, generator)
         return operands
 
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
+        (E, K, N), (M, topk) = operands["B"].shape, operands["topk_ids"].shape
+        return GroupedShape(M, N, K, E, topk)
+
     def refill(
         self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
     ) -> None:

@@ -1,0 +1,157 @@
+"""``profile``: a timeline of all ranks of a program, and what it says of each op."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton_dist
+from triton_dist import knobs
+from triton_dist.cli import site
+from triton_dist.cli.text import fitted
+from triton_dist.cli.verb import add_verb, counted
+from triton_dist.errors import InvalidArgument, MissingExtra
+
+if TYPE_CHECKING:
+    from triton_dist.timelines.summary import OpSummary
+
+_OUT = Path("profile.json.gz")
+_ROW = "{:<17} {:>5} {:>9} {:>7} {:>7} {:>6} {:>6} {:>10} {:>5}"
+_HEAD = ("op", "calls", "ms", "skew us", "TFLOP/s", "GB/s", "link", "bound by", "share")
+
+
+def add_to(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "profile",
+        _run,
+        help="a timeline of all ranks of a command, and rates of its ops",
+        description="Runs COMMAND and writes what torch's profiler saw on all of its ranks into "
+        "one file, for Perfetto or chrome://tracing: each call of a tuned function is a scope, "
+        "that of an op with its FLOPs, bytes and bytes over the links to its peers. `show FILE` "
+        "prints, of each op, the time of the slowest rank, rates of a rank, the resource that "
+        "bounds it, and the share of its peak that was reached; --png draws it under the three "
+        "roofs. Calls that tune are left out: run COMMAND once before.",
+        examples=[
+            "profile -- torchrun --nproc-per-node=2 script.py",
+            "profile --calls 10:20 --out p.json.gz -- python script.py",
+            "profile show p.json.gz",
+            "profile show p.json.gz --png roofline.png",
+        ],
+        takes_command=True,
+    )
+    parser.add_argument("show", nargs="?", choices=["show"], help="print what a file says")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="of show")
+    parser.add_argument(
+        "--out", type=Path, default=_OUT, metavar="FILE", help=f"to write to (default: {_OUT})"
+    )
+    parser.add_argument(
+        "--calls", metavar="FIRST:LAST",
+        help="calls of tuned functions to record, counted from 0 in each process, the last one "
+        "excluded (default: 1:1001, as the first looks up and compiles)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="of show: for programs")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="of show: roofline to write")
+    parser.set_defaults(fail=parser.error, command=[])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.show and arguments.file and not arguments.command:
+        return _show(arguments.file, arguments.json, arguments.png)
+    if arguments.show or not arguments.command:
+        arguments.fail("a command or a file is needed: profile -- COMMAND, or profile show FILE")
+    calls = arguments.calls or ":".join(map(str, knobs.profile_calls.default))
+    try:
+        knobs.profile_calls.parse(calls)
+    except ValueError:
+        expected = f"{knobs.profile_calls.expected}, FIRST below LAST"
+        raise InvalidArgument("profile", "--calls", calls, expected) from None
+    known = knobs.environment()
+    package = str(Path(triton_dist.__file__).parents[1])
+    paths = [str(Path(str(site.__file__)).parent), known.get("PYTHONPATH", ""), package]
+    with tempfile.TemporaryDirectory(prefix="triton_dist-profile-") as folder:
+        told = {
+            knobs.profile_dir.variable: folder,
+            knobs.profile_calls.variable: calls,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        status = subprocess.run(arguments.command, env=known | told).returncode
+        from triton_dist.timelines import program, recording
+
+        files = recording.files_of_ranks(Path(folder), program.ENDING)
+        if not files:
+            what = f"no process made call {calls.partition(':')[0]} of a tuned function and ended"
+            print(f"triton-dist profile: nothing recorded: {what}", file=sys.stderr)
+            return status or 1
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        recording.merge_files(files, arguments.out)
+    print(f"{arguments.out}: timeline of {counted(len(files), 'rank')}", file=sys.stderr)
+    _show(arguments.out, False, None)
+    return status if status >= 0 else 128 - status
+
+
+def _show(file: Path, as_json: bool, png: Path | None) -> int:
+    # Here, so that other verbs start without what reads traces.
+    from triton_dist.timelines import trace
+    from triton_dist.timelines.summary import summaries
+
+    try:
+        content = trace.read(file)
+        ranks = content[trace.SCOPE]["ranks"]
+    except (ValueError, KeyError, TypeError, EOFError):
+        expected = "a timeline that triton-dist profile or group_profile(tool='torch') has merged"
+        raise InvalidArgument("profile show", "FILE", str(file), expected) from None
+    found = summaries(trace.calls_of(content))
+    if png is not None:
+        _draw(found, ranks, png)
+    if as_json:
+        tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}
+        print(json.dumps(tree, indent=2))
+    else:
+        print("\n".join(_lines(found, ranks)))
+    return 0 if found else 1
+
+
+def _draw(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]], png: Path) -> None:
+    try:
+        from triton_dist.cli import roofline
+    except ImportError:
+        raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from None
+    roofline.write_png(found, ranks[0]["peak"], ranks[0]["gpu"], png)
+
+
+def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    hosts = sorted({rank["host"] for rank in ranks})
+    lines = [f"{counted(len(ranks), 'rank')} on {counted(len(hosts), 'host')}, {ranks[0]['gpu']}"]
+    if ranks[0]["device"] != "cuda":
+        lines += fitted("shares are of an H200's peaks, and say nothing of CPU ranks", 0)
+    if not found:
+        return [*lines, "no call of a tuned function was recorded"]
+    lines.append(_ROW.format(*_HEAD))
+    for each in found:
+        rates = (each.tflops, each.gbps, each.link_gbps)
+        lines.append(
+            _ROW.format(
+                each.op[:17], each.calls, _number(each.ms, 4), f"{each.skew_us:.0f}",
+                *(_number(rate, 1) for rate in rates), each.bound or "-",
+                "-" if each.share is None else f"{each.share:.0%}",
+            )
+        )  # fmt: skip
+        notes = [" ".join(filter(None, (each.shape, each.dtype)))]
+        notes += [f"{each.num_ranks} ranks"] * (each.num_ranks > 1)
+        by_rank = [f"{ms:.4g}" for ms in each.ms_by_rank.values()]
+        notes += [f"ms by rank: {', '.join(by_rank)}"] * (len(by_rank) > 1)
+        notes += [f"{counted(each.tuned_calls, 'call')} tuned, left out"] * bool(each.tuned_calls)
+        lines += fitted("  " + "; ".join(filter(None, notes)), 4) if any(notes) else []
+    return lines
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

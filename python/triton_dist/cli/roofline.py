@@ -1,0 +1,64 @@
+"""Ops under three roofs: how fast each could be by arithmetic, memory and links, and how fast it
+was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from triton_dist.timelines.summary import OpSummary
+
+_COLOURS = {"arithmetic": "#c0392b", "memory": "#1f5f99", "link": "#3c7a3c"}
+_BAR, _LIMIT = "#c9d3de", "#404040"
+_WIDTH, _ROW, _MOST = 9.0, 0.62, 16
+
+
+def write_png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, path: Path) -> None:
+    """A row for each op and shape: its time as a bar, and where each resource at its peak would
+    end it. The rightmost of the three is the roof that counts."""
+    drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]
+    with matplotlib.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure = Figure(figsize=(_WIDTH, 1.9 + _ROW * max(len(drawn), 1)), dpi=110)
+        figure.set_layout_engine("constrained")
+        axes = figure.subplots()
+        _roofs(axes, drawn)
+        rates = f"{peak['tflops']:g} TFLOP/s (16 bit), {peak['memory_gbps']:g} GB/s of memory, "
+        title = f"{gpu}\npeaks: {rates}{peak['link_gbps']:g} GB/s of links"
+        axes.set_title(title, fontsize=9.5, loc="left")
+        figure.savefig(path)
+
+
+def _roofs(axes: Any, drawn: Sequence[OpSummary]) -> None:
+    if not drawn:
+        axes.text(0.5, 0.5, "no op with a known cost was recorded", ha="center")
+        axes.set_axis_off()
+        return
+    places = range(len(drawn))
+    axes.barh(places, [each.ms for each in drawn], height=0.55, color=_BAR, label="measured")
+    for bound, colour in _COLOURS.items():
+        ends = [(place, (each.bounds_ms or {}).get(bound, 0.0)) for place, each in enumerate(drawn)]
+        shown = [(place, end) for place, end in ends if end > 0]
+        lows, highs = ([place + side for place, _ in shown] for side in (-0.36, 0.36))
+        axes.vlines([end for _, end in shown], lows, highs, colour, linewidth=2.4, label=bound)
+    for place, each in enumerate(drawn):
+        note = f" {each.share:.0%} of {each.bound}" if each.share is not None else ""
+        axes.text(each.ms, place, note, va="center", fontsize=8.5, color=_LIMIT)
+    axes.set_yticks(places, [_label(each) for each in drawn])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    low = min(min(filter(None, (each.bounds_ms or {}).values())) for each in drawn)
+    high = max(each.ms or 0.0 for each in drawn)
+    axes.set_xlim(low / 1.6, high * (high / low) ** 0.25 * 1.6)
+    axes.set_xlabel("milliseconds of a call; a line: the roof of that resource")
+    axes.figure.legend(loc="outside lower center", ncols=4, frameon=False)
+
+
+def _label(op: OpSummary) -> str:
+    rate = "" if not op.tflops else f"\n{op.tflops:.4g} TFLOP/s"
+    return f"{op.op} {op.shape}{rate}"

@@ -1,0 +1,1 @@
+"""Timelines of all ranks, on which the calls of ops carry the work that their cases say."""

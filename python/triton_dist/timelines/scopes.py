@@ -1,0 +1,86 @@
+"""Scopes of a profiler around calls of tuned functions, and what each call had to do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+from triton_dist._tuning.engine.observed import observed
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.peaks import device_peak
+
+Facts: TypeAlias = dict[str, Any]
+"""Plain text and numbers about a call, by name."""
+Opened: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
+"""Makes of a scope's name and numbers the scope of a profiler."""
+_NUMBERS = ("flops", "bytes", "link_bytes")
+
+
+class Scopes:
+    """Calls of tuned functions, each in a scope.
+
+    Attributes:
+        calls: facts of each call, by the name of its scope: ``<op> <shape> #<number>``. Those of
+            calls without a case say the function alone.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.calls: dict[str, Facts] = {}
+        self._opened = opened
+        self._ranged = current_device().ranged
+        for look in (_cases, device_peak):  # loads all ops, asks the driver: not in the first call
+            look()
+
+    def on(self) -> AbstractContextManager[None]:
+        """Region in which calls are put into scopes."""
+        return observed(self.around)
+
+    @contextmanager
+    def around(self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        facts = facts_of(tuned, args, kwargs)
+        title = " ".join(filter(None, (facts["op"], facts.get("shape"))))
+        name = f"{title} #{len(self.calls)}"
+        self.calls[name] = facts
+        before = tuned.tuning_count
+        with ExitStack() as scopes:
+            scopes.enter_context(self._ranged(title))
+            numbers = {key: value for key, value in facts.items() if key in _NUMBERS}
+            scopes.enter_context(self._opened(name, numbers))
+            try:
+                yield
+            finally:
+                facts["tuned"] = tuned.tuning_count > before
+
+
+def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
+    """Work of a call, by the op's case; without a case, or for a call that the op is about to
+    refuse, the name alone."""
+    case = _cases().get(id(tuned))
+    if case is None:
+        return {"op": tuned.__name__}
+    try:
+        shape, num_ranks, cost = case.cost_of(*args, **kwargs)
+    except Exception:  # the op says better what is wrong with the arguments
+        return {"op": case.name}
+    bounds = cost.bounds_ms(device_peak())
+    return {
+        "op": case.name,
+        "shape": str(shape),
+        "dtype": str(cost.dtype).removeprefix("torch."),
+        "num_ranks": num_ranks,
+        "flops": cost.flops,
+        "bytes": cost.memory_bytes,
+        "link_bytes": cost.link_bytes,
+        "bounds_ms": dict(bounds),
+        "limit_ms": cost.limit_ms(device_peak()),
+    }
+
+
+@functools.cache
+def _cases() -> dict[int, Any]:
+    # Here, so that what imports this starts without all ops.
+    from triton_dist.testing.cases import all_cases
+
+    return {id(case.op): case for case in all_cases().values()}

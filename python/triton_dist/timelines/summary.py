@@ -1,0 +1,114 @@
+"""Time, rates and nearest bound of each op on a timeline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OpSummary:
+    """Calls of one op with one shape.
+
+    Attributes:
+        calls: of each rank, without those that tuned.
+        tuned_calls: left out of all else.
+        ms: of the slowest rank; the median of calls.
+        ms_by_rank: medians.
+        skew_us: from the first rank's begin to the last one's; the median of calls.
+        tflops, gbps, link_gbps: a rank's; ``None``: the op has no case.
+        bound: by which of its resources a call takes longest at their peaks.
+        limit_ms: so long.
+        share: of that peak that was reached: ``limit_ms / ms``.
+    """
+
+    op: str
+    shape: str
+    dtype: str
+    num_ranks: int
+    calls: int
+    tuned_calls: int
+    ms: float | None
+    ms_by_rank: dict[int, float]
+    skew_us: float
+    flops: float | None = None
+    bytes: float | None = None
+    link_bytes: float | None = None
+    bounds_ms: dict[str, float] | None = None
+    limit_ms: float | None = None
+
+    @property
+    def bound(self) -> str | None:
+        bounds = self.bounds_ms
+        return max(bounds, key=lambda name: bounds[name]) if bounds else None
+
+    @property
+    def share(self) -> float | None:
+        return None if self.limit_ms is None or not self.ms else self.limit_ms / self.ms
+
+    @property
+    def tflops(self) -> float | None:
+        return self._rate(self.flops, 1e9)
+
+    @property
+    def gbps(self) -> float | None:
+        return self._rate(self.bytes, 1e6)
+
+    @property
+    def link_gbps(self) -> float | None:
+        return self._rate(self.link_bytes, 1e6)
+
+    def tree(self) -> dict[str, Any]:
+        """All of it, by stable names."""
+        derived = ("tflops", "gbps", "link_gbps", "bound", "share")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def _rate(self, amount: float | None, unit: float) -> float | None:
+        return None if amount is None or not self.ms else amount / self.ms / unit
+
+
+_OF_CASE = ("flops", "bytes", "link_bytes", "bounds_ms", "limit_ms")
+
+
+def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
+    """Each op and shape, the one that took longest in all first.
+
+    The calls of a rank are taken in their order, as all ranks call alike.
+    """
+    kinds: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
+    for call in sorted(calls, key=lambda call: int(call["call"])):
+        names = ("op", "shape", "dtype", "num_ranks")
+        kind = tuple(call.get(name) for name in names)
+        kinds.setdefault(kind, {}).setdefault(int(call["rank"]), []).append(call)
+    found = [_summary(by_rank) for by_rank in kinds.values()]
+    return sorted(found, key=lambda each: -(each.ms or 0.0) * each.calls)
+
+
+def _summary(by_rank: Mapping[int, list[Mapping[str, Any]]]) -> OpSummary:
+    timed = {r: [call for call in calls if not call["tuned"]] for r, calls in by_rank.items()}
+    together = list(zip(*timed.values(), strict=False))
+    some = next(iter(by_rank.values()))[0]
+    tuned = max(sum(bool(call["tuned"]) for call in calls) for calls in by_rank.values())
+    begins = [[call["begin_us"] for call in calls] for calls in together]
+    return OpSummary(
+        op=some["op"],
+        shape=some.get("shape", ""),
+        dtype=some.get("dtype", ""),
+        num_ranks=some.get("num_ranks", 1),
+        calls=len(together),
+        tuned_calls=tuned,
+        ms=_median([max(call["ms"] for call in calls) for calls in together]),
+        ms_by_rank={
+            rank: statistics.median(call["ms"] for call in calls)
+            for rank, calls in sorted(timed.items())
+            if calls
+        },
+        skew_us=_median([max(each) - min(each) for each in begins]) or 0.0,
+        **{name: some[name] for name in _OF_CASE if name in some},
+    )
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None

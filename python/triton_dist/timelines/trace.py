@@ -1,0 +1,133 @@
+"""Chrome traces of ranks: the calls of ops in one, and all of them as one, on one clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+Trace: TypeAlias = dict[str, Any]
+Event: TypeAlias = dict[str, Any]
+
+SCOPE = "triton_dist"
+"""Name of a call's facts among the arguments of its event, and of a rank's in its trace."""
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_MARK, _DEVICE_MARK = "user_annotation", "gpu_user_annotation"
+
+
+def read(file: Path) -> Trace:
+    with _open(file, "rt") as opened:
+        trace: Trace = json.load(opened)
+    return trace
+
+
+def write(trace: Mapping[str, Any], file: Path) -> None:
+    """Written whole or not at all; compressed if the name ends so."""
+    part = file.with_name(f".part-{file.name}")
+    with _open(part, "wt") as opened:
+        json.dump(trace, opened)
+    part.replace(file)
+
+
+def _open(file: Path, mode: str) -> IO[Any]:
+    opener: Callable[..., IO[Any]] = gzip.open if file.suffix == ".gz" else open
+    return opener(file, mode)
+
+
+def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the scopes of ``calls`` their facts, and the time that the device took for them.
+
+    A call's work on the device is what its own thread launched meanwhile, as the profiler's
+    correlations say, and what the profiler itself puts under the scope's name there, which has the
+    driver's copies too: from the beginning of the first of it to the end of the last. Without any,
+    as on CPU ranks, it is the call itself.
+    """
+    events: list[Event] = trace["traceEvents"]
+    work: dict[Any, list[Event]] = {}
+    launched: dict[Any, list[tuple[float, Any]]] = {}
+    marked: dict[str, list[Event]] = {}
+    for event in events:
+        if event.get("cat") == _DEVICE_MARK:
+            marked.setdefault(str(event["name"]), []).append(event)
+        correlation = event.get("args", {}).get("correlation")
+        if correlation is not None and event.get("cat") in _ON_DEVICE:
+            work.setdefault(correlation, []).append(event)
+        elif correlation is not None and event.get("cat") in _LAUNCHES:
+            thread = (event["pid"], event["tid"])
+            launched.setdefault(thread, []).append((event["ts"], correlation))
+    for event in events:
+        name = str(event.get("name"))
+        if event.get("cat") not in (_MARK, _DEVICE_MARK) or name not in calls:
+            continue
+        event["name"] = name.rpartition(" #")[0]
+        if event["cat"] != _MARK:
+            continue
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        of_thread = launched.get((event["pid"], event["tid"]), [])
+        done = [
+            each for at, which in of_thread if begin <= at <= end for each in work.get(which, [])
+        ]
+        done += marked.get(name, [])
+        if done:
+            begin = min(each["ts"] for each in done)
+            end = max(each["ts"] + each["dur"] for each in done)
+        number = int(name.rpartition("#")[2])
+        device = {"begin_us": begin, "ms": (end - begin) / 1e3, "on_device": bool(done)}
+        event["args"] = {**event.get("args", {}), SCOPE: {"call": number, **calls[name], **device}}
+
+
+def merge(traces: Mapping[int, Trace]) -> Trace:
+    """One trace of all ranks, by rank. Its clock is the lowest rank's: a rank of the same host has
+    the same, another's differs by the ``clock_ns`` that its facts say. A rank's processes are kept
+    apart by its name before their ids.
+    """
+    events: list[Event] = []
+    ranks: list[dict[str, Any]] = []
+    first = traces[min(traces)]
+    base = first.get("baseTimeNanoseconds", 0)
+    for rank, trace in sorted(traces.items()):
+        facts = trace.get(SCOPE, {})
+        shift = (trace.get("baseTimeNanoseconds", 0) - base + facts.get("clock_ns", 0)) / 1e3
+        ranks.append({"rank": rank, **facts})
+        for event in trace["traceEvents"]:
+            moved = dict(event)
+            if "pid" in event:
+                moved["pid"] = f"rank-{rank} {event['pid']}"
+            if "ts" in event:
+                moved["ts"] = event["ts"] + shift
+            if SCOPE in event.get("args", {}):
+                call = event["args"][SCOPE]
+                begin = {"begin_us": call["begin_us"] + shift}
+                moved["args"] = {**event["args"], SCOPE: {**call, **begin, "rank": rank}}
+            events.append(moved)
+    rest = {name: value for name, value in first.items() if name not in ("traceEvents", SCOPE)}
+    return {**rest, SCOPE: {"format": 1, "ranks": ranks}, "traceEvents": events}
+
+
+def calls_of(trace: Trace) -> list[dict[str, Any]]:
+    """Facts of all calls of tuned functions in a merged trace."""
+    found = (event.get("args", {}).get(SCOPE) for event in trace["traceEvents"])
+    return [facts for facts in found if facts is not None]
+
+
+def offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+    """Nanoseconds to be added to each rank's clock for that of the first.
+
+    Args:
+        readings: host of each rank, and its clock, read several times, each right after all ranks
+            had met. Ranks of one host share a clock. For another host it is the median difference.
+    """
+    host, first = readings[0]
+    found = []
+    for other, clock in readings:
+        differences = sorted(a - b for a, b in zip(first, clock, strict=True))
+        found.append(0 if other == host or not differences else _middle(differences))
+    return found
+
+
+def _middle(values: Iterable[int]) -> int:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

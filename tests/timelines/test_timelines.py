@@ -1,0 +1,307 @@
+"""One timeline of all ranks, and what it says of ops."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.timelines import timeline_ranks
+from triton_dist._tuning.engine.dispatch import AutoTuner
+from triton_dist._tuning.engine.observed import observed
+from triton_dist.cli.main import main
+from triton_dist.errors import InvalidArgument
+from triton_dist.profiler_utils import group_profile
+from triton_dist.runtime.peaks import Peak, device_peak
+from triton_dist.testing.cases import all_cases
+from triton_dist.timelines import trace
+from triton_dist.timelines.scopes import facts_of
+from triton_dist.timelines.summary import summaries
+
+MICROSECOND = 1000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("prof")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """Of each rank, what ``profile_and_shapes`` gives; the timeline is in ``folder``."""
+    from triton_dist.testing import spawn_ranks
+
+    return spawn_ranks(2, timeline_ranks.profile_and_shapes, folder)
+
+
+@pytest.fixture(scope="module")
+def merged(ranks, folder):
+    return trace.read(folder / "region_merged.json.gz")
+
+
+def test_a_timeline_has_the_calls_of_all_ranks_with_the_work_that_cases_say(ranks, merged):
+    calls = trace.calls_of(merged)
+    assert {call["rank"] for call in calls} == {0, 1}
+    peak = device_peak()
+    for told, _ in ranks:
+        for op, cost in told["costs"].items():
+            [call] = [
+                c for c in calls if (c["op"], c["rank"]) == (op, told["rank"]) and "shape" in c
+            ]
+            assert call["flops"] == cost.flops > 0
+            assert call["bytes"] == cost.read_bytes + cost.written_bytes > 0
+            assert call["link_bytes"] == cost.link_bytes > 0
+            assert call["limit_ms"] == cost.limit_ms(peak) == max(call["bounds_ms"].values())
+            assert (call["shape"], call["num_ranks"], call["tuned"]) == ("32x32x32", 2, False)
+            assert not call["on_device"]
+
+
+def test_ranks_share_one_clock(ranks, merged):
+    """Scopes lie where the ranks' own clock says that the calls were."""
+    base = merged["baseTimeNanoseconds"]
+    for told, _ in ranks:
+        for op, (begin, end) in told["spans"].items():
+            [call] = [
+                c for c in trace.calls_of(merged)
+                if (c["op"], c["rank"]) == (op, told["rank"]) and "shape" in c
+            ]  # fmt: skip
+            began = base + call["begin_us"] * MICROSECOND
+            slack = 2_000 * MICROSECOND  # of the profiler's own conversion of clocks
+            assert begin - slack <= began
+            assert began + call["ms"] * 1e6 <= end + slack
+
+
+def test_calls_without_a_known_cost_are_scopes_too(ranks, merged):
+    names = [call["op"] for call in trace.calls_of(merged) if "shape" not in call]
+    assert sorted(names) == ["ag_gemm"] * 2 + ["doubled"] * 2
+    assert "gemm_ar 32x32x32" in {event.get("name") for event in merged["traceEvents"]}
+
+
+def test_each_rank_has_its_file_and_no_profile_has_none(ranks, folder, merged):
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json*"))
+    assert files == ["region/rank-0.json.gz", "region/rank-1.json.gz", "region_merged.json.gz"]
+    own = {str(e["pid"]).split()[0] for e in merged["traceEvents"] if e.get("cat") == "cpu_op"}
+    assert own == {"rank-0", "rank-1"}
+
+
+def test_cases_know_the_shape_of_operands(ranks):
+    for _, shapes in ranks:
+        assert shapes.keys() == all_cases().keys()
+        for op, (made, told) in shapes.items():
+            assert made == told, op
+
+
+def test_show_says_what_the_limit_model_says(ranks, folder, tmp_path, capsys):
+    file, png = folder / "region_merged.json.gz", tmp_path / "roofs.png"
+    assert main(["profile", "show", str(file), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in tree["ranks"]] == [0, 1]
+    told = ranks[0][0]["costs"]
+    for op in tree["ops"]:
+        if op["shape"]:
+            cost = told[op["op"]]
+            assert op["ms"] == max(op["ms_by_rank"].values()) > 0
+            assert op["tflops"] == pytest.approx(cost.flops / op["ms"] / 1e9)
+            assert op["link_gbps"] == pytest.approx(cost.link_bytes / op["ms"] / 1e6)
+            assert op["share"] == pytest.approx(cost.limit_ms(device_peak()) / op["ms"])
+            bounds = cost.bounds_ms(device_peak())
+            assert bounds[op["bound"]] == max(bounds.values())
+    assert main(["profile", "show", str(file), "--png", str(png)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "2 ranks on 1 host" in lines[0]
+    assert any(line.startswith("gemm_ar ") and line.endswith("%") for line in lines)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_region_calls_are_what_they_were():
+    plain, seen = AutoTuner.__call__, []
+
+    class around:
+        def __init__(self, tuned, args, kwargs):
+            self.about = (tuned.__name__, len(args), kwargs)
+
+        def __enter__(self):
+            seen.append(self.about)
+
+        def __exit__(self, *_):
+            seen.append("end")
+
+    with observed(around):
+        assert AutoTuner.__call__ is not plain
+        assert timeline_ranks.doubled(torch.ones(2), autotune=False).tolist() == [2, 2]
+    assert AutoTuner.__call__ is plain
+    timeline_ranks.doubled(torch.ones(2), autotune=False)
+    assert seen == [("doubled", 1, {}), "end"]
+
+
+def test_a_process_alone_traces_itself_and_keeps_what_is_asked_for(tmp_path):
+    with group_profile("all", folder=tmp_path, keep_merged_only=True, compress=False):
+        torch.ones(8).sum()
+    assert [path.name for path in tmp_path.rglob("*")] == ["all_merged.json"]
+    assert json.loads((tmp_path / "all_merged.json").read_text())["traceEvents"]
+    with group_profile("parts", folder=tmp_path / "other", merge_group=False):
+        torch.ones(8).sum()
+    files = [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
+    assert [path.name for path in files] == ["rank-0.json.gz"]
+
+
+def test_tools_that_find_nothing_here_are_refused(tmp_path):
+    for tool, said in {"proton": "GPUs alone", "nsys": "'torch' or 'proton'"}.items():
+        with (
+            pytest.raises(InvalidArgument, match=said),
+            group_profile("refused", folder=tmp_path, tool=tool),
+        ):
+            pytest.fail("the region must not run")
+    assert not list(tmp_path.iterdir())
+
+
+def scope(name, ts, dur, **more):
+    return {
+        "cat": "user_annotation",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 7,
+        "tid": 1,
+        **more,
+    }
+
+
+def launch(ts, correlation, tid=1, cat="cuda_runtime"):
+    args = {"correlation": correlation}
+    return {"cat": cat, "name": "launch", "ts": ts, "dur": 1, "pid": 7, "tid": tid, "args": args}
+
+
+def work(ts, dur, correlation=None, cat="kernel", name="gemm"):
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 0, "tid": 7, "args": args}
+
+
+def test_a_call_took_what_its_launches_took_on_the_device():
+    """From the first to the last of what its thread launched in it, and of what the profiler puts
+    under its name; not what other threads and calls launched."""
+    events = [
+        scope("op 8x8 #0", 100, 50), scope("op 8x8 #1", 200, 50),
+        launch(110, 1), launch(120, 2, cat="cuda_driver"), launch(115, 3, tid=2), launch(210, 4),
+        work(1000, 300, 1), work(1100, 400, 2), work(1900, 90, 3), work(2000, 100, 4),
+        work(900, 50, name="op 8x8 #0", cat="gpu_user_annotation"),
+    ]  # fmt: skip
+    content = {"traceEvents": events}
+    trace.annotate(content, {f"op 8x8 #{n}": {"op": "op", "tuned": False} for n in (0, 1)})
+    first, second = trace.calls_of(content)
+    assert (first["begin_us"], first["ms"], first["on_device"]) == (900, 0.6, True)
+    assert (second["begin_us"], second["ms"], second["call"]) == (2000, 0.1, 1)
+    assert {event["name"] for event in events} == {"op 8x8", "launch", "gemm"}
+
+
+def test_clocks_of_other_hosts_and_other_bases_are_brought_to_the_first_ranks():
+    shifts = trace.offsets(
+        [("a", [100, 200, 300]), ("a", [130, 210, 305]), ("b", [1100, 1205, 1290])]
+    )
+    assert shifts == [0, 0, -1000]
+    traces = {
+        rank: {
+            "baseTimeNanoseconds": base,
+            trace.SCOPE: {"clock_ns": shift},
+            "traceEvents": [scope("op #0", ts, 1), {"ph": "M", "name": "x", "pid": 1}],
+        }
+        for rank, (base, shift, ts) in enumerate([(5000, 0, 10), (3000, 0, 12), (6000, -1000, 10)])
+    }
+    for content in traces.values():
+        trace.annotate(content, {"op #0": {"op": "op", "tuned": False}})
+    calls = trace.calls_of(trace.merge(traces))
+    assert [(call["rank"], call["begin_us"]) for call in calls] == [(0, 10), (1, 10), (2, 10)]
+
+
+def test_the_slowest_rank_counts_and_calls_that_tuned_do_not():
+    def call(rank, number, ms, begin, **more):
+        known = {"op": "op", "shape": "8x8", "dtype": "float16", "num_ranks": 2, "tuned": False}
+        cost = {"flops": 4e9, "bytes": 2e6, "link_bytes": 1e6, "limit_ms": 1.0}
+        bounds = {"bounds_ms": {"arithmetic": 0.5, "memory": 0.2, "link": 1.0}}
+        about = {"rank": rank, "call": number, "ms": ms, "begin_us": begin}
+        return known | cost | bounds | about | more
+
+    [found] = summaries(
+        [
+            call(0, 0, 90.0, 0, tuned=True), call(1, 0, 99.0, 0, tuned=True),
+            call(0, 1, 1.0, 10), call(1, 1, 2.0, 15),
+            call(0, 2, 4.0, 30), call(1, 2, 2.0, 30), call(0, 3, 1.0, 50), call(1, 3, 1.5, 48),
+        ]
+    )  # fmt: skip
+    assert (found.calls, found.tuned_calls, found.ms, found.skew_us) == (3, 1, 2.0, 2)
+    assert found.ms_by_rank == {0: 1.0, 1: 2.0}
+    assert (found.tflops, found.gbps, found.link_gbps) == (2.0, 1.0, 0.5)
+    assert (found.bound, found.share) == ("link", 0.5)
+
+
+def test_bounds_are_of_the_gpu_and_of_the_dtype():
+    case = all_cases()["ag_gemm"]
+    cost = case.cost(timeline_ranks.SHAPE, torch.float32, 2)
+    peak = Peak(tflops=100.0, memory_gbps=1000.0, link_gbps=50.0, sms=1)
+    assert cost.bounds_ms(peak) == {
+        "arithmetic": pytest.approx(2 * 32 * 16 * 32 / 50e12 * 1e3),
+        "memory": pytest.approx((32 * 32 + 32 * 16 + 32 * 16) * 4 / 1e12 * 1e3),
+        "link": pytest.approx(16 * 32 * 4 / 50e9 * 1e3),
+    }
+    assert dataclasses.replace(cost, flops=0).limit_ms(peak) == cost.bounds_ms(peak)["link"]
+
+
+def test_arguments_that_the_op_will_refuse_have_no_cost():
+    case = all_cases()["grouped_gemm"]
+    assert facts_of(case.op, (1, 2), {"nonsense": 3}) == {"op": "grouped_gemm"}
+
+
+PROGRAM = """
+import torch
+from triton_dist import tune
+
+@tune.autotune(config_space=[{"times": 2}], key_fn=lambda x: len(x))
+def inner(x, times):
+    return x * times
+
+@tune.autotune(config_space=[{"times": 2}], key_fn=lambda x: len(x))
+def outer(x, times):
+    return inner(x, autotune=False) * times
+
+for _ in range(5):
+    assert outer(torch.ones(2), autotune=False).tolist() == [4, 4]
+"""
+
+
+def test_a_command_is_recorded_without_knowing(tmp_path, capsys):
+    script, out = tmp_path / "program.py", tmp_path / "made" / "p.json"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script)]
+    assert main(["profile", "--out", str(out), "--calls", "1:3", "--", *command]) == 0
+    shown = capsys.readouterr()
+    assert f"{out}: timeline of 1 rank" in shown.err
+    calls = sorted((call["call"], call["op"]) for call in trace.calls_of(trace.read(out)))
+    assert [op for _, op in calls] == ["outer", "inner", "outer", "inner"]
+    assert [line.split()[:2] for line in shown.out.splitlines() if " 2 " in line] == [
+        ["outer", "2"], ["inner", "2"],
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_profiled_or_shown_is_said(tmp_path, capsys):
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"traceEvents": []}')
+    assert main(["profile", "show", str(broken)]) == 2
+    assert "profile show: FILE is" in capsys.readouterr().err
+    assert main(["profile", "--calls", "3:3", "--", "true"]) == 2
+    assert "FIRST below LAST" in capsys.readouterr().err
+    assert main(["profile", "--", "true"]) == 1
+    assert "nothing recorded" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["profile"])
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = Path(tmp_path / "t.json.gz")
+    with pytest.raises(TypeError):
+        trace.write({"traceEvents": [object()]}, path)
+    assert not path.exists()

@@ -1,0 +1,72 @@
+"""What ranks do in the tests of timelines."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from triton_dist import tune
+from triton_dist.kernels.common.gemm_case import Shape
+from triton_dist.profiler_utils import group_profile
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.cases import all_cases
+
+SHAPE = Shape(32, 32, 32)
+DTYPE = torch.float16
+
+
+def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
+    """A timeline of ``ag_gemm`` and ``gemm_ar``, an op that refuses, and a user's function; gives
+    what they cost by their cases and, of this rank's clock, from when to when each was called."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    costs, spans = {}, {}
+    with group_profile("nothing", False, folder=folder):
+        torch.ones(8) @ torch.ones(8)
+    cases = {name: all_cases()[name] for name in ("ag_gemm", "gemm_ar")}
+    contexts = {name: case.context(SHAPE, DTYPE) for name, case in cases.items()}
+    calls = {}
+    for name, case in cases.items():
+        operands = case.operands(SHAPE, DTYPE, size)
+        calls[name] = case.arguments(operands, contexts[name])
+        case.op(*calls[name][0], **calls[name][1], autotune=False)
+    with group_profile("region", folder=folder, tool=tool):
+        for name, case in cases.items():
+            args, kwargs = calls[name]
+            dist.barrier()
+            begin = time.time_ns()
+            case.op(*args, **kwargs, autotune=False)
+            current_device().synchronize()
+            spans[name] = (begin, time.time_ns())
+            costs[name] = case.cost(SHAPE, DTYPE, size)
+        with suppress(Exception):  # refused: of no known shape
+            cases["ag_gemm"].op(calls["ag_gemm"][0][0], None, contexts["ag_gemm"], autotune=False)
+        doubled(torch.ones(8), autotune=False)
+    dist.barrier()
+    for context in contexts.values():
+        context.finalize()
+    return {"rank": rank, "costs": costs, "spans": spans}
+
+
+@tune.autotune(config_space=[{"times": 2}], key_fn=lambda x: len(x))
+def doubled(x: torch.Tensor, times: int) -> torch.Tensor:
+    return x * times
+
+
+def shapes_of_operands() -> dict[str, tuple[str, str]]:
+    """By op: a shape, and that which its case says of operands that were made for it."""
+    size, found = dist.get_world_size(), {}
+    for name, case in all_cases().items():
+        shape = case.scaled(case.shapes[0], 512, size)
+        ranks = size if name != "grouped_gemm" else 1
+        operands = case.operands(shape, torch.float16, ranks)
+        found[name] = (str(shape), str(case.shape_of(operands, ranks)))
+    return found
+
+
+def profile_and_shapes(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    return profile_calls(folder), shapes_of_operands()
