@@ -65,9 +65,9 @@ def _spin_interpreted(
 def _unchanged(
     ptr: Any, seen: Any, value: Any, deadline: float, guard: Any
 ) -> Callable[[], bool] | None:
-    """A test of whether a wait would find what it has ``seen``, on the words themselves: a look takes
-    the interpreter a hundred times as long. ``None`` where they are something else already, or
-    where a part of them is the flag."""
+    """A test of whether a wait would find what it has ``seen``, on the words themselves: a look
+    takes the interpreter a hundred times as long. ``None`` where they are something else already,
+    or where a part of them is the flag."""
     word = _word(ptr)
     values = seen.handle.data.ravel()
     late = values != int(value)  # so never what a mask leaves out
