@@ -37,6 +37,11 @@ def kernel_tell(flags_ptr, table_ptr, OP: tl.constexpr, MASKED: tl.constexpr):
 
 
 @jit
+def kernel_dump(flags_ptr):
+    dl.dump("flag", tl.load(flags_ptr))
+
+
+@jit
 def kernel_wait_with_a_scope(flags_ptr):
     dl.wait(flags_ptr, 1, "gpu", "acquire")
 
@@ -70,6 +75,10 @@ def test_a_flag_is_released_behind_a_barrier(sm90, op, masked):
     arguments = (words(), words(torch.int64))
     ptx = compile_kernel(kernel_tell, *arguments, grid=(1,), OP=op, MASKED=masked).ptx
     assert ptx.index("bar.sync") < RELEASE.search(ptx).start()
+
+
+def test_a_dump_is_a_print_of_the_device(sm90):
+    assert "vprintf" in compile_kernel(kernel_dump, words(), grid=(1,)).ptx
 
 
 def test_a_scope_in_place_of_the_value_is_refused(sm90):

@@ -11,11 +11,12 @@ no-ops in the interpreter and below the compute capability that they are for.
 ``give_turn``        before a look at what other programs of the grid do
 ``only_rows``        of what a descriptor loads, the rows that are used: for checks
 ``breakpoint``       stop here, for ``triton-dist debug attach``: interpreted only
+``dump``             print values; interpreted, with rank, program and line
 ``publish_tile``     make TMA stores visible, before a ``notify``
 ===================  ====================================================================
 """
 
-from triton_dist.language._checked import breakpoint  # Python's word for it
+from triton_dist.language._checked import breakpoint, dump  # the first: Python's word for it
 from triton_dist.language.signals import (
     consume_token,
     give_turn,
@@ -29,6 +30,7 @@ from triton_dist.language.tma import publish_tile
 __all__ = [
     "breakpoint",
     "consume_token",
+    "dump",
     "give_turn",
     "notify",
     "only_rows",

@@ -1,4 +1,4 @@
-"""Words of kernels to those who debug them: nothing when compiled."""
+"""Words of kernels to those who debug them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.errors import InvalidArgument
 from triton_dist.language._spin import INTERPRETED
-from triton_dist.runtime.debugging import stops
+from triton_dist.runtime.debugging import printing, stops
 
 
 def _only_rows_interpreted(desc: Any, begin: Any, end: Any) -> Any:
@@ -44,3 +45,15 @@ def _breakpoint_compiled(condition=True):
 breakpoint = _breakpoint_interpreted if INTERPRETED.value else _breakpoint_compiled
 """``breakpoint(condition=True)``: stop the rank there for ``triton-dist debug attach``, where
 ``TRITON_DIST_DEBUG=attach`` asks for it."""
+
+
+def _dump_interpreted(label: Any, *values: Any) -> None:
+    label = getattr(label, "value", label)  # of a constexpr
+    if not isinstance(label, str):
+        raise InvalidArgument("dump", "label", label, "a text, and then the values: dump(label, x)")
+    printing.dump(label, values)
+
+
+dump: Any = _dump_interpreted if INTERPRETED.value else tl.device_print
+"""``dump(label, *values)``: print values. Interpreted, with rank, program, line, type and shape;
+compiled, this is ``tl.device_print``, which knows no rank and has a line for each element."""

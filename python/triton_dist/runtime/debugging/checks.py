@@ -9,7 +9,7 @@ from typing import Any
 from triton.runtime import interpreter as upstream
 
 from triton_dist.runtime import interpreter
-from triton_dist.runtime.debugging import bounds, standing, stops, uninitialised
+from triton_dist.runtime.debugging import bounds, printing, standing, stops, uninitialised
 from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, undo_all, watch
 from triton_dist.runtime.debugging.faults import KernelAssertion
 from triton_dist.runtime.debugging.site import site
@@ -22,7 +22,10 @@ def install(checks: Iterable[str]) -> Undo:
 
     The interpreter's mends must be applied.
     """
-    undos = [replace(upstream.InterpreterBuilder, "create_assert", _with_site)]
+    undos = [
+        replace(upstream.InterpreterBuilder, "create_assert", _with_site),
+        printing.tell_ranks(upstream),
+    ]
     observers: list[Observer] = []
     if "bounds" in checks:
         observers.append(bounds.Bounds())
