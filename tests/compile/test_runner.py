@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -42,8 +43,9 @@ from triton_dist.errors import (
     NoValidConfig,
 )
 from triton_dist.knobs import InvalidKnob
-from triton_dist.runner import foreign, scripts, toolchains
+from triton_dist.runner import foreign, scripts, sections, toolchains
 from triton_dist.runner.specialisation import Specialisation
+from triton_dist.runtime import binaries
 from triton_dist.testing.compile_only import compile_only
 
 DATA = Path(__file__).parent / "data" / "triton-3.9.0"
@@ -691,6 +693,59 @@ def test_dump(tmp_path, capfd, monkeypatch):
     assert said.endswith(f"{folder}: 1 kernel, 1 new\n")
     assert main(["dump", "--to", str(folder), "--levels", "foo", "--", "true"]) == 2
     assert main(["dump", "--to", str(tmp_path / "none"), "--", "true"]) == 1
+
+
+def test_two_dumps_are_compared_by_level_and_part(exported, tmp_path, monkeypatch, capsys):
+    pair = [str(exported / "general"), str(exported / "special")]
+    assert main(["dump", "--diff", *pair, "--json"]) == 1
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["facts"]["num_warps"] == [4, 2]
+    assert tree["missing"] == {}
+    for level in ("ttgir", "ptx", "sass"):
+        assert set(tree["levels"][level]) - {"layouts"} == {"outside of loops"}
+        part = tree["levels"][level]["outside of loops"]
+        told = sum(new - old for old, new in part["operations"].values())
+        assert told == part["new"] - part["old"] != 0
+    assert tree["levels"]["ttgir"]["layouts"]["only_new"]
+    assert main(["dump", "--diff", *pair]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^  num_warps +4 -> 2$", said, re.M)
+    assert re.search(r"^ptx, outside of loops: \d+ -> \d+\n +\d+ -> \d+ +\w+", said, re.M)
+
+    shutil.copytree(exported / "product", tmp_path / "product")
+    (tmp_path / "product" / "product.ptx").unlink()
+    assert main(["dump", "--diff", str(exported / "product"), str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^ttgir, loop 1: \d+, the same$", said, re.M)
+    assert re.search(r"^sass, loop 1: \d+, the same$", said, re.M)
+    assert "ptx: not compared: FileNotFoundError: " in said
+
+    def none(*_):
+        raise RuntimeError("Cannot find cuobjdump")
+
+    binaries.resource_usage.cache_clear()
+    binaries.sass.cache_clear()
+    monkeypatch.setattr(binaries, "_cuobjdump", none)
+    assert main(["dump", "--diff", str(exported / "product"), str(exported / "product")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^  registers +not known: Cannot find cuobjdump$", said, re.M)
+    assert "sass: not compared: RuntimeError: Cannot find cuobjdump" in said
+    assert "ptx, loop 1: " in said
+    assert main(["dump", "--diff", str(exported), pair[0]]) == 2
+    assert "there are general, gluon, product, special" in capsys.readouterr().err
+
+
+def test_an_instruction_is_of_the_loop_that_it_runs_in(exported):
+    folder = exported / "product"
+    texts = {level: (folder / f"product.{level}").read_text() for level in ("ttgir", "ptx")}
+    texts["sass"] = binaries.sass((folder / "product.cubin").read_bytes())
+    for level, product_of in {"ttgir": "dot", "ptx": "mma", "sass": "MMA"}.items():
+        found = {
+            name
+            for name, part in sections.sections(level, texts[level]).items()
+            if any(product_of in each for each in part.operations)
+        }
+        assert found == {"loop 1"}, level
 
 
 def test_nothing_warns_that_is_exported(exported):

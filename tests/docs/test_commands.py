@@ -29,6 +29,7 @@ NOT_RUN = {
     r".*--share-gpus": "needs a GPU; tests/gpu runs it",
     r"PIP_|pip install |triton-dist list": "needs a package index and what it installs",
     r".*triton-dist debug |.*triton_dist debug ": "tests/cli/test_debug.py runs the verb",
+    r".*triton-dist dump --diff ": "tests/compile/test_runner.py runs the verb",
     r".*tune-model ": "tunes for half a minute; tests/layers/test_llm.py runs the verb",
     r"tail ": "looks at the log of a tuning that is stuck",
     r"python -m triton_dist|.*triton-dist \w+ (mypackage|matmul)": "names the reader's functions",

@@ -1,4 +1,4 @@
-"""``dump``: run a program and export every kernel that it uses, at every level."""
+"""``dump``: run a program and export every kernel that it uses, at every level; compare two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import triton_dist
 from triton_dist import knobs
-from triton_dist.cli import site
+from triton_dist.cli import levels, site
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import InvalidArgument
 
@@ -25,25 +25,38 @@ def add_to(verbs: Any) -> None:
         verbs,
         "dump",
         _run,
-        help="run a program and export every kernel that it uses",
+        help="run a program and export every kernel that it uses; compare two",
         description="Runs COMMAND, and writes each Triton or Gluon kernel that it compiles or "
         "takes from Triton's cache into a folder of its own in DIR: <kernel>.ttir to "
         "<kernel>.cubin, its machine code <kernel>.sass, and <kernel>.json, what it was made for. "
-        "Kernels of libraries too; the program need not know. Exits with the status of COMMAND.",
+        "Kernels of libraries too; the program need not know. Exits with the status of COMMAND. "
+        "--diff compares two of those folders instead: registers, stack, shared memory, and the "
+        "operations of TTGIR, PTX and machine code in each loop and outside of loops; 1 if they "
+        "differ.",
         examples=[
             "dump --to kernels -- python train.py",
             "dump --to k --levels ptx -- torchrun t.py",
+            "dump --diff kernels/matmul-0a1b2c3d4e5f kernels/matmul-1b2c3d4e5f60",
         ],
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--to", type=Path, metavar="DIR")
+    what.add_argument("--diff", type=Path, nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument(
         "--levels", metavar="LEVELS",
         help="some of ttir,ttgir,llir,ptx,cubin,sass; the cubin is always there (default: all)",
     )  # fmt: skip
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
+    parser.add_argument("--json", action="store_true", help="of --diff: for programs")
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
+    parser.set_defaults(fail=parser.error)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.diff:
+        old, new = arguments.diff
+        return levels.diff(old, new, arguments.json)
+    if not arguments.command:
+        arguments.fail("a command is needed: dump --to DIR -- COMMAND")
     folder = arguments.to.resolve()
     before = set(folder.glob("*/*.json"))
     wanted = _levels(arguments.levels) if arguments.levels else knobs.dump_levels.default

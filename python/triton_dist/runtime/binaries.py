@@ -23,8 +23,9 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@functools.lru_cache(maxsize=16)
 def sass(cubin: bytes) -> str:
-    """The machine code in ``cubin``, as text."""
+    """The machine code in ``cubin``, as text. About 0.3 s."""
     return _cuobjdump("-sass", cubin)
 
 

@@ -1,0 +1,136 @@
+"""Two dumped kernels compared: what they were made with, what they take, and their code by parts,
+for ``triton-dist dump --diff``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from triton_dist.errors import InvalidArgument
+
+_MOST = 12
+_COUNTED = ("num_warps", "num_stages")
+
+
+def diff(old: Path, new: Path, as_json: bool) -> int:
+    """Print how the kernel in ``new`` differs from that in ``old``; 1 if it does.
+
+    Raises:
+        InvalidArgument: one of them holds no kernel, or several.
+    """
+    tree = compared(old, new)
+    print(json.dumps(tree, indent=2) if as_json else "\n".join(_lines(tree)))
+    parts = [part for level in tree["levels"].values() for part in level.values()]
+    alike = all(a == b for a, b in tree["facts"].values())
+    return 0 if alike and all(part["same"] for part in parts) else 1
+
+
+def compared(old: Path, new: Path) -> dict[str, Any]:
+    """``facts``: by name, that of either; ``levels``: of each that both have, by part, the numbers
+    of instructions, and of each operation of which there are more or fewer; ``missing``: why
+    others are not there."""
+    from triton_dist.runner.sections import LEVELS_WITH_SECTIONS, Section, sections
+
+    (side, one), (other_side, other) = _facts(_side(old)), _facts(_side(new))
+    levels: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for level in LEVELS_WITH_SECTIONS:
+        try:
+            parts, others = (sections(level, _text(each, level)) for each in (side, other_side))
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as failure:
+            missing[level] = f"{type(failure).__name__}: {failure}"
+            continue
+        levels[level] = {
+            name: _part(parts.get(name, Section()), others.get(name, Section()))
+            for name in [*parts, *(name for name in others if name not in parts)]
+        }
+    names = [*one, *(name for name in other if name not in one)]
+    facts = {name: [one.get(name), other.get(name)] for name in names}
+    return {
+        "old": str(side.parent), "new": str(other_side.parent), "facts": facts, "levels": levels,
+        "missing": missing,
+    }  # fmt: skip
+
+
+def _side(folder: Path) -> Path:
+    """``<kernel>.json`` of the one kernel in ``folder``, or one folder below."""
+    found = sorted(folder.glob("*.json")) or sorted(folder.glob("*/*.json"))
+    if len(found) != 1:
+        there = ", ".join(str(path.parent.relative_to(folder)) for path in found[:8]) or "none"
+        expected = f"the folder of one kernel, as runner.export writes it; there are {there}"
+        raise InvalidArgument("dump", "--diff", str(folder), expected)
+    return found[0]
+
+
+def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
+    from triton_dist.runner import files
+    from triton_dist.runtime import binaries
+
+    artefact = files.load(side.parent, side.stem)
+    about = artefact.about
+    facts: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
+    facts |= {name: str(value) for name, value in artefact.constants().items()}
+    facts |= {name: about.options.get(name) for name in _COUNTED}
+    try:
+        facts["registers"], facts["stack B"] = binaries.resource_usage(artefact.data)
+    except RuntimeError as failure:  # there is no cuobjdump
+        facts["registers"] = facts["stack B"] = f"not known: {failure}"
+    facts["shared B"] = about.launch.get("shared")
+    return side, facts
+
+
+def _text(side: Path, level: str) -> str:
+    from triton_dist.runtime import binaries
+
+    if level == "sass":
+        return binaries.sass(side.with_suffix(".cubin").read_bytes())
+    return side.with_suffix(f".{level}").read_text(encoding="utf-8")
+
+
+def _part(old: Any, new: Any) -> dict[str, Any]:
+    before, after = old.operations, new.operations
+    changed = sorted(
+        (name for name in Counter({**before, **after}) if before[name] != after[name]),
+        key=lambda name: (-abs(after[name] - before[name]), name),
+    )
+    layouts = [line for line in (*old.lines, *new.lines) if line.startswith("#")]
+    return {
+        "old": len(old.lines),
+        "new": len(new.lines),
+        "same": old.lines == new.lines,
+        "operations": {name: [before[name], after[name]] for name in changed},
+        "only_old": [line for line in layouts if line not in new.lines],
+        "only_new": [line for line in layouts if line not in old.lines],
+    }
+
+
+def _lines(tree: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{name}  {tree[name]}" for name in ("old", "new"))
+    for name, (old, new) in tree["facts"].items():
+        yield f"  {name:<16} {old!s:>12}" + ("" if old == new else f" -> {new}")
+    for level, parts in tree["levels"].items():
+        for name, part in parts.items():
+            yield f"{level}, {name}: {_numbers(part)}"
+            yield from (f"  - {line}" for line in part["only_old"])
+            yield from (f"  + {line}" for line in part["only_new"])
+            if name != "layouts":
+                yield from _operations(part["operations"])
+    yield from (f"{level}: not compared: {why}" for level, why in tree["missing"].items())
+
+
+def _numbers(part: dict[str, Any]) -> str:
+    old, new = part["old"], part["new"]
+    if part["same"]:
+        return f"{new}, the same"
+    return f"{old} -> {new}" if old != new or part["operations"] else f"{new}, other operands"
+
+
+def _operations(changed: dict[str, list[int]]) -> Iterator[str]:
+    for name, (old, new) in list(changed.items())[:_MOST]:
+        yield f"  {old:5} -> {new:<5} {name}"
+    if len(changed) > _MOST:
+        yield f"  and {len(changed) - _MOST} more; --json has all"

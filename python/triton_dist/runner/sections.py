@@ -1,0 +1,129 @@
+"""Parts of a kernel's text at a level, to be compared: its layouts, its loops, and the rest.
+
+Each instruction belongs to the innermost loop that it is in. Names of values and registers, source
+lines and addresses say nothing about what runs, and are taken out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+LAYOUTS, OUTSIDE = "layouts", "outside of loops"
+Line = tuple[str, str, str]
+"""A label (or an address) or nothing, an instruction, and the label that it may branch to."""
+
+_COMMENT = re.compile(r"//.*")
+_LABEL = re.compile(r"(\$?[\w.$]+):(?!:)\s*(.*)")
+_BRANCH = re.compile(r"\bbra(?:\.\w+)*\s+(\$?[\w.$]+)")
+_REGISTER = re.compile(r"%[a-z]+\d+")
+_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+_SASS_BRANCH = re.compile(r"\bBRA\b.*?\b0x([0-9a-f]+)$")
+_SASS_REGISTER = re.compile(r"\b(U?[RP])\d+\b")
+_LOCATION = re.compile(r" loc\(.*")
+_OPERATION = re.compile(r'^(?:%[^=]* = )?"?([a-z_]\w*\.[\w.]+)')
+_VALUE = re.compile(r"%[\w-]+(?:[:#]\d+)?")
+
+
+@dataclass
+class Section:
+    """A part of a kernel: its lines, and how often each operation stands in it."""
+
+    lines: list[str] = field(default_factory=list)
+    operations: Counter[str] = field(default_factory=Counter)
+
+    def add(self, line: str, operation: str) -> None:
+        self.lines.append(line)
+        self.operations[operation] += 1
+
+
+def sections(level: str, text: str) -> Mapping[str, Section]:
+    """Parts by name, ``layouts``, ``outside of loops``, ``loop 1``, ..., of a ``level`` of
+    ``LEVELS_WITH_SECTIONS``."""
+    return _SPLIT[level](text)
+
+
+def _of_ttgir(text: str) -> dict[str, Section]:
+    found: dict[str, Section] = {LAYOUTS: Section(), OUTSIDE: Section()}
+    regions = [OUTSIDE]
+    for raw in text.splitlines():
+        line = _LOCATION.sub("", raw).strip()
+        if line.startswith("#"):
+            if not line.startswith("#loc"):
+                found[LAYOUTS].add(line, line.partition(" = ")[0])
+            continue
+        operation = _OPERATION.match(line)
+        if line.startswith("}"):
+            inner = regions.pop() if len(regions) > 1 else OUTSIDE
+        elif operation is not None:
+            found[regions[-1]].add(_VALUE.sub("%", line), operation[1])
+            inner = regions[-1]
+            if operation[1] in ("scf.for", "scf.while"):
+                inner = f"loop {len(found) - 1}"
+                found[inner] = Section()
+        else:
+            inner = regions[-1]
+        if line.endswith("{"):
+            regions.append(inner)
+    return found
+
+
+def _of_ptx(text: str) -> dict[str, Section]:
+    return _with_loops(list(_ptx_lines(text)), _REGISTER, "%")
+
+
+def _ptx_lines(text: str) -> Iterator[Line]:
+    pending = ""
+    for raw in text.splitlines():
+        line = _COMMENT.sub("", raw).strip()
+        label = _LABEL.fullmatch(line)
+        if label is not None and not pending:
+            yield label[1], "", ""
+            line = label[2]
+        if line.strip("{} ") == "" or (not pending and line.startswith((".", ")"))):
+            continue
+        pending = f"{pending} {line}".strip()
+        if pending.endswith(";"):
+            branch = _BRANCH.search(pending)
+            yield "", pending.rstrip(";"), branch[1] if branch else ""
+            pending = ""
+
+
+def _of_sass(text: str) -> dict[str, Section]:
+    lines: list[Line] = []
+    for address, instruction in _SASS.findall(text):
+        branch = _SASS_BRANCH.search(instruction)
+        target = f"{int(branch[1], 16):x}" if branch else ""
+        place = f"{int(address, 16):x}"
+        if instruction == "NOP" or target == place:  # padding behind the end
+            continue
+        lines += [(place, "", ""), ("", instruction, target)]
+    return _with_loops(lines, _SASS_REGISTER, r"\1")
+
+
+def _with_loops(lines: list[Line], register: re.Pattern[str], instead: str) -> dict[str, Section]:
+    """Sections of instructions in an order with labels: a loop is what a branch goes back over."""
+    places = {label: place for place, (label, _, _) in enumerate(lines) if label}
+    ends: dict[int, int] = {}
+    for place, (_, _, target) in enumerate(lines):
+        if target and places.get(target, place) < place:
+            ends[places[target]] = place
+    names = {begin: f"loop {number}" for number, begin in enumerate(sorted(ends), 1)}
+    found = {name: Section() for name in (OUTSIDE, *names.values())}
+    for place, (_, instruction, _) in enumerate(lines):
+        if instruction:
+            around = [begin for begin, end in ends.items() if begin <= place <= end]
+            words = re.sub(r"^@!?%?\w+\s+", "", instruction)
+            line = register.sub(instead, re.sub(r"\$L\w+|\b0x[0-9a-f]+$", "…", words))
+            found[names[max(around)] if around else OUTSIDE].add(line, words.split()[0])
+    return found
+
+
+_SPLIT: Mapping[str, Callable[[str], dict[str, Section]]] = {
+    "ttgir": _of_ttgir,
+    "ptx": _of_ptx,
+    "sass": _of_sass,
+}
+LEVELS_WITH_SECTIONS = tuple(_SPLIT)
