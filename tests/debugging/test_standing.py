@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -15,8 +17,8 @@ import pytest
 from tests.debugging import bugs
 from tests.docs.markdown import DOCS, blocks
 from tests.docs.outputs import check_output
-from triton_dist.cli import debug_job
 from triton_dist.cli.main import main
+from triton_dist.runtime.debugging import asking
 from triton_dist.runtime.debugging.job import folder_of
 
 PDB = DOCS / "how-to" / "debug-in-pdb.md"
@@ -104,8 +106,45 @@ def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_rank
     assert other == [("", ""), ("", "")]
 
 
+def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
+    """Also while the main thread stands in C, and comes to no line of Python."""
+    lock, report, said = threading.Lock(), asking.report, ""
+    lock.acquire()
+
+    def reported(folder):
+        try:
+            return report(folder)
+        finally:
+            lock.release()
+
+    monkeypatch.setattr(asking, "report", reported)
+    with bugs.checking("where"):
+        threading.Timer(0.1, os.kill, (os.getpid(), asking.SIGNAL)).start()
+        assert lock.acquire(timeout=30)
+        end = time.monotonic() + 30
+        while "in test_a_signal_says" not in said and time.monotonic() < end:
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+    assert signal.getsignal(asking.SIGNAL) is signal.SIG_DFL
+    assert "triton_dist: rank 0 was asked where the ranks stand\njob " in said
+    assert ": 1 of 1 ranks answer\n" in said
+    place = rf"rank 0 \(process {os.getpid()}\): is at {re.escape(__file__)}:\d+ in test_a_signal"
+    assert re.search(place, said)
+
+
+def test_a_signal_that_the_program_uses_is_left_to_it():
+    came = []
+    before = signal.signal(asking.SIGNAL, lambda *_: came.append(1))
+    try:
+        with bugs.checking("where"):
+            os.kill(os.getpid(), asking.SIGNAL)
+    finally:
+        signal.signal(asking.SIGNAL, before)
+    assert came == [1]
+
+
 def test_a_job_that_is_not_there(capfd, monkeypatch):
-    monkeypatch.setattr(debug_job, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(asking, "_ANSWER_SECONDS", 0.1)
     assert main(["debug", "where", "--job", "none such"]) == 2
     assert "job none such: " in capfd.readouterr().err
     assert main(["debug", "attach", "0", "--job", "none such", "--wait", "0.1"]) == 2

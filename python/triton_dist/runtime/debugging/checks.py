@@ -9,7 +9,7 @@ from typing import Any
 from triton.runtime import interpreter as upstream
 
 from triton_dist.runtime import interpreter
-from triton_dist.runtime.debugging import bounds, printing, standing, stops, uninitialised
+from triton_dist.runtime.debugging import asking, bounds, printing, standing, stops, uninitialised
 from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, undo_all, watch
 from triton_dist.runtime.debugging.faults import KernelAssertion
 from triton_dist.runtime.debugging.site import site
@@ -39,6 +39,9 @@ def install(checks: Iterable[str]) -> Undo:
         standing.start()
         undos += [standing.stop, waiting.start()]
         undos.append(replace(interpreter, "_run_grid", _noted))
+    if "where" in checks:
+        asking.start()
+        undos.append(asking.stop)
     if "attach" in checks:
         stops.start()
         undos.append(stops.end)

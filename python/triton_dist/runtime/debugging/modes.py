@@ -239,8 +239,9 @@ def activate() -> tuple[str, ...]:
         flush=True,
     )
     if place.runs != INTERPRETER and tell:
-        from triton_dist.runtime.debugging import standing, waiting
+        from triton_dist.runtime.debugging import asking, standing, waiting
 
+        asking.start()
         standing.start()
         waiting.Waiting(judges=False).start()
     return checks + tell

@@ -1,4 +1,4 @@
-"""What interpreted kernels print: each line says which rank, program and source line it is of."""
+"""Text that interpreted kernels print: each line says which rank, program and line it is of."""
 
 from __future__ import annotations
 
