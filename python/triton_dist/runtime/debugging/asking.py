@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist.runtime.debugging.job import job_folder, runs
+from triton_dist.runtime.debugging.job import made_folder, runs
 
 SIGNAL = signal.SIGUSR2
 """Sent to a rank, it lets that rank print where all stand. SIGUSR1 is what schedulers warn with,
@@ -68,7 +68,7 @@ def _print_when_told(read_end: int) -> None:
     while os.read(read_end, 1 << 16):  # the stack of the main thread, which the report has
         print(
             f"triton_dist: rank {knobs.rank.get()} was asked where the ranks stand\n"
-            f"{report(job_folder())[0]}",
+            f"{report(made_folder())[0]}",
             file=sys.stderr,
             flush=True,
         )
