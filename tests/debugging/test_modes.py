@@ -48,6 +48,7 @@ def test_a_mode_is_refused_by_the_releases_in_which_it_finds_nothing(mode, relea
         (["interp:luck"], INTERPRETER, "no such mode. Nearest: one of interp, interp:bounds"),
         (["interp", "fpsan"], INTERPRETER, "it is for compiled kernels"),
         (["luck"], GPU, "no such mode"),
+        (["compile"], NOTHING, "would wait for ever. Nearest: triton_dist.testing.compile_only"),
         (["attach"], GPU, "interpreted kernels only. Nearest: .*=interp:waits,attach"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import re
@@ -18,7 +19,7 @@ from tests.debugging import bugs
 from tests.docs.markdown import DOCS, blocks
 from tests.docs.outputs import check_output
 from triton_dist.cli.main import main
-from triton_dist.runtime.debugging import asking
+from triton_dist.runtime.debugging import asking, job
 from triton_dist.runtime.debugging.job import folder_of
 
 PDB = DOCS / "how-to" / "debug-in-pdb.md"
@@ -141,6 +142,25 @@ def test_a_signal_that_the_program_uses_is_left_to_it():
     finally:
         signal.signal(asking.SIGNAL, before)
     assert came == [1]
+
+
+def test_a_folder_without_members_is_left_to_the_rank_that_makes_it(monkeypatch, tmp_path):
+    """Else one rank would remove what another has made and is not yet a member of."""
+    monkeypatch.setattr(job, "_root", lambda: tmp_path)
+    of_another = tmp_path / f"{job._prefix()}7"
+    with (tmp_path / f"triton_dist-debug-lock-{os.getuid()}").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        of_another.mkdir()
+        cleaner = threading.Thread(target=job.made_folder)
+        cleaner.start()
+        cleaner.join(0.1)
+        assert cleaner.is_alive()
+        (of_another / f"{job._MEMBER}{os.getpid()}").touch()
+    cleaner.join()
+    assert {path.name for path in tmp_path.glob(f"{job._prefix()}*")} == {
+        of_another.name,
+        job.job_folder().name,
+    }
 
 
 def test_a_job_that_is_not_there(capfd, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -35,11 +36,14 @@ def made_folder() -> Path:
     folder = job_folder()
     member = folder / f"{_MEMBER}{os.getpid()}"
     if not member.exists():
-        for other in _root().glob(f"{_prefix()}*"):
-            if not _members(other):
-                shutil.rmtree(other, ignore_errors=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        member.touch()
+        # One at a time: a folder that another rank has made and is not yet a member of has none.
+        with (_root() / f"triton_dist-debug-lock-{os.getuid()}").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for other in _root().glob(f"{_prefix()}*"):
+                if not _members(other):
+                    shutil.rmtree(other, ignore_errors=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            member.touch()
     return folder
 
 

@@ -127,6 +127,17 @@ def _compiles() -> bool:
     return torch.cuda.is_available() or triton.runtime.driver._active is not None
 
 
+_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "compile": (
+        "kernels that are compiled and not run write nothing and set no flag, so a program would "
+        "go on with wrong values, and its ranks would wait for ever",
+        "triton_dist.testing.compile_only around the launches that you want to compile, and "
+        "`triton-dist dump --diff`",
+    )
+}
+"""What one may look for here: why it is no mode, and what does it."""
+
+
 def checks_of(words: Iterable[str]) -> tuple[str, ...]:
     """The checks of the interpreter among ``words``, in the order of ``CHECKS``.
 
@@ -138,6 +149,8 @@ def checks_of(words: Iterable[str]) -> tuple[str, ...]:
         name, _, check = word.partition(":")
         if word in MODES:
             continue
+        if word in _ELSEWHERE:
+            raise DebugModeRefused(word, *_ELSEWHERE[word])
         if name != "interp" or (check and check not in CHECKS):
             known = ["interp", *(f"interp:{each}" for each in CHECKS), *MODES]
             raise DebugModeRefused(word, "there is no such mode", f"one of {', '.join(known)}")
