@@ -1,4 +1,4 @@
-"""Where the ranks of a job stand, asked from outside or, by a signal, of one of them."""
+"""Standing of the ranks of a job, asked for from outside or, by a signal, of one of them."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = {
         "`triton-dist dump --diff`",
     )
 }
-"""What one may look for here: why it is no mode, and what does it."""
+"""Words that one may look for here: why each is no mode, and what does it."""
 
 
 def checks_of(words: Iterable[str]) -> tuple[str, ...]:
