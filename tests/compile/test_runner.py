@@ -723,9 +723,8 @@ def test_two_dumps_are_compared_by_level_and_part(exported, tmp_path, monkeypatc
     def none(*_):
         raise RuntimeError("Cannot find cuobjdump")
 
-    binaries.resource_usage.cache_clear()
-    binaries.sass.cache_clear()
-    monkeypatch.setattr(binaries, "_cuobjdump", none)
+    monkeypatch.setattr(binaries, "resource_usage", none)
+    monkeypatch.setattr(binaries, "sass", none)
     assert main(["dump", "--diff", str(exported / "product"), str(exported / "product")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^  registers +not known: Cannot find cuobjdump$", said, re.M)

@@ -8,11 +8,30 @@ import torch
 from tests.debugging import bugs
 from triton_dist.runtime.debugging.modes import CHECKS
 
+SAID = {
+    "load": (
+        "program (1, 0, 0) of kernel_load",
+        "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the farthest ends 4 "
+        "bytes (1 elements of fp32) behind its last element",
+    ),
+    "store": (
+        "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest ends 4 bytes "
+        "(1 elements of fp32) before its first element",
+    ),
+    "neighbour": ("store outside of bugs.one, memory of rank 0: 8 of 16 elements",),
+    "epoch": (
+        "waits for bugs.flag[0] of rank 0 to reach 2, it is 1: nobody is left to set it",
+        "last set by rank 0, program (0, 0, 0) of kernel_epoch",
+    ),
+    "reset": ("program (2, 0, 0) of kernel_reset",),
+}
+"""How far, and who, in the report of a bug."""
+
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("bug", bugs.BUGS)
 def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
-    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.3")  # of the other checks
+    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.1")  # of the other checks
     monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", bugs.waiting.QUIET_SECONDS)
     run, finds, error = bugs.BUGS[bug]
     if finds == "waits" == check:
@@ -22,28 +41,10 @@ def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
         assert kind == error
         assert "rank 0, program (" in text
         assert f"of kernel_{bug}, {bugs.__file__}:{bugs.line_of(bug)}: " in text
+        for said in SAID.get(bug, ()):
+            assert said in text
     else:
         assert kind == ("WaitTimeout" if finds == "waits" else "")
-
-
-@pytest.mark.parametrize(
-    ("bug", "said"),
-    [
-        ("load", "program (1, 0, 0) of kernel_load"),
-        ("load", "load outside of x, float32 [30], memory of rank 0: 1 of 15 elements, the "
-         "farthest ends 4 bytes (1 elements of fp32) behind its last element"),
-        ("store", "outside of x, float32 [16], memory of rank 0: 1 of 16 elements, the farthest "
-         "ends 4 bytes (1 elements of fp32) before its first element"),
-        ("neighbour", "store outside of bugs.one, memory of rank 0: 8 of 16 elements"),
-        ("epoch", "waits for bugs.flag[0] of rank 0 to reach 2, it is 1: nobody is left to set it"),
-        ("epoch", "last set by rank 0, program (0, 0, 0) of kernel_epoch"),
-        ("reset", "program (2, 0, 0) of kernel_reset"),
-    ],
-)  # fmt: skip
-def test_a_report_says_how_far_and_who(bug, said, monkeypatch):
-    monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", bugs.waiting.QUIET_SECONDS)
-    run, finds, _ = bugs.BUGS[bug]
-    assert said in bugs.found(run, finds, quiet=0.1)[1]
 
 
 def test_bugs_between_ranks(two_ranks):

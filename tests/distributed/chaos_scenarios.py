@@ -524,7 +524,7 @@ def process_is_stopped(me: Me) -> int:
 
 def killed(says: tuple[str, ...], others: str = "TuningTimeout", **row: Any) -> Any:
     """Rows for a rank that is killed; the others say where they waited for it."""
-    gone = r"rank\(s\) {victim} did not arrive.* rank {victim} ended"
+    gone = r"rank\(s\) [\d, ]*{victim}\b[\d, ]* did not arrive.* rank {victim} ended"
     expected = {"says": (*says, gone), "then": 1, "repeats": 1} | row
     return either(others, "killed", **expected)
 
