@@ -119,7 +119,7 @@ def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
             lock.release()
 
     monkeypatch.setattr(asking, "report", reported)
-    with bugs.checking("where"):
+    with bugs.checking("waits", "where"):
         threading.Timer(0.1, os.kill, (os.getpid(), asking.SIGNAL)).start()
         assert lock.acquire(timeout=30)
         end = time.monotonic() + 30

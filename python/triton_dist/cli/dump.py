@@ -36,7 +36,7 @@ def add_to(verbs: Any) -> None:
         examples=[
             "dump --to kernels -- python train.py",
             "dump --to k --levels ptx -- torchrun t.py",
-            "dump --diff kernels/matmul-0a1b2c3d4e5f kernels/matmul-1b2c3d4e5f60",
+            "dump --diff kernels/product-0a1b2c kernels/product-1b2c3d",
         ],
     )
     what = parser.add_mutually_exclusive_group(required=True)

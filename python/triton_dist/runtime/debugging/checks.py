@@ -34,7 +34,7 @@ def install(checks: Iterable[str]) -> Undo:
         observers.append(uninitialised.Uninitialised())
         undos.append(uninitialised.poison())
     if "waits" in checks or "where" in checks:
-        waiting = Waiting(judges="waits" in checks)
+        waiting = Waiting(judges="waits" in checks, tells="where" in checks)
         observers.append(waiting)
         standing.start()
         undos += [standing.stop, waiting.start()]

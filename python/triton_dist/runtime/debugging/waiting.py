@@ -58,10 +58,11 @@ class Waiting:
 
     Args:
         judges: whether to raise where nobody is left to set a flag, or only to tell.
+        tells: whether somebody may ask where a rank that has no others stands.
     """
 
-    def __init__(self, judges: bool = True) -> None:
-        self._judges = judges
+    def __init__(self, judges: bool = True, tells: bool = True) -> None:
+        self._judges, self._tells = judges, tells
         self._waits: dict[Any, dict[str, Any]] = {}
         self._told: OrderedDict[str, str] = OrderedDict()
         self._moved = self._judged = time.monotonic()
@@ -151,7 +152,7 @@ class Waiting:
     def _tell(self) -> None:
         path, answered = None, ""
         while not self._over.wait(_TELL_SECONDS):
-            if knobs.world_size.get() > 1 or not self._judges:
+            if knobs.world_size.get() > 1 or self._tells:
                 with suppress(OSError, RuntimeError):  # or changed meanwhile: the next time
                     folder, state = made_folder(), self._state()
                     path = folder / f"{_rank()}.json"
