@@ -140,12 +140,21 @@ class Races:
 
             return write
 
+        def copied(original: Any) -> Any:
+            def copy(stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
+                if destination.numel() == 1:  # a flag, which may be copied from another
+                    stream._queue(lambda: self.before(_of_flag(destination, 0, "release")))
+                original(stream, destination, source)
+
+            return copy
+
         return undo_all(
             [
                 *(replace(dist, name, together) for name in _COLLECTIVES if hasattr(dist, name)),
                 *(replace(StoreRanks, name, together) for name in _WORDS),
                 replace(cpu, "_spin_until_equal", awaited),
                 replace(cpu.CpuCopyStream, "write_flag", written),
+                replace(cpu.CpuCopyStream, "copy", copied),
                 replace(symmetric, "regions_of", lambda _: with_shadows),
             ]
         )
