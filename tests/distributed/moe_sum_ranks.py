@@ -34,7 +34,7 @@ ALONE = {
     AR.name: run_moe_reduce_ar_triton_non_overlap,
 }
 NAN = float("nan")
-OWN = {RS.name: ("push",), AR.name: ("two_shot", "one_shot")}
+OWN = {RS.name: ("push", "topk_exchange"), AR.name: ("two_shot", "one_shot", "topk_exchange")}
 Way = dict[str, Any]
 
 
