@@ -72,7 +72,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     reductions: ClassVar[tuple[str, ...]]
     """Reductions beside ``COLLECTIVE``; the most general first."""
     has_all_rows: ClassVar[bool]
-    """Whether each rank gets all rows of the sum."""
+    """Each rank gets all rows of the sum, not those that it owns."""
     exchange: ExchangeBuffer
     """Memory of sums that one launch exchanges."""
 

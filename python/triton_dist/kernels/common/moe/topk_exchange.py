@@ -172,7 +172,7 @@ class RoutedSums(NamedTuple):
 
     @staticmethod
     def _shape(out: torch.Tensor) -> Shape:
-        """Of as many programs as have a block, if there are so many."""
+        """Layout of as many programs as have a block, if there are so many."""
         rows, N = out.shape
 
         def blocks(shape: Shape) -> int:

@@ -6,8 +6,8 @@ It is grouped GEMM, top-k sum and ReduceScatter (``moe_reduce_rs/op.py``), but f
 Ways
     ``"chunks"``: each rank adds its share of the tokens as there, and sends it to all in one more
     launch. ``"serial"``: our all-reduce of the sums over choices, in one shot, which is for few
-    tokens, or in two; one shot whose load adds the choices; or the group's. ``"library_chunks"``, ``"library"``: the same with torch's
-    grouped product.
+    tokens, or in two; one shot whose load adds the choices; or the group's.
+    ``"library_chunks"``, ``"library"``: the same with torch's grouped product.
 
 Numerics
     As there; so every rank has the same bits, at every call, and in each of our own reductions.
