@@ -101,9 +101,7 @@ def by_first_use(config, group_ends, layout="row-major"):
         return compile_launch(uses.launch), compile_launch(product)
 
 
-@pytest.mark.parametrize(
-    ("index", "group_ends"), [(0, (2,)), (0, (1, 8)), (3, (1, 4)), (7, (8,)), (10, (2,))]
-)
+@pytest.mark.parametrize(("index", "group_ends"), [(0, (2,)), (7, (1, 8))])
 def test_what_sends_by_first_use_fits_and_stores_whole_lines(index, group_ends):
     order, kernel = by_first_use(GROUPED_TILES[index], group_ends)
     assert order.stack_bytes == 0

@@ -102,7 +102,7 @@ def exchanged(topk, num_ranks, whole, is_sorted=False, dtype=torch.bfloat16, wid
 
 @pytest.mark.parametrize(
     ("topk", "num_ranks", "whole", "is_sorted"),
-    [(8, 2, False, False), (2, 8, False, True), (8, 8, True, False), (10, 2, True, True)],
+    [(8, 2, False, False), (10, 8, True, True)],
 )
 def test_one_launch_sums_choices_as_it_loads_and_ranks_behind_their_flags(
     topk, num_ranks, whole, is_sorted

@@ -56,6 +56,13 @@ def test_captured_graphs_serve_any_routing(on_gpus, name, num_ranks, rounds):
 
 
 @few_ranks
+def test_a_graph_serves_a_thousand_routings(on_gpus, name, num_ranks, rounds):
+    number = rounds(1000)
+    counts = on_gpus(moe_sum_ranks.replayed, name, shape_on(num_ranks, 24), number, 1)
+    assert set(counts) == {number}
+
+
+@few_ranks
 def test_tuned_over_the_ranks_with_what_the_caller_fixes(on_gpus, name, num_ranks):
     for count, configs in on_gpus(moe_sum_ranks.tuned, name, shape_on(num_ranks)):
         assert count == 3
