@@ -278,7 +278,7 @@ MUTANTS = (
         AG_GROUPED,
     ),
     Mutant(
-        "first use: a tile waits for the last chunk that its expert needs, if it is not whole",
+        "routing: a tile by first use waits for the last chunk that its expert needs",
         _FIRST_USE,
         "stages = tl.cdiv(needed, chunk_rows)",
         "stages = needed // chunk_rows",
