@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tests.compile.scattered import ACQUIRE, TMA_LOAD, compile_launch
+from triton_dist.kernels.common.exchange.protocol import Peers, Plan, Slots
 from triton_dist.kernels.common.exchange.pushed import Pushed
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.columns import kernel_add_columns
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
+from triton_dist.kernels.common.moe.topk_exchange import kernel_topk_exchange
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.testing.compile_only import compile_only
 
@@ -80,9 +82,48 @@ def test_parts_are_read_by_16_bytes_behind_their_flags(num_ranks, width, block_n
     assert "st.global.v4.b32" in kernel.ptx
 
 
+def exchanged(topk, num_ranks, whole, is_sorted=False, dtype=torch.bfloat16, width=N):
+    words, table = meta(64, dtype=torch.int64), meta(16, dtype=torch.int64)
+    slots, peers = (
+        Slots(meta(1 << 20, dtype=dtype), table, 1 << 20),
+        Peers(words, table, words, words),
+    )
+    ids = meta(64, topk, dtype=torch.int32)
+    rows = meta(64 * topk, dtype=torch.int32) if is_sorted else None
+    operands = meta(64 * topk, width, dtype=dtype), meta(64, topk, dtype=torch.float32), ids, rows
+    out = meta(64, width, dtype=dtype)
+    plan = Plan(num_ranks, num_ranks, 8192 // out.element_size(), 1)
+    sizes = (32, width, E, 1 << 18, 64, 1)
+    options = {"TOPK": topk, "WHOLE": whole, "plan": plan, "num_warps": 16}
+    launch = Launch(kernel_topk_exchange, (128,), (*operands, out, slots, peers, *sizes), options)
+    with compile_only(90):
+        return compile_launch(launch)
+
+
+@pytest.mark.parametrize(
+    ("topk", "num_ranks", "whole", "is_sorted"),
+    [(8, 2, False, False), (10, 8, True, True)],
+)
+def test_one_launch_sums_choices_as_it_loads_and_ranks_behind_their_flags(
+    topk, num_ranks, whole, is_sorted
+):
+    kernel = exchanged(topk, num_ranks, whole, is_sorted)
+    assert kernel.stack_bytes <= 16  # an address
+    assert kernel.registers <= 128
+    acquire = kernel.ptx.rindex("acquire")  # of the flags of all ranks
+    before, after = kernel.ptx[:acquire], kernel.ptx[acquire:]
+    own_slab = 1 if whole else num_ranks
+    assert len(re.findall(r"ld\.global\.v4\.b32", before)) >= topk * own_slab
+    # Here, and at each peer, and at last the sum.
+    assert len(re.findall(r"st\.global\.v4\.b32", before)) >= num_ranks
+    assert len(re.findall(r"ld\.global\.cg\.v4\.b32", after)) >= num_ranks
+    assert "st.global.v4.b32" in after
+
+
 def test_odd_columns_and_fp32_fit():
     assert added(4, 96, 128, aligned=False).stack_bytes == 0
     assert added(2, 256, 256, aligned=False, dtype=torch.float32).stack_bytes == 0
+    assert exchanged(3, 2, False, dtype=torch.float32, width=100).stack_bytes == 0
 
 
 def test_columns_of_weights_come_by_tma():

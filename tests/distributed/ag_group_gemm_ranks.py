@@ -57,6 +57,8 @@ DEFAULTS = (
     {"way": "arrivals", "num_groups": 2},
     {"way": "arrivals", "num_groups": 4, "gather": "full_mesh_push"},
     {"way": "arrivals", "num_groups": 3, "gather": "ring_push_1d"},
+    {"way": "first_use", "num_chunks": 2},
+    {"way": "first_use", "num_chunks": 3, "num_groups": 2, "num_comm_sms": 1},
     {"way": "serial"},
     {"way": "serial", "gather": "collective"},
 )
@@ -243,7 +245,7 @@ def launches() -> dict[str, list[str]]:
     """By way, the kernels of a call that follows others, in their order."""
     calls, seen = Calls(20, 40, 72, 4, 2), {}
     run = Launch.run
-    for way in ("arrivals", "serial"):
+    for way in ("arrivals", "first_use", "serial"):
         names: list[str] = []
 
         def noted(launch: Launch, names: list[str] = names) -> Any:
@@ -320,7 +322,8 @@ def bad_calls() -> dict[str, tuple[str, str, int]]:
         ):
             for name, changes in bad.items():
                 arguments = {**operands, "ctx": ctx, **changes}
-                tuned = not {"way", "gather", "num_groups"} & set(changes)
+                fixed = {"way", "gather", "num_groups", "num_chunks", "num_comm_sms"}
+                tuned = not fixed & set(changes)
                 for op in (ag_group_gemm.fn, ag_group_gemm)[: 1 + tuned]:
                     try:
                         op(**arguments)
@@ -349,14 +352,16 @@ def ids_differ() -> list[str]:
 
 
 @compiled_ahead
-def replayed(rounds: int) -> int:
-    """Graphs of each way, replayed with other tokens and routings each time; each replay twice,
-    with the same bits."""
+def replayed(rounds: int, ways: tuple[str, ...] = ()) -> int:
+    """Graphs of each way, or of some, replayed with other tokens and routings each time; each
+    replay twice, with the same bits, while another rank is late."""
     rows, *sizes = (13, 40, 48, 6, 2) if current_device().interprets else (61, 264, 512, 16, 4)
     calls, count = Calls(rows, *sizes, torch.bfloat16), 0
     routings, limit = itertools.cycle(ROUTINGS), CASE.tolerance(torch.bfloat16, calls.num_ranks)
     for options in defaults():
         if options.get("gather") == "collective" and not current_device().has_nccl:
+            continue
+        if ways and options["way"] not in ways:
             continue
         if options["way"] != "library":
             options = {**options, "gemm_config": some_tiles(calls.number)}
@@ -377,8 +382,10 @@ def replayed(rounds: int) -> int:
             a.copy_(shards[calls.rank])
             ids.copy_(new)
             expected, found = routed_product(torch.cat(shards), b, ids), []
-            for _ in range(2):
+            for second in range(2):
                 out[-1].fill_(NAN)
+                if (count + second) % (2 * calls.num_ranks) == calls.rank:
+                    current_device().sleep(200_000)
                 replay()
                 found.append(out[-1].clone())
             current_device().synchronize()

@@ -31,7 +31,7 @@ def test_every_way_any_tokens_and_routing(on_gpus, name, dtype, num_ranks):
     rows = (300, 1, 64, 37, 200)
     counts = on_gpus(moe_sum_ranks.every_way, name, dtype, shape_on(num_ranks), rows)
     assert len(set(counts)) == 1
-    assert counts[0] >= len(rows) * (3 if name != AR.name else 4)
+    assert counts[0] >= len(rows) * (4 if name != AR.name else 5)
 
 
 @few_ranks
@@ -39,20 +39,27 @@ def test_layouts_odd_sizes_many_choices_and_experts(on_gpus, name, num_ranks):
     M = 60 * num_ranks
     shapes = (GroupedShape(M, 355, 106, 1, 1), GroupedShape(M, 1024, 512, 300, 10))
     assert set(on_gpus(moe_sum_ranks.layouts, name, shapes)) == {
-        (3 + 1) * (3 if name == AR.name else 2)
+        (3 + 1) * (4 if name == AR.name else 3)
     }
 
 
 def test_the_same_operands_give_the_same_bits(on_gpus, name, num_ranks, rounds):
     number = rounds(20)
-    count = number * (4 if name == AR.name else 3)
+    count = number * (5 if name == AR.name else 4)
     assert set(on_gpus(moe_sum_ranks.same_bits, name, shape_on(num_ranks), number)) == {count}
 
 
 def test_captured_graphs_serve_any_routing(on_gpus, name, num_ranks, rounds):
     number = rounds(40)
     (count,) = set(on_gpus(moe_sum_ranks.replayed, name, shape_on(num_ranks), number))
-    assert count >= number * (4 if name == AR.name else 3)
+    assert count >= number * (5 if name == AR.name else 4)
+
+
+@few_ranks
+def test_a_graph_serves_a_thousand_routings(on_gpus, name, num_ranks, rounds):
+    number = rounds(1000)
+    counts = on_gpus(moe_sum_ranks.replayed, name, shape_on(num_ranks, 24), number, 1)
+    assert set(counts) == {number}
 
 
 @few_ranks

@@ -149,6 +149,9 @@ def test_nothing_is_cut_where_reading_weights_takes_longest(monkeypatch, case):
     found = tried(monkeypatch, case, shape)
     assert values(found["chunks"], "num_chunks") == {1}
     assert ("one_shot" in values(found["serial"], "reduction")) is (case is AR)
+    # Choices are summed in the exchange's load where tokens are few alone.
+    assert "topk_exchange" in values(found["serial"], "reduction")
+    assert "topk_exchange" in values(found["library"], "reduction")
 
 
 @CASES

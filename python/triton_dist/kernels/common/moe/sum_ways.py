@@ -25,6 +25,7 @@ from triton_dist.kernels.common.moe.rows import (
 )
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
+from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, RoutedSums
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.op import Way
 from triton_dist.runtime.device import current_device
@@ -258,7 +259,7 @@ class Serial(SumWay):
         if current_device().interprets:  # one shows it
             return _has_first_tiles(config)
         reduction = config["reduction"]
-        return reduction == COLLECTIVE or self.kind.fits(reduction, sizes.nbytes)
+        return reduction == COLLECTIVE or self.kind.fits_sum(reduction, sizes.nbytes)
 
     def check(self, call: SumCall) -> None:
         super().check(call)
@@ -268,23 +269,36 @@ class Serial(SumWay):
             expected = f"None or one of {', '.join(map(repr, known))}"
             raise InvalidArgument(call.kind.function, "reduction", call.reduction, expected)
         nbytes = call.key.M * call.key.N * call.key.dtype.itemsize
-        if reduction != COLLECTIVE and not self.kind.fits(reduction, nbytes):
+        if reduction != COLLECTIVE and not self.kind.fits_sum(reduction, nbytes):
             expected = f"another one for a sum of {nbytes} bytes"
             raise InvalidArgument(call.kind.function, "reduction", reduction, expected)
         call.reduction = reduction
 
     def compile(self, call: SumCall) -> None:
-        total = call.x.new_empty(call.key.M, call.key.N)
+        total, ctx = call.x.new_empty(call.key.M, call.key.N), call.ctx
         self.product(call).compile(Columns(call.key.M, call.key.N, call.key.N), total)
-        if call.ctx.num_ranks > 1 and call.reduction != COLLECTIVE:
-            call.ctx.prepare_sum(total, call.reduction)
+        if ctx.num_ranks > 1 and call.reduction == TOPK_EXCHANGE:
+            routes = call.chosen_experts.numel()
+            rows = call.chosen_experts.new_empty(routes, dtype=torch.int32)
+            products = call.x.new_empty(routes, call.key.N)
+            _sums(call, products, None if self.product is TiledProduct else rows).compile(
+                ctx.exchange, ctx.has_all_rows
+            )
+        elif ctx.num_ranks > 1 and call.reduction != COLLECTIVE:
+            ctx.prepare_sum(total, call.reduction)
 
     def run(self, call: SumCall) -> torch.Tensor:
         product, ctx = self.product(call), call.ctx
 
         def whole() -> torch.Tensor:
-            total = _whole(product)
-            return total if ctx.num_ranks == 1 else ctx.sum_over_ranks(total, call.reduction)
+            if ctx.num_ranks == 1:
+                return _whole(product)
+            if call.reduction == TOPK_EXCHANGE:
+                product.begin()
+                sums = _sums(call, *product.products(0, call.key.N))
+                return sums.summed(ctx.exchange, ctx.has_all_rows)
+            total: torch.Tensor = ctx.sum_over_ranks(_whole(product), call.reduction)
+            return total
 
         result: torch.Tensor = ctx.buffer.slots.beside(whole)
         return result
@@ -311,6 +325,11 @@ def ways_of(kind: type[MoESumContext]) -> tuple[SumWay, ...]:
 
 def _has_first_tiles(config: Mapping[str, Any]) -> bool:
     return str(config.get("gemm_config")) == str(grouped_tiles()[0])
+
+
+def _sums(call: SumCall, products: torch.Tensor, rows: torch.Tensor | None) -> RoutedSums:
+    weight, ids = call.expert_weight.detach(), call.chosen_experts
+    return RoutedSums(products, rows, weight, ids, call.key.E)
 
 
 def _whole(product: Product) -> torch.Tensor:

@@ -28,9 +28,11 @@ from triton_dist.kernels.common.context import (
     kind_checks,
     signature_of,
 )
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, columns_of
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, ids_as_text
+from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.op import OpCall, Ways
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -68,7 +70,11 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     creator: ClassVar[str]
     """Names, for errors, of the op and of the function that makes its contexts."""
     reductions: ClassVar[tuple[str, ...]]
-    """Reductions that ``sum_over_ranks`` can do beside ``COLLECTIVE``; the most general first."""
+    """Reductions beside ``COLLECTIVE``; the most general first."""
+    has_all_rows: ClassVar[bool]
+    """Each rank gets all rows of the sum, not those that it owns."""
+    exchange: ExchangeBuffer
+    """Memory of sums that one launch exchanges."""
 
     def __init__(self, products: RoutedProducts) -> None:
         super().__init__(products.group)
@@ -87,6 +93,13 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
     @abstractmethod
     def fits(cls, reduction: str, nbytes: int) -> bool:
         """Tell whether a reduction is worth trying for a sum of so many bytes."""
+
+    @classmethod
+    def fits_sum(cls, reduction: str, nbytes: int) -> bool:
+        """The same with the one that adds choices too."""
+        if reduction == TOPK_EXCHANGE:
+            return nbytes <= TOPK_EXCHANGE_BYTES
+        return cls.fits(reduction, nbytes)
 
     @abstractmethod
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:

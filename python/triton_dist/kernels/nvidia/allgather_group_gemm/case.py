@@ -138,7 +138,7 @@ class AllGatherGroupGEMMCase(RoutedCase):
         return bool(config["way"] != Library.name)
 
     def way(self, config: Mapping[str, Any]) -> Hashable:
-        return config["way"], config.get("num_groups"), config["gather"]
+        return config["way"], config.get("num_groups"), config.get("gather")
 
     def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         a, b, ids = good["a"], good["b"], good["full_topk_ids"]
@@ -170,7 +170,10 @@ class AllGatherGroupGEMMCase(RoutedCase):
             "num_groups (many)": {"num_groups": 5},
             "gather": {"gather": "collective"},
             "gather (serial)": {"way": "serial", "gather": "full_mesh_push"},
-            "way": {"way": "first_use"},
+            "num_chunks": {"way": "first_use", "num_chunks": 257},
+            "num_comm_sms": {"way": "first_use", "num_comm_sms": 33},
+            "gather (first use)": {"way": "first_use", "gather": "full_mesh_push"},
+            "way": {"way": "expert_parallel"},
         }  # fmt: skip
 
     def recorded_call(self, key: RoutedKey) -> Call:

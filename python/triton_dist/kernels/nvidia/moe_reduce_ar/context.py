@@ -16,6 +16,7 @@ from triton_dist.kernels.common.exchange.sums import (
 )
 from triton_dist.kernels.common.moe.columns import PushedColumns
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
+from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE
 from triton_dist.runtime.ranks import Group
 
 _LARGE_FROM, _LARGE_SHAPE = 1 << 20, Shape(64, 16384)
@@ -27,7 +28,9 @@ class MoEReduceARContext(MoESumContext):
     manager."""
 
     title, function = "grouped GEMM + AllReduce", "run_moe_reduce_ar"
-    creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT)
+    creator, reductions = "create_moe_ar_context", (TWO_SHOT, ONE_SHOT, TOPK_EXCHANGE)
+    has_all_rows = True
+    exchange: SumBuffer
 
     def __init__(self, products: RoutedProducts) -> None:
         super().__init__(products)
@@ -37,7 +40,7 @@ class MoEReduceARContext(MoESumContext):
         with self._allocating() as own:
             self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found = self.buffer.disagreements
-            self.reducer = own(SumBuffer(nbytes, group, f"the sums of {self.function}", found))
+            self.exchange = own(SumBuffer(nbytes, group, f"the sums of {self.function}", found))
 
     @staticmethod
     def tokens_check(argument: str, tokens: int, num_ranks: int) -> Check:
@@ -50,20 +53,20 @@ class MoEReduceARContext(MoESumContext):
     def sum_over_ranks(self, total: torch.Tensor, reduction: str) -> torch.Tensor:
         if reduction == COLLECTIVE:
             return vendor.all_reduce(total, self.group)
-        return self.reducer.sum(total, reduction)
+        return self.exchange.sum(total, reduction)
 
     def prepare_sum(self, total: torch.Tensor, reduction: str) -> None:
-        self.reducer.compile_sum(total, reduction)
+        self.exchange.compile_sum(total, reduction)
 
     def finish_chunks(self, rows: torch.Tensor, M: int) -> torch.Tensor:
         """All M rows: what each rank has added goes to all."""
         exchange, gathered = self._gathering(rows, M)
-        self.reducer.run(exchange, rows, gathered)
+        self.exchange.run(exchange, rows, gathered)
         return gathered[:M]
 
     def prepare_finish(self, rows: torch.Tensor, M: int) -> None:
         exchange, gathered = self._gathering(rows, M)
-        self.reducer.launch(exchange, rows, gathered).compile()
+        self.exchange.launch(exchange, rows, gathered).compile()
 
     def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
         """Describe the launch that gathers what ranks have added, and where it goes: whole shares,

@@ -6,8 +6,8 @@ It is grouped GEMM, top-k sum and ReduceScatter (``moe_reduce_rs/op.py``), but f
 Ways
     ``"chunks"``: each rank adds its share of the tokens as there, and sends it to all in one more
     launch. ``"serial"``: our all-reduce of the sums over choices, in one shot, which is for few
-    tokens, or in two; or the group's. ``"library_chunks"``, ``"library"``: the same with torch's
-    grouped product.
+    tokens, or in two; one shot whose load adds the choices; or the group's.
+    ``"library_chunks"``, ``"library"``: the same with torch's grouped product.
 
 Numerics
     As there; so every rank has the same bits, at every call, and in each of our own reductions.
@@ -73,8 +73,8 @@ def run_moe_reduce_ar(
             the module (tuned); default: ``"chunks"``.
         gemm_config: tiles of our grouped product (tuned).
         num_chunks: of columns, at most (tuned).
-        reduction: of the serial ways: ``"two_shot"``, ``"one_shot"``, for sums of up to 4 MB, or
-            ``"collective"`` (tuned).
+        reduction: of the serial ways: ``"two_shot"``, ``"one_shot"`` and ``"topk_exchange"``, for
+            sums of up to 4 MB, or ``"collective"`` (tuned).
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.

@@ -16,6 +16,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.moe.columns import PushedColumns
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
+from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE
 from triton_dist.runtime.ranks import Group
 
 PUSH = "push"
@@ -31,7 +32,8 @@ class MoEReduceRSContext(MoESumContext):
     manager."""
 
     title, function = "grouped GEMM + ReduceScatter", "run_moe_reduce_rs"
-    creator, reductions = "create_moe_rs_context", (PUSH,)
+    creator, reductions = "create_moe_rs_context", (PUSH, TOPK_EXCHANGE)
+    has_all_rows = False
 
     def __init__(self, products: RoutedProducts) -> None:
         super().__init__(products)

@@ -14,7 +14,8 @@ Timeline of one call in 3 chunks of columns, on every rank at once
 
 Ways
     ``"chunks"``: the above; with one chunk, nothing is hidden, but no multiprocessor sends.
-    ``"serial"``: the whole product and sum, then our reduce-scatter in one launch, or the group's.
+    ``"serial"``: the whole product and sum, then our reduce-scatter in one launch, or the group's;
+    for few tokens also one launch whose load adds the choices (``common/moe/topk_exchange.py``).
     ``"library_chunks"``, ``"library"``: the same with torch's grouped product, in place of ours.
     Tried for bf16 on compute capability 9.0, where it has a kernel.
 
@@ -95,8 +96,8 @@ def run_moe_reduce_rs(
             the module (tuned); default: ``"chunks"``.
         gemm_config: tiles of our grouped product (tuned).
         num_chunks: of columns, at most (tuned).
-        reduction: of the serial ways: ``"push"``, for sums of up to 64 MB, or ``"collective"``
-            (tuned).
+        reduction: of the serial ways: ``"push"``, for sums of up to 64 MB, ``"topk_exchange"``, for
+            up to 4 MB, or ``"collective"`` (tuned).
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.

@@ -1,0 +1,196 @@
+"""The sum over choices and the sum over ranks in one launch, for few tokens.
+
+The serial way writes the sums over choices, launches the exchange, and reads them again. Where
+there are few tokens that second launch and its begin are what counts: here the load of the exchange
+adds the choices (``topk_sum.py``, in the same order and rounded once), so its bits are those of the
+serial way. Flags and slots are those of ``exchange/protocol.py``, with one piece.
+
+A block is some columns of one token, so that a program needs a token's ids and weights once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist._jit import jit
+from triton_dist.kernels.common.exchange.buffer import (
+    SMALL_SHAPES,
+    ExchangeBuffer,
+    Shape,
+    plan_of,
+    shard_elements,
+)
+from triton_dist.kernels.common.exchange.protocol import (
+    await_peers,
+    begin,
+    behind,
+    flag_of_piece,
+    tell_ranks,
+)
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.peers import target_at
+
+TOPK_EXCHANGE = "topk_exchange"
+"""Name of this reduction."""
+TOPK_EXCHANGE_BYTES = 4 << 20
+"""Size of the largest sum over choices that it serves; of more, reading them again is cheap."""
+
+
+@jit
+def token_sum(
+    products_ptr, weights_ptr, ids_ptr, rows_ptr, token, column, N, E, dtype, TOPK: tl.constexpr
+):
+    """Columns of a token's sum over its choices, in their order and in fp32, rounded to
+    ``dtype``."""
+    total = tl.zeros(column.shape, tl.float32)
+    for choice in tl.static_range(TOPK):
+        route = token * TOPK + choice
+        expert = tl.load(ids_ptr + route)
+        named = (expert >= 0) & (expert < E)
+        weight = tl.load(weights_ptr + route).to(tl.float32)
+        row = route
+        if rows_ptr is not None:
+            row = tl.load(rows_ptr + route)
+        # A bound that is chosen, not a branch: the loads of all choices are under way at once.
+        product = tl.load(
+            products_ptr + row.to(tl.int64) * N + column,
+            mask=column < tl.where(named, N, 0),
+            other=0.0,
+        )
+        total += tl.where(named, weight, 0.0) * product.to(tl.float32)
+    return total.to(dtype)
+
+
+@jit(do_not_specialize=["rows", "E", "size", "rank"])
+def kernel_topk_exchange(
+    products_ptr,
+    weights_ptr,
+    ids_ptr,
+    rows_ptr,
+    out_ptr,
+    slots,
+    peers,
+    rows,
+    N,
+    E,
+    room,
+    size,
+    rank,
+    TOPK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    plan: tl.constexpr,
+):
+    """out [rows, N], over ranks and choices: of this rank's slab of ``rows`` tokens, or with
+    ``WHOLE`` of all tokens, which every rank sends to all. Grid: (up to ``MAX_CTAS``,)."""
+    call = begin(slots, peers, size, rank, plan)
+    NUM_RANKS: tl.constexpr = plan.NUM_RANKS
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    across = tl.cdiv(N, plan.BLOCK)
+    lanes = tl.arange(0, plan.BLOCK)
+    own = 0 if WHOLE else rank * rows
+    for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
+        row = block // across
+        column = block % across * plan.BLOCK + lanes
+        index = row.to(tl.int64) * N + column
+        sums = token_sum(
+            products_ptr, weights_ptr, ids_ptr, rows_ptr, own + row, column, N, E, dtype, TOPK
+        )
+        tl.store(out_ptr + index, sums, mask=column < N)
+        for step in tl.static_range(1, NUM_RANKS):
+            peer = (rank + step) % NUM_RANKS
+            if not WHOLE:
+                sums = token_sum(
+                    products_ptr, weights_ptr, ids_ptr, rows_ptr, peer * rows + row, column, N, E,
+                    dtype, TOPK,
+                )  # fmt: skip
+            target = target_at(slots.table, peer, slots.data) + call.offset
+            tl.store(target + rank.to(tl.int64) * room + index, sums, mask=column < N)
+    value = flag_of_piece(call, 0)
+    tell_ranks(call, 0, value, plan)
+    token = await_peers(peers, 0, value, plan)
+    for block in range(tl.program_id(0), rows * across, tl.num_programs(0)):
+        column = block % across * plan.BLOCK + lanes
+        index = (block // across).to(tl.int64) * N + column
+        parts = slots.data + behind(call.offset, token)
+        total = tl.full((plan.BLOCK,), 0.0, tl.float32)
+        for source in tl.static_range(NUM_RANKS):
+            part = parts + source * room.to(tl.int64)
+            # A pointer that is chosen, not a branch. From L2, where peers' stores are.
+            part = tl.where(rank == source, out_ptr, part)
+            loaded = tl.load(part + index, mask=column < N, cache_modifier=".cg")
+            total += loaded.to(tl.float32)
+        tl.debug_barrier()  # the own addend lies in out: all threads have read theirs
+        tl.store(out_ptr + index, total.to(dtype), mask=column < N)
+
+
+class RoutedSums(NamedTuple):
+    """Products [M * topk, N] to be summed over choices, and over ranks.
+
+    rows: the row of each route, or ``None``: its number.
+    """
+
+    products: torch.Tensor
+    rows: torch.Tensor | None
+    expert_weight: torch.Tensor
+    topk_ids: torch.Tensor
+    E: int
+
+    def summed(self, buffer: ExchangeBuffer, whole: bool) -> torch.Tensor:
+        """Launch; this rank's tokens of the sum, or with ``whole`` all of them.
+
+        Raises:
+            RankDisagreement: ranks have come with different tokens; of a GPU, told by a later call.
+            WaitTimeout: while candidates are tried, when a wait of this call gave up.
+        """
+        out = self._out(buffer, whole)
+        tensors = {
+            "products_ptr": self.products, "weights_ptr": self.expert_weight,
+            "ids_ptr": self.topk_ids, "out_ptr": out,
+        }  # fmt: skip
+        if self.rows is not None:
+            tensors["rows_ptr"] = self.rows
+        alike = (self.topk_ids.shape, out.shape[1], self.E, whole, self.rows is None)
+        dtypes = out.dtype, self.topk_ids.dtype, self.expert_weight.dtype
+        buffer.begin(1, self._shape(out).num_ctas, 1)
+        buffer.launcher.run(
+            (kernel_topk_exchange, alike, dtypes), lambda: self._launch(buffer, out, whole), tensors
+        )
+        buffer.end()
+        return out
+
+    def compile(self, buffer: ExchangeBuffer, whole: bool) -> None:
+        """Compile and load what ``summed`` launches."""
+        self._launch(buffer, self._out(buffer, whole), whole).compile()
+
+    def _out(self, buffer: ExchangeBuffer, whole: bool) -> torch.Tensor:
+        M, N = len(self.topk_ids), self.products.shape[1]
+        return self.products.new_empty(M if whole else M // buffer.num_ranks, N)
+
+    @staticmethod
+    def _shape(out: torch.Tensor) -> Shape:
+        """Layout of as many programs as have a block, if there are so many."""
+        rows, N = out.shape
+
+        def blocks(shape: Shape) -> int:
+            return rows * int(triton.cdiv(N * out.element_size(), shape.block_bytes))
+
+        return next((each for each in SMALL_SHAPES if each.num_ctas >= blocks(each)), _LARGEST)
+
+    def _launch(self, buffer: ExchangeBuffer, out: torch.Tensor, whole: bool) -> Launch:
+        (rows, N), (M, topk), shape = out.shape, self.topk_ids.shape, self._shape(out)
+        operands = self.products, self.expert_weight, self.topk_ids, self.rows, out
+        sizes = rows, N, self.E, shard_elements(rows * N), M, buffer.rank
+        plan = plan_of(buffer.num_ranks, shape, out)
+        return Launch(
+            kernel_topk_exchange,
+            (shape.num_ctas,),
+            (*operands, *buffer.regions(out.dtype), *sizes),
+            {"TOPK": topk, "WHOLE": whole, "plan": plan, "num_warps": shape.num_warps},
+        )
+
+
+_LARGEST = SMALL_SHAPES[-1]
