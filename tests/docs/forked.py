@@ -2,7 +2,7 @@
 interpreter of its own, each would import it for three seconds.
 
 Reads a path from each line of standard input; says on standard output how that program ended, and
-leaves what it printed beside it.
+leaves what it printed, and what it tuned, beside it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def _run(program: Path) -> int:
     file = os.open(printed_by(program), os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    os.environ["TRITON_DIST_CACHE_DIR"] = str(program.parent / "triton_dist")
     sys.argv = [str(program)]
     sys.path.insert(0, str(program.parent))
     try:
