@@ -189,13 +189,18 @@ def test_a_variable_that_triton_counts_is_named(pack, elsewhere, monkeypatch):
 
 def test_what_first_calls_need_is_read_meanwhile(pack, elsewhere, monkeypatch):
     """Of the functions whose records are in a pack that is used."""
+    join_what_prepares()  # since an earlier use
     read = []
     monkeypatch.setattr(compose, "source_of", lambda roots, *_: read.extend(roots))
     packs.use(pack)
+    join_what_prepares()
+    assert read == [packed.scaled.fn]
+
+
+def join_what_prepares():
     for thread in threading.enumerate():
         if thread.name == "triton_dist prepares":
             thread.join()
-    assert read == [packed.scaled.fn]
 
 
 def test_a_process_that_is_told_to_records_what_it_loads(pack, elsewhere, monkeypatch, tmp_path):
