@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from triton_dist import knobs
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.values import Key, Origin, TuningRecord
-from triton_dist.cli import cache, subject
+from triton_dist._tuning.values import Key, Origin, StoredRecord, TuningRecord
+from triton_dist.cli import cache, listing, subject
 from triton_dist.cli.judge import Judge
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import NoSuchFunction
@@ -145,15 +145,8 @@ def _print(found: Sequence[_Explained], why: str, name: str, ranks: Mapping[str,
 
 
 def _tree(each: _Explained) -> dict[str, Any]:
-    record = each.record
     return {
-        "function": record.key.full_name,
-        "key": str(record.key),
-        "hardware": record.key.hardware,
-        "winner": str(record.best),
-        "ms": record.best.outcome.median,  # type: ignore[union-attr]
-        "timestamp": record.timestamp,
-        "file": each.where,
+        **listing.tree_of(StoredRecord(each.record, each.where)),
         "used": each.used,
         "reasons": list(each.reasons),
         "accepted": list(each.accepted),

@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> int:
     begun = cache.interrupted_of(cache.user_store(), asked)
     if arguments.json:
         tree = {
-            "records": [_tree(each) for each in records],
+            "records": [tree_of(each) for each in records],
             "interrupted": [*map(tree_of_begun, begun)],
         }
         print(json.dumps(tree, indent=2))
@@ -98,7 +98,8 @@ def _interrupted_line(each: Interrupted) -> str:
     return f"     interrupted, {counted(each.tried, 'config')} measured:{key}"
 
 
-def _tree(stored: StoredRecord) -> dict[str, Any]:
+def tree_of(stored: StoredRecord) -> dict[str, Any]:
+    """A record, for programs."""
     record, where = stored
     return {
         "function": record.key.full_name,
