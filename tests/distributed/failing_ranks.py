@@ -142,7 +142,7 @@ def end_before_call(how: str, ending_rank: int) -> float | None:
     try:
         calls(20)
     finally:
-        assert time.monotonic() - begin < 8, "gave up too late"
+        assert time.monotonic() - begin < 18, "gave up too late"
     return None
 
 

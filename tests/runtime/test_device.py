@@ -76,11 +76,11 @@ def test_a_timer_measures_wall_clock(cpu):
     timer.start()
     sleep_async(30)
     timer.stop()
-    assert 29 < timer.milliseconds() < 200
+    assert 29 < timer.milliseconds() < 2000
     timer.start()
     cpu.sleep(50_000_000)  # cycles
     timer.stop()
-    assert 25 < timer.milliseconds() < 200
+    assert 25 < timer.milliseconds() < 2000
 
 
 def test_a_copy_stream_works_in_order_beside_its_caller():
@@ -161,7 +161,7 @@ def test_an_overdue_flag_of_a_copy_stream_is_named(monkeypatch):
     with pytest.raises(WaitTimeout) as overdue:
         stream.join_current()
     addresses.forget(flags.data_ptr())
-    assert 0.1 <= time.monotonic() - begin < 2
+    assert 0.1 <= time.monotonic() - begin < 10
     error = overdue.value
     assert (error.rank, error.flag, error.expected, error.seen) == (3, "ring.forward[1]", 1, 4)
     assert "copy stream" in str(error)

@@ -19,23 +19,23 @@ def test_perf_func_gives_the_last_output_and_the_mean():
 
     def work():
         calls.append(len(calls))
-        time.sleep(0.05 if len(calls) <= 2 else 0.01)  # the first two are warm-up
+        time.sleep(0.3 if len(calls) <= 2 else 0.01)  # the first two are warm-up
         return len(calls)
 
     output, milliseconds = perf_func(work, iters=5, warmup_iters=2)
     assert output == len(calls) == 7
-    assert 10 <= milliseconds < 30
+    assert 10 <= milliseconds < 60
 
 
 def test_the_cache_is_flushed_before_each_call_and_outside_of_its_time(monkeypatch):
     events = []
     monkeypatch.setattr(
-        current_device(), "flush_cache", lambda: (events.append(0), time.sleep(0.1))
+        current_device(), "flush_cache", lambda: (events.append(0), time.sleep(0.2))
     )
     output, milliseconds = perf_func_with_l2_reset(lambda: events.append(1) or 7, 3, 2)
     assert events == [1, 1] + [0, 1] * 3
     assert output == 7
-    assert milliseconds < 50
+    assert milliseconds < 150
 
 
 def test_a_profile_of_this_rank_alone():

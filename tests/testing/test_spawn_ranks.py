@@ -201,7 +201,7 @@ def test_a_rank_whose_result_cannot_be_pickled() -> None:
 def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
     begin = time.monotonic()
     by_rank = failures(fail_on_rank_1, "hang", timeout=3.0)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30
     assert list(by_rank) == [1]
     assert (by_rank[1].exception, by_rank[1].message) == ("TimedOut", "still running after 3 s")
     assert "in wait_for_ever" in by_rank[1].traceback

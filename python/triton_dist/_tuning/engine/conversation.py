@@ -159,10 +159,11 @@ class Conversation:
                 return message()
         except RankTimeout as late:
             if late.refusals:
-                here = {self.named(r) for r in range(self.size)} - set(late.missing)
-                by_rank = {**dict.fromkeys(here, "valid"), **late.refusals}
+                ranks = [self.named(rank) for rank in range(self.size)]
+                by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
+                by_rank |= late.refusals
                 what = f"the arguments of {self._function}"
-                self.lost = RankDisagreement(what, dict(sorted(by_rank.items())))
+                self.lost = RankDisagreement(what, by_rank)
                 raise self.lost from None
             at = replace(at, config=self.accused(at))
             if not (self.has_met or late.because):
