@@ -21,13 +21,18 @@ types:
 test:
 	bash scripts/test.sh
 
-# The whole suite with every Triton that is supported, each in an environment of its own.
+# Kernels from every level, packs, and what is asked of Triton that it does not promise, with every Triton
+# that is supported, each in an environment of its own. `TESTS=` for the whole suite.
 versions = $(patsubst constraints/triton-%.txt,%,$(wildcard constraints/triton-*.txt))
+versions: TESTS = tests/compile/test_runner.py tests/compile/test_packs.py tests/compile/test_compile_only.py \
+	tests/tuning/test_archives.py tests/tuning/test_packs.py tests/runtime/test_triton_compat.py
 versions:
-	for version in $(versions); do TRITON_VERSION=$$version bash scripts/test.sh $(TESTS) || exit; done
+	@failed=; for version in $(versions); do \
+		TRITON_VERSION=$$version bash scripts/test.sh $(TESTS) || failed="$$failed $$version"; \
+	done; if [ "$$failed" ]; then echo "failed with triton$$failed"; exit 1; fi
 
 # The two commands of the README in a fresh clone and an empty environment, for both kinds of torch.
-# TESTS=tests/runtime limits this and `versions` to some tests.
+# TESTS=tests/runtime limits this to some tests.
 fresh:
 	bash scripts/fresh.sh $(TESTS)
 

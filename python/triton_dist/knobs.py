@@ -313,7 +313,8 @@ debug: Knob[tuple[str, ...]] = Knob(
     words,
     "modes separated by commas",
     "What to check kernels for: interp (or interp:bounds, interp:init, interp:waits, interp:race), "
-    "assert, or a mode of Triton or of compute-sanitizer; refused where it could find nothing. "
+    "assert, agree, or a mode of Triton or of compute-sanitizer; refused where it could find "
+    "nothing. "
     "attach and where: let triton-dist debug look into the job.",
 )
 debug_tool: Knob[str | None] = Knob(

@@ -19,7 +19,7 @@ from triton_dist._archive import SUFFIX, Contents, Pack
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.shared import file_store, read_only_store
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.store.archive import contents_of, merged
+from triton_dist._tuning.store.archive import contents_of, merged, own_records
 from triton_dist._tuning.values import Key
 from triton_dist._warn import warn
 from triton_dist.errors import NoSuchFunction, TuningWarning
@@ -43,7 +43,8 @@ class Recording:
         Args:
             path: of the file, by custom ``<something>.tdpack``.
             functions: tuned functions whose records, of every key and model of GPU that is in the
-                user's cache or a read-only folder, go into it.
+                user's cache or a read-only folder, go into it; those that were made when a module
+                had another name, under its present one.
 
         Raises:
             NoSuchFunction: a function has no record, or declares no ``version``.
@@ -54,7 +55,7 @@ class Recording:
         records = []
         for function in functions:
             key = Key.of(function.origin(), "", "")
-            found = [stored.record for stored in store.records_of(key)]
+            found = own_records(key, function.fingerprint(), store.records_of(key))
             if not found:
                 raise NoSuchFunction(key.full_name, "it has no record", "Tune it first")
             records += found

@@ -44,6 +44,19 @@ def test_only_knobs_reads_the_environment() -> None:
     assert not found, "read it through triton_dist.knobs:\n" + "\n".join(found)
 
 
+def test_what_triton_does_not_promise_is_asked_in_two_files_of_the_runner() -> None:
+    """With every Triton that is supported ``make versions`` runs these two."""
+    private = re.compile(r"triton\.(compiler\.compiler|runtime\.(jit|interpreter)|(.*\.)?_(?!_))")
+    found = {
+        name(path)
+        for path in modules()
+        if name(path).startswith("runner/")
+        for _, used in uses(ast.parse(path.read_text(encoding="utf-8")))
+        if private.match(used)
+    }
+    assert found == {"runner/build.py", "runner/function.py"}
+
+
 def test_only_rooms_that_know_hardware_touch_it() -> None:
     found = [
         line

@@ -1,6 +1,6 @@
 """Kernels from ttir, ttgir, llir, ptx and cubin: compiled alike, and launched only where they fit.
 
-``make versions TESTS=tests/compile`` runs it with every Triton that is supported.
+``make versions`` runs it with every Triton that is supported.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.architecture.source import ROOT
 from tests.compile.runner_kernels import (
     add_one,
     choose,
+    copy_rows,
     copy_tile,
     gluon_copy,
     product,
@@ -392,6 +393,39 @@ def test_artefacts_of_another_triton(level):
     assert b"add_one" in kernel.asm["cubin"]
     with pytest.raises(ArtefactRefused, match="n to be divisible by 16"):
         add_one[(16,)](x, x, 1023, **{f"{level}_dir": DATA})
+
+
+STRIDE = "tensormap.replace.tile.global_stride"
+
+
+@pytest.mark.parametrize("level", ["llir", "ptx"])
+def test_strides_of_descriptors_for_an_assembler_that_counts_in_16_bytes(level, tmp_path):
+    """Triton 3.3 shifted them itself, for CUDA 12.4; ptxas of now does."""
+    kernel = copy_rows[(1,)](MEMORY, MEMORY, 64)
+    assert kernel.asm[level].count(STRIDE) == 2
+    runner.export(kernel, tmp_path)
+    side = tmp_path / "copy_rows.json"
+    if level == "ptx":
+        path = tmp_path / "copy_rows.ptx"
+        text = re.sub(r"(?m)^\.version .*", ".version 8.4", path.read_text())
+        path.write_text(re.sub(r"(bulk\.tensor\.2d\.shared)::cta\b", r"\1::cluster", text))
+
+    def launched(compiler: str) -> str:
+        side.write_text(json.dumps(json.loads(side.read_text()) | {"compiler": compiler}))
+        return copy_rows[(1,)](
+            MEMORY, MEMORY, 64, artefact=runner.load(tmp_path, "copy_rows", level)
+        ).asm["ptx"]
+
+    assert ", %bytes;" not in launched("triton 3.4.0")
+    ptx = launched("triton 3.3.1")
+    strides = re.findall(r"shl\.b64 %bytes, (%rd\d+), 4; (?:@%p\d+ )?([\w.:]+)[^;]*, %bytes;", ptx)
+    assert [name for _, name in strides] == [f"{STRIDE}.shared::cta.b1024.b64"] * 2
+    if level == "ptx":  # its own version tells, where nothing says who wrote it
+        assert launched("") == ptx
+    text = (tmp_path / f"copy_rows.{level}").read_text()
+    (tmp_path / f"copy_rows.{level}").write_text(text.replace(f"{STRIDE}.", f"{STRIDE} ."))
+    with pytest.raises(InvalidArtefact, match=r"counts strides in 16 bytes.*Run its cubin instead"):
+        launched("triton 3.3.1")
 
 
 def test_interpreted_kernels_take_no_artefact(exported, monkeypatch):

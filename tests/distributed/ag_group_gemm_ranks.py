@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
@@ -348,7 +349,23 @@ def ids_differ() -> list[str]:
             seen.append(f"{type(error).__name__}: {error}")
     calls(20)
     assert calls.finish() == 1
-    return seen
+    return [*seen, unlike_ids_are_found_at_every_call()]
+
+
+def unlike_ids_are_found_at_every_call() -> str:
+    """What this rank gets at a later call of a key, after which all come alike again."""
+    with mock.patch.dict("os.environ", TRITON_DIST_DEBUG="agree"):
+        calls = Calls(20, 48, 72, 4, 2)
+    calls(20)
+    shards, b, ids = calls.operands(20)
+    if calls.rank == 1:
+        ids[-1, -1] = 0 if int(ids[-1, -1]) else 1
+    with mock.patch.object(Launcher, "run") as launched, pytest.raises(RankDisagreement) as it:
+        ag_group_gemm.fn(shards[calls.rank], b, calls.ctx, ids)
+    launched.assert_not_called()
+    calls(20)
+    assert calls.finish() == 2
+    return str(it.value)
 
 
 @compiled_ahead

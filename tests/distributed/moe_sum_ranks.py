@@ -341,8 +341,9 @@ def every_bad_context(name: str) -> dict[str, tuple[str, str]]:
     return seen
 
 
-def other_ids_on_one_rank(name: str, shape: GroupedShape) -> str:
-    """What this rank is told at the first call of a key."""
+def other_ids_on_one_rank(name: str, shape: GroupedShape) -> tuple[str, str]:
+    """What this rank is told at the first call of a key; and, where every call compares, at a later
+    one, behind and before calls that all make alike."""
     case = CASES[name]
     case.op.clear()
     with context(name, shape, torch.float16) as ctx:
@@ -352,7 +353,17 @@ def other_ids_on_one_rank(name: str, shape: GroupedShape) -> str:
         args, _ = case.arguments(data, ctx)
         error = refusal(lambda: case.op(*args))
     assert isinstance(error, RankDisagreement)
-    return str(error)
+    comparing = mock.patch.dict("os.environ", TRITON_DIST_DEBUG="agree")
+    way = next(ways(name))
+    with comparing, context(name, shape, torch.float16) as ctx:
+        alike, _ = case.arguments(case.operands(shape, torch.float16, ctx.num_ranks), ctx)
+        case.op.fn(*alike, **way)
+        with mock.patch.object(Launcher, "run") as launched:
+            later = refusal(lambda: case.op.fn(*args[:4], ctx, **way))
+        launched.assert_not_called()
+        case.op.fn(*alike, **way)
+    assert isinstance(later, RankDisagreement)
+    return str(error), str(later)
 
 
 def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, object]]:

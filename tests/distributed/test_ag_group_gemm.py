@@ -73,7 +73,9 @@ def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks):
 
 
 def test_ids_that_differ_are_found_before_anything_is_launched(spawn_ranks):
-    for rank, (differ, refused) in enumerate(spawn_ranks(2, ranks.ids_differ)):
+    for rank, (differ, refused, later) in enumerate(spawn_ranks(2, ranks.ids_differ)):
+        assert "disagree on the ids of a call of ag_group_gemm" in later
+        assert later.count("ids (40, 2), digest ") == 2
         assert differ.startswith("RankDisagreement")
         assert "digest" in differ
         kind = "InvalidArgument: " if rank == 1 else "RankDisagreement: "

@@ -67,5 +67,6 @@ def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus):
 
 @few_ranks
 def test_ids_that_differ_are_found(on_gpus):
-    for differ, _ in on_gpus(ranks.ids_differ):
+    for differ, _, later in on_gpus(ranks.ids_differ):
         assert differ.startswith("RankDisagreement")
+        assert "disagree on the ids of a call of ag_group_gemm" in later

@@ -17,6 +17,7 @@ _SUMMING = "kernels/common/scatter/call.py"
 _GATHERED = "kernels/common/slots/gathered.py"
 _SHARDED = "kernels/common/gemm/sharded.py"
 _ROUTING = "kernels/common/moe/routing.py"
+_SAME_IDS = "kernels/common/moe/same_ids.py"
 _PRODUCT = "kernels/common/moe/product.py"
 _FIRST_USE = "kernels/common/moe/first_use.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
@@ -314,7 +315,7 @@ MUTANTS = (
     ),
     Mutant(
         "agreement: ranks come with the same experts",
-        _ROUTING,
+        _SAME_IDS,
         "{hashlib.sha256(numbers).hexdigest()[:16]}",
         "{hashlib.sha256(numbers).hexdigest()[:0]}",
         MOE_SUMS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import json
 import random
@@ -326,6 +327,47 @@ def test_a_function_without_a_version_cannot_be_packed():
     nameless = one(fingerprint=type(NOW)(**{**vars(NOW), "version": ""}))
     with pytest.raises(NoSuchFunction, match="declares no version"):
         contents_of([nameless.tuned.tune(1)])
+
+
+PROGRAM = """
+from triton_dist.tune import autotune
+
+@autotune([{"n": 1}, {"n": 2}], key_fn=lambda size: size, version="1")
+def work(size, n):
+    return size * n
+"""
+
+
+def test_what_was_tuned_under_a_modules_earlier_name_is_packed_under_its_present_one(
+    pack_at, tmp_path, monkeypatch
+):
+    """The user's cache answers whatever the module was called; a pack only the name in it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text in (
+        ("packed_before", PROGRAM),
+        ("packed_after", PROGRAM),
+        ("packed_twin", PROGRAM.replace("size * n", "size + n")),
+        ("packed_anew", PROGRAM.replace('"1"', '"2"')),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    before, after, twin, anew = (
+        importlib.import_module(f"packed_{name}") for name in ("before", "after", "twin", "anew")
+    )
+    before.work(8)
+    with packs.recording() as used:
+        after.work(8)
+    assert after.work.tuning_count == 0
+    path = used.save(tmp_path / "after.tdpack", [after.work])
+    for other in (twin, anew):
+        with pytest.raises(NoSuchFunction, match=f"{other.__name__}.work.*it has no record"):
+            used.save(tmp_path / "other.tdpack", [other.work])
+
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_FROZEN", "1")
+    packs.use(path)
+    after.work.clear()
+    after.work(8)
+    assert [str(record.key.full_name) for record in records_of(Pack(path))] == ["packed_after.work"]
 
 
 def test_where_a_kernel_comes_from_is_no_part_of_what_was_timed():

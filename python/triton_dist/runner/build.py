@@ -26,6 +26,7 @@ from triton.compiler.compiler import CompiledKernel, parse
 from triton_dist import knobs
 from triton_dist.errors import InvalidArtefact, KernelNotShipped
 from triton_dist.runner.artefact import LEVELS, Artefact
+from triton_dist.runner.earlier import translated
 from triton_dist.runner.foreign import TELLING
 from triton_dist.runner.specialisation import Place, Specialisation
 
@@ -114,7 +115,7 @@ def _lower(
         group[path.name] = str(path)
         return path
 
-    first = keep(artefact.level, artefact.data)
+    first = keep(artefact.level, translated(artefact))
     module = parse(str(first), artefact.level, context)
     if artefact.level == "llir":
         llvm.init_targets()  # by make_llir, which is skipped; LLVM crashes without, in 3.6 to 3.9

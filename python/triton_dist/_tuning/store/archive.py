@@ -5,11 +5,21 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from triton_dist._archive import Contents, Pack, PackedKernel
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.values import Key, TuningRecord, codec, merge, pack, unpack
+from triton_dist._tuning.values import (
+    Fingerprint,
+    Key,
+    StoredRecord,
+    TuningRecord,
+    codec,
+    merge,
+    pack,
+    unpack,
+)
 from triton_dist.errors import NoSuchFunction, PackRefused
 
 COLUMNS = 200  # a result on one line
@@ -36,6 +46,26 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
         record.key: record for record in ordered if record.fingerprint.version == version
     }
     return list(last.values())
+
+
+def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> list[TuningRecord]:
+    """The records of the function of ``key`` among those of functions of its name, all under the
+    name that its module has ``now``: a pack answers that name alone.
+
+    One of another module is the function's if its code, constants and version are.
+    """
+    own = []
+    for record, _ in found:
+        elsewhere = replace(
+            record.fingerprint,
+            source=now.source,
+            literal=now.literal,
+            bound=now.bound,
+            version=now.version,
+        )
+        if record.key.module == key.module or not record.fingerprint.diff(elsewhere):
+            own.append(replace(record, key=replace(record.key, module=key.module)))
+    return own
 
 
 def contents_of(records: Iterable[TuningRecord]) -> Contents:

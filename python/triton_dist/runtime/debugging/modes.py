@@ -78,6 +78,11 @@ MODES: Mapping[str, Mode] = {
         works=(GPU, INTERPRETER),
     ),
     "attach": Mode("what a person sees in pdb", "interp:waits,attach", works=(INTERPRETER,)),
+    "agree": Mode(
+        "ids of experts that ranks come to a call with unlike",
+        "agree",
+        works=(GPU, INTERPRETER, NOTHING),
+    ),
     "where": Mode("where each rank stands", "where", works=(GPU, INTERPRETER, NOTHING)),
     "consan": _instrumented(
         "races on shared memory, barriers, asynchronous copies",

@@ -27,7 +27,6 @@ How
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +36,6 @@ import triton.language as tl
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.runtime.device import current_device
 
 RECORD = tl.constexpr(8)
 """int32 words of a tile: expert, first and end row of its run, first tile of the run, tiles of the
@@ -404,17 +402,6 @@ def check_ids(function: str, topk_ids: torch.Tensor, E: int, argument: str = "to
     if not topk_ids.is_contiguous():
         expected = f"contiguous ids; call {argument}.contiguous()"
         raise InvalidArgument(function, f"{argument}.stride()", topk_ids.stride(), expected)
-
-
-def ids_as_text(topk_ids: torch.Tensor) -> str:
-    """Text that differs where ids do, for ranks to compare: how many there are, and a digest. Waits
-    for the device. Of what cannot be looked at, tensors without memory and ids in the capture of a
-    graph, there is no digest."""
-    size = f"ids {tuple(topk_ids.shape)}"
-    if topk_ids.is_meta or current_device().is_capturing():
-        return size
-    numbers = topk_ids.detach().to("cpu", torch.int64).numpy().tobytes()
-    return f"{size}, digest {hashlib.sha256(numbers).hexdigest()[:16]}"
 
 
 def ceil_div(number: int, by: int) -> int:

@@ -31,7 +31,8 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, columns_of
 from triton_dist.kernels.common.moe.product import weights_layout
-from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, ids_as_text
+from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK
+from triton_dist.kernels.common.moe.same_ids import compare_ids, every_call_compares, ids_as_text
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.op import OpCall, Ways
@@ -83,6 +84,7 @@ class MoESumContext(GEMMContext[PushedColumns], ABC):
         self.dtype, self.n_chunks_max = products.dtype, products.n_chunks_max
         self.world_size = self.num_ranks
         self.local_world_size = min(products.local_world_size, self.num_ranks)
+        self.compares_ids = every_call_compares()
 
     @staticmethod
     @abstractmethod
@@ -160,6 +162,7 @@ def create(
     alike = {
         "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,
         "topk": topk, "input_dtype": str(input_dtype), "n_chunks_max": n_chunks_max,
+        "comparison of ids": every_call_compares(),
     }  # fmt: skip
     agree_to_create(kind.creator, f"a {kind.title}", alike, checks(), members)
     products = RoutedProducts(
@@ -271,6 +274,11 @@ class SumCall(OpCall):
         self.chunks = self.n_chunks or self.num_chunks or 1
         self.chosen = self.ways[self.way or next(iter(self.ways))]
         self.chosen.check(self)
+
+    def run(self) -> torch.Tensor:
+        if self.ctx.compares_ids:
+            compare_ids(self.kind.function, self.ctx, self.chosen_experts)
+        return self.chosen.run(self)
 
     @classmethod
     def accept(

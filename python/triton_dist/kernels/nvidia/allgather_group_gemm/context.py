@@ -23,6 +23,7 @@ from triton_dist.kernels.common.context import (
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, check_ids
+from triton_dist.kernels.common.moe.same_ids import every_call_compares
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.runtime.ranks import Group, process_group_of
 
@@ -76,7 +77,7 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.max_ntokens, self.N_per_rank, self.K = max_ntokens, N_per_rank, K
         self.num_experts, self.topk, self.dtype = num_experts, topk, dtype
         self.num_local_ranks, size = min(num_local_ranks, self.num_ranks), self.num_ranks
-        self.gemm_config = gemm_config
+        self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
         nbytes = size * shard_elements(rows_of_each * K) * dtype.itemsize if size > 1 else 1
@@ -153,7 +154,7 @@ def create_ag_group_gemm_context(
 
     asked = {
         "max_ntokens": max_ntokens, "N_per_rank": N_per_rank, "K": K, "num_experts": num_experts,
-        "topk": topk, "dtype": str(dtype),
+        "topk": topk, "dtype": str(dtype), "comparison of ids": every_call_compares(),
     }  # fmt: skip
     creator, what = "create_ag_group_gemm_context", "an AllGather + grouped GEMM"
     agree_to_create(creator, what, asked, checks(), group)

@@ -29,7 +29,8 @@ Which tile when
 
 Routing
     All of it is on the device: a captured graph serves any ids. All ranks must have the same; they
-    are compared at the first call of a key. Routes of nobody give rows of zeros.
+    are compared at the first call of a key, or at every call (``common/moe/same_ids.py``). Routes
+    of nobody give rows of zeros.
 
 Built this way because
     * whatever a waiting grid depends on must need no SM: rows and flags come by copy engine;
@@ -48,7 +49,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.moe.routing import ids_as_text
+from triton_dist.kernels.common.moe.same_ids import ids_as_text
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
     MoEAllGatherGroupGEMMTensorParallelContext,
@@ -119,7 +120,8 @@ def ag_group_gemm(
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
-        RankDisagreement: on every rank, at the first call of a key, if ids differ.
+        RankDisagreement: on every rank, at the first call of a key, if ids differ; at every call
+            with ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
         a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, num_chunks, num_comm_sms,

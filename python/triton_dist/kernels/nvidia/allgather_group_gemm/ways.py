@@ -30,6 +30,7 @@ from triton_dist.kernels.common.moe.rows import (
     rows_put_back,
     suits_library,
 )
+from triton_dist.kernels.common.moe.same_ids import compare_ids
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
 from triton_dist.kernels.common.op import OpCall, Way, Ways
 from triton_dist.kernels.common.peers import GatheredShards
@@ -88,6 +89,11 @@ class Call(OpCall):
             expected = f"one of {', '.join(map(repr, chosen.gathers))} for way={chosen.name!r}"
             raise InvalidArgument("ag_group_gemm", "gather", self.gather, expected)
         chosen.check(self)
+
+    def run(self) -> torch.Tensor:
+        if self.ctx.compares_ids:
+            compare_ids("ag_group_gemm", self.ctx, self.full_topk_ids)
+        return self.chosen.run(self)
 
     def empty_product(self) -> torch.Tensor:
         return self.a.new_empty(self.full_topk_ids.numel(), self.key.N)

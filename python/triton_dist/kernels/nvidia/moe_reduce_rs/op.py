@@ -101,7 +101,8 @@ def run_moe_reduce_rs(
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
-        RankDisagreement: at the first call of a key, if ranks have other ids.
+        RankDisagreement: at the first call of a key, if ranks have other ids; at every call with
+            ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
