@@ -1,7 +1,7 @@
 """The test suite under checks of the interpreter, file by file: what they report, and how much
 longer the tests take.
 
-python tests/debugging/suite.py [--modes MODES …] [--seconds 600] [FILE | FOLDER …]
+python tests/debugging/suite.py [--mode MODE …] [--seconds 600] [FILE | FOLDER …]
 
 A file and mode is a process of its own, and a line: how the tests ended, and what processor time
 they and their ranks took, starts included. That is compared with the first mode's, file by file.
@@ -128,16 +128,17 @@ def files_of(paths: Iterable[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modes", nargs="+", default=MODES, help="the first is compared with")
+    parser.add_argument("--mode", action="append", help="several: the first is compared with")
     parser.add_argument("--seconds", type=float, default=600.0, help="longest time of a file")
     parser.add_argument("paths", nargs="*", help="default: all that run kernels")
     options = parser.parse_args()
     _adopt_orphans()
-    times: dict[str, list[float]] = {mode: [] for mode in options.modes[1:]}
+    modes = options.mode or MODES
+    times: dict[str, list[float]] = {mode: [] for mode in modes[1:]}
     bad = 0
     for file in files_of(options.paths or [f"{ROOT}/tests/{folder}" for folder in FOLDERS]):
         first = 0.0
-        for mode in options.modes:
+        for mode in modes:
             outcome = run(file, mode, options.seconds)
             line = f"{mode} {file}: {outcome.said}, {outcome.seconds:.1f} s"
             if mode not in times:
@@ -152,7 +153,7 @@ def main() -> int:
     for mode, ratios in times.items():
         if ratios:
             print(
-                f"{mode} takes {statistics.median(ratios):.2f} x the time of {options.modes[0]} "
+                f"{mode} takes {statistics.median(ratios):.2f} x the time of {modes[0]} "
                 f"(median of {len(ratios)} files of {_COMPARED_FROM:.0f} s and more, "
                 f"{min(ratios):.2f} to {max(ratios):.2f})"
             )
