@@ -1,6 +1,6 @@
 # One command an intent. `make check` is everything that must hold before a change goes in.
 
-.PHONY: check format lint types test versions fresh stress chaos mutants dist docs bench gpu gpu-report sanitize
+.PHONY: check format lint types test versions fresh stress chaos mutants debug-suite dist docs bench gpu gpu-report sanitize
 
 # The Python that scripts/setup_env.sh finds, or sets up.
 python = $(shell bash -c '. scripts/setup_env.sh; detect_gpus; find_python cpu dev && echo "$$PYTHON"')
@@ -47,6 +47,11 @@ chaos:
 # Breaks one invariant after another and runs the tests that must notice; prints those that did not.
 mutants:
 	$(python) tests/mutants/run.py $(MUTANTS)
+
+# Tests that run kernels, file by file, without checks and under interp:race and interp:bounds: what
+# the checks report, and how much longer the tests take. Hours; TESTS=tests/kernels limits it.
+debug-suite:
+	$(python) tests/debugging/suite.py $(TESTS)
 
 # The documentation's code blocks, links and completeness, and the examples; part of `test` too.
 docs:

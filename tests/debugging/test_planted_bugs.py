@@ -93,6 +93,12 @@ def test_races_between_ranks(two_ranks):
         assert "element 0 of bugs.inbox of rank 0, which " in text
         other = "rank 0 loaded" if rank else f"rank 1 stored at line {bugs.line_of('reuse')}"
         assert other in text
+    # Races that are meant end nothing: each of the two epochs has its own.
+    (kind, text), nothing = (told["meant"] for told in ranks)
+    assert nothing == ("", "")
+    assert kind == ""
+    place = f"rank 0, program (0, 0, 0) of kernel_swap, {bugs.__file__}:{bugs.line_of('swap')}: "
+    assert [line.startswith(place) for line in text.splitlines()] == [True, True]
 
 
 def test_nothing_is_left_when_checks_are_off():

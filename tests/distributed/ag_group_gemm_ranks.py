@@ -29,6 +29,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
 )
 from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS
+from triton_dist.runtime.debugging.checks import checking
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose, poisoned_empty
@@ -243,7 +244,8 @@ def give_up_and_start_again() -> list[str]:
 
 
 def launches() -> dict[str, list[str]]:
-    """By way, the kernels of a call that follows others, in their order."""
+    """By way, the kernels of a call that follows others, in their order; all accesses are checked
+    to be within their memory."""
     calls, seen = Calls(20, 40, 72, 4, 2), {}
     run = Launch.run
     for way in ("arrivals", "first_use", "serial"):
@@ -255,7 +257,7 @@ def launches() -> dict[str, list[str]]:
 
         for _ in range(3):  # the first look at their peers
             calls(20, way=way)
-        with mock.patch.object(Launch, "run", noted):
+        with mock.patch.object(Launch, "run", noted), checking("bounds"):
             calls(20, way=way)
         seen[way] = names
     calls.finish()

@@ -24,6 +24,7 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE as AR
 from triton_dist.kernels.nvidia.moe_reduce_rs.case import CASE as RS
+from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
@@ -383,7 +384,8 @@ def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, o
                 case.op.fn(*other, **way)
                 ctx.check()
 
-            error = refusal(call)
+            with races.expected():  # parts lie as far apart as the rank has tokens
+                error = refusal(call)
             assert isinstance(error, RankDisagreement)
             told.append(dict(error.by_rank))
             ctx.reset()

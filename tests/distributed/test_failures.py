@@ -13,7 +13,7 @@ from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 PUSH, RING, FUSED, SERIAL = AllGatherMethod
 LIMITS = {"TRITON_DIST_WAIT_TIMEOUT": "1", "TRITON_DIST_AUTOTUNE_TIMEOUT": "2"}
 
-WRONG, OVERDUE = "AssertionError", "WaitTimeout"
+WRONG, OVERDUE, RACE = "AssertionError", "WaitTimeout", "DataRace"
 
 
 def failures(spawn_ranks, world_size, function, *args, limits=LIMITS):
@@ -51,7 +51,9 @@ def test_a_broken_piece_is_caught(spawn_ranks, mutation, method, world_size, per
         spawn_ranks, world_size, failing_ranks.calls_with, mutation, method, persistent,
         limits=LIMITS if expected == OVERDUE else {},  # a slow machine must not pass for overdue
     )  # fmt: skip
-    assert expected in {failure.exception for failure in failed.values()}
+    # Where TRITON_DIST_DEBUG looks for races, it may find one before there is a wrong result.
+    caught = {WRONG, RACE} if expected == WRONG else {expected}
+    assert caught & {failure.exception for failure in failed.values()}
 
 
 def test_an_overdue_flag_is_named(spawn_ranks):

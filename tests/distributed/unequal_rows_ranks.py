@@ -27,6 +27,7 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
     gemm_rs,
 )
+from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 
@@ -148,8 +149,9 @@ def unequal(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
 
 
 def _settled(call: Callable[[int], object], rows: int, ctx: Any) -> None:
-    call(rows)
-    ctx.check()
+    with races.expected():  # parts lie as far apart as the rank has rows
+        call(rows)
+        ctx.check()
 
 
 def replayed(name: str, mine: Sequence[int]) -> list[dict[int, object]]:

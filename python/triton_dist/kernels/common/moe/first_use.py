@@ -172,7 +172,7 @@ def send_in_order(
                     peer_ptr = tl.multiple_of(peer_ptr, vector * itemsize)
                     tl.store(peer_ptr + target_row[:, None] + column[None, :], block, mask=mask)
         for first in range(begin, end, _PEERS):
-            peer = (rank + 2 * NUM_SOURCES - first - lane) % NUM_SOURCES
+            peer = (rank + NUM_SOURCES - (first + lane) % NUM_SOURCES) % NUM_SOURCES
             flags_ptr = dl.symm_at(arrivals_ptr, sending.arrivals, peer)
             dl.notify(flags_ptr + rank * FLAGS_PER_RANK + chunk, value, mask=first + lane < end)
 
