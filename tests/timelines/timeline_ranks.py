@@ -18,6 +18,8 @@ from triton_dist.testing.cases import all_cases
 
 SHAPE = Shape(32, 32, 32)
 DTYPE = torch.float16
+WAYS = ("full_mesh_push", "fused_push")
+OVERWRITE = {"autotune": False, "autotune_allow_arg_overwrite": True}
 
 
 def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
@@ -46,6 +48,12 @@ def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
         with suppress(Exception):  # refused: of no known shape
             cases["ag_gemm"].op(calls["ag_gemm"][0][0], None, contexts["ag_gemm"], autotune=False)
         doubled(torch.ones(8), autotune=False)
+    if tool == "torch":
+        args, kwargs = calls["ag_gemm"]
+        with group_profile("marked", folder=folder, marks=True):
+            for way in WAYS:
+                cases["ag_gemm"].op(*args, **kwargs, way=way, **OVERWRITE)
+        cases["ag_gemm"].op(*args, **kwargs, autotune=False)  # as it was before
     dist.barrier()
     for context in contexts.values():
         context.finalize()

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.language._spin import INTERPRETED
 from triton_dist.runtime import interpreter, marking
 
-_CLOCK = "mov.u64 $0, %globaltimer;"
 # One thread of each four warps writes; $1: when it began. Named registers end with the braces.
 _WRITE = """{{
 .reg .pred one;
@@ -71,7 +71,7 @@ class _CompiledMark:
 
     def __enter__(self) -> None:
         if self._marks is not None:
-            self._began = self._asm(_CLOCK, "=l", [], tl.int64)
+            self._began = globaltimer(_semantic=self._semantic)
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
@@ -85,12 +85,10 @@ class _CompiledMark:
                 end=first + _WORD,
                 last=first + 2 * _WORD,
             )
-            self._asm(text, "=r,l", [self._began], tl.int32)
-
-    def _asm(self, text: str, constraints: str, values: list[Any], dtype: Any) -> Any:
-        return tl.inline_asm_elementwise(
-            text, constraints, values, dtype=dtype, is_pure=False, pack=1, _semantic=self._semantic
-        )
+            tl.inline_asm_elementwise(
+                text, "=r,l", [self._began], dtype=tl.int32, is_pure=False, pack=1,
+                _semantic=self._semantic,
+            )  # fmt: skip
 
 
 class _InterpretedMark:
@@ -115,21 +113,10 @@ nothing: the kernel is the same bit by bit. ``pipelined``: within a loop that th
 pipelines, which a mark would end: for the interpreter alone."""
 
 
-class _clock:
-    """The clock of compiled marks, as a word of kernels."""
-
-    __triton_builtin__ = True
-
-    def __new__(cls, *, _semantic: Any) -> Any:
-        return tl.inline_asm_elementwise(
-            _CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1, _semantic=_semantic
-        )
-
-
 @jit
 def kernel_read_clock(out_ptr):
     """Write the clock of marks. Grid (1,)."""
-    tl.store(out_ptr, _clock())
+    tl.store(out_ptr, globaltimer())
 
 
 class Reading:

@@ -69,12 +69,12 @@ class Marks:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within, kernels that are launched make marks."""
-        _state.change(wanting=self)
+        """Within, kernels that are launched make marks; may be entered again within."""
+        _state.change(self, wanted=1)
         try:
             yield
         finally:
-            _state.change(wanting=None)
+            _state.change(self, wanted=-1)
 
     def read(self) -> tuple[list[Mark], int]:
         """The marks, once the device is done, and how many were made."""
@@ -91,16 +91,15 @@ class _State:
     def __init__(self) -> None:
         self.marks: Marks | None = None
         self._lock = threading.Lock()
-        self._wanted: Marks | None = None
-        self._against = 0
+        self._latest: Marks | None = None
+        self._wanted = self._unwanted = 0  # regions that threads are in
 
-    def change(self, wanting: Marks | None = None, against: int | None = None) -> None:
+    def change(self, marks: Marks | None = None, wanted: int = 0, unwanted: int = 0) -> None:
         with self._lock:
-            if against is None:
-                self._wanted = wanting
-            else:
-                self._against += against
-            self.marks = None if self._against else self._wanted
+            self._latest = marks or self._latest
+            self._wanted += wanted
+            self._unwanted += unwanted
+            self.marks = self._latest if self._wanted and not self._unwanted else None
             knobs = triton.knobs.compilation
             others = knobs.instrumentation_mode.split(",")
             names = [name for name in others if name and not name.startswith(_PREFIX)]
@@ -120,11 +119,11 @@ def current() -> Marks | None:
 @contextmanager
 def off() -> Iterator[None]:
     """Within, no kernel makes marks: candidates are tried."""
-    _state.change(against=1)
+    _state.change(unwanted=1)
     try:
         yield
     finally:
-        _state.change(against=-1)
+        _state.change(unwanted=-1)
 
 
 @functools.cache

@@ -116,7 +116,7 @@ class Launcher:
             return
         made = launch()
         compiled = made.run()
-        if compiled is None or callable(made.grid) or watched:  # such a kernel may be marked
+        if compiled is None or callable(made.grid) or watched:  # maybe a kernel that makes marks
             return
         names = made.kernel.arg_names
         arguments = dict(zip(names, made.args, strict=False)) | made.options

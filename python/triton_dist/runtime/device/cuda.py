@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist.runtime import marking
 from triton_dist.runtime.device import cuda_driver, cuda_peek
 from triton_dist.runtime.device.cuda_copies import CudaCopyStream, CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
@@ -272,9 +271,8 @@ class CudaDevice:
         )
 
     def launches_are_watched(self) -> bool:
-        """True if launches have to be Triton's own: somebody is to see them, or kernels make marks,
-        which are other kernels."""
-        return has_launch_hooks() or marking.current() is not None
+        """True if launches have to be Triton's own, for somebody to see them."""
+        return has_launch_hooks()
 
 
 class CudaTimer:
