@@ -98,7 +98,7 @@ def test_marks_beyond_what_is_kept_are_counted(monkeypatch):
 def test_what_compiled_kernels_write_is_taken_apart():
     marks = Marks(torch.device("cpu"))
     memory = marking._buffer(torch.device("cpu"))
-    word = 300 << 16 | 2 << 8 | marking.NAMES.index("store")
+    word = 300 << 32 | 2 << 8 | marking.NAMES.index("store")
     memory[0] = 1
     memory[marking.HEAD : marking.HEAD + marking.WORDS] = torch.tensor([7, 9, word])
     assert marks.read() == ([Mark("store", 300, 2, 7, 9)], 1)

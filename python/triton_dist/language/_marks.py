@@ -14,19 +14,22 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.language._spin import INTERPRETED
 from triton_dist.runtime import interpreter, marking
 
-# One thread of each four warps writes; $1: when it began. Named registers end with the braces.
+# One thread of each four warps writes; $1: when it began. Named registers end with the braces. What
+# is not needed any more is written first: a producer warp has 24 registers.
 _WRITE = """{{
 .reg .pred one;
 .reg .b32 thread, place, size;
-.reg .b64 now, at, slot, what, wide;
+.reg .b64 now, at;
 mov.u64 now, %globaltimer;
 mov.u32 thread, %tid.x;
 and.b32 place, thread, 127;
 setp.eq.u32 one, place, 0;
 mov.u64 at, {address};
-@one atom.global.add.u64 slot, [at], 1;
-setp.lt.and.u64 one, slot, {most}, one;
-mad.lo.u64 at, slot, {nbytes}, at;
+@one atom.global.add.u64 at, [at], 1;
+setp.lt.and.u64 one, at, {most}, one;
+mad.lo.u64 at, at, {nbytes}, {address};
+@one st.global.u64 [at+{begin}], $1;
+@one st.global.u64 [at+{end}], now;
 mov.u32 place, %ctaid.z;
 mov.u32 size, %nctaid.y;
 mul.lo.u32 place, place, size;
@@ -36,16 +39,10 @@ mov.u32 size, %nctaid.x;
 mul.lo.u32 place, place, size;
 mov.u32 size, %ctaid.x;
 add.u32 place, place, size;
-cvt.u64.u32 what, place;
-shl.b64 what, what, 16;
 shr.u32 thread, thread, 7;
 shl.b32 thread, thread, 8;
 or.b32 thread, thread, {name};
-cvt.u64.u32 wide, thread;
-or.b64 what, what, wide;
-@one st.global.u64 [at+{begin}], $1;
-@one st.global.u64 [at+{end}], now;
-@one st.global.u64 [at+{last}], what;
+@one st.global.v2.u32 [at+{last}], {{thread, place}};
 mov.u32 $0, 0;
 }}"""
 _WORD = 8
@@ -60,7 +57,7 @@ def _number_of(name: Any) -> int:
 
 
 class _CompiledMark:
-    """Of a ``with`` that Triton compiles: nothing unless marks are on as it does."""
+    """A ``with`` that Triton compiles: to nothing, unless marks are on as it does."""
 
     __triton_builtin__ = True
 

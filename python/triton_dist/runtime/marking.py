@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def of_words(cls, begin_ns: int, end_ns: int, what: int) -> Mark:
-        return cls(NAMES[what & 0xFF], what >> 16, what >> 8 & 0xFF, begin_ns, end_ns)
+        return cls(NAMES[what & 0xFF], what >> 32, what >> 8 & 0xFF, begin_ns, end_ns)
 
 
 class Marks:
@@ -86,7 +86,7 @@ class Marks:
 
 
 class _State:
-    """Of the process, not of a thread: a kernel that one compiles is another's too."""
+    """State of the process, not of a thread: a kernel that one compiles is another's too."""
 
     def __init__(self) -> None:
         self.marks: Marks | None = None
@@ -112,7 +112,7 @@ _state = _State()
 
 
 def current() -> Marks | None:
-    """Where marks go now; ``None``: nobody wants them."""
+    """Return where marks go now; ``None``: nobody wants them."""
     return _state.marks
 
 
