@@ -17,7 +17,7 @@ import torch
 import triton
 
 NAMES = ("wait", "load", "mma", "store", "push")
-"""What a mark can say; compiled kernels say the place in here."""
+"""Words of marks; compiled kernels say the place in here."""
 MOST = 1 << 18
 """Marks that are kept; further ones are only counted."""
 HEAD, WORDS = 4, 3
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
     name: str
     program: int
     group: int
-    """Of four warps."""
+    """Number of the four warps."""
     begin_ns: int
     end_ns: int
 
@@ -44,8 +44,8 @@ class Mark(NamedTuple):
 
 
 class Marks:
-    """What kernels write that are launched ``on`` it: into memory of ``device``, or, interpreted,
-    into a list (``None``).
+    """Memory of ``device`` into which kernels that are launched ``on`` it write; or, interpreted, a
+    list (``None``).
 
     One at a time in a process. Its memory stays for good, as a kernel has the address.
     """
