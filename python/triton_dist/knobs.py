@@ -281,6 +281,10 @@ profile_calls: Knob[tuple[int, int]] = Knob(
     "Set by triton-dist profile: calls of tuned functions that are on it, counted from 0, the last "
     "one excluded.",
 )
+profile_marks = flag(
+    "TRITON_DIST_PROFILE_MARKS",
+    "Set by triton-dist profile --marks: a timeline has what programs of kernels do.",
+)
 toolchains: Knob[tuple[tuple[str, Path], ...]] = Knob(
     "TRITON_DIST_TOOLCHAINS",
     (),

@@ -31,6 +31,40 @@ def test_a_call_takes_what_its_work_on_the_device_takes(on_gpus, num_ranks, tmp_
 
 
 @few_ranks
+def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(
+    on_gpus, num_ranks, tmp_path
+):
+    on_gpus(timeline_ranks.profile_calls, tmp_path)
+    marked = trace.read(tmp_path / "marked_merged.json.gz")
+    for rank, facts in enumerate(marked[trace.SCOPE]["ranks"]):
+        made = [
+            event for event in marked["traceEvents"]
+            if event.get("cat") == "mark" and event["pid"] == f"rank-{rank} marks in kernels"
+        ]  # fmt: skip
+        assert len(made) == facts["marks"]["kept"] == facts["marks"]["made"] > 0
+        assert all(0 <= event["dur"] < 1e7 for event in made)
+        calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
+        for call, more in zip(calls, (set(), {"push"}), strict=True):
+            assert call["on_device"]
+            assert set(call["marks"]) - {"load"} == {"wait", "mma", "store"} | more
+        slack = 20  # microseconds, of the driver's clock beside the device's
+        for event in made:
+            assert any(
+                call["begin_us"] - slack <= event["ts"]
+                and event["ts"] + event["dur"] <= call["begin_us"] + call["ms"] * 1e3 + slack
+                for call in calls
+            )
+
+
+@few_ranks
+def test_marks_change_no_result_and_no_graph_makes_them(on_gpus, num_ranks, tmp_path):
+    for told in on_gpus(timeline_ranks.marks_and_a_graph, tmp_path):
+        assert told["same"] == [True] * 4  # with marks, in two replays, and afterwards
+        assert told["once"]
+        assert told["replayed"] == told["once"] == ["mark"] * len(told["once"])
+
+
+@few_ranks
 def test_proton_keeps_the_work_of_ops(on_gpus, num_ranks, tmp_path):
     told = on_gpus(timeline_ranks.profile_calls, tmp_path, "proton")
     root, _ = json.loads((tmp_path / "region_merged.hatchet").read_text())

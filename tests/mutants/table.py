@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "release: an exchange tells with release",
         _PROTOCOL,
-        'mask=there,\n        sem="release", scope="sys",',
-        'mask=there,\n        sem="relaxed", scope="sys",',
+        'mask=there,\n            sem="release", scope="sys",',
+        'mask=there,\n            sem="relaxed", scope="sys",',
         ("tests/compile/test_exchange_kernels.py",),
     ),
     Mutant(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 
+from triton_dist.runtime import marking
 from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.device.cuda_copies import CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
@@ -179,6 +180,11 @@ def test_a_tuple_with_a_member_that_only_triton_can_launch():
 
 
 def test_a_profiler_sees_every_launch(monkeypatch):
+    assert not has_launch_hooks()
+    with marking.Marks(None).on():
+        assert has_launch_hooks()
+        with marking.off():
+            assert not has_launch_hooks()
     assert not has_launch_hooks()
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
     assert has_launch_hooks()

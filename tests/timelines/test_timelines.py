@@ -75,6 +75,28 @@ def test_ranks_share_one_clock(ranks, merged):
             assert began + call["ms"] * 1e6 <= end + slack
 
 
+def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(ranks, folder):
+    marked = trace.read(folder / "marked_merged.json.gz")
+    for rank in range(2):
+        made = [
+            event for event in marked["traceEvents"]
+            if event.get("cat") == "mark" and event["pid"] == f"rank-{rank} marks in kernels"
+        ]  # fmt: skip
+        calls = [call for call in trace.calls_of(marked) if call["rank"] == rank]
+        assert len(calls) == len(timeline_ranks.WAYS)
+        for call, more in zip(calls, (set(), {"push"}), strict=True):
+            assert set(call["marks"]) == {"wait", "load", "mma", "store"} | more
+            assert all(0 < share <= 1 for share in call["marks"].values())
+        slack = 5_000  # of the reading of two clocks one after another
+        for event in made:
+            assert any(
+                call["begin_us"] - slack <= event["ts"]
+                and event["ts"] + event["dur"] <= call["begin_us"] + call["ms"] * 1e3 + slack
+                for call in calls
+            )
+        assert {event["args"]["program"] for event in made} >= {0, 1}
+
+
 def test_calls_without_a_known_cost_are_scopes_too(ranks, merged):
     names = [call["op"] for call in trace.calls_of(merged) if "shape" not in call]
     assert sorted(names) == ["ag_gemm"] * 2 + ["doubled"] * 2
@@ -83,7 +105,10 @@ def test_calls_without_a_known_cost_are_scopes_too(ranks, merged):
 
 def test_each_rank_has_its_file_and_no_profile_has_none(ranks, folder, merged):
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json*"))
-    assert files == ["region/rank-0.json.gz", "region/rank-1.json.gz", "region_merged.json.gz"]
+    for name in ("marked", "region"):
+        parts = [f"{name}/rank-{rank}.json.gz" for rank in range(2)]
+        assert [file for file in files if name in file] == [*parts, f"{name}_merged.json.gz"]
+    assert len(files) == 6
     own = {str(e["pid"]).split()[0] for e in merged["traceEvents"] if e.get("cat") == "cpu_op"}
     assert own == {"rank-0", "rank-1"}
 
@@ -151,10 +176,14 @@ def test_a_process_alone_traces_itself_and_keeps_what_is_asked_for(tmp_path):
 
 
 def test_tools_that_find_nothing_here_are_refused(tmp_path):
-    for tool, said in {"proton": "GPUs alone", "nsys": "'torch' or 'proton'"}.items():
+    for tool, marks, said in (
+        ("proton", False, "GPUs alone"),
+        ("nsys", False, "'torch' or 'proton'"),
+        ("proton", True, "'torch', with marks=True"),
+    ):
         with (
             pytest.raises(InvalidArgument, match=said),
-            group_profile("refused", folder=tmp_path, tool=tool),
+            group_profile("refused", folder=tmp_path, tool=tool, marks=marks),
         ):
             pytest.fail("the region must not run")
     assert not list(tmp_path.iterdir())
@@ -258,7 +287,14 @@ def test_arguments_that_the_op_will_refuse_have_no_cost():
 
 PROGRAM = """
 import torch
-from triton_dist import tune
+import triton.language as tl
+import triton_dist
+from triton_dist import language as dl, tune
+
+@triton_dist.jit
+def kernel_double(x_ptr):
+    with dl.mark("store"):
+        tl.store(x_ptr, 2)
 
 @tune.autotune(config_space=[{"times": 2}], key_fn=lambda x: len(x))
 def inner(x, times):
@@ -266,7 +302,9 @@ def inner(x, times):
 
 @tune.autotune(config_space=[{"times": 2}], key_fn=lambda x: len(x))
 def outer(x, times):
-    return inner(x, autotune=False) * times
+    y = inner(x, autotune=False) * times
+    kernel_double[(3,)](torch.empty(1))
+    return y
 
 for _ in range(5):
     assert outer(torch.ones(2), autotune=False).tolist() == [4, 4]
@@ -277,11 +315,13 @@ def test_a_command_is_recorded_without_knowing(tmp_path, capsys):
     script, out = tmp_path / "program.py", tmp_path / "made" / "p.json"
     script.write_text(PROGRAM)
     command = [sys.executable, str(script)]
-    assert main(["profile", "--out", str(out), "--calls", "1:3", "--", *command]) == 0
+    assert main(["profile", "--out", str(out), "--calls", "1:3", "--marks", "--", *command]) == 0
     shown = capsys.readouterr()
     assert f"{out}: timeline of 1 rank" in shown.err
-    calls = sorted((call["call"], call["op"]) for call in trace.calls_of(trace.read(out)))
-    assert [op for _, op in calls] == ["outer", "inner", "outer", "inner"]
+    calls = sorted(trace.calls_of(trace.read(out)), key=lambda call: call["call"])
+    assert [call["op"] for call in calls] == ["outer", "inner", "outer", "inner"]
+    assert [set(call["marks"]) for call in calls] == [{"store"}, set(), {"store"}, set()]
+    assert "of the time of its programs: store " in shown.out
     assert [line.split()[:2] for line in shown.out.splitlines() if " 2 " in line] == [
         ["outer", "2"], ["inner", "2"],
     ]  # fmt: skip

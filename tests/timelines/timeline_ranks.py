@@ -15,9 +15,12 @@ from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.testing.cases import all_cases
+from triton_dist.timelines import trace
 
 SHAPE = Shape(32, 32, 32)
 DTYPE = torch.float16
+WAYS = ("full_mesh_push", "fused_push")
+OVERWRITE = {"autotune": False, "autotune_allow_arg_overwrite": True}
 
 
 def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
@@ -46,10 +49,53 @@ def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
         with suppress(Exception):  # refused: of no known shape
             cases["ag_gemm"].op(calls["ag_gemm"][0][0], None, contexts["ag_gemm"], autotune=False)
         doubled(torch.ones(8), autotune=False)
+    if tool == "torch":
+        args, kwargs = calls["ag_gemm"]
+        with group_profile("marked", folder=folder, marks=True):
+            for way in WAYS:
+                cases["ag_gemm"].op(*args, **kwargs, way=way, **OVERWRITE)
+        cases["ag_gemm"].op(*args, **kwargs, autotune=False)  # as it was before
     dist.barrier()
     for context in contexts.values():
         context.finalize()
     return {"rank": rank, "costs": costs, "spans": spans}
+
+
+def marks_and_a_graph(folder: Path) -> dict[str, Any]:
+    """How often "mma" is marked in a call, and in one that is then captured and replayed; whether
+    all had the result of a call without marks. On GPUs."""
+    case, size, device = all_cases()["ag_gemm"], dist.get_world_size(), current_device()
+    latest = torch.empty(0)
+    results: list[torch.Tensor] = []
+    with case.context(SHAPE, DTYPE) as context:
+        args, kwargs = case.arguments(case.operands(SHAPE, DTYPE, size), context)
+
+        def call() -> None:
+            nonlocal latest
+            latest = case.op(*args, **kwargs, autotune=False)
+
+        def keep() -> None:
+            device.synchronize()
+            results.append(latest.clone())
+
+        call()
+        keep()
+        with group_profile("once", folder=folder, marks=True):
+            call()
+            keep()
+        with group_profile("replayed", folder=folder, marks=True):
+            replay = device.capture(call, 60.0)  # which calls once before
+            for _ in range(2):
+                replay()
+                keep()
+        call()
+        keep()
+        dist.barrier()
+    told: dict[str, Any] = {"same": [torch.equal(results[0], each) for each in results[1:]]}
+    for name in ("once", "replayed"):
+        file = folder / name / f"rank-{dist.get_rank()}.json.gz"
+        told[name] = [e.get("cat") for e in trace.read(file)["traceEvents"] if e["name"] == "mma"]
+    return told
 
 
 @tune.autotune(config_space=[{"times": 2}], key_fn=lambda x: len(x))

@@ -23,6 +23,7 @@ from triton_dist._tuning.store import (
 from triton_dist._tuning.values import Fingerprint, Key, Policy
 from triton_dist._warn import warn
 from triton_dist.errors import TuningWarning
+from triton_dist.runtime import marking
 from triton_dist.runtime.compiling import CompilePool, shipped
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.sharing import ranks_per_gpu
@@ -135,7 +136,7 @@ def _trials(device: Device, ranks: RankGroup, seconds: float) -> Iterator[None]:
     """Within, candidates are tried, and a wait in a kernel ends after ``seconds``."""
     if device.name == "cuda" and ranks_per_gpu() > 1 and ranks.is_leader:
         _warn_of_shared_gpus(ranks_per_gpu())
-    with bounded_waits(seconds):
+    with bounded_waits(seconds), marking.off():
         yield
 
 

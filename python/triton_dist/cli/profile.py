@@ -42,6 +42,7 @@ def add_to(verbs: Any) -> None:
         examples=[
             "profile -- torchrun --nproc-per-node=2 script.py",
             "profile --calls 10:20 --out p.json.gz -- python script.py",
+            "profile --marks --calls 4:6 -- torchrun --nproc-per-node=2 script.py",
             "profile show p.json.gz",
             "profile show p.json.gz --png roofline.png",
         ],
@@ -57,6 +58,12 @@ def add_to(verbs: Any) -> None:
         help="calls of tuned functions to record, counted from 0 in each process, the last one "
         "excluded (default: 1:1001, as the first looks up and compiles)",
     )  # fmt: skip
+    parser.add_argument(
+        "--marks",
+        action="store_true",
+        help="also what programs of kernels do: wait, load, multiply, store, push; of few calls, "
+        "since there are many, and they take time",
+    )
     parser.add_argument("--json", action="store_true", help="of show: for programs")
     parser.add_argument("--png", type=Path, metavar="FILE", help="of show: roofline to write")
     parser.set_defaults(fail=parser.error, command=[])
@@ -80,6 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         told = {
             knobs.profile_dir.variable: folder,
             knobs.profile_calls.variable: calls,
+            knobs.profile_marks.variable: str(int(arguments.marks)),
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
         status = subprocess.run(arguments.command, env=known | told).returncode
@@ -150,6 +158,13 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
         notes += [f"ms by rank: {', '.join(by_rank)}"] * (len(by_rank) > 1)
         notes += [f"{counted(each.tuned_calls, 'call')} tuned, left out"] * bool(each.tuned_calls)
         lines += fitted("  " + "; ".join(filter(None, notes)), 4) if any(notes) else []
+        if each.marks:
+            told = ", ".join(f"{name} {share:.0%}" for name, share in each.marks.items())
+            lines += fitted(f"  of the time of its programs: {told}", 4)
+    made = [rank.get("marks", {"kept": 0, "made": 0}) for rank in ranks]
+    lost = sum(each["made"] - each["kept"] for each in made)
+    if lost:
+        lines += fitted(f"{lost} marks are missing, as there are too many: profile fewer calls", 0)
     return lines
 
 

@@ -13,10 +13,12 @@ no-ops in the interpreter and below the compute capability that they are for.
 ``breakpoint``       stop here, for ``triton-dist debug attach``: interpreted only
 ``dump``             print values; interpreted, with rank, program and line
 ``publish_tile``     make TMA stores visible, before a ``notify``
+``mark``             with mark("wait"): what is done within, for timelines that ask for it
 ===================  ====================================================================
 """
 
 from triton_dist.language._checked import breakpoint, dump  # the first: Python's word for it
+from triton_dist.language._marks import mark
 from triton_dist.language.signals import (
     consume_token,
     give_turn,
@@ -32,6 +34,7 @@ __all__ = [
     "consume_token",
     "dump",
     "give_turn",
+    "mark",
     "notify",
     "only_rows",
     "publish_tile",

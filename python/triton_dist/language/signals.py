@@ -8,6 +8,7 @@ from triton.language import target_info
 from triton_dist._jit import jit
 from triton_dist.language import _spin
 from triton_dist.language._checked import only_rows_of
+from triton_dist.language._marks import mark
 from triton_dist.language._spin import (
     INTERPRETED,
     give_turn_to_others,
@@ -152,10 +153,11 @@ def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
     """
     refuse_text(value)
     refuse_text(guard)
-    if ptr.type.is_block():
-        _wait_together(ptr, count, value, guard, SIZED)
-    else:
-        _wait_in_turn(ptr, count, value, guard, SIZED)
+    with mark("wait"):
+        if ptr.type.is_block():
+            _wait_together(ptr, count, value, guard, SIZED)
+        else:
+            _wait_in_turn(ptr, count, value, guard, SIZED)
     return _token()
 
 
@@ -163,7 +165,8 @@ def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
 def wait_for_size(ptr, value, guard):
     """(token, whether the flag came with the size of ``value``): ``wait`` for one ``SIZED`` flag,
     for whoever passes on what came."""
-    agrees = _wait_in_turn(ptr, 1, value, guard, True)
+    with mark("wait"):
+        agrees = _wait_in_turn(ptr, 1, value, guard, True)
     return _token(), agrees
 
 

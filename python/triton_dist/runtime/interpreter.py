@@ -96,6 +96,13 @@ def current_program() -> tuple[int, int, int]:
     return x, y, z
 
 
+def current_program_number() -> int:
+    """The same as one number, as GPUs count: along the grid's first dimension first."""
+    x, y, z = current_program()
+    width, height, _ = getattr(upstream.interpreter_builder, "grid_dim", (1, 1, 1))
+    return x + width * (y + height * z)
+
+
 _launching = threading.RLock()
 
 

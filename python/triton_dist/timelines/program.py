@@ -31,7 +31,7 @@ class ProgramRecording:
         outer = not getattr(self._inside, "call", False)
         if outer:
             if self._count == self._first:
-                self._recording = Recording(self._file)
+                self._recording = Recording(self._file, marks=knobs.profile_marks.get())
                 self._recording.start()
             elif self._count == self._last:
                 self.stop()

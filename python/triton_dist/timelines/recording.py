@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.profiling import torch_profile
 from triton_dist.runtime.ranks import Group, ProcessGroupRanks, SoloRank, group_for
 from triton_dist.timelines import trace
+from triton_dist.timelines.marks import KernelMarks
 from triton_dist.timelines.scopes import Scopes
 
 TOOLS = ("torch", "proton")
@@ -33,6 +34,7 @@ def group_profile(
     folder: str | Path = "prof",
     *,
     tool: str = "torch",
+    marks: bool = False,
     merge_group: bool = True,
     keep_merged_only: bool = False,
     compress: bool = True,
@@ -47,12 +49,15 @@ def group_profile(
         tool: ``"torch"``: torch's profiler. ``"proton"``: Triton's, on GPUs; what it writes is a
             tree of scopes and kernels, ``….hatchet``, for ``proton-viewer``, and has no times of
             day.
+        marks: show inside kernels of the calls what programs wait for, load, multiply, store and
+            push; not of those that tuning tries. For ``"torch"``.
         merge_group: ``False``: do not put the ranks together.
         keep_merged_only: remove the files of the ranks once they are together.
         compress: ``False``: write ``.json``.
 
     Raises:
-        InvalidArgument: no such tool, or one that finds nothing on this process's device.
+        InvalidArgument: no such tool, or one that finds nothing on this process's device, or has
+            no marks.
     """
     if not do_prof:
         yield
@@ -60,6 +65,8 @@ def group_profile(
     if tool not in TOOLS:
         expected = " or ".join(map(repr, TOOLS))
         raise InvalidArgument("group_profile", "tool", tool, expected)
+    if marks and tool != "torch":
+        raise InvalidArgument("group_profile", "tool", tool, "'torch', with marks=True")
     ranks, parts = group_for(group), Path(folder) / name
     own = f"rank-{ranks.rank}"
     if tool == "proton":
@@ -70,7 +77,7 @@ def group_profile(
             yield
     else:
         ending = "json.gz" if compress else "json"
-        with recorded(parts / f"{own}.{ending}", _clock_of(ranks)):
+        with recorded(parts / f"{own}.{ending}", _clock_of(ranks), marks):
             yield
     ranks.barrier("timelines are written", _WRITING_SECONDS)
     if ranks.is_leader and merge_group:
@@ -90,19 +97,26 @@ class Recording:
 
     Args:
         clock_ns: from this host's clock to that of rank 0.
+        marks: with marks inside kernels.
     """
 
-    def __init__(self, file: Path, clock_ns: int = 0) -> None:
-        self.scopes = Scopes(lambda name, _: torch.profiler.record_function(name))
+    def __init__(self, file: Path, clock_ns: int = 0, marks: bool = False) -> None:
+        self._marks = KernelMarks() if marks else None
+        marked = nullcontext if self._marks is None else self._marks.around_call
+        self.scopes = Scopes(lambda name, _: torch.profiler.record_function(name), marked)
         self._file, self._clock_ns = file, clock_ns
         self._profile = torch_profile()
 
     def start(self) -> None:
         self._profile.start()
+        if self._marks is not None:
+            self._marks.read_clock()
 
     def stop(self) -> None:
         device = current_device()
         device.synchronize()
+        if self._marks is not None:
+            self._marks.read_clock()
         self._profile.stop()
         self._file.parent.mkdir(parents=True, exist_ok=True)
         plain = self._file.with_name(f".{self._file.name}.json")
@@ -117,13 +131,15 @@ class Recording:
             "gpu": device.facts()["gpu"],
             "peak": asdict(device_peak()),
         }
+        if self._marks is not None:
+            self._marks.add_to(content)
         trace.write(content, self._file)
 
 
 @contextmanager
-def recorded(file: Path, clock_ns: int = 0) -> Iterator[None]:
+def recorded(file: Path, clock_ns: int = 0, marks: bool = False) -> Iterator[None]:
     """Record the region into ``file``, also when it raises; arguments as of ``Recording``."""
-    recording = Recording(file, clock_ns)
+    recording = Recording(file, clock_ns, marks)
     recording.start()
     try:
         with recording.scopes.on():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.observed import observed
@@ -15,6 +15,8 @@ Facts: TypeAlias = dict[str, Any]
 """Plain text and numbers about a call, by name."""
 Opened: TypeAlias = Callable[[str, Facts], AbstractContextManager[object]]
 """Makes of a scope's name and numbers the scope of a profiler."""
+Marked: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Makes what is entered around a call whose kernels make marks."""
 _NUMBERS = ("flops", "bytes", "link_bytes")
 
 
@@ -26,9 +28,9 @@ class Scopes:
             calls without a case say the function alone.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, marked: Marked = nullcontext) -> None:
         self.calls: dict[str, Facts] = {}
-        self._opened = opened
+        self._opened, self._marked = opened, marked
         self._ranged = current_device().ranged
         for look in (_cases, device_peak):  # loads all ops, asks the driver: not in the first call
             look()
@@ -48,6 +50,7 @@ class Scopes:
             scopes.enter_context(self._ranged(title))
             numbers = {key: value for key, value in facts.items() if key in _NUMBERS}
             scopes.enter_context(self._opened(name, numbers))
+            scopes.enter_context(self._marked())
             try:
                 yield
             finally:

@@ -21,6 +21,8 @@ class OpSummary:
         tflops, gbps, link_gbps: a rank's; ``None``: the op has no case.
         bound: by which of its resources a call takes longest at their peaks.
         limit_ms: so long.
+        marks: by name, the share of the time of all programs of its kernels, of all ranks and
+            calls; ``None``: marks were not asked for.
         share: of that peak that was reached: ``limit_ms / ms``.
     """
 
@@ -38,6 +40,7 @@ class OpSummary:
     link_bytes: float | None = None
     bounds_ms: dict[str, float] | None = None
     limit_ms: float | None = None
+    marks: dict[str, float] | None = None
 
     @property
     def bound(self) -> str | None:
@@ -105,9 +108,18 @@ def _summary(by_rank: Mapping[int, list[Mapping[str, Any]]]) -> OpSummary:
             for rank, calls in sorted(timed.items())
             if calls
         },
+        marks=_mean_shares(
+            [call["marks"] for calls in together for call in calls if "marks" in call]
+        ),
         skew_us=_median([max(each) - min(each) for each in begins]) or 0.0,
         **{name: some[name] for name in _OF_CASE if name in some},
     )
+
+
+def _mean_shares(shares: list[dict[str, float]]) -> dict[str, float] | None:
+    names = dict.fromkeys(name for each in shares for name in each)
+    found = {name: sum(each.get(name, 0.0) for each in shares) / len(shares) for name in names}
+    return found if shares else None
 
 
 def _median(values: list[float]) -> float | None:

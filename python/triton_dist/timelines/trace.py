@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 Trace: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
@@ -37,13 +37,22 @@ def _open(file: Path, mode: str) -> IO[Any]:
     return opener(file, mode)
 
 
-def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the scopes of ``calls`` their facts, and the time that the device took for them.
+class Span(NamedTuple):
+    """From when to when, in a trace's microseconds."""
 
-    A call's work on the device is what its own thread launched meanwhile, as the profiler's
+    event: Event
+    begin: float
+    end: float
+    on_device: bool
+
+
+def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
+    """Scopes of these names, by name, with the time that the device took for them.
+
+    A scope's work on the device is what its own thread launched meanwhile, as the profiler's
     correlations say, and what the profiler itself puts under the scope's name there, which has the
     driver's copies too: from the beginning of the first of it to the end of the last. Without any,
-    as on CPU ranks, it is the call itself.
+    as on CPU ranks, it is the scope itself.
     """
     events: list[Event] = trace["traceEvents"]
     work: dict[Any, list[Event]] = {}
@@ -58,12 +67,10 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
         elif correlation is not None and event.get("cat") in _LAUNCHES:
             thread = (event["pid"], event["tid"])
             launched.setdefault(thread, []).append((event["ts"], correlation))
+    found = {}
     for event in events:
         name = str(event.get("name"))
-        if event.get("cat") not in (_MARK, _DEVICE_MARK) or name not in calls:
-            continue
-        event["name"] = name.rpartition(" #")[0]
-        if event["cat"] != _MARK:
+        if event.get("cat") != _MARK or name not in names:
             continue
         begin, end = event["ts"], event["ts"] + event["dur"]
         of_thread = launched.get((event["pid"], event["tid"]), [])
@@ -74,9 +81,20 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
         if done:
             begin = min(each["ts"] for each in done)
             end = max(each["ts"] + each["dur"] for each in done)
+        found[name] = Span(event, begin, end, bool(done))
+    return found
+
+
+def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the scopes of ``calls`` their facts and their ``spans``."""
+    for name, (event, begin, end, on_device) in spans(trace, calls).items():
         number = int(name.rpartition("#")[2])
-        device = {"begin_us": begin, "ms": (end - begin) / 1e3, "on_device": bool(done)}
+        device = {"begin_us": begin, "ms": (end - begin) / 1e3, "on_device": on_device}
         event["args"] = {**event.get("args", {}), SCOPE: {"call": number, **calls[name], **device}}
+    for event in trace["traceEvents"]:
+        name = str(event.get("name"))
+        if event.get("cat") in (_MARK, _DEVICE_MARK) and name in calls:
+            event["name"] = name.rpartition(" #")[0]
 
 
 def merge(traces: Mapping[int, Trace]) -> Trace:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+from triton_dist.runtime import marking
 from triton_dist.runtime.device import cuda_driver
 
 _INTEGERS: dict[str, Any] = {
@@ -115,9 +116,10 @@ def scratch_bytes(compiled: Any, grid: Sequence[int]) -> int:
 
 
 def has_launch_hooks() -> bool:
-    """True if somebody, a profiler, wants to see each launch of Triton."""
+    """True if somebody, a profiler, wants to see each launch of Triton, or has it launch kernels
+    that make marks in place of those that are laid out."""
     knobs = triton.knobs.runtime
-    return any(
+    return marking.current() is not None or any(
         hook is not None and getattr(hook, "calls", True)
         for hook in (knobs.launch_enter_hook, knobs.launch_exit_hook)
     )

@@ -53,6 +53,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.exchange.protocol import (
     LINE_BYTES,
@@ -129,8 +130,9 @@ def send_lines(targets, offset, payload, line, mask, tag):
     low = payload.to(tl.uint32, bitcast=True).to(tl.int64)
     words = low | (tag.to(tl.int64) << 32)
     word = line[:, None] * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
-    for peer in tl.static_range(len(targets)):
-        tl.store(targets[peer] + offset + word, words, mask=mask[:, None])
+    with dl.mark("push"):
+        for peer in tl.static_range(len(targets)):
+            tl.store(targets[peer] + offset + word, words, mask=mask[:, None])
 
 
 @jit
@@ -147,10 +149,11 @@ def await_lines(packets, epoch, tag, line, mask, rank, NUM_RANKS: tl.constexpr):
         source = peer + (peer >= rank).to(tl.int32)
         part_ptr = packets.words + part_offset(epoch, source, packets.part_words, NUM_RANKS)
         lines = lines + (part_ptr + line * LINE_WORDS,)  # noqa: RUF005
-    if INTERPRETED:
-        payloads = _poll_in_turn(lines, tag, mask, packets.guard)
-    else:
-        payloads = _poll_together(lines, tag, mask, packets.guard)
+    with dl.mark("wait"):
+        if INTERPRETED:
+            payloads = _poll_in_turn(lines, tag, mask, packets.guard)
+        else:
+            payloads = _poll_together(lines, tag, mask, packets.guard)
     return payloads
 
 

@@ -186,10 +186,11 @@ def tell_ranks(call, phase, value, plan: tl.constexpr):
     tl.debug_barrier()  # a release is one thread's; all threads' stores come before it
     there = tl.arange(0, plan.LANES) < plan.NUM_RANKS
     values = tl.full((plan.LANES,), 0, tl.int64) + value
-    tl.atomic_xchg(
-        call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=there,
-        sem="release", scope="sys",
-    )  # fmt: skip
+    with dl.mark("push"):
+        tl.atomic_xchg(
+            call.flags + flag_offset(phase, value, plan.NUM_RANKS), values, mask=there,
+            sem="release", scope="sys",
+        )  # fmt: skip
 
 
 @jit
@@ -235,9 +236,10 @@ def behind(offset, token):
 def send_block(values, index, mask, slots, offset, room, rank, plan: tl.constexpr):
     """Store ``values``, at ``index`` of a shard, into every peer's slot, as this rank's part."""
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
-    for step in tl.static_range(1, NUM_RANKS):
-        target = target_at(slots.table, (rank + step) % NUM_RANKS, slots.data) + offset
-        tl.store(target + rank.to(tl.int64) * room + index, values, mask=mask)
+    with dl.mark("push"):
+        for step in tl.static_range(1, NUM_RANKS):
+            target = target_at(slots.table, (rank + step) % NUM_RANKS, slots.data) + offset
+            tl.store(target + rank.to(tl.int64) * room + index, values, mask=mask)
 
 
 @jit
@@ -262,13 +264,14 @@ def push_shards(x_ptr, slots, call, first_block, end_block, lengths, plan: tl.co
     NUM_RANKS: tl.constexpr = plan.NUM_RANKS
     for block in range(first_block, end_block):
         index = first_of(block, plan.BLOCK) + tl.arange(0, plan.BLOCK)
-        for step in tl.static_range(1, NUM_RANKS):
-            peer = (call.rank + step) % NUM_RANKS
-            source = peer.to(tl.int64) * lengths.shard + index
-            mask = (index < lengths.shard) & (source < lengths.total)
-            x = tl.load(x_ptr + source, mask=mask)
-            target = target_at(slots.table, peer, slots.data) + call.offset
-            tl.store(target + call.rank.to(tl.int64) * lengths.room + index, x, mask=mask)
+        with dl.mark("push"):
+            for step in tl.static_range(1, NUM_RANKS):
+                peer = (call.rank + step) % NUM_RANKS
+                source = peer.to(tl.int64) * lengths.shard + index
+                mask = (index < lengths.shard) & (source < lengths.total)
+                x = tl.load(x_ptr + source, mask=mask)
+                target = target_at(slots.table, peer, slots.data) + call.offset
+                tl.store(target + call.rank.to(tl.int64) * lengths.room + index, x, mask=mask)
 
 
 @jit

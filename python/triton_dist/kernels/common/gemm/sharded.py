@@ -317,8 +317,9 @@ def kernel_gemm_non_persistent(
     column_mask = column_index < N
     c_rows = shard.to(tl.int64) * rows + row_index
     c_block = c_ptr + c_rows[:, None] * N + column_index[None, :]
-    tl.store(
-        c_block,
-        accumulator.to(c_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & column_mask[None, :],
-    )
+    with dl.mark("store"):
+        tl.store(
+            c_block,
+            accumulator.to(c_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )

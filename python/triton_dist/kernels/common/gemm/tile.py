@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from triton_dist import language as dl
 from triton_dist._jit import jit
 
 
@@ -99,14 +100,16 @@ def multiply_steps(
     BLOCK_SIZE_K: tl.constexpr,
 ):
     """``accumulator`` plus the product over steps ``first_step`` to ``end`` along K."""
-    for step in range(first_step, end):
-        k = step * BLOCK_SIZE_K
-        a = a_desc.load([row, k])
-        if B_COLUMN_MAJOR:
-            b = b_desc.load([column, k]).T
-        else:
-            b = b_desc.load([k, column])
-        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+    with dl.mark("mma"):
+        for step in range(first_step, end):
+            k = step * BLOCK_SIZE_K
+            with dl.mark("load", pipelined=True):
+                a = a_desc.load([row, k])
+                if B_COLUMN_MAJOR:
+                    b = b_desc.load([column, k]).T
+                else:
+                    b = b_desc.load([k, column])
+            accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
     return accumulator
 
 
@@ -163,13 +166,15 @@ def multiply_tile_by_pointers(
     a_block = a_ptr + a_rows[:, None] * stride_am + k_index[None, :] * stride_ak
     b_block = b_ptr + k_index[:, None] * stride_bk + column_index[None, :].to(tl.int64) * stride_bn
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_SIZE_K)):
-        k_mask = k_index < K - step * BLOCK_SIZE_K
-        a = tl.load(a_block, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-        b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
-        accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
-        a_block += BLOCK_SIZE_K * stride_ak
-        b_block += BLOCK_SIZE_K * stride_bk
+    with dl.mark("mma"):
+        for step in range(tl.cdiv(K, BLOCK_SIZE_K)):
+            k_mask = k_index < K - step * BLOCK_SIZE_K
+            with dl.mark("load", pipelined=True):
+                a = tl.load(a_block, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+                b = tl.load(b_block, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
+            accumulator = tl.dot(a, b, accumulator, input_precision=INPUT_PRECISION)
+            a_block += BLOCK_SIZE_K * stride_ak
+            b_block += BLOCK_SIZE_K * stride_bk
     return accumulator
 
 
@@ -250,17 +255,18 @@ def store_tile(
 ):
     """Convert and store a tile of C; in two halves when ``EPILOGUE_SUBTILE``, for half the
     staging memory."""
-    if EPILOGUE_SUBTILE:
-        halves = tl.permute(
-            tl.reshape(accumulator, (BLOCK_SIZE_M, 2, BLOCK_SIZE_N // 2)), (0, 2, 1)
-        )
-        left, right = tl.split(halves)
-        left = tl.reshape(left.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
-        c_desc.store([shard, row, column], left)
-        right = tl.reshape(right.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
-        c_desc.store([shard, row, column + BLOCK_SIZE_N // 2], right)
-    else:
-        c_desc.store(
-            [shard, row, column],
-            tl.reshape(accumulator.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N)),
-        )
+    with dl.mark("store"):
+        if EPILOGUE_SUBTILE:
+            halves = tl.permute(
+                tl.reshape(accumulator, (BLOCK_SIZE_M, 2, BLOCK_SIZE_N // 2)), (0, 2, 1)
+            )
+            left, right = tl.split(halves)
+            left = tl.reshape(left.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
+            c_desc.store([shard, row, column], left)
+            right = tl.reshape(right.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N // 2))
+            c_desc.store([shard, row, column + BLOCK_SIZE_N // 2], right)
+        else:
+            c_desc.store(
+                [shard, row, column],
+                tl.reshape(accumulator.to(c_desc.dtype), (1, BLOCK_SIZE_M, BLOCK_SIZE_N)),
+            )

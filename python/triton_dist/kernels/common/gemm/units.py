@@ -105,15 +105,17 @@ def push_own_shard(
         column = first_step_of_chunk(chunk, steps, NUM_CHUNKS) * BLOCK_SIZE_K
         end = first_step_of_chunk(chunk + 1, steps, NUM_CHUNKS) * BLOCK_SIZE_K
         end = tl.multiple_of(min(end, K), vector)
-        _push_columns(
-            own_ptr, gathered_ptr, shards_table, rows, K, column, end, program, rank, num_ranks,
-            NUM_COMM_SMS, vector,
-        )  # fmt: skip
-        for first_peer in range(0, peers, _PEERS):
-            number = first_peer + tl.arange(0, _PEERS)
-            flags_ptr = dl.symm_at(arrivals_ptr, arrivals_table, (rank + 1 + number) % num_ranks)
-            flag = rank * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-            dl.notify(flags_ptr + flag, value, mask=number < peers)
+        with dl.mark("push"):
+            _push_columns(
+                own_ptr, gathered_ptr, shards_table, rows, K, column, end, program, rank, num_ranks,
+                NUM_COMM_SMS, vector,
+            )  # fmt: skip
+            for first_peer in range(0, peers, _PEERS):
+                number = first_peer + tl.arange(0, _PEERS)
+                peer = (rank + 1 + number) % num_ranks
+                flags_ptr = dl.symm_at(arrivals_ptr, arrivals_table, peer)
+                flag = rank * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
+                dl.notify(flags_ptr + flag, value, mask=number < peers)
 
 
 @jit

@@ -141,10 +141,11 @@ def _produce(
         tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
-        stage, phase = _load_tile(
-            own_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
-            m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, first_step, end_step, B_COLUMN_MAJOR,
-        )  # fmt: skip
+        with dl.mark("load"):
+            stage, phase = _load_tile(
+                own_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
+                m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, first_step, end_step, B_COLUMN_MAJOR,
+            )  # fmt: skip
 
     if GATHERED:
         gathered_desc = tma.make_tensor_descriptor(
@@ -165,11 +166,12 @@ def _produce(
                 arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
             )
             first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
-            stage, phase = _load_tile(
-                gathered_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
-                dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, first_step, end_step,
-                B_COLUMN_MAJOR,
-            )  # fmt: skip
+            with dl.mark("load"):
+                stage, phase = _load_tile(
+                    gathered_desc, b_desc, a_ring, b_ring, full, empty, stage, phase,
+                    dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, first_step,
+                    end_step, B_COLUMN_MAJOR,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -288,10 +290,11 @@ def _consume(
             tile, tiles_m, tiles_n, rank, num_ranks, GATHERED, GROUP_SIZE_M, GROUP_SIZE_SHARDS
         )
         first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
-        accumulator, stage, phase = _multiply_half(
-            GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
-            B_COLUMN_MAJOR, LAYOUT,
-        )  # fmt: skip
+        with dl.mark("mma"):
+            accumulator, stage, phase = _multiply_half(
+                GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
+                B_COLUMN_MAJOR, LAYOUT,
+            )  # fmt: skip
         is_complete = True
         if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
             if num_parts > 1:
@@ -299,10 +302,11 @@ def _consume(
                     GROUP, accumulator, partials_ptr, counters_ptr, tile - whole, part, SPLIT_K
                 )
         if is_complete:
-            _store_half(
-                c_desc, accumulator, staging.index(GROUP), shard,
-                m * BLOCK_SIZE_M + GROUP * HALF_M, n * BLOCK_SIZE_N, EPILOGUE_SUBTILE,
-            )  # fmt: skip
+            with dl.mark("store"):
+                _store_half(
+                    c_desc, accumulator, staging.index(GROUP), shard,
+                    m * BLOCK_SIZE_M + GROUP * HALF_M, n * BLOCK_SIZE_N, EPILOGUE_SUBTILE,
+                )  # fmt: skip
     tma.store_wait(0)  # shared memory is to stay until it is read
 
 

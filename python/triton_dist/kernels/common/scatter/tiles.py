@@ -89,12 +89,13 @@ class Summing(NamedTuple):
 def announce_tile(slot, M, row_block, unit, rank, summing: tl.constexpr):
     """Say that a tile of another rank's ``row_block``, of a product of ``M`` rows, is stored: to
     that rank, or to the copy engine."""
-    flag = tl.load(slot.flags + row_block)
-    if summing.SCATTER == "row_block":
-        dl.notify(flag.to(tl.pointer_type(tl.int32)) + unit, 1, "add")
-    else:
-        flag_ptr = flag.to(slot.epoch.dtype) + unit * summing.NUM_RANKS + rank
-        dl.notify(flag_ptr, flag_of(slot.epoch, M))
+    with dl.mark("push"):
+        flag = tl.load(slot.flags + row_block)
+        if summing.SCATTER == "row_block":
+            dl.notify(flag.to(tl.pointer_type(tl.int32)) + unit, 1, "add")
+        else:
+            flag_ptr = flag.to(slot.epoch.dtype) + unit * summing.NUM_RANKS + rank
+            dl.notify(flag_ptr, flag_of(slot.epoch, M))
 
 
 @jit
@@ -108,7 +109,8 @@ def announce_to_all(out, slot, M, unit, rank, NUM_RANKS: tl.constexpr):
     peer = tl.arange(0, triton.next_power_of_2(NUM_RANKS))
     there = peer < NUM_RANKS
     flags = tl.load(out.sum_flags + peer, mask=there, other=0).to(slot.epoch.dtype)
-    dl.notify(flags + unit * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=there)
+    with dl.mark("push"):
+        dl.notify(flags + unit * NUM_RANKS + rank, flag_of(slot.epoch, M), mask=there)
 
 
 @jit
@@ -221,10 +223,11 @@ def store_tile_by_pointers(
     # 64-bit only where it must be: an offset of 64 bits for each element would cost registers.
     tile_ptr = target_ptr + (row.to(tl.int64) * N + column)
     block = tile_ptr + (local_row[:, None] * N + local_column[None, :])
-    if ADD:
-        tl.atomic_add(block, accumulator, mask=mask, sem="relaxed", scope="sys")
-    else:
-        tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
+    with dl.mark("store"):
+        if ADD:
+            tl.atomic_add(block, accumulator, mask=mask, sem="relaxed", scope="sys")
+        else:
+            tl.store(block, accumulator.to(target_ptr.dtype.element_ty), mask=mask)
     tl.debug_barrier()  # an own tile is read back by other threads
 
 
