@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runtime.exact_memory import exact_memory
 from tests.runtime.fake_ipc import FakeIpc
 from tests.runtime.test_symmetric import REGIONS, ask_for_something_else, check_regions
 from triton_dist.errors import DeviceUnavailable, RanksFailed, SymmetricMemoryFull
@@ -44,6 +45,7 @@ def different_regions(what):
     return ask_for_something_else(what)
 
 
+@exact_memory
 def test_different_regions_are_an_error_on_every_rank(spawn_ranks):
     by_rank, *others = spawn_ranks(3, different_regions, "shape")
     assert by_rank[1] == "test: region [4, 5] torch.int32"
@@ -161,6 +163,7 @@ def too_little():
     return on_one_rank(capacity=100)
 
 
+@exact_memory
 def test_too_little_memory_on_one_rank_is_an_error_on_all(spawn_ranks):
     (kind, said), *others = spawn_ranks(3, too_little)
     assert others == [(kind, said)] * 2

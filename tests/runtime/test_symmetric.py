@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runtime.exact_memory import exact_memory
 from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
@@ -114,6 +115,7 @@ def ask_for_something_else(what):
     return disagreement.value.by_rank
 
 
+@exact_memory
 @pytest.mark.parametrize("what", ["name", "shape", "dtype"])
 def test_different_regions_are_an_error_on_every_rank(spawn_ranks, what):
     other = {
@@ -137,6 +139,7 @@ def ask_for_too_much():
     return error.needed, error.available
 
 
+@exact_memory
 def test_a_full_shared_memory_says_how_much_is_missing(spawn_ranks):
     for needed, available in spawn_ranks(2, ask_for_too_much):
         assert needed == 2**46
