@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -48,6 +50,27 @@ def test_a_launch_made_anew_is_repeated_if_only_addresses_differ(monkeypatch):
     first, second, wider, other = (hash(key) for key, _ in keys)
     assert first == second
     assert len({first, wider, other}) == 3
+
+
+def test_what_is_launched_while_somebody_watches_is_not_laid_out():
+    did, watched = [], iter((True, False, False, True, False))
+    launcher = Launcher()
+    launcher._device = SimpleNamespace(
+        launches_are_watched=lambda: next(watched),
+        repeated_launch=lambda *_: lambda *_: did.append("repeated"),
+        current_stream=lambda: 0,
+    )
+    kernel = SimpleNamespace(arg_names=())
+    launch = SimpleNamespace(
+        run=lambda: did.append("launched") or object(),
+        grid=(1,),
+        kernel=kernel,
+        args=(),
+        options={},
+    )
+    for _ in range(5):
+        launcher.run("key", lambda: launch)
+    assert did == ["launched", "launched", "repeated", "launched", "repeated"]
 
 
 def half(rows, columns):

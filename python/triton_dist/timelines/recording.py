@@ -14,7 +14,7 @@ import torch
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
-from triton_dist.runtime.profiling import torch_profile
+from triton_dist.runtime.profiling import timeline_profile
 from triton_dist.runtime.ranks import Group, ProcessGroupRanks, SoloRank, group_for
 from triton_dist.timelines import trace
 from triton_dist.timelines.marks import KernelMarks
@@ -105,10 +105,10 @@ class Recording:
         marked = nullcontext if self._marks is None else self._marks.around_call
         self.scopes = Scopes(lambda name, _: torch.profiler.record_function(name), marked)
         self._file, self._clock_ns = file, clock_ns
-        self._profile = torch_profile()
+        self._profile = timeline_profile()
 
     def start(self) -> None:
-        self._profile.start()
+        self._profile.__enter__()
         if self._marks is not None:
             self._marks.read_clock()
 
@@ -117,7 +117,7 @@ class Recording:
         device.synchronize()
         if self._marks is not None:
             self._marks.read_clock()
-        self._profile.stop()
+        self._profile.__exit__(None, None, None)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         plain = self._file.with_name(f".{self._file.name}.json")
         self._profile.export_chrome_trace(str(plain))

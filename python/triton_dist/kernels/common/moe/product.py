@@ -212,25 +212,26 @@ def kernel_grouped_gemm(
             up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
         # Nobody has no weights.
         steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
-        for step in range(steps):
-            at = step * BLOCK_SIZE_K
-            # Weights first: they need not wait until routes are there.
-            weights = load_weights(
-                b, expert, at, column, N, K, stride_be, stride_bk, stride_bn,
-                DESCRIPTORS, B_COLUMN_MAJOR, COLUMNS, BLOCK_SIZE_K,
-            )  # fmt: skip
-            a = tl.load(
-                a_rows[:, None] + (at + k)[None, :],
-                mask=inside[:, None] & (at + k < K)[None, :],
-                other=0.0,
-            )
-            product = tl.dot(a, weights, product, input_precision=INPUT_PRECISION)
-            if SILU_MUL:
+        with dl.mark("mma"):
+            for step in range(steps):
+                at = step * BLOCK_SIZE_K
+                # Weights first: they need not wait until routes are there.
                 weights = load_weights(
-                    b, expert, at, width + column, N, K, stride_be, stride_bk, stride_bn,
+                    b, expert, at, column, N, K, stride_be, stride_bk, stride_bn,
                     DESCRIPTORS, B_COLUMN_MAJOR, COLUMNS, BLOCK_SIZE_K,
                 )  # fmt: skip
-                up = tl.dot(a, weights, up, input_precision=INPUT_PRECISION)
+                a = tl.load(
+                    a_rows[:, None] + (at + k)[None, :],
+                    mask=inside[:, None] & (at + k < K)[None, :],
+                    other=0.0,
+                )
+                product = tl.dot(a, weights, product, input_precision=INPUT_PRECISION)
+                if SILU_MUL:
+                    weights = load_weights(
+                        b, expert, at, width + column, N, K, stride_be, stride_bk, stride_bn,
+                        DESCRIPTORS, B_COLUMN_MAJOR, COLUMNS, BLOCK_SIZE_K,
+                    )  # fmt: skip
+                    up = tl.dot(a, weights, up, input_precision=INPUT_PRECISION)
         if SILU_MUL:
             product = product / (1.0 + tl.exp(-product)) * up
         out = rows if SORTED else route
@@ -238,11 +239,12 @@ def kernel_grouped_gemm(
         if C_ALIGNED:
             c_rows = tl.multiple_of(c_rows, 16)
         columns = column + tl.arange(0, COLUMNS)
-        tl.store(
-            c_rows[:, None] + columns[None, :],
-            product.to(c_ptr.dtype.element_ty),
-            mask=inside[:, None] & (columns < width)[None, :],
-        )
+        with dl.mark("store"):
+            tl.store(
+                c_rows[:, None] + columns[None, :],
+                product.to(c_ptr.dtype.element_ty),
+                mask=inside[:, None] & (columns < width)[None, :],
+            )
 
 
 def fits_weights_descriptor(B: torch.Tensor) -> bool:
