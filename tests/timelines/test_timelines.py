@@ -70,7 +70,7 @@ def test_ranks_share_one_clock(ranks, merged):
                 if (c["op"], c["rank"]) == (op, told["rank"]) and "shape" in c
             ]  # fmt: skip
             began = base + call["begin_us"] * MICROSECOND
-            slack = 2_000 * MICROSECOND  # of the profiler's own conversion of clocks
+            slack = 20_000 * MICROSECOND  # of the profiler's own conversion of clocks
             assert begin - slack <= began
             assert began + call["ms"] * 1e6 <= end + slack
 
@@ -87,7 +87,7 @@ def test_programs_of_kernels_say_what_they_do_within_the_calls_of_their_rank(ran
         for call, more in zip(calls, (set(), {"push"}), strict=True):
             assert set(call["marks"]) == {"wait", "load", "mma", "store"} | more
             assert all(0 < share <= 1 for share in call["marks"].values())
-        slack = 5_000  # of the reading of two clocks one after another
+        slack = 20_000  # of the reading of two clocks one after another
         for event in made:
             assert any(
                 call["begin_us"] - slack <= event["ts"]

@@ -42,7 +42,7 @@ def add_to(verbs: Any) -> None:
         examples=[
             "profile -- torchrun --nproc-per-node=2 script.py",
             "profile --calls 10:20 --out p.json.gz -- python script.py",
-            "profile --marks --calls 4:6 -- torchrun --nproc-per-node=2 script.py",
+            "profile --marks --calls 4:6 -- python script.py",
             "profile show p.json.gz",
             "profile show p.json.gz --png roofline.png",
         ],
