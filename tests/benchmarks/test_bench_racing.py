@@ -43,7 +43,7 @@ def test_the_file_says_what_was_measured(results):
     scores, tree = results
     assert [each["near"] for each in tree["scores"]] == [score.near for score in scores]
     assert tree["draws"] == [0, 8]
-    assert tree["policy"]["doubt"] == 20
+    assert tree["policy"]["doubt"] == 60
 
 
 @pytest.mark.parametrize("part", [*bench_racing.OF_THE_TIME, *bench_racing.OF_THE_RUN])

@@ -92,7 +92,7 @@ class Policy:
         return cls(
             warmup=max(warmup, 1) if timing == "graph" else warmup,
             repeat=4 if cpu or takes_turns else 10,
-            doubt=0 if cpu or takes_turns else 20,
+            doubt=0 if cpu or takes_turns else 60,
             rounds=(2,) if cpu or takes_turns else (1, 2, 5),
             timing=timing,
             search=search,
