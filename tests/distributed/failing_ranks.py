@@ -26,6 +26,7 @@ from triton_dist.kernels.nvidia import ag_gemm
 from triton_dist.runtime.device.cpu import CpuCopyStream
 
 LATE_SECONDS = 0.12
+VERY_LATE_SECONDS = 0.5  # longer than a product takes where other processes have the cores
 
 
 @triton_dist.jit(do_not_specialize=["rank", "num_ranks"])
@@ -106,13 +107,14 @@ MUTATIONS: dict[str, Callable[[], None]] = {
 
 
 def calls_with(mutation: str | None, method: AllGatherMethod, persistent: bool) -> int:
-    """Four calls, rank 1 late in each, with one piece broken; ``None``: with none."""
+    """Four calls, rank 1 late in each, very late in the last one, with one piece broken; ``None``:
+    with none."""
     if mutation is not None:
         MUTATIONS[mutation]()
     calls = Calls(max_rows=20, columns=40, K=72)
-    for _ in range(4):
+    for late in (*[LATE_SECONDS / 2] * 3, VERY_LATE_SECONDS):
         if dist.get_rank() == 1:
-            time.sleep(LATE_SECONDS / 2)
+            time.sleep(late)
         calls(20, method=method, num_chunks=2, persistent=persistent)
     return calls.check()
 
