@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import runpy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from triton_dist.runtime import symmetric
 from triton_dist.runtime.debugging import races, waiting
 from triton_dist.runtime.debugging.checks import checking
 from triton_dist.runtime.debugging.faults import KernelFault
+from triton_dist.runtime.device import current_device
 
 FLOATS = ((16,), torch.float32)
 
@@ -204,6 +206,54 @@ def swap(tell: bool = True, wait: bool = True, lined_up: bool = True) -> None:
                 memory.barrier()
 
 
+@jit
+def kernel_take(inbox, flag, out, WAIT: tl.constexpr):
+    if WAIT:
+        dl.wait(flag, 1, 1)
+    offsets = tl.arange(0, 4)
+    tl.store(out + offsets, tl.load(inbox + offsets))  # here: take
+
+
+def copies(pulls: bool, late: bool = False, wait: bool = True, reused: bool = False) -> None:
+    """A copy stream of rank 1, or of rank 0 if it ``pulls``, fills the inbox of rank 0, whose
+    kernel loads that; right by default.
+
+    Args:
+        late: the copy comes behind the flag that tells of it.
+        reused: it comes once more, and nothing says that rank 0 has loaded.
+    """
+    boxes = dict.fromkeys(("outbox", "inbox"), ((4,), torch.float32))
+    with symmetric.allocate("bugs", boxes | {"flag": ((1,), torch.int32)}) as memory:
+        inbox, flag, rank = memory["inbox"].peers[0], memory["flag"].peers[0], dist.get_rank()
+        source = memory["outbox"].peers[1] if pulls else torch.ones(4)
+        stream = current_device().copy_stream()
+
+        def copy() -> None:
+            if late:
+                stream.write_flag(flag, 0, 1)
+            stream.copy(inbox, source)  # here: copy
+            if not late:
+                stream.write_flag(flag, 0, 1)
+            done = threading.Event()  # no check sees that this waits for the stream
+            stream._steps.put(done.set)
+            done.wait()
+
+        def take() -> None:
+            kernel_take[(1,)](inbox, flag, torch.zeros(4), wait)
+
+        steps = [(0 if pulls else 1, copy), (0, take)]
+        try:
+            for turn, step in steps + steps[:1] * reused:
+                try:
+                    if turn == rank:
+                        step()
+                finally:
+                    dist.distributed_c10d.barrier()  # which no check sees
+            stream.join_current()  # raises what a copy did
+        finally:
+            stream.close()
+
+
 @jit(do_not_specialize=["rank"])
 def kernel_reach(inbox, inboxes, out, rank, SAY: tl.constexpr):
     rows = tl.make_tensor_descriptor(inbox, [8, 4], [4, 1], [8, 4])
@@ -256,6 +306,12 @@ RACES = {
     "missing release": (functools.partial(swap, tell=False), "swap"),
     "missing wait": (functools.partial(swap, wait=False), "swap"),
     "epoch reused": (functools.partial(swap, lined_up=False), "reuse"),
+    "push": (functools.partial(copies, pulls=False), ""),
+    "pull": (functools.partial(copies, pulls=True), ""),
+    "push, missing wait": (functools.partial(copies, pulls=False, wait=False), "take"),
+    "pull, missing wait": (functools.partial(copies, pulls=True, wait=False), "take"),
+    "push behind its flag": (functools.partial(copies, pulls=False, late=True), "take"),
+    "push reused": (functools.partial(copies, pulls=False, reused=True), "copy"),
     "rows that are used": (functools.partial(reach, say=True), ""),
     "rows beyond": (functools.partial(reach, say=False), "reach"),
 }

@@ -1,21 +1,25 @@
 """Data races between ranks on symmetric memory, by vector clocks.
 
-Each rank counts its releases, and knows of every other how many of its releases came before. A
-release (``notify``) writes down beside the flag what its rank knows; an acquire (``wait``) learns
-it; a collective lets all learn from all. Beside each element stands who last stored to it, and who
-loaded it, at which count: what is not known to have come before is a race, whatever was read.
+Who is checked are the programs of each rank, which count as one, and its copy streams, which count
+as another. Each counts its releases, and knows of every other how many of its releases came before.
+A release (``notify``) writes down beside the flag what its rank knows; an acquire (``wait``) learns
+it; a collective lets all learn from all. A copy knows what its rank knew when it was queued, and
+whoever joins the stream learns what that knows. Beside each element stands who last stored to it,
+and who loaded it, at which count: what is not known to have come before is a race, whatever was
+read.
 
-The programs of a rank count as one, and what copy streams and torch do is not seen, but their flags
-and collectives are: so there are races that this does not find.
+What torch does is not seen, but its collectives are: so there are races that this does not find.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
+import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,13 +32,14 @@ from triton_dist.runtime import addresses, symmetric
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.faults import DataRace
 from triton_dist.runtime.debugging.job import made_folder
-from triton_dist.runtime.debugging.site import site
+from triton_dist.runtime.debugging.site import kernel_frame, site
 from triton_dist.runtime.device import cpu
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 _SHADOW = "~race"
-# Columns of a shadow: who stored (rank + 1), at which count, on which line; then, a rank each, at
-# which count it loaded, and what was released here.
+# Columns of a shadow: who stored (its number + 1), at which count, on which line; then, for each,
+# at which count it loaded, and what was released here. Numbers are those of ranks, and then, in the
+# same order, those of their copy streams.
 _WHO, _COUNT, _LINE, _FIRST = 0, 1, 2, 3
 # Those of them that this torch has. What tells one rank only is taken for telling all: too much is
 # known then, which gives no false alarm.
@@ -45,6 +50,7 @@ _COLLECTIVES = (
     "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
     "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
+_instances = itertools.count()
 _WORDS = ("meet", "decide", "gather", "maximum", "barrier", "align", "line_up")
 
 
@@ -63,19 +69,20 @@ def expected() -> Iterator[list[str]]:
         _meant = before
 
 
-def _report(message: str) -> None:
-    if _meant is None:
-        raise DataRace(message)
-    _meant.append(message)
+def _columns() -> int:
+    return _FIRST + 2 * _how_many()
+
+
+def _how_many() -> int:
+    return 2 * knobs.world_size.get()
 
 
 def with_shadows(
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """``regions``, and beside each one a region for what is noted of its elements."""
-    columns = _FIRST + 2 * knobs.world_size.get()
     shadows = {
-        f"{name}{_SHADOW}": ((math.prod(shape), columns), torch.int32)
+        f"{name}{_SHADOW}": ((math.prod(shape), _columns()), torch.int32)
         for name, (shape, _) in regions.items()
     }
     return {**regions, **shadows}
@@ -85,37 +92,40 @@ class Races:
     """Refuses accesses of symmetric memory that race with those of another rank."""
 
     def __init__(self) -> None:
-        self._clocks: dict[tuple[int, int], Any] = {}  # by rank and size of the world: of a job
+        self._clocks: dict[tuple[int, int], Any] = {}  # by number and size of the world: of a job
+        # Ranks begin checks alike; those of earlier ones have left their clocks in the folder.
+        self._instance = next(_instances)
         self._board: tuple[Any, Any] = (None, None)
         self._turn = threading.Lock()
+        self._copying = _Copying()
 
     def before(self, access: Access) -> None:
         for name, shadow, rows in _noted(access):
-            rank, clock = knobs.rank.get(), self._clock()
+            own, clock = self._number(), self._clock()
             if access.kind == "atomic":
                 if access.semantic in ("release", "acquire_release"):
                     with self._alone():  # several ranks may add to one flag
                         released = shadow[:, _FIRST + clock.size :]
                         released[rows] = np.maximum(released[rows], clock)
-                        clock[rank] += 1
+                        clock[own] += 1
                 continue
             if access.semantic == "volatile":
                 continue
             who, count = shadow[rows, _WHO] - 1, shadow[rows, _COUNT]
-            late = (who >= 0) & (who != rank) & (count > clock[who])
+            late = (who >= 0) & (who != own) & (count > clock[who])
             if late.any():
                 other, line = int(who[late][0]), int(shadow[rows, _LINE][late][0])
-                _report(_message(access, name, rows[late], f"rank {other} stored", line))
+                self._report(access, name, rows[late], f"{_called(other)} stored at line {line}")
             if access.kind == "load":
-                shadow[rows, _FIRST + rank] = clock[rank]
+                shadow[rows, _FIRST + own] = clock[own]
                 continue
             loads = shadow[rows, _FIRST : _FIRST + clock.size].copy()
-            loads[:, rank] = 0
+            loads[:, own] = 0
             if (loads > clock).any():
                 row, other = np.argwhere(loads > clock)[0]
-                _report(_message(access, name, rows[row:], f"rank {other} loaded", 0))
-            shadow[rows, _WHO], shadow[rows, _COUNT] = rank + 1, clock[rank]
-            shadow[rows, _LINE] = site().line
+                self._report(access, name, rows[row:], f"{_called(int(other))} loaded")
+            shadow[rows, _WHO], shadow[rows, _COUNT] = own + 1, clock[own]
+            shadow[rows, _LINE] = self._copying.line or site().line
 
     def after(self, access: Access, values: Any) -> None:
         if access.semantic in ("acquire", "acquire_release"):
@@ -136,7 +146,7 @@ class Races:
             yield
 
     def track(self) -> Undo:
-        """Note what collectives and flags of copy streams bring into an order, until undone."""
+        """Note what copy streams do, and what collectives bring into an order, until undone."""
 
         def together(original: Any) -> Any:
             def meet(*args: Any, **named: Any) -> Any:
@@ -146,6 +156,26 @@ class Races:
                 return result
 
             return meet
+
+        def queued(original: Any) -> Any:
+            def queue(stream: Any, step: Callable[[], object]) -> None:
+                known, caller = self._left_behind(), _caller()
+
+                def copying() -> None:
+                    self._copying.file, self._copying.line = caller
+                    self._learn(known)
+                    step()
+
+                original(stream, copying)
+
+            return queue
+
+        def joined(original: Any) -> Any:
+            def join(stream: Any) -> None:
+                original(stream)
+                self._learn(self._left_behind(copying=True))
+
+            return join
 
         def awaited(original: Any) -> Any:
             def wait(flags: torch.Tensor, index: int, *rest: Any) -> None:
@@ -164,7 +194,11 @@ class Races:
         def copied(original: Any) -> Any:
             def copy(stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
                 if destination.numel() == 1:  # a flag, which may be copied from another
-                    stream._queue(lambda: self.before(_of_flag(destination, 0, "release")))
+                    noted = [_of_flag(destination, 0, "release")]
+                else:
+                    noted = [_of_rows(source, "load"), _of_rows(destination, "store")]
+                for access in noted:
+                    stream._queue(functools.partial(self.before, access))
                 original(stream, destination, source)
 
             return copy
@@ -176,17 +210,47 @@ class Races:
                 replace(cpu, "_spin_until_equal", awaited),
                 replace(cpu.CpuCopyStream, "write_flag", written),
                 replace(cpu.CpuCopyStream, "copy", copied),
+                replace(cpu.CpuCopyStream, "_queue", queued),
+                replace(cpu.CpuCopyStream, "join_current", joined),
                 replace(symmetric, "regions_of", lambda _: with_shadows),
             ]
         )
 
+    def _report(self, access: Access, name: str, rows: Any, other: str) -> None:
+        rank, copying = knobs.rank.get(), self._copying
+        queued = f"rank {rank}, copy that {copying.file}:{copying.line} queued"
+        at = queued if copying.line else str(site())
+        owner = "" if " of rank " in name else f" of rank {rank}"
+        message = (
+            f"{at}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}: no "
+            "flag, and no collective, says that it was before"
+        )
+        if _meant is None:
+            raise DataRace(message)
+        _meant.append(message)
+
+    def _number(self) -> int:
+        """The one of this thread."""
+        return knobs.rank.get() + (knobs.world_size.get() if self._copying.line else 0)
+
     def _clock(self) -> Any:
-        """Releases of each rank that came before, as this one knows."""
-        rank, size = knobs.rank.get(), knobs.world_size.get()
-        if (rank, size) not in self._clocks:
-            clock = self._clocks[rank, size] = np.zeros(size, np.int32)
-            clock[rank] = 1
-        return self._clocks[rank, size]
+        """Releases of each one that came before, as that of this thread knows."""
+        return self._clock_of(self._number())
+
+    def _clock_of(self, number: int) -> Any:
+        key = number, knobs.world_size.get()
+        if key not in self._clocks:
+            clock = self._clocks[key] = np.zeros(_how_many(), np.int32)
+            clock[number] = 1
+        return self._clocks[key]
+
+    def _left_behind(self, copying: bool = False) -> Any:
+        """What this rank's programs, or its copy streams, know now; they then move on."""
+        number = knobs.rank.get() + (knobs.world_size.get() if copying else 0)
+        clock = self._clock_of(number)
+        known = clock.copy()
+        clock[number] += 1
+        return known
 
     def _learn(self, rows: Any) -> None:
         clock = self._clock()
@@ -194,20 +258,44 @@ class Races:
             np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
 
     def _publish(self) -> None:
-        rank = knobs.rank.get()
-        self._boards()[rank] = self._clock()
-        self._clock()[rank] += 1
+        self._boards()[knobs.rank.get()] = self._left_behind()
 
     def _boards(self) -> Any:
         """A row of each rank, which all of this host map."""
         size, folder = knobs.world_size.get(), made_folder()
         if self._board[0] != (folder, size):
-            path = folder / f"clocks-{size}"
+            path = folder / f"clocks-{size}-{self._instance}"
             with path.open("ab") as file:
-                file.truncate(4 * size * size)
-            boards = np.memmap(path, np.int32, "r+", shape=(size, size))
+                file.truncate(4 * size * _how_many())
+            boards = np.memmap(path, np.int32, "r+", shape=(size, _how_many()))
             self._board = (folder, size), boards
         return self._board[1]
+
+
+class _Copying(threading.local):
+    """File and line that queued what this thread does; no line: it is no copy stream's."""
+
+    file = ""
+    line = 0
+
+
+def _called(number: int) -> str:
+    rank = number % knobs.world_size.get()
+    return f"rank {rank}" if rank == number else f"a copy stream of rank {rank}"
+
+
+def _caller() -> tuple[str, int]:
+    frame = kernel_frame()
+    assert frame is not None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _of_rows(rows: torch.Tensor, kind: str) -> Access:
+    begins = np.array([rows.data_ptr()], np.uint64)
+    for size, stride in zip(rows.shape, rows.stride(), strict=True):
+        steps = np.arange(size, dtype=np.int64) * (stride * rows.element_size())
+        begins = (begins[:, None] + steps.astype(np.uint64)).ravel()
+    return Access(kind, begins, None, None)
 
 
 def _of_flag(flags: torch.Tensor, index: int, semantic: str) -> Access:
@@ -241,16 +329,5 @@ def _shadow_of(begin: int, name: str) -> Any:
     if entry is None:
         return None
     address, nbytes = entry
-    columns = _FIRST + 2 * knobs.world_size.get()
     memory: Any = (ctypes.c_char * nbytes).from_address(address)
-    return np.frombuffer(memory, np.int32).reshape(-1, columns)
-
-
-def _message(access: Access, name: str, rows: Any, other: str, line: int) -> str:
-    at = site()
-    owner = "" if " of rank " in name else f" of rank {at.rank}"
-    where = f" at line {line}" if line else ""
-    return (
-        f"{at}: {access.kind} of element {int(rows[0])} of {name}{owner}, which {other}{where}: no "
-        "flag, and no collective, says that it was before"
-    )
+    return np.frombuffer(memory, np.int32).reshape(-1, _columns())
