@@ -99,9 +99,9 @@ def in_one_allocation() -> None:
     kernel_store[(1,)](zeros(64)[16:])
 
 
-def block() -> None:
+def block(rows: int) -> None:
     triton.set_allocator(lambda size, _, __: torch.empty(size, dtype=torch.int8, device="cuda"))
-    kernel_block[(1,)](zeros(32, 128), 64)
+    kernel_block[(1,)](zeros(rows, 128), 64)
 
 
 BUGS = {
@@ -109,7 +109,8 @@ BUGS = {
     "load": lambda: kernel_load[(1,)](zeros(128), zeros(1024), 1024),
     "store": lambda: kernel_store[(1,)](zeros(16)),
     "neighbour": in_one_allocation,
-    "block": block,
+    "no bug, with a descriptor": lambda: block(64),
+    "block": lambda: block(32),
     "unwritten": lambda: kernel_unwritten[(1,)](torch.empty(128, device="cuda"), zeros(1)),
     "assertion": lambda: kernel_assertion[(1,)](16),
     "overflow": lambda: kernel_overflow[(1,)](zeros(1, dtype=torch.int32), 2**31 - 2),

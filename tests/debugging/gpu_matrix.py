@@ -61,7 +61,9 @@ def run(bug: str, mode: str, end: float) -> str:
         return kinds[0]
     if status == 0:
         return ""
-    telling = [line for line in lines if "rror" in line or "ssert" in line]
+    telling = [line for line in lines if "Assertion `" in line] or [
+        line for line in lines if "rror: " in line
+    ]
     return (telling or [ENDS])[-1].strip()
 
 
@@ -84,7 +86,7 @@ def main() -> None:
     print("| bug |" + "".join(f" {mode} |" for mode in modes))
     print("|---|" + "---|" * len(modes))
     for bug, by_mode in found.items():
-        print(f"| {bug} |" + "".join(f" {by_mode[mode][:110]} |" for mode in modes))
+        print(f"| {bug} |" + "".join(f" {by_mode[mode][-110:]} |" for mode in modes))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 

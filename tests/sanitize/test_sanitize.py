@@ -46,7 +46,11 @@ BROKEN_OFF = (
 @pytest.mark.parametrize(
     ("text", "count", "kinds"),
     [
-        (MEMCHECK, 2, {"Invalid __global__ write of size 4 bytes": 2}),
+        (
+            MEMCHECK,
+            2,
+            {"Invalid __global__ write of size 4 bytes at kernel_push+… in push.py:12": 2},
+        ),
         (RACES, 1, {"Error: Race reported between Write access at kernel_sum+… in sum.py:8": 1}),
         (CLEAN, 0, {}),
         (NO_RACES, 0, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from triton_dist import knobs
 TOOLS = ("memcheck", "racecheck")
 """Accesses outside of what was allocated; races on shared memory. Not initcheck: it takes for
 unwritten what another process wrote, as every flag of a peer. What nobody wrote is NaN in tests."""
+_PADDING = 4096  # bytes behind each allocation
 FOUND = 88
 """Exit status of a process of which something was reported."""
 _WHEELS = ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12")
@@ -23,6 +25,7 @@ _NAME = "compute-sanitizer"
 _SUMMARY = re.compile(
     r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE
 )
+_NO_FINDING = (" ", "COMPUTE-SANITIZER", "ERROR SUMMARY:", "RACECHECK SUMMARY:")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -69,10 +72,12 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
 
 def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
     """The same for a launcher and all that it starts: a log of each process in ``folder``."""
+    # Else what lies behind a tensor is another one, and right for the tool.
+    apart = ["--padding", str(_PADDING)] if tool == "memcheck" else []
     return [
         str(program), "--tool", tool, "--log-file", str(folder / "process-%p.log"),
         "--error-exitcode", str(FOUND), "--target-processes", "all", "--report-api-errors", "no",
-        "--print-limit", "100",
+        "--print-limit", "100", *apart,
     ]  # fmt: skip
 
 
@@ -82,7 +87,8 @@ class Report:
 
     Attributes:
         count: of errors or hazards; ``None``: it came to no end.
-        kinds: first lines of findings, without addresses, and how often each was printed.
+        kinds: what was found in which line of which kernel, without addresses, and how often each
+            was printed.
     """
 
     count: int | None
@@ -107,16 +113,20 @@ def report_of(text: str) -> Report:
 
 
 def _findings(text: str) -> Iterator[str]:
-    """First lines of paragraphs. In one, the lines after the first are indented."""
-    before = ""
-    for line in text.splitlines():
-        prefix, _, said = line.partition("========= ")
-        if prefix == "" and said and not said.startswith((" ", "COMPUTE-SANITIZER")):
-            if not before and "SUMMARY:" not in said:
-                yield said.strip()
-            before = said
-        elif line.strip() == "=========":
-            before = ""
+    """First lines of paragraphs, and where that was. In one, the lines after the first are
+    indented."""
+    for paragraph in re.split(r"^=========$", text, flags=re.MULTILINE):
+        lines = [text for text in map(_said, paragraph.splitlines()) if text]
+        firsts = (n for n, line in enumerate(lines) if not line.startswith(_NO_FINDING))
+        for first in itertools.islice(firsts, 1):
+            places = (line.strip() for line in lines[first:] if line.strip().startswith("at "))
+            yield " ".join([lines[first].strip(), *itertools.islice(places, 1)])
+
+
+def _said(line: str) -> str:
+    """What the tool says in a line; of another's line: nothing."""
+    prefix, _, said = line.partition("========= ")
+    return "" if prefix else said.rstrip()
 
 
 def _kind(line: str) -> str:
