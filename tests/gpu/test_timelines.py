@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.gpu.ranks import few_ranks
 from tests.timelines import timeline_ranks
+from triton_dist.errors import DeviceUnavailable
+from triton_dist.profiler_utils import group_profile
+from triton_dist.testing import spawn_ranks
 from triton_dist.timelines import trace
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
@@ -64,9 +68,12 @@ def test_marks_change_no_result_and_no_graph_makes_them(on_gpus, num_ranks, tmp_
         assert told["replayed"] == told["once"] == ["mark"] * len(told["once"])
 
 
-@few_ranks
-def test_proton_keeps_the_work_of_ops(on_gpus, num_ranks, tmp_path):
-    told = on_gpus(timeline_ranks.profile_calls, tmp_path, "proton")
+def test_proton_keeps_the_work_of_ops(tmp_path):
+    num_ranks = 2  # new processes: the driver serves torch's profiler in those of other tests
+    told = spawn_ranks(
+        num_ranks, timeline_ranks.profile_calls, tmp_path, "proton", device="cuda", timeout=200,
+        share_gpus=torch.cuda.device_count() < num_ranks,
+    )  # fmt: skip
     root, _ = json.loads((tmp_path / "region_merged.hatchet").read_text())
     ranks = [child["frame"]["name"] for child in root["children"]]
     assert ranks == [f"rank {rank}" for rank in range(num_ranks)]
@@ -76,3 +83,17 @@ def test_proton_keeps_the_work_of_ops(on_gpus, num_ranks, tmp_path):
             metrics = scopes[f"{op} {timeline_ranks.SHAPE}"]["metrics"]
             assert metrics["flops"] == cost.flops
             assert metrics["link_bytes"] == cost.link_bytes
+
+
+def proton_after_torch(folder):
+    with group_profile("first", folder=folder):
+        torch.ones(8, device="cuda").sum()
+    with (
+        pytest.raises(DeviceUnavailable, match="in a process that uses no other"),
+        group_profile("then", folder=folder, tool="proton"),
+    ):
+        pytest.fail("the region must not run")
+
+
+def test_proton_is_refused_where_the_driver_serves_another_profiler(tmp_path):
+    spawn_ranks(1, proton_after_torch, tmp_path, device="cuda", timeout=100)

@@ -290,6 +290,7 @@ import torch
 import triton.language as tl
 import triton_dist
 from triton_dist import language as dl, tune
+from triton_dist.runtime import marking
 
 @triton_dist.jit
 def kernel_double(x_ptr):
@@ -304,6 +305,7 @@ def inner(x, times):
 def outer(x, times):
     y = inner(x, autotune=False) * times
     kernel_double[(3,)](torch.empty(1))
+    print("marks are made:", marking.current() is not None, flush=True)
     return y
 
 for _ in range(5):
@@ -311,13 +313,16 @@ for _ in range(5):
 """
 
 
-def test_a_command_is_recorded_without_knowing(tmp_path, capsys):
+def test_a_command_is_recorded_without_knowing(tmp_path, capfd):
     script, out = tmp_path / "program.py", tmp_path / "made" / "p.json"
     script.write_text(PROGRAM)
     command = [sys.executable, str(script)]
     assert main(["profile", "--out", str(out), "--calls", "1:3", "--marks", "--", *command]) == 0
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert f"{out}: timeline of 1 rank" in shown.err
+    # Also in the call before the first, so that this one finds its kernels compiled.
+    made = [line.split()[-1] for line in shown.out.splitlines() if "marks are made" in line]
+    assert made == ["True", "True", "True", "False", "False"]
     calls = sorted(trace.calls_of(trace.read(out)), key=lambda call: call["call"])
     assert [call["op"] for call in calls] == ["outer", "inner", "outer", "inner"]
     assert [set(call["marks"]) for call in calls] == [{"store"}, set(), {"store"}, set()]

@@ -19,6 +19,17 @@ _READINGS = 5
 """At the beginning, and at the end; the host's scheduler, or another rank, may be in between."""
 
 
+@contextmanager
+def compiled_with_marks() -> Iterator[None]:
+    """Have the kernels of a call compile with marks, which nobody reads; for the calls that are
+    recorded next."""
+    device, marks = current_device(), KernelMarks()
+    with marks.around_call():
+        yield
+    if not device.is_capturing():
+        device.synchronize()  # later marks are of calls that are recorded
+
+
 class KernelMarks:
     """Marks of a recording, and readings of the clock that they are by."""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.timelines.scopes import Scopes
 
@@ -21,6 +21,7 @@ def recorded(file: Path) -> Iterator[None]:
 
     Raises:
         InvalidArgument: this process has no GPU, whose kernels are all that Proton times.
+        DeviceUnavailable: the driver serves another profiler of this process.
     """
     device = current_device()
     if device.name != "cuda":
@@ -29,7 +30,14 @@ def recorded(file: Path) -> Iterator[None]:
     import triton.profiler as proton
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    session = proton.start(str(file.with_suffix("")), data="tree")
+    try:
+        session = proton.start(str(file.with_suffix("")), data="tree")
+    except RuntimeError as error:
+        remedy = (
+            "The driver serves one profiler in a process, and torch's keeps its place once it was "
+            "used: record with Proton in a process that uses no other."
+        )
+        raise DeviceUnavailable(device.name, f"Proton says: {error}", remedy) from error
     scopes = Scopes(lambda name, numbers: proton.scope(name.rpartition(" #")[0], numbers))
     try:
         with scopes.on():

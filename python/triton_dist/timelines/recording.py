@@ -58,6 +58,7 @@ def group_profile(
     Raises:
         InvalidArgument: no such tool, or one that finds nothing on this process's device, or has
             no marks.
+        DeviceUnavailable: another profiler of this process keeps Proton from the driver.
     """
     if not do_prof:
         yield
