@@ -26,7 +26,9 @@ print("Python", platform.python_version(), *(f"{name} {installed.version(name)}"
 
 if ((gpu)); then
     unset TRITON_INTERPRET
-    exec "$PYTHON" -m pytest -m "gpu and not stress" --durations=25 "${@:-tests}"
+    # Workers, too, have ranks that wait for one another on the same GPUs: these take turns.
+    exec "$PYTHON" -m pytest -m "gpu and not stress" -n 3 --dist loadfile --no-loadscope-reorder \
+        --durations=25 "${@:-tests}"
 fi
 
 # Where ranks connect, torch looks up the names of addresses. A name server that does not answer would
