@@ -14,6 +14,7 @@ from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.common.slots.epochs import GAVE_UP
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime import waits
+from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 
@@ -171,9 +172,10 @@ def released_copies():
     with bounded_waits(20.0), waits.settling(current_device(), 20.0) as settle:
         begin = time.monotonic()
         if buffer.rank != 1:
-            buffer.start(shard(buffer.rank, 0, 2), ring, 2, 2)
-            buffer.slots.epoch[GAVE_UP.value] = 1
-            buffer.finish()  # joins copies that wait for what rank 1 would have brought
+            with races.expected():  # of copies that go on without what they waited for
+                buffer.start(shard(buffer.rank, 0, 2), ring, 2, 2)
+                buffer.slots.epoch[GAVE_UP.value] = 1
+                buffer.finish()  # joins copies that wait for what rank 1 would have brought
             with pytest.raises(WaitTimeout):
                 settle()
             seconds = time.monotonic() - begin

@@ -38,7 +38,10 @@ def recorded(file: Path) -> Iterator[None]:
             "used: record with Proton in a process that uses no other."
         )
         raise DeviceUnavailable(device.name, f"Proton says: {error}", remedy) from error
-    scopes = Scopes(lambda name, numbers: proton.scope(name.rpartition(" #")[0], numbers))
+    scopes = Scopes(
+        lambda name, numbers: proton.scope(name.rpartition(" #")[0], numbers),
+        ranged=False,  # Proton takes ranges of NVTX for scopes: each call would be in one of both
+    )
     try:
         with scopes.on():
             yield

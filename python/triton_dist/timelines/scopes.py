@@ -26,12 +26,15 @@ class Scopes:
     Attributes:
         calls: facts of each call, by the name of its scope: ``<op> <shape> #<number>``. Those of
             calls without a case say the function alone.
+
+    Args:
+        ranged: also show them as ranges of NVTX, which other profilers read.
     """
 
-    def __init__(self, opened: Opened, marked: Marked = nullcontext) -> None:
+    def __init__(self, opened: Opened, marked: Marked = nullcontext, ranged: bool = True) -> None:
         self.calls: dict[str, Facts] = {}
         self._opened, self._marked = opened, marked
-        self._ranged = current_device().ranged
+        self._ranged = current_device().ranged if ranged else nullcontext
         for look in (_cases, device_peak):  # loads all ops, asks the driver: not in the first call
             look()
 

@@ -159,6 +159,8 @@ class Races:
 
         def queued(original: Any) -> Any:
             def queue(stream: Any, step: Callable[[], object]) -> None:
+                if knobs.world_size.get() == 1:
+                    return original(stream, step)
                 known, caller = self._left_behind(), _caller()
 
                 def copying() -> None:
@@ -166,14 +168,15 @@ class Races:
                     self._learn(known)
                     step()
 
-                original(stream, copying)
+                return original(stream, copying)
 
             return queue
 
         def joined(original: Any) -> Any:
             def join(stream: Any) -> None:
                 original(stream)
-                self._learn(self._left_behind(copying=True))
+                if knobs.world_size.get() > 1:
+                    self._learn(self._left_behind(copying=True))
 
             return join
 
@@ -245,7 +248,7 @@ class Races:
         return self._clocks[key]
 
     def _left_behind(self, copying: bool = False) -> Any:
-        """What this rank's programs, or its copy streams, know now; they then move on."""
+        """Return what this rank's programs, or its copy streams, know now; they then move on."""
         number = knobs.rank.get() + (knobs.world_size.get() if copying else 0)
         clock = self._clock_of(number)
         known = clock.copy()

@@ -124,7 +124,7 @@ def _findings(text: str) -> Iterator[str]:
 
 
 def _said(line: str) -> str:
-    """What the tool says in a line; of another's line: nothing."""
+    """Return what the tool says in a line; of another's line: nothing."""
     prefix, _, said = line.partition("========= ")
     return "" if prefix else said.rstrip()
 
