@@ -27,7 +27,7 @@ print("Python", platform.python_version(), *(f"{name} {installed.version(name)}"
 if ((gpu)); then
     unset TRITON_INTERPRET
     # Workers, too, have ranks that wait for one another on the same GPUs: these take turns.
-    exec "$PYTHON" -m pytest -m "gpu and not stress" -n 3 --dist loadfile --no-loadscope-reorder \
+    exec "$PYTHON" -m pytest -m "gpu and not stress" -n 5 --dist loadfile --no-loadscope-reorder \
         --durations=25 "${@:-tests}"
 fi
 

@@ -255,6 +255,36 @@ def copies(pulls: bool, late: bool = False, wait: bool = True, reused: bool = Fa
 
 
 @jit(do_not_specialize=["rank"])
+def kernel_tile(inbox, inboxes, flag, flags, out, rank, PUBLISH: tl.constexpr):
+    theirs = dl.symm_at(inbox, inboxes, 0)
+    tile = tl.make_tensor_descriptor(theirs, [4, 4], [4, 1], [4, 4])
+    if rank == 1:
+        tile.store([0, 0], tl.full([4, 4], 1.0, tl.float32))  # here: tma
+        if PUBLISH:
+            dl.publish_tile()
+        dl.notify(dl.symm_at(flag, flags, 0), 1)
+    else:
+        dl.wait(flag, 1, 1)
+        tl.store(out + tl.arange(0, 16), tl.load(inbox + tl.arange(0, 16)))  # here: tile
+
+
+def tiles(publish: bool) -> None:
+    """Rank 1 stores a tile by TMA where rank 0 loads it; complete before the flag or not."""
+    regions = {"inbox": ((4, 4), torch.float32), "flag": ((1,), torch.int32)}
+    with symmetric.allocate("bugs", regions) as memory:
+        inbox, flag, rank = memory["inbox"], memory["flag"], dist.get_rank()
+        for turn in (1, 0):
+            try:
+                if rank == turn:
+                    kernel_tile[(1,)](
+                        inbox.local, inbox.pointers, flag.local, flag.pointers, torch.zeros(16),
+                        rank, publish,
+                    )  # fmt: skip
+            finally:
+                dist.distributed_c10d.barrier()  # which no check sees
+
+
+@jit(do_not_specialize=["rank"])
 def kernel_reach(inbox, inboxes, out, rank, SAY: tl.constexpr):
     rows = tl.make_tensor_descriptor(inbox, [8, 4], [4, 1], [8, 4])
     if rank == 1:
@@ -312,6 +342,8 @@ RACES = {
     "pull, missing wait": (functools.partial(copies, pulls=True, wait=False), "take"),
     "push behind its flag": (functools.partial(copies, pulls=False, late=True), "take"),
     "push reused": (functools.partial(copies, pulls=False, reused=True), "copy"),
+    "tile": (functools.partial(tiles, publish=True), ""),
+    "tile behind its flag": (functools.partial(tiles, publish=False), "tile"),
     "rows that are used": (functools.partial(reach, say=True), ""),
     "rows beyond": (functools.partial(reach, say=False), "reach"),
 }

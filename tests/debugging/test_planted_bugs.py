@@ -33,6 +33,11 @@ REPORTS = {
     "reuse": ("rank 1, program .* of kernel_swap, ", "store of element 0", "rank 0 loaded"),
     "reach": ("rank 0, program .* of kernel_reach, ", "load of element 16", "rank 1 stored"),
     "take": ("rank 0, program .* of kernel_take, ", "load of element 0", "a copy .* rank . stored"),
+    "tile": (
+        "rank 0, program .* of kernel_tile, ",
+        "load of element 0",
+        "rank 1 .* by TMA",
+    ),
     "copy": ("rank 1, copy that ", "store of element 0", "rank 0 loaded"),
 }
 """Where, what and who else, in the report of a race at a line."""

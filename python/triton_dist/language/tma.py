@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from triton.language import target_info
 
 from triton_dist._jit import jit
 from triton_dist.language._spin import INTERPRETED
+from triton_dist.runtime import waits
+
+
+def _barrier_interpreted() -> None:
+    if waits.on_publish is not None:
+        waits.on_publish()
+
+
+_barrier: Any = _barrier_interpreted if INTERPRETED.value else tl.debug_barrier
 
 
 @jit
@@ -15,8 +26,9 @@ def publish_tile():
 
     Triton 3.6 waits only until the store has *read* shared memory, and puts even that into the next
     iteration: store, then release, publishes the flag before the data (seen in PTX for sm_90; 3.9
-    waits in full). The full wait is cheap where it is already there. A no-op in the interpreter and
-    below compute capability 9.0, where descriptor stores are ordinary stores.
+    waits in full). The full wait is cheap where it is already there. Below compute capability 9.0,
+    where descriptor stores are ordinary stores, a barrier; interpreted, what ``interp:race`` asks
+    for.
     """
     if not INTERPRETED and target_info.cuda_capability_geq(9, 0):
         tl.inline_asm_elementwise(
@@ -27,4 +39,4 @@ def publish_tile():
             is_pure=False,
             pack=1,
         )
-    tl.debug_barrier()
+    _barrier()

@@ -36,6 +36,10 @@ and what is awaited as the kernel has them, bits of a flag that carry a size, an
 is overdue."""
 
 
+on_publish: Callable[[], None] | None = None
+"""Told of each interpreted ``publish_tile``, if kernels are checked."""
+
+
 class Device(Protocol):
     def synchronize(self, seconds: float | None = None) -> None: ...
 

@@ -28,6 +28,7 @@ class Access:
         element: Triton's type of an element.
         semantic: of an atomic: ``"acquire"``, ``"release"``, ``"acquire_release"``, ``"relaxed"``;
             of a load: ``"volatile"`` or empty.
+        by_tma: a store that on GPUs goes on when the next instruction runs.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Access:
     mask: Any
     element: Any
     semantic: str = ""
+    by_tma: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -130,7 +132,8 @@ def watch(upstream: Any, observers: Sequence[Observer]) -> Undo:
                     return original(self, *args, **named)
                 mask, unused = _array(mask), _unused_rows(desc, args[place])
                 if unused is None:
-                    access = Access(kind, pointers.data, mask, pointers.get_element_ty())
+                    element, by_tma = pointers.get_element_ty(), kind == "store"
+                    access = Access(kind, pointers.data, mask, element, by_tma=by_tma)
                     return observed(access, lambda: original(self, *args, **named))
                 access = Access(kind, pointers.data, mask & ~unused, pointers.get_element_ty())
                 result = observed(access, lambda: original(self, *args, **named))

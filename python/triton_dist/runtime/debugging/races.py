@@ -8,6 +8,9 @@ whoever joins the stream learns what that knows. Beside each element stands who 
 and who loaded it, at which count: what is not known to have come before is a race, whatever was
 read.
 
+A store through a descriptor is not part of a release before ``publish_tile``, as TMA goes on
+meanwhile; the end of the kernel completes it.
+
 What torch does is not seen, but its collectives are: so there are races that this does not find.
 """
 
@@ -19,7 +22,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.runtime import addresses, symmetric
+from triton_dist.runtime import addresses, interpreter, symmetric, waits
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
 from triton_dist.runtime.debugging.faults import DataRace
 from triton_dist.runtime.debugging.job import made_folder
@@ -37,10 +40,11 @@ from triton_dist.runtime.device import cpu
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 _SHADOW = "~race"
-# Columns of a shadow: who stored (its number + 1), at which count, on which line; then, for each,
-# at which count it loaded, and what was released here. Numbers are those of ranks, and then, in the
-# same order, those of their copy streams.
+# Columns of a shadow: who stored (its number + 1), at which count, on which line, negative if by
+# TMA; then, for each, at which count it loaded, and what was released here. Numbers are those of
+# ranks, and then, in the same order, those of their copy streams.
 _WHO, _COUNT, _LINE, _FIRST = 0, 1, 2, 3
+_UNPUBLISHED = 2**31 - 1  # a count that nobody knows
 # Those of them that this torch has. What tells one rank only is taken for telling all: too much is
 # known then, which gives no false alarm.
 _COLLECTIVES = (
@@ -67,6 +71,10 @@ def expected() -> Iterator[list[str]]:
         yield _meant
     finally:
         _meant = before
+
+
+def _rank() -> int:
+    return knobs.rank.get() % knobs.world_size.get()  # a world of one may have a rank of another
 
 
 def _columns() -> int:
@@ -97,6 +105,7 @@ class Races:
         self._instance = next(_instances)
         self._board: tuple[Any, Any] = (None, None)
         self._turn = threading.Lock()
+        self._unpublished: dict[tuple[int, int, int], list[tuple[Any, Any]]] = {}  # by program
         self._copying = _Copying()
 
     def before(self, access: Access) -> None:
@@ -115,7 +124,9 @@ class Races:
             late = (who >= 0) & (who != own) & (count > clock[who])
             if late.any():
                 other, line = int(who[late][0]), int(shadow[rows, _LINE][late][0])
-                self._report(access, name, rows[late], f"{_called(other)} stored at line {line}")
+                said = f"{_called(other)} stored at line {abs(line)}"
+                by_tma = " by TMA, of which a flag says nothing without publish_tile" * (line < 0)
+                self._report(access, name, rows[late], said + by_tma)
             if access.kind == "load":
                 shadow[rows, _FIRST + own] = clock[own]
                 continue
@@ -126,6 +137,10 @@ class Races:
                 self._report(access, name, rows[row:], f"{_called(int(other))} loaded")
             shadow[rows, _WHO], shadow[rows, _COUNT] = own + 1, clock[own]
             shadow[rows, _LINE] = self._copying.line or site().line
+            if access.by_tma:
+                shadow[rows, _COUNT], shadow[rows, _LINE] = _UNPUBLISHED, -site().line
+                program = interpreter.current_program()
+                self._unpublished.setdefault(program, []).append((shadow, rows))
 
     def after(self, access: Access, values: Any) -> None:
         if access.semantic in ("acquire", "acquire_release"):
@@ -136,7 +151,18 @@ class Races:
             # the note before what came is read would be to miss a packet that comes in between.
             for _, shadow, rows in _noted(access):
                 who, count = shadow[rows, _WHO] - 1, shadow[rows, _COUNT]
-                np.maximum.at(self._clock(), who[who >= 0], count[who >= 0])
+                known = (who >= 0) & (count < _UNPUBLISHED)
+                np.maximum.at(self._clock(), who[known], count[known])
+
+    def publish(self) -> None:
+        """Complete what the running program has stored by TMA."""
+        self._complete(self._unpublished.pop(interpreter.current_program(), ()))
+
+    def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
+        own = self._number()
+        for shadow, rows in stores:
+            still = (shadow[rows, _WHO] == own + 1) & (shadow[rows, _COUNT] == _UNPUBLISHED)
+            shadow[rows[still], _COUNT] = self._clock()[own]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -159,8 +185,6 @@ class Races:
 
         def queued(original: Any) -> Any:
             def queue(stream: Any, step: Callable[[], object]) -> None:
-                if knobs.world_size.get() == 1:
-                    return original(stream, step)
                 known, caller = self._left_behind(), _caller()
 
                 def copying() -> None:
@@ -168,17 +192,26 @@ class Races:
                     self._learn(known)
                     step()
 
-                return original(stream, copying)
+                original(stream, copying)
 
             return queue
 
         def joined(original: Any) -> Any:
             def join(stream: Any) -> None:
                 original(stream)
-                if knobs.world_size.get() > 1:
-                    self._learn(self._left_behind(copying=True))
+                self._learn(self._left_behind(copying=True))
 
             return join
+
+        def launched(original: Any) -> Any:
+            def run_grid(*args: Any) -> None:
+                try:
+                    original(*args)
+                finally:
+                    while self._unpublished:  # the kernel is done
+                        self._complete(self._unpublished.popitem()[1])
+
+            return run_grid
 
         def awaited(original: Any) -> Any:
             def wait(flags: torch.Tensor, index: int, *rest: Any) -> None:
@@ -216,6 +249,8 @@ class Races:
                 replace(cpu.CpuCopyStream, "_queue", queued),
                 replace(cpu.CpuCopyStream, "join_current", joined),
                 replace(symmetric, "regions_of", lambda _: with_shadows),
+                replace(interpreter, "_run_grid", launched),
+                replace(waits, "on_publish", lambda _: self.publish),
             ]
         )
 
@@ -234,7 +269,7 @@ class Races:
 
     def _number(self) -> int:
         """The one of this thread."""
-        return knobs.rank.get() + (knobs.world_size.get() if self._copying.line else 0)
+        return _rank() + (knobs.world_size.get() if self._copying.line else 0)
 
     def _clock(self) -> Any:
         """Releases of each one that came before, as that of this thread knows."""
@@ -249,7 +284,7 @@ class Races:
 
     def _left_behind(self, copying: bool = False) -> Any:
         """Return what this rank's programs, or its copy streams, know now; they then move on."""
-        number = knobs.rank.get() + (knobs.world_size.get() if copying else 0)
+        number = _rank() + (knobs.world_size.get() if copying else 0)
         clock = self._clock_of(number)
         known = clock.copy()
         clock[number] += 1
@@ -261,7 +296,7 @@ class Races:
             np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
 
     def _publish(self) -> None:
-        self._boards()[knobs.rank.get()] = self._left_behind()
+        self._boards()[_rank()] = self._left_behind()
 
     def _boards(self) -> Any:
         """A row of each rank, which all of this host map."""
