@@ -39,17 +39,26 @@ def test_the_command_gets_what_the_mode_needs(capfd):
     assert capfd.readouterr().out == "1 cpu interp,assert\n"
 
 
-def test_a_tool_runs_around_the_command_and_its_reports_are_merged(tmp_path, monkeypatch, capfd):
-    tool = tmp_path / "compute-sanitizer"
+def a_tool(folder, monkeypatch, more=""):
+    """A compute-sanitizer that finds something, on PATH."""
+    tool = folder / "compute-sanitizer"
+    found = "Invalid write\\n=========     at kernel_a in a.py:3\\n=========\\n"
     tool.write_text(
         "#!/usr/bin/env bash\n"
         "while [[ $1 == --* ]]; do case $1 in --log-file) log=$2 ;; esac; shift 2; done\n"
-        'printf "========= Invalid write\\n========= ERROR SUMMARY: 2 errors\\n" >"${log/\\%p/1}"\n'
-        'printf "========= ERROR SUMMARY: 0 errors\\n" >"${log/\\%p/2}"\n'
-        'exec "$@"\n'
+        f'printf "========= {found}========= ERROR SUMMARY: 2 errors\\n" >"${{log/\\%p/1}}"\n'
+        f'{more}exec "$@"\n'
     )
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_a_tool_runs_around_the_command_and_its_reports_are_merged(tmp_path, monkeypatch, capfd):
+    a_tool(
+        tmp_path,
+        monkeypatch,
+        'printf "========= ERROR SUMMARY: 0 errors\\n" >"${log/\\%p/2}"\n',
+    )
     reports = tmp_path / "reports"
     show = SHOW.format(["DIST_DEBUG", "DIST_DEBUG_TOOL", "DIST_AUTOTUNE_TIMEOUT"])
     command = [sys.executable, "-c", show]
@@ -57,8 +66,23 @@ def test_a_tool_runs_around_the_command_and_its_reports_are_merged(tmp_path, mon
     shown = capfd.readouterr().out
     assert "memcheck memcheck 3000.0\n" in shown
     assert (
-        f"memcheck: 2 reports in {reports}\n  process-1.log: 2 found; 1 x Invalid write\n" in shown
+        f"memcheck: 2 reports in {reports}\n  Invalid write at kernel_a in a.py:3: 1 x process-1\n"
+        in shown
     )
+
+
+def test_ranks_that_torchrun_starts_have_a_report_each(tmp_path, monkeypatch, capfd):
+    a_tool(tmp_path, monkeypatch)
+    reports, script = tmp_path / "the reports", tmp_path / "script.py"
+    script.write_text("import os; print('rank', os.environ['RANK'], flush=True)")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    assert main(["debug", "memcheck", "--reports", str(reports), "--", *command]) == 0
+    shown = capfd.readouterr().out
+    assert sorted(line for line in shown.splitlines() if line.startswith("rank ")) == [
+        "rank 0", "rank 1",
+    ]  # fmt: skip
+    assert {path.name for path in reports.glob("*.log")} == {"rank-0.log", "rank-1.log"}
+    assert "  Invalid write at kernel_a in a.py:3: 1 x rank-0, 1 x rank-1\n" in shown
 
 
 def test_a_mode_that_would_find_nothing_is_refused_before_the_command(capfd, monkeypatch):

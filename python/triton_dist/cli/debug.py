@@ -81,17 +81,17 @@ def _run(arguments: argparse.Namespace) -> int:
             told[limit.variable] = str(_SLOWER * limit.get())
         reports = arguments.reports or Path(tempfile.mkdtemp(prefix="triton_dist-debug-"))
         reports.mkdir(parents=True, exist_ok=True)
-        before = sanitizer.command_of_all(program, tools[0], reports)
+        if sanitizer.starts_ranks(arguments.command):
+            python = sanitizer.python_of_ranks(program, tools[0], reports.resolve())
+            told["PYTHON_EXEC"] = str(python)
+        else:
+            before = sanitizer.command_of_all(program, tools[0], reports)
     ran = subprocess.run([*before, *arguments.command], env=knobs.environment() | told)
     if tools:
-        found = [_report(path) for path in sorted(reports.glob("*.log"))]
-        print(f"{tools[0]}: {len(found)} reports in {reports}", *filter(None, found), sep="\n")
+        found = {
+            path.stem: sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
+            for path in sorted(reports.glob("*.log"))
+        }
+        lines = [f"  {line}" for line in sanitizer.merged(found)]
+        print(f"{tools[0]}: {len(found)} reports in {reports}", *lines, sep="\n")
     return ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
-
-
-def _report(path: Path) -> str:
-    """A line of a process of which something was found; empty for others."""
-    from triton_dist.runtime.debugging import sanitizer
-
-    report = sanitizer.report_of(path.read_text(encoding="utf-8", errors="replace"))
-    return "" if report.is_clean else f"  {path.name}: {report}"

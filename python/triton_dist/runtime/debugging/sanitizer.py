@@ -6,9 +6,11 @@ import importlib.metadata
 import itertools
 import os
 import re
+import shlex
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from triton_dist import knobs
 TOOLS = ("memcheck", "racecheck")
 """Accesses outside of what was allocated; races on shared memory. Not initcheck: it takes for
 unwritten what another process wrote, as every flag of a peer. What nobody wrote is NaN in tests."""
+_LAUNCHERS = ("torchrun", "launch.sh", "torch.distributed.run")
 _PADDING = 4096  # bytes behind each allocation
 FOUND = 88
 """Exit status of a process of which something was reported."""
@@ -71,12 +74,32 @@ def command(program: Path, tool: str, log: Path) -> list[str]:
 
 
 def command_of_all(program: Path, tool: str, folder: Path) -> list[str]:
-    """The same for a launcher and all that it starts: a log of each process in ``folder``."""
+    """The same for a command and all that it starts, with its log in ``folder``."""
+    log = ["--log-file", str(folder / "process-%p.log")]
+    return [*_command_of_any(program, tool), *log, "--target-processes", "all"]
+
+
+def starts_ranks(command: Sequence[str]) -> bool:
+    """True for torchrun, and for launch.sh, which starts it."""
+    return any(Path(word).name in _LAUNCHERS for word in command)
+
+
+def python_of_ranks(program: Path, tool: str, folder: Path) -> Path:
+    """Write, into ``folder``, an interpreter for the ranks that torchrun starts: this one, under
+    the tool, with a log of each rank."""
+    words = [*_command_of_any(program, tool), "--target-processes", "application-only"]
+    log = f'--log-file {shlex.quote(str(folder))}/rank-"$RANK".log'
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(words)} {log} {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def _command_of_any(program: Path, tool: str) -> list[str]:
     # Else what lies behind a tensor is another one, and right for the tool.
     apart = ["--padding", str(_PADDING)] if tool == "memcheck" else []
     return [
-        str(program), "--tool", tool, "--log-file", str(folder / "process-%p.log"),
-        "--error-exitcode", str(FOUND), "--target-processes", "all", "--report-api-errors", "no",
+        str(program), "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no",
         "--print-limit", "100", *apart,
     ]  # fmt: skip
 
@@ -110,6 +133,19 @@ def report_of(text: str) -> Report:
     summaries = _SUMMARY.findall(text)
     kinds = Counter(map(_kind, _findings(text)))
     return Report(int(summaries[-1]) if summaries else None, dict(kinds))
+
+
+def merged(reports: Mapping[str, Report]) -> list[str]:
+    """A line for each thing that was found, with how often in which process; ``reports``: by the
+    process's name."""
+    found: dict[str, list[str]] = {}
+    for name, report in reports.items():
+        kinds = dict(report.kinds)
+        if report.count is None:
+            kinds["came to no end"] = 1
+        for kind, times in kinds.items():
+            found.setdefault(kind, []).append(f"{times} x {name}")
+    return [f"{kind}: {', '.join(times)}" for kind, times in found.items()]
 
 
 def _findings(text: str) -> Iterator[str]:
