@@ -16,13 +16,10 @@ What torch does is not seen, but its collectives are: so there are races that th
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,19 +28,24 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.runtime import addresses, interpreter, symmetric, waits
+from triton_dist.runtime import interpreter, symmetric, waits
 from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
+from triton_dist.runtime.debugging.clocks import Clocks
 from triton_dist.runtime.debugging.faults import DataRace
 from triton_dist.runtime.debugging.job import made_folder
+from triton_dist.runtime.debugging.shadows import (
+    COUNT,
+    FIRST,
+    LINE,
+    WHO,
+    name_of,
+    noted,
+    with_shadows,
+)
 from triton_dist.runtime.debugging.site import kernel_frame, site
 from triton_dist.runtime.device import cpu
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
-_SHADOW = "~race"
-# Columns of a shadow: who stored (its number + 1), at which count, on which line, negative if by
-# TMA; then, for each, at which count it loaded, and what was released here. Numbers are those of
-# ranks, and then, in the same order, those of their copy streams.
-_WHO, _COUNT, _LINE, _FIRST = 0, 1, 2, 3
 _UNPUBLISHED = 2**31 - 1  # a count that nobody knows
 # Those of them that this torch has. What tells one rank only is taken for telling all: too much is
 # known then, which gives no false alarm.
@@ -54,7 +56,6 @@ _COLLECTIVES = (
     "broadcast_object_list", "reduce", "gather", "gather_object", "scatter",
     "scatter_object_list", "send", "recv", "isend", "irecv", "batch_isend_irecv",
 )  # fmt: skip
-_instances = itertools.count()
 _WORDS = ("meet", "decide", "gather", "maximum", "barrier", "align", "line_up")
 
 
@@ -73,96 +74,69 @@ def expected() -> Iterator[list[str]]:
         _meant = before
 
 
-def _rank() -> int:
-    return knobs.rank.get() % knobs.world_size.get()  # a world of one may have a rank of another
-
-
-def _columns() -> int:
-    return _FIRST + 2 * _how_many()
-
-
-def _how_many() -> int:
-    return 2 * knobs.world_size.get()
-
-
-def with_shadows(
-    regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """``regions``, and beside each one a region for what is noted of its elements."""
-    shadows = {
-        f"{name}{_SHADOW}": ((math.prod(shape), _columns()), torch.int32)
-        for name, (shape, _) in regions.items()
-    }
-    return {**regions, **shadows}
-
-
 class Races:
     """Refuses accesses of symmetric memory that race with those of another rank."""
 
     def __init__(self) -> None:
-        self._clocks: dict[tuple[int, int], Any] = {}  # by number and size of the world: of a job
-        # Ranks begin checks alike; those of earlier ones have left their clocks in the folder.
-        self._instance = next(_instances)
-        self._board: tuple[Any, Any] = (None, None)
+        self._clocks = Clocks()
         self._turn = threading.Lock()
         self._unpublished: dict[tuple[int, int, int], list[tuple[Any, Any]]] = {}  # by program
-        self._copying = _Copying()
 
     def before(self, access: Access) -> None:
-        for name, shadow, rows in _noted(access):
-            own, clock = self._number(), self._clock()
+        for name, shadow, rows in noted(access):
+            own, clock = self._clocks.own, self._clocks.now
             if access.kind == "atomic":
                 if access.semantic in ("release", "acquire_release"):
                     with self._alone():  # several ranks may add to one flag
-                        released = shadow[:, _FIRST + clock.size :]
+                        released = shadow[:, FIRST + clock.size :]
                         released[rows] = np.maximum(released[rows], clock)
                         clock[own] += 1
                 continue
             if access.semantic == "volatile":
                 continue
-            who, count = shadow[rows, _WHO] - 1, shadow[rows, _COUNT]
+            who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
             late = (who >= 0) & (who != own) & (count > clock[who])
             if late.any():
-                other, line = int(who[late][0]), int(shadow[rows, _LINE][late][0])
-                said = f"{_called(other)} stored at line {abs(line)}"
+                other, line = int(who[late][0]), int(shadow[rows, LINE][late][0])
+                said = f"{name_of(other)} stored at line {abs(line)}"
                 by_tma = " by TMA, of which a flag says nothing without publish_tile" * (line < 0)
                 self._report(access, name, rows[late], said + by_tma)
             if access.kind == "load":
-                shadow[rows, _FIRST + own] = clock[own]
+                shadow[rows, FIRST + own] = clock[own]
                 continue
-            loads = shadow[rows, _FIRST : _FIRST + clock.size].copy()
+            loads = shadow[rows, FIRST : FIRST + clock.size].copy()
             loads[:, own] = 0
             if (loads > clock).any():
                 row, other = np.argwhere(loads > clock)[0]
-                self._report(access, name, rows[row:], f"{_called(int(other))} loaded")
-            shadow[rows, _WHO], shadow[rows, _COUNT] = own + 1, clock[own]
-            shadow[rows, _LINE] = self._copying.line or site().line
+                self._report(access, name, rows[row:], f"{name_of(int(other))} loaded")
+            shadow[rows, WHO], shadow[rows, COUNT] = own + 1, clock[own]
+            shadow[rows, LINE] = self._clocks.copying.line or site().line
             if access.by_tma:
-                shadow[rows, _COUNT], shadow[rows, _LINE] = _UNPUBLISHED, -site().line
+                shadow[rows, COUNT], shadow[rows, LINE] = _UNPUBLISHED, -site().line
                 program = interpreter.current_program()
                 self._unpublished.setdefault(program, []).append((shadow, rows))
 
     def after(self, access: Access, values: Any) -> None:
         if access.semantic in ("acquire", "acquire_release"):
-            for _, shadow, rows in _noted(access):
-                self._learn(shadow[rows, _FIRST + self._clock().size :])
+            for _, shadow, rows in noted(access):
+                self._clocks.learn(shadow[rows, FIRST + self._clocks.now.size :])
         elif access.semantic == "volatile":
             # Packets say by themselves that they have come. Who stores notes it before: to look at
             # the note before what came is read would be to miss a packet that comes in between.
-            for _, shadow, rows in _noted(access):
-                who, count = shadow[rows, _WHO] - 1, shadow[rows, _COUNT]
+            for _, shadow, rows in noted(access):
+                who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
                 known = (who >= 0) & (count < _UNPUBLISHED)
-                np.maximum.at(self._clock(), who[known], count[known])
+                np.maximum.at(self._clocks.now, who[known], count[known])
 
     def publish(self) -> None:
         """Complete what the running program has stored by TMA."""
         self._complete(self._unpublished.pop(interpreter.current_program(), ()))
 
     def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
-        own = self._number()
+        own = self._clocks.own
         for shadow, rows in stores:
-            still = (shadow[rows, _WHO] == own + 1) & (shadow[rows, _COUNT] == _UNPUBLISHED)
-            shadow[rows[still], _COUNT] = self._clock()[own]
+            still = (shadow[rows, WHO] == own + 1) & (shadow[rows, COUNT] == _UNPUBLISHED)
+            shadow[rows[still], COUNT] = self._clocks.now[own]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -176,20 +150,20 @@ class Races:
 
         def together(original: Any) -> Any:
             def meet(*args: Any, **named: Any) -> Any:
-                self._publish()
+                self._clocks.publish()
                 result = original(*args, **named)
-                self._learn(self._boards())
+                self._clocks.learn(self._clocks.board())
                 return result
 
             return meet
 
         def queued(original: Any) -> Any:
             def queue(stream: Any, step: Callable[[], object]) -> None:
-                known, caller = self._left_behind(), _caller()
+                known, caller = self._clocks.move_on(), _caller()
 
                 def copying() -> None:
-                    self._copying.file, self._copying.line = caller
-                    self._learn(known)
+                    self._clocks.copying.file, self._clocks.copying.line = caller
+                    self._clocks.learn(known)
                     step()
 
                 original(stream, copying)
@@ -199,7 +173,7 @@ class Races:
         def joined(original: Any) -> Any:
             def join(stream: Any) -> None:
                 original(stream)
-                self._learn(self._left_behind(copying=True))
+                self._clocks.learn(self._clocks.move_on(copying=True))
 
             return join
 
@@ -230,10 +204,10 @@ class Races:
         def copied(original: Any) -> Any:
             def copy(stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
                 if destination.numel() == 1:  # a flag, which may be copied from another
-                    noted = [_of_flag(destination, 0, "release")]
+                    accesses = [_of_flag(destination, 0, "release")]
                 else:
-                    noted = [_of_rows(source, "load"), _of_rows(destination, "store")]
-                for access in noted:
+                    accesses = [_of_rows(source, "load"), _of_rows(destination, "store")]
+                for access in accesses:
                     stream._queue(functools.partial(self.before, access))
                 original(stream, destination, source)
 
@@ -255,7 +229,7 @@ class Races:
         )
 
     def _report(self, access: Access, name: str, rows: Any, other: str) -> None:
-        rank, copying = knobs.rank.get(), self._copying
+        rank, copying = knobs.rank.get(), self._clocks.copying
         queued = f"rank {rank}, copy that {copying.file}:{copying.line} queued"
         at = queued if copying.line else str(site())
         owner = "" if " of rank " in name else f" of rank {rank}"
@@ -266,60 +240,6 @@ class Races:
         if _meant is None:
             raise DataRace(message)
         _meant.append(message)
-
-    def _number(self) -> int:
-        """The one of this thread."""
-        return _rank() + (knobs.world_size.get() if self._copying.line else 0)
-
-    def _clock(self) -> Any:
-        """Releases of each one that came before, as that of this thread knows."""
-        return self._clock_of(self._number())
-
-    def _clock_of(self, number: int) -> Any:
-        key = number, knobs.world_size.get()
-        if key not in self._clocks:
-            clock = self._clocks[key] = np.zeros(_how_many(), np.int32)
-            clock[number] = 1
-        return self._clocks[key]
-
-    def _left_behind(self, copying: bool = False) -> Any:
-        """Return what this rank's programs, or its copy streams, know now; they then move on."""
-        number = _rank() + (knobs.world_size.get() if copying else 0)
-        clock = self._clock_of(number)
-        known = clock.copy()
-        clock[number] += 1
-        return known
-
-    def _learn(self, rows: Any) -> None:
-        clock = self._clock()
-        if rows.size:
-            np.maximum(clock, rows.reshape(-1, clock.size).max(0), out=clock)
-
-    def _publish(self) -> None:
-        self._boards()[_rank()] = self._left_behind()
-
-    def _boards(self) -> Any:
-        """A row of each rank, which all of this host map."""
-        size, folder = knobs.world_size.get(), made_folder()
-        if self._board[0] != (folder, size):
-            path = folder / f"clocks-{size}-{self._instance}"
-            with path.open("ab") as file:
-                file.truncate(4 * size * _how_many())
-            boards = np.memmap(path, np.int32, "r+", shape=(size, _how_many()))
-            self._board = (folder, size), boards
-        return self._board[1]
-
-
-class _Copying(threading.local):
-    """File and line that queued what this thread does; no line: it is no copy stream's."""
-
-    file = ""
-    line = 0
-
-
-def _called(number: int) -> str:
-    rank = number % knobs.world_size.get()
-    return f"rank {rank}" if rank == number else f"a copy stream of rank {rank}"
 
 
 def _caller() -> tuple[str, int]:
@@ -339,33 +259,3 @@ def _of_rows(rows: torch.Tensor, kind: str) -> Access:
 def _of_flag(flags: torch.Tensor, index: int, semantic: str) -> Access:
     address = flags.data_ptr() + index * flags.element_size()
     return Access("atomic", np.array([address], np.uint64), None, None, semantic)
-
-
-def _noted(access: Access) -> list[tuple[str, Any, Any]]:
-    """(name, shadow, rows) of each region of symmetric memory that is accessed."""
-    if knobs.world_size.get() == 1:
-        return []
-    touched, found = np.asarray(access.touched()).view(np.int64), []
-    if not touched.size:
-        return []
-    for begin, end, name in addresses.regions_between(int(touched.min()), int(touched.max())):
-        shadow = _shadow_of(begin, name)
-        if shadow is not None:
-            rows = touched - begin
-            if touched.min() < begin or touched.max() >= end:
-                rows = rows[(rows >= 0) & (rows < end - begin)]
-            if rows.size:
-                rows //= (end - begin) // len(shadow)
-                found.append((name, shadow, rows))
-    return found
-
-
-def _shadow_of(begin: int, name: str) -> Any:
-    """The notes of the region that begins there: the next of its name, in the same allocation."""
-    region, of, owner = name.partition(" of rank ")
-    entry = addresses.next_named(begin, f"{region}{_SHADOW}{of}{owner}")
-    if entry is None:
-        return None
-    address, nbytes = entry
-    memory: Any = (ctypes.c_char * nbytes).from_address(address)
-    return np.frombuffer(memory, np.int32).reshape(-1, _columns())

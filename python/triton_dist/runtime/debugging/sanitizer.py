@@ -90,7 +90,9 @@ def python_of_ranks(program: Path, tool: str, folder: Path) -> Path:
     words = [*_command_of_any(program, tool), "--target-processes", "application-only"]
     log = f'--log-file {shlex.quote(str(folder))}/rank-"$RANK".log'
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.join(words)} {log} {shlex.quote(sys.executable)} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexec {shlex.join(words)} {log} {shlex.quote(sys.executable)} "$@"\n'
+    )
     python.chmod(0o755)
     return python
 
