@@ -255,6 +255,33 @@ def copies(pulls: bool, late: bool = False, wait: bool = True, reused: bool = Fa
 
 
 @jit(do_not_specialize=["rank"])
+def kernel_neighbours(box, flag, out, TELL: tl.constexpr, WAIT: tl.constexpr):
+    """Program 0 stores what program 1 loads, which tells it back by a flag in own memory."""
+    offsets = tl.arange(0, 4)
+    if tl.program_id(0) == 0:
+        tl.store(box + offsets, 1.0)  # here: program
+        dl.notify(flag, 1)
+        dl.wait(flag + 1, 1, 1)
+        tl.store(box + offsets, 2.0)  # here: again
+    else:
+        if WAIT:
+            dl.wait(flag, 1, 1)
+        tl.store(out + offsets, tl.load(box + offsets))  # here: programs
+        if TELL:
+            dl.notify(flag + 1, 1)
+        else:
+            tl.atomic_xchg(flag + 1, 1, sem="relaxed")
+
+
+def neighbours(tell: bool = True, wait: bool = True) -> None:
+    """Two programs of each rank, in memory of its own; right by default."""
+    with symmetric.allocate("bugs", {"inbox": ((4,), torch.float32)}) as memory:
+        if dist.get_rank() == 0:
+            flags = torch.zeros(2, dtype=torch.int32)
+            kernel_neighbours[(2,)](memory["inbox"].local, flags, torch.zeros(4), tell, wait)
+
+
+@jit(do_not_specialize=["rank"])
 def kernel_tile(inbox, inboxes, flag, flags, out, rank, PUBLISH: tl.constexpr):
     theirs = dl.symm_at(inbox, inboxes, 0)
     tile = tl.make_tensor_descriptor(theirs, [4, 4], [4, 1], [4, 4])
@@ -342,6 +369,9 @@ RACES = {
     "pull, missing wait": (functools.partial(copies, pulls=True, wait=False), "take"),
     "push behind its flag": (functools.partial(copies, pulls=False, late=True), "take"),
     "push reused": (functools.partial(copies, pulls=False, reused=True), "copy"),
+    "programs": (neighbours, ""),
+    "programs, missing wait": (functools.partial(neighbours, wait=False), "programs"),
+    "programs, missing release": (functools.partial(neighbours, tell=False), "again"),
     "tile": (functools.partial(tiles, publish=True), ""),
     "tile behind its flag": (functools.partial(tiles, publish=False), "tile"),
     "rows that are used": (functools.partial(reach, say=True), ""),

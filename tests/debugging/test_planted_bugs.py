@@ -29,6 +29,16 @@ SAID = {
 }
 """How far, and who, in the report of a bug."""
 REPORTS = {
+    "programs": (
+        "rank 0, program .1.* of kernel_neighbours, ",
+        "load of element 0",
+        "program 0 stored",
+    ),
+    "again": (
+        "rank 0, program .0.* of kernel_neighbours, ",
+        "store of element 0",
+        "program 1 loaded",
+    ),
     "swap": ("rank 0, program .* of kernel_swap, ", "load of element 0", "rank 1 stored"),
     "reuse": ("rank 1, program .* of kernel_swap, ", "store of element 0", "rank 0 loaded"),
     "reach": ("rank 0, program .* of kernel_reach, ", "load of element 16", "rank 1 stored"),

@@ -1,9 +1,10 @@
 """Data races between ranks on symmetric memory, by vector clocks.
 
-Who is checked are the programs of each rank, which count as one, and its copy streams, which count
-as another. Each counts its releases, and knows of every other how many of its releases came before.
-A release (``notify``) writes down beside the flag what its rank knows; an acquire (``wait``) learns
-it; a collective lets all learn from all. A copy knows what its rank knew when it was queued, and
+Who is checked are the programs of each rank, which other ranks take for one, and its copy streams,
+which count as another. Each counts its releases, and knows of every other how many of its releases
+came before. A release (``notify``) writes down beside the flag what its rank knows; an acquire
+(``wait``) learns it; a collective lets all learn from all. A program knows what others of its rank
+did before the kernel, and what flags say. A copy knows what its rank knew when it was queued, and
 whoever joins the stream learns what that knows. Beside each element stands who last stored to it,
 and who loaded it, at which count: what is not known to have come before is a race, whatever was
 read.
@@ -20,7 +21,7 @@ import fcntl
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,13 @@ from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_a
 from triton_dist.runtime.debugging.clocks import Clocks
 from triton_dist.runtime.debugging.faults import DataRace
 from triton_dist.runtime.debugging.job import made_folder
+from triton_dist.runtime.debugging.program_order import ProgramOrder
 from triton_dist.runtime.debugging.shadows import (
     COUNT,
     FIRST,
     LINE,
+    LOADED,
+    STORED,
     WHO,
     name_of,
     noted,
@@ -59,6 +63,7 @@ _COLLECTIVES = (
 _WORDS = ("meet", "decide", "gather", "maximum", "barrier", "align", "line_up")
 
 
+_RELEASES = ("release", "acquire_release")
 _meant: list[str] | None = None  # races of calls that race on purpose
 
 
@@ -79,21 +84,17 @@ class Races:
 
     def __init__(self) -> None:
         self._clocks = Clocks()
+        self._order = ProgramOrder()
         self._turn = threading.Lock()
-        self._unpublished: dict[tuple[int, int, int], list[tuple[Any, Any]]] = {}  # by program
+        self._unpublished: dict[int, list[tuple[Any, Any]]] = {}  # by program
 
     def before(self, access: Access) -> None:
+        if access.semantic in _RELEASES:
+            self._release(access)
+        if access.kind == "atomic" or access.semantic == "volatile":
+            return
+        own, clock = self._clocks.own, self._clocks.now
         for name, shadow, rows in noted(access):
-            own, clock = self._clocks.own, self._clocks.now
-            if access.kind == "atomic":
-                if access.semantic in ("release", "acquire_release"):
-                    with self._alone():  # several ranks may add to one flag
-                        released = shadow[:, FIRST + clock.size :]
-                        released[rows] = np.maximum(released[rows], clock)
-                        clock[own] += 1
-                continue
-            if access.semantic == "volatile":
-                continue
             who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
             late = (who >= 0) & (who != own) & (count > clock[who])
             if late.any():
@@ -101,8 +102,9 @@ class Races:
                 said = f"{name_of(other)} stored at line {abs(line)}"
                 by_tma = " by TMA, of which a flag says nothing without publish_tile" * (line < 0)
                 self._report(access, name, rows[late], said + by_tma)
+            program = self._check_programs(access, name, shadow, rows)
             if access.kind == "load":
-                shadow[rows, FIRST + own] = clock[own]
+                shadow[rows, FIRST + own], shadow[rows, LOADED] = clock[own], program
                 continue
             loads = shadow[rows, FIRST : FIRST + clock.size].copy()
             loads[:, own] = 0
@@ -110,16 +112,55 @@ class Races:
                 row, other = np.argwhere(loads > clock)[0]
                 self._report(access, name, rows[row:], f"{name_of(int(other))} loaded")
             shadow[rows, WHO], shadow[rows, COUNT] = own + 1, clock[own]
+            shadow[rows, STORED], shadow[rows, LOADED] = program, 0
             shadow[rows, LINE] = self._clocks.copying.line or site().line
             if access.by_tma:
                 shadow[rows, COUNT], shadow[rows, LINE] = _UNPUBLISHED, -site().line
-                program = interpreter.current_program()
                 self._unpublished.setdefault(program, []).append((shadow, rows))
 
+    def _release(self, access: Access) -> None:
+        own, clock, flags = self._clocks.own, self._clocks.now, noted(access)
+        with self._alone() if flags else nullcontext():  # several ranks may add to one flag
+            for _, shadow, rows in flags:
+                released = shadow[:, FIRST + clock.size :]
+                released[rows] = np.maximum(released[rows], clock)
+            if not self._clocks.copying.line:
+                self._order.release(access.touched().tolist(), int(clock[own]))
+            clock[own] += 1
+
+    def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
+        """Refuse what races with another program of this rank; this program's number + 1, 0 of a
+        copy."""
+        own = self._clocks.own
+        if self._clocks.copying.line:
+            return 0
+        program, known = interpreter.current_program_number() + 1, self._order.known
+        notes = shadow[rows]
+        others = (notes[:, STORED] > 0) & (notes[:, STORED] != program)
+        late = others & (notes[:, WHO] == own + 1) & (notes[:, COUNT] > known)
+        if late.any():
+            said = (
+                f"program {notes[late][0, STORED] - 1} stored at line {abs(notes[late][0, LINE])}"
+            )
+            self._report(access, name, rows[late], said)
+        if access.kind == "store":
+            others = (notes[:, LOADED] > 0) & (notes[:, LOADED] != program)
+            late = others & (notes[:, FIRST + own] > known)
+            if late.any():
+                said = f"program {notes[late][0, LOADED] - 1} loaded"
+                self._report(access, name, rows[late], said)
+        return program
+
     def after(self, access: Access, values: Any) -> None:
+        own, kernel = self._clocks.own, not self._clocks.copying.line
         if access.semantic in ("acquire", "acquire_release"):
+            if kernel:
+                self._order.acquire(access.touched().tolist())
             for _, shadow, rows in noted(access):
-                self._clocks.learn(shadow[rows, FIRST + self._clocks.now.size :])
+                released = shadow[rows, FIRST + self._clocks.now.size :]
+                self._clocks.learn(released)
+                if kernel:
+                    self._order.learn(int(released[:, own].max(initial=0)))
         elif access.semantic == "volatile":
             # Packets say by themselves that they have come. Who stores notes it before: to look at
             # the note before what came is read would be to miss a packet that comes in between.
@@ -127,10 +168,12 @@ class Races:
                 who, count = shadow[rows, WHO] - 1, shadow[rows, COUNT]
                 known = (who >= 0) & (count < _UNPUBLISHED)
                 np.maximum.at(self._clocks.now, who[known], count[known])
+                self._order.learn(int(self._clocks.now[own]))  # of who stored that, nothing is told
 
     def publish(self) -> None:
         """Complete what the running program has stored by TMA."""
-        self._complete(self._unpublished.pop(interpreter.current_program(), ()))
+        program = interpreter.current_program_number() + 1
+        self._complete(self._unpublished.pop(program, ()))
 
     def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
         own = self._clocks.own
@@ -179,6 +222,7 @@ class Races:
 
         def launched(original: Any) -> Any:
             def run_grid(*args: Any) -> None:
+                self._order.begin(int(self._clocks.move_on()[self._clocks.own]))
                 try:
                     original(*args)
                 finally:
