@@ -16,7 +16,7 @@ _instances = itertools.count()
 
 
 class Clocks:
-    """What this rank knows: how many releases of each number came before.
+    """Knowledge of this rank: how many releases of each number came before.
 
     Attributes:
         copying: file and line that queued the copy that this thread does; no line: it does none.
