@@ -51,6 +51,7 @@ from triton_dist.runtime.device import cpu
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 _UNPUBLISHED = 2**31 - 1  # a count that nobody knows
+_PROGRAM_BITS = 24
 # Those of them that this torch has. What tells one rank only is taken for telling all: too much is
 # known then, which gives no false alarm.
 _COLLECTIVES = (
@@ -129,27 +130,29 @@ class Races:
             clock[own] += 1
 
     def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
-        """Refuse what races with another program of this rank; this program's number + 1, 0 of a
-        copy."""
-        own = self._clocks.own
+        """Refuse what races with another program of this rank; what is noted of this program, 0 of
+        a copy."""
         if self._clocks.copying.line:
             return 0
-        program, known = interpreter.current_program_number() + 1, self._order.known
+        own, program, known = self._clocks.own, self._program(), self._order.known
         notes = shadow[rows]
-        others = (notes[:, STORED] > 0) & (notes[:, STORED] != program)
+        others = (notes[:, STORED] >> _PROGRAM_BITS == own) & (notes[:, STORED] != program)
         late = others & (notes[:, WHO] == own + 1) & (notes[:, COUNT] > known)
         if late.any():
-            said = (
-                f"program {notes[late][0, STORED] - 1} stored at line {abs(notes[late][0, LINE])}"
-            )
+            first = notes[late][0]
+            said = f"program {_number(first[STORED])} stored at line {abs(first[LINE])}"
             self._report(access, name, rows[late], said)
         if access.kind == "store":
-            others = (notes[:, LOADED] > 0) & (notes[:, LOADED] != program)
-            late = others & (notes[:, FIRST + own] > known)
+            others = (notes[:, LOADED] >> _PROGRAM_BITS == own) & (notes[:, LOADED] != program)
+            late = others & (notes[:, LOADED] > 0) & (notes[:, FIRST + own] > known)
             if late.any():
-                said = f"program {notes[late][0, LOADED] - 1} loaded"
+                said = f"program {_number(notes[late][0, LOADED])} loaded"
                 self._report(access, name, rows[late], said)
         return program
+
+    def _program(self) -> int:
+        """Return what is noted of the running program."""
+        return (self._clocks.own << _PROGRAM_BITS) + interpreter.current_program_number() + 1
 
     def after(self, access: Access, values: Any) -> None:
         own, kernel = self._clocks.own, not self._clocks.copying.line
@@ -172,8 +175,7 @@ class Races:
 
     def publish(self) -> None:
         """Complete what the running program has stored by TMA."""
-        program = interpreter.current_program_number() + 1
-        self._complete(self._unpublished.pop(program, ()))
+        self._complete(self._unpublished.pop(self._program(), ()))
 
     def _complete(self, stores: Iterable[tuple[Any, Any]]) -> None:
         own = self._clocks.own
@@ -284,6 +286,10 @@ class Races:
         if _meant is None:
             raise DataRace(message)
         _meant.append(message)
+
+
+def _number(noted_program: int) -> int:
+    return (noted_program & ((1 << _PROGRAM_BITS) - 1)) - 1
 
 
 def _caller() -> tuple[str, int]:

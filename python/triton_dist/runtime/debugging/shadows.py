@@ -21,8 +21,8 @@ from triton_dist.runtime.debugging.accesses import Access
 _SHADOW = "~race"
 WHO, COUNT, LINE, STORED, LOADED, FIRST = 0, 1, 2, 3, 4, 5
 """Columns: who stored (its number + 1), at which count, on which line, negative if by TMA; the
-program of this rank that stored last, and the one that loaded last (+ 1; 0: none); then, for each
-number, at which count it loaded, and what was released here."""
+program that stored last, and the one that loaded last; then, for each number, at which count it
+loaded, and what was released here."""
 
 
 def own_rank() -> int:
