@@ -22,7 +22,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _row_tree(row: Row) -> Tree:
     }
 
 
-def show(result: Tree) -> None:
+def tables(result: Tree) -> Iterator[Table]:
     """A table for each op and mode: a line a size, microseconds."""
     cases = {(tree["op"], row["mode"]) for tree in result["sizes"] for row in tree["rows"]}
     for op, mode in sorted(cases):
@@ -182,7 +182,7 @@ def show(result: Tree) -> None:
         table.add_column("winner", overflow="fold")
         for tree in trees:
             table.add_row(*_cells(tree, mode, names))
-        console().print(table)
+        yield table
 
 
 def _cells(tree: Tree, mode: str, names: Sequence[str]) -> list[str]:
@@ -210,12 +210,12 @@ def _cells(tree: Tree, mode: str, names: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options.from_json is not None:
-        show(json.loads(options.from_json.read_text(encoding="utf-8")))
+        console().print(*tables(json.loads(options.from_json.read_text(encoding="utf-8"))))
         return
     initialize_distributed()
     result = run(options)
     if dist.get_rank() == 0:
-        show(result)
+        console().print(*tables(result))
     finalize_distributed()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.architecture.source import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import gpu_pages
 import gpu_report
 from gpu_report import CUT_OFF, DONE, FAILED, NOT_REACHED, Step
 
@@ -73,3 +76,47 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             gpu_report.main(arguments)
         assert said in capsys.readouterr().err
+
+
+def test_a_page_and_records_come_from_the_folder_alone(tmp_path):
+    folder, records = tmp_path / "gpu-report", tmp_path / "records"
+    records.mkdir()
+    goals, cost, sweep, other = (
+        next(step for step in gpu_report.STEPS if step.name == name)
+        for name in ("goals, ag_gemm", "host cost", "any M, gemm_rs", "goals, gemm_rs")
+    )
+    points = [{"M": 5, "ratio": 1.25, "own": True, "how": "tuned", "interval": [1.2, 1.3]}]
+    folder.mkdir()
+    shutil.copy(ROOT / "docs/explanation/overlap-4-h200.json", folder / f"{goals.file}.json")
+    (folder / f"{sweep.file}.json").write_text(json.dumps({"points": points}))
+    ends = {goals: "true", cost: "echo 2.97 us", sweep: "true", other: "false"}
+    commands = [Step(step.name, 1, command) for step, command in ends.items()]
+    gpu_report.run(commands, folder, 1, ranks=4)
+    shutil.copy(gpu_pages.RECORDS / "gemm_rs.NVIDIA_H200.json", records)
+    shipped = json.loads((records / "gemm_rs.NVIDIA_H200.json").read_text())
+    later = copy.deepcopy(shipped)
+    del later["groups"][1:], later["groups"][0]["results"][1:]
+    later["groups"][0] |= {"date": "2099-01-01"}
+    later["groups"][0]["results"][0]["ms"] = 0.123
+    (folder / "records-gemm_rs.pack.json").write_text(json.dumps(later))
+
+    page = tmp_path / "page.md"
+    options = ["--page", str(page), "--records", str(records)]
+    assert gpu_pages.main([str(folder), *options]) == 0
+    text = page.read_text()
+    for said in (
+        "## Goals, ag_gemm\n\nCommit ",
+        "| M x N x K | mode | winner | tuned ms |",
+        "\n| 8192x28672x8192 | graph | own | 1.269 |",
+        "## Host cost",
+        "2.97 us",
+        "## Any M, gemm_rs",
+        "           all       1   1.250",
+        "- goals, gemm_rs: failed\n",
+        "- stress: not asked for\n",
+    ):
+        assert said in text
+    merged = json.loads((records / "gemm_rs.NVIDIA_H200.json").read_text())
+    assert "0.123" in json.dumps(merged)
+    count = [sum(len(group["results"]) for group in tree["groups"]) for tree in (shipped, merged)]
+    assert count[0] == count[1]

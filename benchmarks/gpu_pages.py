@@ -1,0 +1,112 @@
+"""Write what a GPU report has measured into the documentation, and its records into the package.
+
+    scripts/python benchmarks/gpu_pages.py gpu-report
+
+draws a page of tables from the JSON of the steps that ``gpu_report.py`` ran, with the commit and
+the day of each step, and says what was not reached: no number is typed by hand. Packs of records in
+the folder are put into those that ship; of a key that both have, the result that was found last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench_collectives
+from gpu_report import DONE, ROOT, STEPS, Step
+from overlap import any_m
+from overlap.table import summary_table
+from rich.table import Table
+from rich.text import Text
+
+from triton_dist._tuning.store.archive import COLUMNS
+from triton_dist._tuning.store.layout import readable_json
+from triton_dist._tuning.values.pack import merge
+
+PAGE = ROOT / "docs" / "explanation" / "performance-report.md"
+RECORDS = ROOT / "python" / "triton_dist" / "records"
+_SHOWN = 20
+"""Lines at the end of a log, where a step shows its own table, if it has none here."""
+Tree = dict[str, Any]
+
+
+def page(folder: Path) -> str:
+    """The page, in Markdown."""
+    report = json.loads((folder / "report.json").read_text("utf-8"))
+    lines = ["# What a GPU report measured", "", "Written by `benchmarks/gpu_pages.py`.", ""]
+    for part in ("hardware", "software"):
+        lines += [f"{part}: " + ", ".join(f"{k} {v}" for k, v in report[part].items()), ""]
+    left = []
+    for step in STEPS:
+        facts = report["steps"].get(step.name, {"state": "not asked for"})
+        if facts["state"] == DONE:
+            commit, day = facts["commit"], facts["when"][:10]
+            lines += [
+                f"## {step.name[0].upper()}{step.name[1:]}",
+                "",
+                f"Commit {commit}, {day}.",
+                "",
+            ]
+            lines += [*_shown(step, folder), ""]
+        else:
+            left.append(f"- {step.name}: {facts['state']}")
+    return "\n".join([*lines, *(["## Not measured", "", *left, ""] if left else [])])
+
+
+def _shown(step: Step, folder: Path) -> Iterator[str]:
+    path = folder / f"{step.file}.json"
+    tree = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if "shapes" in tree:
+        yield from _markdown(summary_table(tree))
+    elif "points" in tree:
+        yield from ("```text", *any_m.summary(tree["points"]), "```")
+    elif "sizes" in tree:
+        for table in bench_collectives.tables(tree):
+            yield from (str(table.title), "", *_markdown(table), "")
+    else:
+        log = (folder / f"{step.file}.log").read_text("utf-8", errors="replace")
+        yield from ("```text", *log.splitlines()[-_SHOWN:], "```")
+
+
+def _markdown(table: Table) -> Iterator[str]:
+    yield f"| {' | '.join(str(column.header) for column in table.columns)} |"
+    yield "|---" * len(table.columns) + "|"
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        plain = (Text.from_markup(cell).plain if isinstance(cell, str) else "" for cell in cells)
+        yield f"| {' | '.join(plain)} |"
+
+
+def ship(folder: Path, records: Path) -> list[Path]:
+    """Put the packs of the folder into ``records``; the files that were written."""
+    written = []
+    for path in sorted(folder.glob("*.pack.json")):
+        tree = json.loads(path.read_text("ascii"))
+        file = records / f"{tree['function']}.{tree['gpu'].replace(' ', '_')}.json"
+        shipped = json.loads(file.read_text("ascii")) if file.exists() else {}
+        # Results of an earlier version of the op are found no more.
+        trees = [each for each in (shipped, tree) if each.get("version") == tree["version"]]
+        file.write_text(readable_json(merge(trees), COLUMNS), encoding="ascii")
+        written.append(file)
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="of gpu_report.py")
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    options.page.write_text(page(options.folder), encoding="utf-8")
+    for path in [options.page, *ship(options.folder, options.records)]:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
