@@ -4,6 +4,7 @@
     scripts/python benchmarks/gpu_report.py --minutes 25 --out report
     scripts/python benchmarks/gpu_report.py --list
     scripts/python benchmarks/gpu_report.py --minutes 5 --out report --steps "any M"
+    scripts/python benchmarks/gpu_report.py --minutes 30 --out /tmp/tried --ranks 2
 
 Each step is a command of this repository, with a rank on every GPU and a limit of its own. What it
 writes and prints lies in the folder: JSON, logs, and ``report.json`` and ``report.md``, which say
@@ -109,7 +110,8 @@ STEPS = _steps()
 def run_step(step: Step, folder: Path, seconds: float, ranks: int) -> dict[str, Any]:
     """Run it for ``seconds`` at most; what the report says of it."""
     seconds = min(60 * step.minutes, seconds)
-    launch = f"bash scripts/launch.sh --nproc_per_node={ranks}"
+    share = " --share-gpus" if 0 < torch.cuda.device_count() < ranks else ""
+    launch = f"bash scripts/launch.sh{share} --nproc_per_node={ranks}"
     command = step.command.format(out=shlex.quote(str(folder / step.file)), launch=launch)
     begin, log = time.monotonic(), folder / f"{step.file}.log"
     with log.open("w", encoding="utf-8") as output:
@@ -222,6 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="in all; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder")
     parser.add_argument("--steps", default="", help="only those whose name has this text")
+    parser.add_argument(
+        "--ranks", type=int, default=0,
+        help="more than there are GPUs, or CPU ranks where there are none: tries the commands, and "
+        "its times mean nothing; default: a rank on every GPU",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="show the steps, run none")
     options = parser.parse_args(arguments)
     steps = [step for step in STEPS if options.steps in step.name]
@@ -231,9 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in steps:
             print(f"{step.name} ({step.minutes:g} min): {step.command}")
         return 0
-    ranks = torch.cuda.device_count()
+    ranks = options.ranks or torch.cuda.device_count()
     if ranks == 0:
-        parser.error("there is no GPU here; --list shows what would be run")
+        parser.error("there is no GPU here; --list shows what would be run, --ranks 2 tries it")
     report = run(steps, options.out.absolute(), options.minutes, ranks)
     console().print(table(report))
     return sum(step["state"] == FAILED for step in report["steps"].values())

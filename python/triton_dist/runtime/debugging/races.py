@@ -130,8 +130,8 @@ class Races:
             clock[own] += 1
 
     def _check_programs(self, access: Access, name: str, shadow: Any, rows: Any) -> int:
-        """Refuse what races with another program of this rank; what is noted of this program, 0 of
-        a copy."""
+        """Refuse what races with another program of this rank; return what is noted of this
+        program, 0 of a copy."""
         if self._clocks.copying.line:
             return 0
         own, program, known = self._clocks.own, self._program(), self._order.known
