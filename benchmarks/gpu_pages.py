@@ -29,6 +29,7 @@ from triton_dist._tuning.values.pack import merge
 
 PAGE = ROOT / "docs" / "explanation" / "performance-report.md"
 RECORDS = ROOT / "python" / "triton_dist" / "records"
+_TITLE = "What a GPU report measured"
 _SHOWN = 20
 """Lines at the end of a log, where a step shows its own table, if it has none here."""
 Tree = dict[str, Any]
@@ -37,7 +38,7 @@ Tree = dict[str, Any]
 def page(folder: Path) -> str:
     """The page, in Markdown."""
     report = json.loads((folder / "report.json").read_text("utf-8"))
-    lines = ["# What a GPU report measured", "", "Written by `benchmarks/gpu_pages.py`.", ""]
+    lines = [f"# {_TITLE}", "", "Written by `benchmarks/gpu_pages.py`.", ""]
     for part in ("hardware", "software"):
         lines += [f"{part}: " + ", ".join(f"{k} {v}" for k, v in report[part].items()), ""]
     left = []
@@ -80,6 +81,17 @@ def _markdown(table: Table) -> Iterator[str]:
         yield f"| {' | '.join(plain)} |"
 
 
+def put_into_index(page: Path) -> None:
+    """Put a page of the documentation into its index, behind the other one of performance."""
+    index = page.parents[1] / "README.md"
+    entry = f"- [{_TITLE}]({page.parent.name}/{page.name})"
+    lines = index.read_text("utf-8").splitlines() if index.exists() else []
+    places = [n for n, line in enumerate(lines) if "/performance.md)" in line]
+    if places and entry not in lines:
+        lines.insert(places[0] + 1, entry)
+        index.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def ship(folder: Path, records: Path) -> list[Path]:
     """Put the packs of the folder into ``records``; the files that were written."""
     written = []
@@ -103,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, default=RECORDS, help="default: %(default)s")
     options = parser.parse_args(arguments)
     options.page.write_text(page(options.folder), encoding="utf-8")
+    put_into_index(options.page)
     for path in [options.page, *ship(options.folder, options.records)]:
         print(path)
     return 0

@@ -100,9 +100,16 @@ def test_a_page_and_records_come_from_the_folder_alone(tmp_path):
     later["groups"][0]["results"][0]["ms"] = 0.123
     (folder / "records-gemm_rs.pack.json").write_text(json.dumps(later))
 
-    page = tmp_path / "page.md"
+    page, index = tmp_path / "explanation" / "page.md", tmp_path / "README.md"
+    page.parent.mkdir()
+    index.write_text("- [Times](explanation/performance.md)\n- [Others](others.md)\n")
     options = ["--page", str(page), "--records", str(records)]
-    assert gpu_pages.main([str(folder), *options]) == 0
+    for _ in range(2):
+        assert gpu_pages.main([str(folder), *options]) == 0
+    assert index.read_text().splitlines()[1:] == [
+        "- [What a GPU report measured](explanation/page.md)",
+        "- [Others](others.md)",
+    ]
     text = page.read_text()
     for said in (
         "## Goals, ag_gemm\n\nCommit ",

@@ -71,6 +71,17 @@ def test_a_tool_runs_around_the_command_and_its_reports_are_merged(tmp_path, mon
     )
 
 
+def test_a_command_that_no_tool_saw_is_no_success(tmp_path, monkeypatch, capfd):
+    a_tool(tmp_path, monkeypatch)
+    script = tmp_path / "torchrun"  # one that does not start what PYTHON_EXEC says
+    script.write_text("#!/bin/sh\necho ran\n")
+    script.chmod(0o755)
+    assert main(["debug", "memcheck", "--", str(script)]) == 1
+    shown = capfd.readouterr()
+    assert "ran\n" in shown.out
+    assert "memcheck: nothing of the command ran under it\n" in shown.err
+
+
 def test_ranks_that_torchrun_starts_have_a_report_each(tmp_path, monkeypatch, capfd):
     a_tool(tmp_path, monkeypatch)
     reports, script = tmp_path / "the reports", tmp_path / "script.py"

@@ -68,6 +68,23 @@ def test_a_report_says_what_was_found_and_whether_it_is_whole(text, count, kinds
     assert report.is_clean is (count == 0)
 
 
+def test_what_several_processes_found_is_a_line_each():
+    reports_of = {
+        name: reports.report_of(text)
+        for name, text in (
+            ("rank-0", MEMCHECK), ("rank-1", RACES), ("rank-2", CLEAN), ("rank-3", BROKEN_OFF),
+            ("rank-4", "========= ERROR SUMMARY: 3 errors\n"),
+        )
+    }  # fmt: skip
+    assert reports.merged(reports_of) == [
+        "Invalid __global__ write of size 4 bytes at kernel_push+… in push.py:12: 2 x rank-0",
+        "Error: Race reported between Write access at kernel_sum+… in sum.py:8: 1 x rank-1",
+        "Error: Target application terminated before first instrumented API call: 1 x rank-3",
+        "came to no end: 1 x rank-3",
+        "found, and not understood: see the report: 3 x rank-4",
+    ]
+
+
 def test_a_rank_is_right_if_it_says_so_and_nothing_was_reported():
     clean, found = reports.report_of(CLEAN), reports.report_of(MEMCHECK)
     said = "12 calls are right\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -94,4 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
         }
         lines = [f"  {line}" for line in sanitizer.merged(found)]
         print(f"{tools[0]}: {len(found)} reports in {reports}", *lines, sep="\n")
+        if not found:
+            print(f"{tools[0]}: nothing of the command ran under it", file=sys.stderr)
+            return ran.returncode or 1
     return ran.returncode if ran.returncode >= 0 else 128 - ran.returncode

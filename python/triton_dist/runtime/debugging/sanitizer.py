@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import os
 import re
 import shlex
@@ -145,6 +144,8 @@ def merged(reports: Mapping[str, Report]) -> list[str]:
         kinds = dict(report.kinds)
         if report.count is None:
             kinds["came to no end"] = 1
+        elif report.count and not kinds:
+            kinds["found, and not understood: see the report"] = report.count
         for kind, times in kinds.items():
             found.setdefault(kind, []).append(f"{times} x {name}")
     return [f"{kind}: {', '.join(times)}" for kind, times in found.items()]
@@ -153,12 +154,12 @@ def merged(reports: Mapping[str, Report]) -> list[str]:
 def _findings(text: str) -> Iterator[str]:
     """First lines of paragraphs, and where that was. In one, the lines after the first are
     indented."""
-    for paragraph in re.split(r"^=========$", text, flags=re.MULTILINE):
-        lines = [text for text in map(_said, paragraph.splitlines()) if text]
-        firsts = (n for n, line in enumerate(lines) if not line.startswith(_NO_FINDING))
-        for first in itertools.islice(firsts, 1):
-            places = (line.strip() for line in lines[first:] if line.strip().startswith("at "))
-            yield " ".join([lines[first].strip(), *itertools.islice(places, 1)])
+    for paragraph in re.split(r"^========= *$", text, flags=re.MULTILINE):
+        lines = [said for said in map(_said, paragraph.splitlines()) if said]
+        first = next((line for line in lines if not line.startswith(_NO_FINDING)), None)
+        if first is not None:
+            places = (line.strip() for line in lines if line.strip().startswith("at "))
+            yield f"{first} {next(places, '')}".rstrip()
 
 
 def _said(line: str) -> str:
