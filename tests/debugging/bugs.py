@@ -6,6 +6,7 @@ The line that a report must name ends with ``# here: <bug>``.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import runpy
 import threading
@@ -20,7 +21,7 @@ from triton_dist import jit, knobs
 from triton_dist import language as dl
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import symmetric
-from triton_dist.runtime.debugging import races, waiting
+from triton_dist.runtime.debugging import races, stops, waiting
 from triton_dist.runtime.debugging.checks import checking
 from triton_dist.runtime.debugging.faults import KernelFault
 from triton_dist.runtime.device import current_device
@@ -416,15 +417,16 @@ def races_of_each_rank() -> dict[str, tuple[str, str]]:
     return told
 
 
-def stands_still() -> list[tuple[str, str]]:
+def stands_still(folder: str) -> list[tuple[str, str]]:
     """What ends two hangs, for who asks meanwhile where the ranks are: a ``notify`` is missing;
-    and then, a rank does not come to a call."""
+    and then, a rank does not come to a call. A hang ends once ``folder`` has a file "1", then "2".
+    """
     from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 
     rank = dist.get_rank()
-    knobs.put(knobs.wait_timeout.variable, "3")
+    knobs.put(knobs.wait_timeout.variable, "100")
     with checking("where"):
-        ends = [found(missing_notify, quiet=0.5)]
+        ends = [found(overdue_with(f"{folder}/1", missing_notify), quiet=0.5)]
         if rank == 0:
             dist.barrier()  # where rank 1 is meanwhile
         with create_ag_gemm_context(32, 32, 16, torch.float32, rank, 2) as ctx:
@@ -433,10 +435,25 @@ def stands_still() -> list[tuple[str, str]]:
                 ag_gemm(torch.zeros(16, 16), torch.zeros(16, 16), ctx, autotune=False)
 
             call()
-            ends.append(found(call, quiet=0.5) if rank == 0 else ("", ""))
+            second = overdue_with(f"{folder}/2", call)
+            ends.append(found(second, quiet=0.5) if rank == 0 else ("", ""))
             dist.barrier()  # where rank 1 is meanwhile
             ctx.reset()
     return ends
+
+
+def overdue_with(path: str, call: Callable[[], None]) -> Callable[[], None]:
+    """``call``, whose waits are overdue once there is a file ``path``."""
+
+    def run() -> None:
+        by_time = stops.is_overdue
+        stops.is_overdue = lambda *limits: by_time(*limits) or os.path.exists(path)
+        try:
+            call()
+        finally:
+            stops.is_overdue = by_time
+
+    return run
 
 
 def stands_in_pdb(program: str) -> list[float]:

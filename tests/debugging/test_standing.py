@@ -44,6 +44,18 @@ class Job(threading.Thread):
         self.join()
 
 
+@contextlib.contextmanager
+def hanging(two_ranks, folder):
+    """The job of ``bugs.stands_still``, and the files that end its two hangs."""
+    hangs = [folder / "1", folder / "2"]
+    with Job(two_ranks, bugs.stands_still, str(folder)) as job:
+        try:
+            yield job, hangs
+        finally:
+            for path in hangs:
+                path.touch()
+
+
 def asked_until(pattern, job, seconds=90.0):
     """The first answer of ``where`` that has ``pattern``."""
     end, said = time.monotonic() + seconds, ""
@@ -91,14 +103,15 @@ def test_the_recorded_session_over_two_ranks(two_ranks, monkeypatch, tmp_path):
     assert job.results == [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
 
 
-def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_ranks):
-    with Job(two_ranks, bugs.stands_still) as job:
+def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_ranks, tmp_path):
+    with hanging(two_ranks, tmp_path) as (job, (first_hang, _)):
         place = f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}"
         awaited = "waits for bugs.flag[0] of rank 0 to reach 1, it is 0"
         stands = r"rank 1 \(process \d+\): is at [^\n]*bugs.py:\d+ in _told"  # once it comes there
         said = asked_until(f"(?s){re.escape(f'{place}: {awaited}')}.*{stands}", None)
         assert "2 of 2 ranks answer" in said
         assert "told: bugs.flag" not in said
+        first_hang.touch()
         differs = "ag_gemm, calls: rank 0: 2  rank 1: 1 <- differs"
         said = asked_until(f"(?s)ag_gemm[^\n]*which rank 1 sets.*{differs}", None)
         assert "last launches: " in said
