@@ -17,6 +17,7 @@ from triton_dist.errors import (
 )
 from triton_dist.kernels import nvidia
 from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.exchange import buffer
 from triton_dist.kernels.common.exchange.buffer import Shape
 from triton_dist.kernels.common.gemm.launch import split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import most_rows
@@ -185,9 +186,17 @@ def test_what_the_key_keeps_the_context_has_room_for():
         (256 << 10, 256, 1, (256, 2048)),
     ],
 )
-def test_a_program_moves_little_at_a_time_where_it_moves_little(shard_bytes, asked, chunks, shape):
+def test_a_program_moves_little_at_a_time_where_it_moves_little(
+    shard_bytes, asked, chunks, shape, monkeypatch
+):
+    monkeypatch.setattr(buffer, "current_device", lambda: SimpleNamespace(interprets=False))
     expected = Shape(*shape, chunks)
-    assert shape_for(shard_bytes, asked, chunks) == expected
+    assert shape_for.__wrapped__(shard_bytes, asked, chunks) == expected
+
+
+def test_where_kernels_are_interpreted_a_program_is_one_of_three():
+    assert shape_for(128 << 10, None, 1) == Shape(3, 8192)
+    assert shape_for(128 << 10, 16, 1) == Shape(16, 8192)
 
 
 @pytest.mark.parametrize("number", [0, -1, 3, 33])

@@ -20,7 +20,6 @@ from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common.collective.context import CollectiveContext
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.exchange.buffer import (
-    DEFAULT_SHAPE,
     LARGE_SHAPES,
     PUSHED_FROM,
     SMALL_SHAPES,
@@ -33,6 +32,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     shape_in,
     shape_of,
     shard_bytes,
+    untuned,
 )
 from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
 from triton_dist.kernels.common.peers import folded
@@ -189,7 +189,7 @@ class Push(_Way):
     tunables = TUNABLES
 
     def candidates(self) -> Iterable[tuple[Any, ...]]:
-        shapes = dict.fromkeys((DEFAULT_SHAPE, *SMALL_SHAPES, *LARGE_SHAPES))
+        shapes = dict.fromkeys((untuned(), *SMALL_SHAPES, *LARGE_SHAPES))
         return (shape.values for shape in shapes)
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:

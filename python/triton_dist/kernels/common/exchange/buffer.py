@@ -90,6 +90,19 @@ def shape_in(config: Mapping[str, Any]) -> Shape:
     return Shape(config["num_ctas"], config["block_bytes"], config.get("num_pieces", 1))
 
 
+def untuned(shape: Shape = DEFAULT_SHAPE) -> Shape:
+    """``shape``; where kernels are interpreted, of no more programs than run at a time there."""
+    device = current_device()
+    most = device.num_sms if device.interprets else shape.num_ctas
+    return replace(shape, num_ctas=min(shape.num_ctas, most))
+
+
+def small_shape(nbytes: int) -> Shape:
+    """The first of ``SMALL_SHAPES`` that moves so many bytes at once, or the last; untuned."""
+    at_once = (each for each in SMALL_SHAPES if each.num_ctas * each.block_bytes >= nbytes)
+    return untuned(next(at_once, SMALL_SHAPES[-1]))
+
+
 @functools.cache
 def shape_of(
     num_ctas: int | None,
@@ -97,13 +110,13 @@ def shape_of(
     num_pieces: int | None,
     default: Shape = DEFAULT_SHAPE,
 ) -> Shape:
-    """The shape of tunables; what is ``None`` is as in ``default``.
+    """The shape of tunables; what is ``None`` is as in ``default``, untuned.
 
     Raises:
         InvalidArgument: a number that no launch can have.
     """
     asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_pieces": num_pieces}
-    shape = replace(default, **{name: n for name, n in asked.items() if n is not None})
+    shape = replace(untuned(default), **{name: n for name, n in asked.items() if n is not None})
     if not 1 <= shape.num_ctas <= MAX_CTAS:
         raise InvalidArgument("shape_of", "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
     if shape.block_bytes < 512 or shape.block_bytes & (shape.block_bytes - 1):
@@ -290,13 +303,7 @@ class ExchangeBuffer:
         self._last = phases, num_ctas, num_pieces, sources
 
     def end(self) -> None:
-        """After the launch.
-
-        Raises:
-            RankDisagreement: ranks have come with different sizes; of a GPU, told by a later call.
-            WaitTimeout: while candidates are tried, when a wait of this call gave up and nobody
-                settles such things later.
-        """
+        """After the launch; raises what :meth:`run` does."""
         self.guard.end()
 
     def reset(self) -> None:

@@ -23,6 +23,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     Shape,
     plan_of,
     shard_elements,
+    untuned,
 )
 from triton_dist.kernels.common.exchange.protocol import (
     await_peers,
@@ -178,7 +179,8 @@ class RoutedSums(NamedTuple):
         def blocks(shape: Shape) -> int:
             return rows * int(triton.cdiv(N * out.element_size(), shape.block_bytes))
 
-        return next((each for each in SMALL_SHAPES if each.num_ctas >= blocks(each)), _LARGEST)
+        fits = (each for each in SMALL_SHAPES if each.num_ctas >= blocks(each))
+        return untuned(next(fits, SMALL_SHAPES[-1]))
 
     def _launch(self, buffer: ExchangeBuffer, out: torch.Tensor, whole: bool) -> Launch:
         (rows, N), (M, topk), shape = out.shape, self.topk_ids.shape, self._shape(out)
@@ -191,6 +193,3 @@ class RoutedSums(NamedTuple):
             (*operands, *buffer.regions(out.dtype), *sizes),
             {"TOPK": topk, "WHOLE": whole, "plan": plan, "num_warps": shape.num_warps},
         )
-
-
-_LARGEST = SMALL_SHAPES[-1]

@@ -13,7 +13,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, SMALL_SHAPES, Exchange, Shape
+from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, Exchange, Shape, small_shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
@@ -332,8 +332,7 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
         InvalidArgument: so many programs cannot be.
     """
     if num_comm_sms is None:
-        at_once = (each for each in SMALL_SHAPES if each.num_ctas * each.block_bytes >= shard_bytes)
-        num_comm_sms = next(at_once, SMALL_SHAPES[-1]).num_ctas
+        num_comm_sms = small_shape(shard_bytes).num_ctas
     elif not 1 <= num_comm_sms <= MAX_CTAS:
         raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
     share = -(-shard_bytes // (num_comm_sms * num_chunks))

@@ -14,7 +14,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import SMALL_SHAPES, Exchange
+from triton_dist.kernels.common.exchange.buffer import Exchange, small_shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
 from triton_dist.kernels.common.gemm.spaces import most_rows
 from triton_dist.kernels.common.launch import Launch
@@ -105,9 +105,9 @@ class Call(OpCall):
     def exchange(self) -> Exchange:
         """Our all-gather in one launch: of as many programs as move the shard at once."""
         a, size = self.a, self.ctx.num_ranks
-        at_once = (each for each in SMALL_SHAPES if each.num_ctas * each.block_bytes >= a.nbytes)
-        shape = next(at_once, SMALL_SHAPES[-1])
-        return Exchange(kernel_all_gather, a.numel(), a.numel() * size, shape, a.shape[0])
+        return Exchange(
+            kernel_all_gather, a.numel(), a.numel() * size, small_shape(a.nbytes), a.shape[0]
+        )
 
     def all_rows(self, meanwhile: Callable[[], object]) -> torch.Tensor:
         """Rows of all ranks, by the all-gather that the call names; ``meanwhile`` queues what needs

@@ -7,11 +7,11 @@ import torch
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import (
-    DEFAULT_SHAPE,
     Exchange,
     ExchangeBuffer,
     Shape,
     shard_elements,
+    untuned,
 )
 from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
 from triton_dist.kernels.common.moe.columns import PushedColumns
@@ -72,7 +72,7 @@ class MoEReduceRSContext(MoESumContext):
         M, N = total.shape
         elements = M // self.num_ranks * N
         is_large = elements * total.element_size() >= _LARGE_FROM
-        shape = _LARGE_SHAPE if is_large else DEFAULT_SHAPE
+        shape = _LARGE_SHAPE if is_large else untuned()
         exchange = Exchange(kernel_reduce_scatter, elements, M * N, shape, M)
         return exchange, total.new_empty(M // self.num_ranks, N)
 
