@@ -93,8 +93,8 @@ def shape_in(config: Mapping[str, Any]) -> Shape:
 def untuned(shape: Shape = DEFAULT_SHAPE) -> Shape:
     """``shape``; where kernels are interpreted, of no more programs than run at a time there."""
     device = current_device()
-    most = device.num_sms if device.interprets else shape.num_ctas
-    return replace(shape, num_ctas=min(shape.num_ctas, most))
+    fits = not device.interprets or shape.num_ctas <= device.num_sms
+    return shape if fits else replace(shape, num_ctas=device.num_sms)
 
 
 def small_shape(nbytes: int) -> Shape:

@@ -25,7 +25,6 @@ from triton_dist.kernels.common.exchange.buffer import (
     shape_in,
     shape_of,
     shard_elements,
-    untuned,
 )
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT_BYTES,
@@ -69,7 +68,7 @@ class Call(OpCall):
     def __post_init__(self) -> None:
         check_tensors(self.x, self.ctx, self.output)
         self.chosen = WAYS[self.way or way_of(self.method, self.algorithm) or BySize.name]
-        self.shape = untuned()
+        self.shape = DEFAULT_SHAPE
         self.chosen.check(self)
 
 
