@@ -189,7 +189,7 @@ def test_what_the_key_keeps_the_context_has_room_for():
 def test_a_program_moves_little_at_a_time_where_it_moves_little(
     shard_bytes, asked, chunks, shape, monkeypatch
 ):
-    monkeypatch.setattr(buffer, "current_device", lambda: SimpleNamespace(interprets=False))
+    monkeypatch.setattr(buffer, "untuned", lambda shape: shape)  # as on GPUs
     expected = Shape(*shape, chunks)
     assert shape_for.__wrapped__(shard_bytes, asked, chunks) == expected
 

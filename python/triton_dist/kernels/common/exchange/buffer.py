@@ -34,8 +34,7 @@ _PART_ALIGNMENT: int = protocol.PART_ALIGNMENT.value
 _LINE_WORDS: int = protocol.LINE_WORDS.value
 _TURNS, _PHASES = 2, protocol.PHASES.value
 _LINE = 16  # int64 in a cache line
-# Triton compiles kernels of whole vectors for sizes that are multiples of this.
-VECTOR_ELEMENTS = 16
+VECTOR_ELEMENTS = 16  # for sizes that are multiples of it Triton compiles whole vectors
 PUSHED_FROM = 1 << 20
 """Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
 
@@ -90,11 +89,12 @@ def shape_in(config: Mapping[str, Any]) -> Shape:
     return Shape(config["num_ctas"], config["block_bytes"], config.get("num_pieces", 1))
 
 
+@functools.cache
 def untuned(shape: Shape = DEFAULT_SHAPE) -> Shape:
     """``shape``; where kernels are interpreted, of no more programs than run at a time there."""
     device = current_device()
-    fits = not device.interprets or shape.num_ctas <= device.num_sms
-    return shape if fits else replace(shape, num_ctas=device.num_sms)
+    most = device.num_sms if device.interprets else shape.num_ctas
+    return replace(shape, num_ctas=min(shape.num_ctas, most))
 
 
 def small_shape(nbytes: int) -> Shape:
