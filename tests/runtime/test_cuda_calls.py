@@ -22,8 +22,8 @@ from triton_dist.runtime.device.cuda_launch import (
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag
 
 STREAMS = [
-    SimpleNamespace(handle=11, begun=12, done=13),
-    SimpleNamespace(handle=21, begun=22, done=23),
+    SimpleNamespace(handle=11, begun=12, done=13, staging=None),
+    SimpleNamespace(handle=21, begun=22, done=23, staging=None),
 ]
 CURRENT = 7
 
@@ -76,6 +76,24 @@ def test_a_transfer_queues_its_steps_in_order_between_two_events(driver):
         ("cuStreamWaitEvent", CURRENT, 13, 0),
         ("cuEventRecord", 23, 21),
         ("cuStreamWaitEvent", CURRENT, 23, 0),
+    ]
+
+
+def test_staged_copies_go_through_the_host_in_pieces_and_none_within_the_gpu(driver):
+    staging, own = torch.zeros(40, dtype=torch.uint8), torch.zeros(5, 4)
+    target, flags = torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
+    stream = SimpleNamespace(handle=11, begun=12, done=13, staging=staging)
+    steps = [Copy(0, target[:4], OwnRows(1, 5)), Copy(0, flags[1:], flags[:1])]
+    transfer = CudaTransfer(steps, [stream])
+    transfer.start(own, CURRENT)
+    first, to, host = own.data_ptr() + 16, target.data_ptr(), staging.data_ptr()
+    assert driver.calls[2:] == [
+        ("cuMemcpyDtoHAsync_v2", host, first, 40, 11),
+        ("cuMemcpyHtoDAsync_v2", to, host, 40, 11),
+        ("cuMemcpyDtoHAsync_v2", host, first + 40, 24, 11),
+        ("cuMemcpyHtoDAsync_v2", to + 40, host, 24, 11),
+        ("cuMemcpyDtoHAsync_v2", host, flags.data_ptr(), 8, 11),
+        ("cuMemcpyHtoDAsync_v2", flags.data_ptr() + 8, host, 8, 11),
     ]
 
 

@@ -233,7 +233,7 @@ class CudaDevice:
 
     def copy_stream(self, stream: torch.cuda.Stream | None = None) -> CudaCopyStream:
         """A side stream for copies: ``stream``, or a new one."""
-        return CudaCopyStream(self.torch_device, stream)
+        return CudaCopyStream(self.torch_device, stream, staged=ranks_per_gpu() > 1)
 
     def transfer(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> CudaTransfer:
         """``steps`` ready to be queued on ``streams``, any number of times."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from triton_dist.runtime.device import cuda_driver
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step
 
 _Call = tuple[cuda_driver.Function, tuple[Any, ...]]
+_STAGING_BYTES = 1 << 20
 
 
 class CudaCopyStream:
@@ -20,11 +21,21 @@ class CudaCopyStream:
     Nothing that it queues needs an SM: copies go to a copy engine, flag writes and waits to the
     stream's front end. So a full grid that spins on what it brings cannot starve it (a one-block
     wait kernel in this place dead-locked all ranks, measured on H200).
+
+    Args:
+        staged: copies go through pinned memory of the host, for ranks that share a GPU. A copy
+            within one GPU runs on its SMs, whatever its size and by whatever call: behind a full
+            grid it never began (H100 and H200, driver 580). To the host and back, copy engines go.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self, device: torch.device, stream: torch.cuda.Stream | None = None, staged: bool = False
+    ) -> None:
         self._stream = stream or torch.cuda.Stream(device, priority=-1)
         self.handle: int = self._stream.cuda_stream
+        self.staging = (
+            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if staged else None
+        )
         # Recorded anew by each call. A wait takes the record that is there when it is queued, so
         # one event a stream is enough for any number of calls in flight.
         self._events = (torch.cuda.Event(), torch.cuda.Event())
@@ -41,39 +52,53 @@ class CudaTransfer:
 
     def __init__(self, steps: Sequence[Step], streams: Sequence[CudaCopyStream]) -> None:
         # What differs from one start to the next: the stream that others wait for or that waits,
-        # and the addresses of the own rows.
+        # and the addresses of the own rows, by first row and bytes behind its start.
         self._current = ctypes.c_void_p()
-        self._own: dict[OwnRows, ctypes.c_uint64] = {}
+        self._own: dict[tuple[int, int], ctypes.c_uint64] = {}
         begun = streams[0].begun
         self._fork = [_call("cuEventRecord", begun, self._current)]
         self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
-        self._steps = [self._step(step, streams[step.stream].handle) for step in steps]
+        self._steps = [call for step in steps for call in self._queued(step, streams[step.stream])]
         self._join: list[_Call] = []
         for each in streams:
             self._join.append(_call("cuEventRecord", each.done, each.handle))
             self._join.append(_call("cuStreamWaitEvent", self._current, each.done, 0))
 
-    def _step(self, step: Step, stream: int) -> _Call:
+    def _queued(self, step: Step, stream: CudaCopyStream) -> Iterator[_Call]:
+        handle = stream.handle
         if isinstance(step, Copy):
-            destination, nbytes = step.destination.data_ptr(), step.destination.nbytes
-            source: Any = (
-                self._own.setdefault(step.source, ctypes.c_uint64())
-                if isinstance(step.source, OwnRows)
-                else step.source.data_ptr()
-            )
-            return _call("cuMemcpyDtoDAsync_v2", destination, source, nbytes, stream)
+            yield from self._copy(step, stream)
+            return
         address = step.flags.data_ptr() + step.index * step.flags.element_size()
         if isinstance(step, AwaitFlag):
             how = cuda_driver.WAIT_VALUE_EQ
-            return _call("cuStreamWaitValue32_v2", stream, address, step.value, how)
-        assert isinstance(step, SetFlag)
-        return _call("cuStreamWriteValue32_v2", stream, address, step.value, 0)
+            yield _call("cuStreamWaitValue32_v2", handle, address, step.value, how)
+        else:
+            assert isinstance(step, SetFlag)
+            yield _call("cuStreamWriteValue32_v2", handle, address, step.value, 0)
+
+    def _copy(self, step: Copy, stream: CudaCopyStream) -> Iterator[_Call]:
+        destination, nbytes = step.destination.data_ptr(), step.destination.nbytes
+        if stream.staging is None:
+            source = self._address(step.source, 0)
+            yield _call("cuMemcpyDtoDAsync_v2", destination, source, nbytes, stream.handle)
+            return
+        staging, most = stream.staging.data_ptr(), stream.staging.nbytes
+        for begin in range(0, nbytes, most):
+            source, size = self._address(step.source, begin), min(most, nbytes - begin)
+            yield _call("cuMemcpyDtoHAsync_v2", staging, source, size, stream.handle)
+            yield _call("cuMemcpyHtoDAsync_v2", destination + begin, staging, size, stream.handle)
+
+    def _address(self, source: torch.Tensor | OwnRows, begin: int) -> Any:
+        if isinstance(source, OwnRows):
+            return self._own.setdefault((source.first, begin), ctypes.c_uint64())
+        return source.data_ptr() + begin
 
     def start(self, own: torch.Tensor, current: int) -> None:
         """Queue the steps after what stream ``current`` holds now; ``own`` contiguous."""
         base, row_bytes = own.data_ptr(), own.shape[1] * own.element_size()
-        for rows, cell in self._own.items():
-            cell.value = base + rows.first * row_bytes
+        for (first, begin), cell in self._own.items():
+            cell.value = base + first * row_bytes + begin
         self.fork(current)
         self.queue()
 

@@ -54,6 +54,8 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     # free, total
     "cuMemGetInfo_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
+    "cuMemcpyDtoHAsync_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t, _HANDLE),
+    "cuMemcpyHtoDAsync_v2": (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, _HANDLE),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, _UINT),
     "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, _UINT),
     "cuStreamWriteValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, _UINT),
