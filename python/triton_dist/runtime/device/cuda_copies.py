@@ -55,6 +55,7 @@ class CudaTransfer:
         # and the addresses of the own rows, by first row and bytes behind its start.
         self._current = ctypes.c_void_p()
         self._own: dict[tuple[int, int], ctypes.c_uint64] = {}
+        self._streams = tuple(streams)  # whose events and memory the calls name
         begun = streams[0].begun
         self._fork = [_call("cuEventRecord", begun, self._current)]
         self._fork += [_call("cuStreamWaitEvent", each.handle, begun, 0) for each in streams]
