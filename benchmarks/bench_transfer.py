@@ -3,8 +3,9 @@
     scripts/python benchmarks/bench_transfer.py [space.json.gz ...] [--draws 30] [--ms 30]
 
 A space of ``record_spaces.py`` has all configs at many M. In each draw the sizes that are powers of
-two are tuned by a race, and then every other size twice: by a race, and by what its neighbours
-learned. Of a config's recorded runs each race takes its own, drawn at random.
+two are tuned by a race, and then every other size: by a race, by what its neighbours learned, and
+by the same *blind*: where nothing is known of waves. Of a config's recorded runs each race takes
+its own, drawn at random.
 
 *near*: how often the winner is within 1 % of the best, or of what its noise hides, by the median of
 all recorded runs; *regret*, 95th percentile and worst; *cost*: device time of all runs, relative to
@@ -14,6 +15,7 @@ the race at the same size.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import json
 import math
@@ -43,6 +45,7 @@ from triton_dist._tuning.values.sizes import distance
 from triton_dist.testing.replay import Replay
 
 DATA = Path(__file__).parent / "data"
+WAYS = ("race", "transfer", "blind")
 _SIZES = Sizes("recorded", {"M": fine_bucket})
 _POLICY = Policy.on("cuda", timing="events", search="racing")
 
@@ -60,6 +63,7 @@ class Space:
     name: str
     runs: Mapping[int, Mapping[Config, Sequence[float]]]
     safe: frozenset[Config]
+    waves: Mapping[int, Mapping[Config, float | None]]
 
     @classmethod
     def read(cls, path: Path) -> Space:
@@ -71,7 +75,14 @@ class Space:
             for M, by in tree["sizes"].items()
         }
         safe = frozenset(configs[place] for place in tree["safe"])
-        return cls(f"{tree['op']}, {tree['ranks']} GPU", runs, safe)
+        waves = {
+            int(M): dict(zip(configs, each, strict=True))
+            for M, each in tree.get("waves", {}).items()
+        }
+        return cls(f"{tree['op']} {tree['largest']}, {tree['ranks']} GPU", runs, safe, waves)
+
+    def waves_at(self, config: Config, sizes: Sequence[int]) -> float | None:
+        return self.waves.get(sizes[0], {}).get(config)
 
     def medians(self, M: int) -> dict[Config, float]:
         return {config: statistics.median(each) for config, each in self.runs[M].items()}
@@ -105,8 +116,10 @@ def _key(M: int) -> Key:
 _FINGERPRINT = Fingerprint({}, {}, {}, _POLICY.facts(), {}, "")
 
 
-def neighbours(space: Space, M: int, anchors: Mapping[int, TuningRecord]) -> Neighbours:
-    """Those of ``M`` among ``anchors``."""
+def neighbours(
+    space: Space, M: int, anchors: Mapping[int, TuningRecord], blind: bool
+) -> Neighbours:
+    """Those of ``M`` among ``anchors``. ``blind``: to waves."""
     found = [
         Neighbour((size,), distance((size,), (M,)), record, slowdowns(record))
         for size, record in anchors.items()
@@ -114,7 +127,8 @@ def neighbours(space: Space, M: int, anchors: Mapping[int, TuningRecord]) -> Nei
     ]
     family = _SIZES.family(Recorded(M))
     near = sorted(found, key=lambda each: each.distance)
-    return Neighbours(family, near, lambda config: config in space.safe)
+    known = Neighbours(family, near, lambda config: config in space.safe)
+    return known if blind else dataclasses.replace(known, waves=space.waves_at)
 
 
 def judged(space: Space, M: int, record: TuningRecord, milliseconds: float) -> Result:
@@ -133,8 +147,8 @@ def _half_interval(runs: Sequence[float]) -> float:
 
 
 def replay(space: Space, draws: int, milliseconds: float) -> dict[str, list[Result]]:
-    """Results of both ways at every size that is no power of two."""
-    results: dict[str, list[Result]] = {"race": [], "transfer": []}
+    """Results of each way at every size that is no power of two."""
+    results: dict[str, list[Result]] = {way: [] for way in WAYS}
     for number in range(draws):
         draw = random.Random(number)
         powers = [M for M in space.runs if M & (M - 1) == 0]
@@ -142,12 +156,13 @@ def replay(space: Space, draws: int, milliseconds: float) -> dict[str, list[Resu
         for M in space.runs:
             if M in anchors:
                 continue
-            cold = race(space, M, _racing(space, M), draw)
-            near = neighbours(space, M, anchors)
-            few = near.candidates(list(space.runs[M]), milliseconds)
-            warm = race(space, M, Brief(few, _POLICY, milliseconds), draw)
-            results["race"].append(judged(space, M, *cold))
-            results["transfer"].append(judged(space, M, *warm))
+            for way, each in results.items():
+                search: Search = _racing(space, M)
+                if way != "race":
+                    near = neighbours(space, M, anchors, way == "blind")
+                    few = near.candidates(list(space.runs[M]), milliseconds)
+                    search = Brief(few, _POLICY, milliseconds)
+                each.append(judged(space, M, *race(space, M, search, draw)))
     return results
 
 
@@ -173,7 +188,7 @@ def report(name: str, results: Mapping[str, Sequence[Result]]) -> dict[str, Any]
 
 def show(tree: Mapping[str, Any], say: Callable[[str], Any] = print) -> None:
     say(f"{tree['space']}, {tree['sizes x draws']} tunings")
-    for way in ("race", "transfer"):
+    for way in WAYS:
         row = tree[way]
         say(
             f"  {way:>8}: near {row['near']:.0%}, regret p95 {row['regret p95']:.1%}, worst "

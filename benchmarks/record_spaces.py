@@ -1,38 +1,42 @@
 """Record the whole tuning space of an op at many sizes, for replays without its hardware.
 
     bash scripts/launch.sh benchmarks/record_spaces.py --op ag_gemm --out ag_gemm_sizes.json.gz
-    bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --out matmul_sizes.json.gz
+    bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --random 24 --out sizes.json.gz
 
 At each M every config that pruning leaves is run ``--runs`` times: interleaved, cold L2, ranks
 lined up, the slowest rank counts. The file is what ``bench_transfer.py`` replays: by M, times of
-each config, by its place in ``configs``; one that fails has the reason instead.
+each config, by its place in ``configs``; one that fails has the reason instead. And its waves.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gzip
 import json
+import math
+import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from overlap.results import software
-from overlap.shapes import parse_numbers
+from overlap.shapes import LAYERS, layers_of, parse_numbers
 
+from triton_dist.kernels.common.case import Call, Case
 from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.cases import all_cases, overlapped_cases
 from triton_dist.testing.timing import interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-CASES = gemm_cases()
+CASES = overlapped_cases() | {"grouped_gemm": all_cases()["grouped_gemm"]}
 _SIZES = [64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
 _SIZES += [2560, 3072, 3584, 4096]
 _CPU_SCALE = 256
@@ -44,12 +48,39 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=["matmul", *CASES], default="matmul")
+    parser.add_argument("--layer", help="N:K, or its name; default: the first")
     parser.add_argument("--M", type=parse_numbers, default=_SIZES)
-    parser.add_argument("--N", type=int, default=28672)
-    parser.add_argument("--K", type=int, default=8192)
+    parser.add_argument("--random", type=int, default=0, help="so many M more, log-uniform")
+    parser.add_argument("--seed", type=int, default=0, help="of the random M")
     parser.add_argument("--runs", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.shape = _layer(options.layer, CASES.get(options.op))
+    except (KeyError, ValueError):
+        parser.error(f"argument --layer: {options.op} has no {options.layer!r}")
+    draw, ends = random.Random(options.seed), (min(options.M), max(options.M))
+    drawn = [round(math.exp(draw.uniform(*map(math.log, ends)))) for _ in range(options.random)]
+    options.M = sorted({*options.M, *drawn})
+    return options
+
+
+def _layer(name: str | None, case: Case[Any] | None) -> Callable[[int], Any]:
+    """The shape with so many rows.
+
+    Raises:
+        KeyError, ValueError: there is no such layer.
+    """
+    if name is not None and ":" in name:
+        return functools.partial(_shape, *map(int, name.split(":")))
+    if case is None:
+        return functools.partial(_shape, *LAYERS[name or next(iter(LAYERS))])
+    layers = layers_of(case)
+    return layers[name or next(iter(layers))]
+
+
+def _shape(N: int, K: int, M: int) -> Shape:
+    return Shape(M, N, K)
 
 
 class Recorder:
@@ -63,33 +94,52 @@ class Recorder:
 
     def record(self) -> dict[str, Any]:
         """Runs of all configs, by M."""
-        scale = 1 if is_cuda() else _CPU_SCALE
-        shape = functools.partial(Shape, N=self.options.N // scale, K=self.options.K // scale)
-        sizes = {}
-        if self.case is None:
-            for M in self.options.M:
-                sizes[str(M)] = self._runs(*self._matrices(shape(M)))
-        else:
-            dtype, ranks = torch.bfloat16, dist.get_world_size()
-            with self.case.context(shape(max(self.options.M)), dtype) as ctx:
-                for M in self.options.M:
-                    operands = self.case.operands(shape(M), dtype, ranks)
-                    sizes[str(M)] = self._runs(*self.case.arguments(operands, ctx))
+        sizes, waves = {}, {}
+        for M, (args, kwargs) in self._calls():
+            sizes[str(M)] = self._runs(M, args, kwargs)
+            waves[str(M)] = self._waves(args, kwargs)
         safe = [place for place, each in enumerate(self.configs) if self.op.safe_kind(each)]
         return {
-            "op": self.options.op, "N": self.options.N, "K": self.options.K,
+            "op": self.options.op, "largest": str(self._shape(max(self.options.M))),
             "ranks": dist.get_world_size(), "hardware": dict(current_device().facts()),
             "software": software(), "configs": [str(each) for each in self.configs],
-            "safe": safe, "sizes": sizes,
+            "safe": safe, "waves": waves, "sizes": sizes,
         }  # fmt: skip
 
-    def _matrices(self, shape: Shape) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _shape(self, M: int) -> Any:
+        """That of ``M``; on CPU ranks with as many rows, and little else."""
+        shape = self.options.shape(M)
+        if is_cuda():
+            return shape
+        N, K = (max(1, size // _CPU_SCALE) for size in (shape.N, shape.K))
+        return dataclasses.replace(shape, N=N, K=K)
+
+    def _calls(self) -> Iterator[tuple[int, Call]]:
+        """A call of each size; it holds until the next one."""
+        if self.case is None:
+            for M in self.options.M:
+                yield M, self._matrices(self._shape(M))
+            return
+        dtype, ranks = torch.bfloat16, dist.get_world_size()
+        with self.case.context(self._shape(max(self.options.M)), dtype) as ctx:
+            for M in self.options.M:
+                operands = self.case.operands(self._shape(M), dtype, ranks)
+                yield M, self.case.arguments(operands, ctx)
+
+    def _waves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | None]:
+        """Of each config; ``None`` where they are not known."""
+        key, sizes = self.op.key_fn(*args, **kwargs), self.op.sizes
+        assert sizes is not None, "an op without sizes has no neighbours"
+        own = sizes.values(key)
+        return [sizes.waves(key, config, own) for config in self.configs]
+
+    def _matrices(self, shape: Shape) -> Call:
         place = current_device().torch_device
         A = torch.randn(shape.M, shape.K, dtype=torch.bfloat16, device=place)
         B = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=place).T
         return (A, B), {}
 
-    def _runs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _runs(self, M: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         kept, _ = self.op.config_space.prune(self.op.prune_fn, args, kwargs)
         calls: dict[str, Callable[[], Any]] = {}
         runs: dict[str, Any] = {}
@@ -103,7 +153,7 @@ class Recorder:
                 calls[name] = call
         samples = interleaved(calls, self.options.runs, warmup_rounds=1)
         runs |= {name: [round(ms, 5) for ms in each.milliseconds] for name, each in samples.items()}
-        dist_print(f"M = {args[0].shape[0]}: {len(calls)} configs, {len(kept) - len(calls)} failed")
+        dist_print(f"M = {M}: {len(calls)} configs, {len(kept) - len(calls)} failed")
         return runs
 
     def _first_run(self, call: Callable[[], Any]) -> str:

@@ -70,6 +70,7 @@ def autotune(
     ignore: Sequence[str] = (),
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]] = (),
     safe_fn: Callable[[Config], object] | None = None,
+    waves_fn: Callable[[Any, Config], float | None] | None = None,
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
@@ -134,6 +135,11 @@ def autotune(
         safe_fn: ``safe_fn(config)``, true for configs that are far from the best nowhere, such as
             a library's: one of them races at every size, and is used in doubt. Where it returns
             names, one of each, of four at most.
+        waves_fn: ``waves_fn(key, config)``, how many times a call of ``key``, which is what
+            ``key_fn`` returns, fills the device: its tiles over those that run at a time, not
+            rounded. What takes no more waves takes no more time, so this says which config is worth
+            racing at a size beside those that were measured. ``None``: its time grows with the
+            sizes. Needs ``sizes``.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -161,12 +167,15 @@ def autotune(
         "recover_fn": recover_fn,
         "agree_fn": agree_fn,
         "safe_fn": safe_fn,
+        "waves_fn": waves_fn,
     }
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
     rounding = roundings(sizes)
+    if waves_fn is not None and not rounding:
+        raise InvalidArgument("autotune", "waves_fn", waves_fn, "None where there are no sizes")
     if isinstance(config_space, Product) and sizes:
         wanted = (
             "a list of configs, such as list(product), as sizes= asks each what it may be used for"
@@ -205,7 +214,7 @@ def autotune(
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
-        keys, known = sized_key(fn, key_fn, rounding)
+        keys, known = sized_key(fn, key_fn, rounding, waves_fn)
         judges = tuple(each for each in (prune_fn, check_fn) if each is not None)
         composer = _Composer(
             scope,

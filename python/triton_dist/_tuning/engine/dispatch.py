@@ -39,6 +39,7 @@ class AutoTuner(Decorated):
         fn: the function itself, without tuning.
         config_space: the candidates, evaluated when first looked at.
         key_fn, prune_fn: as given.
+        sizes: those in its keys; ``None`` without.
         safe_kind: ``safe_fn``, or a function that calls none safe.
         tuning_count: how many tunings this process did; a cached result is none.
     """
@@ -66,7 +67,7 @@ class AutoTuner(Decorated):
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
-        self._sizes, self.safe_kind = sizes, safe_kind
+        self.sizes, self.safe_kind = sizes, safe_kind
         self._first_call = self._surroundings.untraced(self._call_first)
         self._chosen: dict[Any, Choice] = {}
         # Views of it for the hot path: arguments by key, of calls without and with a group. They
@@ -208,17 +209,17 @@ class AutoTuner(Decorated):
     ) -> dict[str, Any] | None:
         """Arguments of a call whose exact sizes are new, in a range that is tuned, which takes no
         word to other ranks; ``None`` where it is not, or the call is refused."""
-        if self._sizes is None or not self._names.isdisjoint(kwargs):
+        if self.sizes is None or not self._names.isdisjoint(kwargs):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
-            choice = self._ranges.get((process_group, self._sizes.range_of(key)))
+            choice = self._ranges.get((process_group, self.sizes.range_of(key)))
             if choice is None or self._default_group.WORLD is not self._world:
                 return None
         except Exception:  # comes again, and is told to all ranks
             return None
         self._calls += 1
-        arguments = choice.of(self._sizes.values(key)).arguments
+        arguments = choice.of(self.sizes.values(key)).arguments
         self._keep(process_group, key, arguments)
         return arguments
 
@@ -250,8 +251,8 @@ class AutoTuner(Decorated):
                 return Choice(space.default, {}, None)
             self._check_arguments(args, kwargs, self._default())
             exact = self._key(args, kwargs, fixed)
-            key = exact if self._sizes is None else self._sizes.range_of(exact)
-            sizes = () if self._sizes is None else self._sizes.values(exact)
+            key = exact if self.sizes is None else self.sizes.range_of(exact)
+            sizes = () if self.sizes is None else self.sizes.values(exact)
             known = self._chosen.get((ranks, key))
             if known is not None:
                 return known.of(sizes)
@@ -274,7 +275,7 @@ class AutoTuner(Decorated):
 
     def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
         origin = self._origin_of(self.fn, space.names)
-        about = (self._hooks, self._sizes, self.safe_kind)
+        about = (self._hooks, self.sizes, self.safe_kind)
         subject = Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record

@@ -3,13 +3,19 @@
 At the first call of a key that has neighbours, the few configs that are near the best at theirs
 race for some milliseconds, instead of all candidates for seconds. Where nothing can be measured,
 the neighbours decide alone.
+
+Times of a neighbour are taken to this key by waves, where ``waves_fn`` tells them: tiles that all
+run at once there may need two turns here, and others win. All are a guess, so the few differ in how
+they are cut into tiles.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -33,8 +39,10 @@ from triton_dist._tuning.values.sizes import Family, distance
 T = TypeVar("T")
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
-_CANDIDATES = 6
-"""Raced, besides those that are safe everywhere, one of each kind."""
+_CANDIDATES, _FORESEEN = 6, 4
+"""Raced, besides those that are safe everywhere, one of each kind; where waves are known."""
+_ALIKE = 0.03
+"""Relative time that a candidate has to be ahead for each one before it that has as many tiles."""
 _SAFE = 4
 _NEIGHBOURS, _IN_FULL = 6, 3
 """So many, the nearest, have a say, and so many of those that were tuned in full."""
@@ -146,6 +154,8 @@ class Neighbours:
     family: Family
     all: Sequence[Neighbour]
     safe_kind: Callable[[Config], object]
+    waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
+    """Of a config at these sizes; ``None``: not known."""
 
     @property
     def teach(self) -> bool:
@@ -178,7 +188,8 @@ class Neighbours:
                 full += not record.carried
             if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
                 break
-        return cls(family, list(found.values()), subject.safe_kind)
+        waves = functools.partial(subject.sizes.waves, value)
+        return cls(family, list(found.values()), subject.safe_kind, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
@@ -188,13 +199,13 @@ class Neighbours:
         in turn with one of each kind that is safe: the more, the more time there is."""
         if not self.teach:
             return []
-        number = round(_CANDIDATES * math.sqrt(max(1.0, milliseconds / 30)))
-        scores = self._scores()
+        scores = self._scores(kept)
         known = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
         )
-        near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)][:number]
+        near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)]
+        near = self._varied(near, scores, math.sqrt(max(1.0, milliseconds / 30)))
         kinds: dict[object, Config] = {}
         for config in (*known, *kept):
             if kind := self.safe_kind(config):
@@ -229,16 +240,11 @@ class Neighbours:
         candidates = self.candidates(kept)
         if not candidates:
             return None
-        ours, sides = (
-            self.family.sizes,
-            [
-                self.below[:1],
-                [each for each in self.all if each.sizes > self.family.sizes][:1],
-            ],
-        )
-        nearest = [each for side in sides for each in side]
+        above = [each for each in self.all if each.sizes > self.family.sizes]
+        nearest = [*self.below[:1], *above[:1]]
+        delays = [self._delays(each, kept) for each in nearest]
         worst = {
-            config: max(each.slowdowns.get(config.digest, math.inf) for each in nearest)
+            config: max(each.get(config.digest, math.inf) for each in delays)
             for config in candidates
         }
         chosen = min(candidates, key=lambda config: worst[config])
@@ -249,27 +255,66 @@ class Neighbours:
         if source is None:
             return None
         trial = next(each for each in source.record.trials if each.digest == chosen.digest)
-        measured = source.record.at or source.sizes
+        growth = math.exp(self._growth(chosen, source))
         return dataclasses.replace(
             source.record,
             key=key,
-            trials=(Trial(trial.digest, trial.config, _scaled(trial, measured, ours)),),
+            trials=(Trial(trial.digest, trial.config, _scaled(trial, growth)),),
             timestamp=now,
             seconds=0.0,
             carried=f"predicted from {self}",
             at=(),
         )
 
-    def _scores(self) -> dict[str, float]:
-        """By digest, the mean slowdown over the neighbours that know a config, the nearest counting
+    def _varied(
+        self, near: Sequence[Config], scores: Mapping[str, float], share: float
+    ) -> list[Config]:
+        """The most promising of ``near``, but of those with as many tiles here the more seldom the
+        more were taken: if one disappoints, so will the others."""
+        waves = {config: self.waves(config, self.family.sizes) for config in near}
+        foreseen = any(each is not None for each in waves.values())
+        taken: Counter[float | None] = Counter()
+        chosen: list[Config] = []
+        left = list(near)
+        while left and len(chosen) < round(share * (_FORESEEN if foreseen else _CANDIDATES)):
+            best = min(left, key=lambda c: scores[c.digest] + _ALIKE * taken[waves[c]])
+            left.remove(best)
+            chosen.append(best)
+            if waves[best] is not None:
+                taken[waves[best]] += 1
+        return chosen
+
+    def _scores(self, kept: Sequence[Config]) -> dict[str, float]:
+        """By digest, the mean delay over the neighbours that know a config, the nearest counting
         most."""
         sums: dict[str, tuple[float, float]] = {}
         for each in self.all:
             weight = 1 / (each.distance + 0.1)
-            for digest, slowdown in each.slowdowns.items():
+            for digest, delay in self._delays(each, kept).items():
                 total, weights = sums.get(digest, (0.0, 0.0))
-                sums[digest] = total + weight * slowdown, weights + weight
+                sums[digest] = total + weight * delay, weights + weight
         return {digest: total / weights for digest, (total, weights) in sums.items()}
+
+    def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
+        """By digest, the slowdowns of ``kept`` at a neighbour, each grown to what it should be
+        here, relative to the growth of the fastest there."""
+        known = [config for config in kept if config.digest in there.slowdowns]
+        if not known:
+            return {}
+        fastest = min(known, key=lambda config: there.slowdowns[config.digest])
+        own = self._growth(fastest, there)
+        return {
+            config.digest: there.slowdowns[config.digest] + self._growth(config, there) - own
+            for config in known
+        }
+
+    def _growth(self, config: Config, there: Neighbour) -> float:
+        """The log of the time here over that at a neighbour: by waves, or with the sizes."""
+        measured, ours = there.record.at or there.sizes, self.family.sizes
+        waves, others = self.waves(config, ours), self.waves(config, measured)
+        if waves is None or others is None:
+            return sum(math.log(max(a, 1) / max(b, 1)) for a, b in zip(ours, measured, strict=True))
+        return math.log(max(math.ceil(waves), 1) / max(math.ceil(others), 1))
 
 
 def slowdowns(record: TuningRecord) -> dict[str, float]:
@@ -283,8 +328,7 @@ def slowdowns(record: TuningRecord) -> dict[str, float]:
     return {digest: math.log(median / best) for digest, median in medians.items()}
 
 
-def _scaled(trial: Trial, measured: Sequence[int], here: Sequence[int]) -> Measurement:
-    """The time to be expected here: as the product of sizes grows."""
+def _scaled(trial: Trial, growth: float) -> Measurement:
+    """The time to be expected here, so many times that of a neighbour."""
     assert isinstance(trial.outcome, Measurement)
-    ratio = math.prod(max(each, 1) for each in here) / math.prod(max(each, 1) for each in measured)
-    return Measurement((round(trial.outcome.median * ratio, 6),), 0, trial.outcome.reduction)
+    return Measurement((round(trial.outcome.median * growth, 6),), 0, trial.outcome.reduction)

@@ -1,8 +1,8 @@
 """A brief race of few candidates whose order is nearly known: they won at sizes beside this one.
 
-Laps over those that are left, forward and backward, until one is left, the laps are over, or the
-device time is spent. No lap is left half done: who has more samples would win by that alone. So a
-first call at a new size costs milliseconds, not a tuning.
+Laps over those that are left, forward and backward, until one is left, noise hides no more than
+nobody minds, the laps are over, or the device time is spent. No lap is left half done: who has more
+samples would win by that alone. So a first call at a new size costs milliseconds, not a tuning.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LAPS = (1, 1, 2, 2, 3)
 """Samples of each candidate in each lap."""
 _FIRST_MARGIN = 0.15
 """A candidate so far behind after one sample leaves; the noise is not known then."""
-_SEVERAL, _FEW_MARGIN = 5, 0.04
-"""With fewer samples than that their spread is no measure of the noise, and nobody leaves who is
-less behind."""
+_SEVERAL, _FEW_MARGIN = 3, 0.04
+"""With fewer degrees of freedom, those of all candidates together, the spread of samples is no
+measure of the noise, and nobody leaves who is less behind."""
 _STANDARD_ERRORS = 3.0
 
 
@@ -75,11 +75,12 @@ class Brief:
             left = self._close(left)
 
     def _close(self, candidates: Sequence[Config]) -> list[Config]:
-        """Candidates that may be the fastest, in their order."""
+        """Candidates that may be the fastest by more than nobody minds, in their order."""
         medians = {
             config: self._median(config) for config in candidates if config.digest in self._samples
         }
-        limit = min(medians.values(), default=0.0) * (1 + self._margin())
+        margin = self._margin([self._samples[config.digest] for config in medians])
+        limit = min(medians.values(), default=0.0) * (1 + margin)
         return [config for config, median in medians.items() if median <= limit]
 
     def _affordable(self, candidates: Sequence[Config], lap: int) -> list[Config]:
@@ -97,15 +98,17 @@ class Brief:
     def _median(self, config: Config) -> float:
         return statistics.median(self._samples[config.digest])
 
-    def _margin(self) -> float:
-        """Relative delay that noise may add to an equal of the fastest."""
+    def _margin(self, lap: Sequence[Sequence[float]]) -> float:
+        """Relative delay that noise may add to an equal of the fastest; 0 if that is no more than
+        nobody minds. ``lap``: samples of those that were in the last lap, as many of each."""
         several = [own for own in self._samples.values() if len(own) > 1]
         if not several:
             return _FIRST_MARGIN
-        least = self._policy.indifference if max(map(len, several)) >= _SEVERAL else _FEW_MARGIN
-        noise = statistics.median(
-            statistics.stdev(own) / (statistics.fmean(own) or 1.0) for own in several
+        freedom = sum(len(own) - 1 for own in several)
+        squares = sum(
+            (statistics.stdev(o) / (statistics.fmean(o) or 1)) ** 2 * (len(o) - 1) for o in several
         )
-        fewest = min(map(len, several))
-        error = _STANDARD_ERRORS * noise * math.sqrt(2 / fewest)
-        return max(error, least)
+        error = _STANDARD_ERRORS * math.sqrt(squares / freedom * 2 / min(map(len, lap), default=1))
+        if freedom < _SEVERAL:
+            return max(error, _FEW_MARGIN)
+        return error if error > self._policy.indifference else 0.0

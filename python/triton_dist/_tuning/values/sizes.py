@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.config import Config
 from triton_dist._tuning.values.key import Key, qualified_name
 from triton_dist.errors import InvalidArgument
 
 _ALIGNED = 64
 Rounding = Callable[[int], int]
+WavesFn = Callable[[Any, Config], float | None]
 Path = tuple[int, ...]
 """Place of a size in a key: its place in the tuple that is at that place in …"""
 
@@ -54,10 +56,13 @@ class Sizes:
 
     Args:
         rounding: by the name of each size, what gives the end of its range.
+        waves_fn: as of ``tune.autotune``.
     """
 
-    def __init__(self, function: str, rounding: Mapping[str, Rounding]) -> None:
-        self.function, self.rounding = function, dict(rounding)
+    def __init__(
+        self, function: str, rounding: Mapping[str, Rounding], waves_fn: WavesFn | None = None
+    ) -> None:
+        self.function, self.rounding, self._waves_fn = function, dict(rounding), waves_fn
 
     def range_of(self, key: Any) -> Any:
         """``key`` with each size at the end of its range.
@@ -69,7 +74,7 @@ class Sizes:
         if missing:
             expected = f"a named tuple with the fields {', '.join(sorted(self.rounding))}, of sizes"
             raise InvalidArgument(self.function, "the result of key_fn", key, expected)
-        return self._ranged(key)
+        return self._with(key, self._end)
 
     def values(self, key: Any) -> tuple[int, ...]:
         """The sizes in ``key``."""
@@ -84,17 +89,36 @@ class Sizes:
         """The relatives of ``key``, a result of ``key_fn``."""
         return Family([(path, name, value) for path, name, value in self._fields(key)], key)
 
-    def _ranged(self, key: Any) -> Any:
+    def waves(self, key: Any, config: Config, sizes: Sequence[int]) -> float | None:
+        """Waves of ``config`` at ``sizes``, in a key that is else ``key``; ``None``: not known.
+
+        Raises:
+            InvalidArgument: ``waves_fn`` returned something else than that.
+            Exception: of ``waves_fn``.
+        """
+        if self._waves_fn is None:
+            return None
+        given = iter(sizes)
+        waves = self._waves_fn(self._with(key, lambda *_: next(given)), config)
+        if waves is None:
+            return None
+        if isinstance(waves, bool) or not isinstance(waves, (int, float)) or not 0 <= waves < 1e12:
+            expected = f"a number, not negative, or None; for {config}"
+            raise InvalidArgument(self.function, "the result of waves_fn", waves, expected)
+        return float(waves)
+
+    def _with(self, key: Any, new: Callable[[str, Any], int]) -> Any:
+        """``key`` with each size made ``new(name, size)``, in their order."""
         if not isinstance(key, tuple):
             return key
         names = getattr(key, "_fields", None)
         if names is None:
-            return tuple(map(self._ranged, key)) if type(key) is tuple else key
-        ends = (
-            self._end(name, value) if name in self.rounding else self._ranged(value)
+            return tuple(self._with(each, new) for each in key) if type(key) is tuple else key
+        values = (
+            new(name, value) if name in self.rounding else self._with(value, new)
             for name, value in zip(names, key, strict=True)
         )
-        return key._make(ends)  # type: ignore[attr-defined]
+        return key._make(values)  # type: ignore[attr-defined]
 
     def _end(self, name: str, value: object) -> int:
         if type(value) is not int or value < 0:
@@ -158,7 +182,10 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def sized_key(
-    function: Callable[..., Any], key_fn: Callable[..., Any], rounding: Mapping[str, Rounding]
+    function: Callable[..., Any],
+    key_fn: Callable[..., Any],
+    rounding: Mapping[str, Rounding],
+    waves_fn: WavesFn | None = None,
 ) -> tuple[Callable[..., Any], Sizes | None]:
     """The ``key_fn`` of a function whose sizes have these names, and the sizes; none, if it has
     none. Names that all are parameters of ``function`` are added to its keys."""
@@ -170,7 +197,7 @@ def sized_key(
         parameters = {}  # type: ignore[assignment]
     if all(name in parameters for name in rounding):
         key_fn = _with_arguments(function, key_fn, list(rounding))
-    return key_fn, Sizes(qualified_name(function), rounding)
+    return key_fn, Sizes(qualified_name(function), rounding, waves_fn)
 
 
 def _with_arguments(

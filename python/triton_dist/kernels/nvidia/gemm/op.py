@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import (
@@ -37,9 +36,29 @@ def _check(A: torch.Tensor, B: torch.Tensor) -> None:
         )
 
 
-def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+class GEMMKey(NamedTuple):
+    """Key of a product; M is a size."""
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    A_strides: tuple[int, ...] | None
+    """``None``: row-major, whatever M."""
+    B_strides: tuple[int, ...]
+
+
+def _key(A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any) -> GEMMKey:
     _check(A, B)
-    return (tune.to_hashable(A), tune.to_hashable(B))
+    (M, K), N = A.shape, B.shape[1]
+    A_strides = None if A.is_contiguous() else tuple(A.stride())
+    return GEMMKey(M, N, K, A.dtype, A_strides, tuple(B.stride()))
+
+
+def _waves(key: GEMMKey, config: Mapping[str, Any]) -> float:
+    tile = config["gemm_config"].kwargs
+    tiles = triton.cdiv(key.M, tile["BLOCK_SIZE_M"]) * triton.cdiv(key.N, tile["BLOCK_SIZE_N"])
+    return float(tiles / current_device().num_sms)
 
 
 def _space(persistent: bool) -> list[dict[str, Any]]:
@@ -83,7 +102,9 @@ def _prepare(persistent: bool) -> Callable[..., None]:
     prune_fn=suits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
-    version="1",  # another one when results that are shipped should not be used any more
+    sizes=("M",),
+    waves_fn=_waves,
+    version="2",  # another one when results that are shipped should not be used any more
 )
 def matmul(
     A: torch.Tensor, B: torch.Tensor, gemm_config: triton.Config, persistent: bool = True
@@ -92,7 +113,7 @@ def matmul(
     that dtype.
 
     fp32 accumulation; fp32 inputs are multiplied as ``torch.backends.cuda.matmul.allow_tf32`` says.
-    Each rank tunes alone.
+    Each rank tunes alone, once for a range of M.
 
     Raises:
         InvalidArgument: shapes, dtypes or devices that do not go together.
@@ -106,7 +127,9 @@ def matmul(
     prune_fn=suits_gemm,
     prepare_fn=_prepare(True),
     scope="rank",
-    version="1",  # another one when results that are shipped should not be used any more
+    sizes=("M",),
+    waves_fn=_waves,
+    version="2",  # another one when results that are shipped should not be used any more
 )
 def gemm_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
@@ -121,7 +144,9 @@ def gemm_persistent(
     prune_fn=suits_gemm,
     prepare_fn=_prepare(False),
     scope="rank",
-    version="1",  # another one when results that are shipped should not be used any more
+    sizes=("M",),
+    waves_fn=_waves,
+    version="2",  # another one when results that are shipped should not be used any more
 )
 def gemm_non_persistent(
     A: torch.Tensor, B: torch.Tensor, ctx: object = None, *, gemm_config: triton.Config
