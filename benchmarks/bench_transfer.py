@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton_dist._tuning.engine.transfer import REACH, Neighbour, Neighbours, slowdowns
+from triton_dist._tuning.engine.transfer import REACH, Neighbours, nearest
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.search import Brief, Racing
 from triton_dist._tuning.values import (
@@ -116,19 +116,13 @@ def _key(M: int) -> Key:
 _FINGERPRINT = Fingerprint({}, {}, {}, _POLICY.facts(), {}, "")
 
 
-def neighbours(
-    space: Space, M: int, anchors: Mapping[int, TuningRecord], blind: bool
-) -> Neighbours:
-    """Those of ``M`` among ``anchors``. ``blind``: to waves."""
-    found = [
-        Neighbour((size,), distance((size,), (M,)), record, slowdowns(record))
-        for size, record in anchors.items()
-        if distance((size,), (M,)) <= REACH
-    ]
+def neighbours(space: Space, M: int, known: Mapping[int, TuningRecord], blind: bool) -> Neighbours:
+    """Those of ``M`` among the ``known``. ``blind``: to waves."""
+    far = {size: distance((size,), (M,)) for size in known}
+    near = nearest((far[size], (size,), known[size]) for size in known if far[size] <= REACH)
     family = _SIZES.family(Recorded(M))
-    near = sorted(found, key=lambda each: each.distance)
-    known = Neighbours(family, near, lambda config: config in space.safe)
-    return known if blind else dataclasses.replace(known, waves=space.waves_at)
+    found = Neighbours(family, near, lambda config: config in space.safe)
+    return found if blind else dataclasses.replace(found, waves=space.waves_at)
 
 
 def judged(space: Space, M: int, record: TuningRecord, milliseconds: float) -> Result:
@@ -147,22 +141,27 @@ def _half_interval(runs: Sequence[float]) -> float:
 
 
 def replay(space: Space, draws: int, milliseconds: float) -> dict[str, list[Result]]:
-    """Results of each way at every size that is no power of two."""
+    """Results of each way at every size that is no power of two, in random order. What was carried
+    over is a neighbour of those that come later."""
     results: dict[str, list[Result]] = {way: [] for way in WAYS}
     for number in range(draws):
         draw = random.Random(number)
         powers = [M for M in space.runs if M & (M - 1) == 0]
         anchors = {M: race(space, M, _racing(space, M), draw)[0] for M in powers}
-        for M in space.runs:
-            if M in anchors:
-                continue
-            for way, each in results.items():
+        others = draw.sample(
+            [M for M in space.runs if M not in anchors], len(space.runs) - len(anchors)
+        )
+        for way, each in results.items():
+            known = dict(anchors)
+            for M in others:
                 search: Search = _racing(space, M)
                 if way != "race":
-                    near = neighbours(space, M, anchors, way == "blind")
+                    near = neighbours(space, M, known, way == "blind")
                     few = near.candidates(list(space.runs[M]), milliseconds)
                     search = Brief(few, _POLICY, milliseconds)
-                each.append(judged(space, M, *race(space, M, search, draw)))
+                record, spent = race(space, M, search, draw)
+                known[M] = dataclasses.replace(record, carried="carried over")
+                each.append(judged(space, M, record, spent))
     return results
 
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -178,18 +178,14 @@ class Neighbours:
             if sizes is not None and sizes != family.sizes:
                 far = distance(sizes, family.sizes)
                 relatives += [(far, sizes, record)] if far <= REACH else []
-        found: dict[tuple[int, ...], Neighbour] = {}
-        full = 0
-        for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
-            if sizes in found or (len(found) >= _NEIGHBOURS and record.carried):
-                continue
-            if not validity(record, fingerprint, subject.space, parts.settings.strict).reasons:
-                found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
-                full += not record.carried
-            if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
-                break
+
+        def is_valid(record: TuningRecord) -> bool:
+            about = (fingerprint, subject.space, parts.settings.strict)
+            return not validity(record, *about).reasons
+
+        near = nearest(relatives, is_valid)
         waves = functools.partial(subject.sizes.waves, value)
-        return cls(family, list(found.values()), subject.safe_kind, waves)
+        return cls(family, near, subject.safe_kind, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])
@@ -199,13 +195,17 @@ class Neighbours:
         in turn with one of each kind that is safe: the more, the more time there is."""
         if not self.teach:
             return []
-        scores = self._scores(kept)
+        waves = {config: self.waves(config, self.family.sizes) for config in kept}
+        foreseen = any(each is not None for each in waves.values())
+        scores = self._scores(kept, foreseen)
         known = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
         )
         near = [c for c in known if scores[c.digest] <= math.log1p(_HOPELESS)]
-        near = self._varied(near, scores, math.sqrt(max(1.0, milliseconds / 30)))
+        share = math.sqrt(max(1.0, milliseconds / 30))
+        number = round(share * (_FORESEEN if foreseen else _CANDIDATES))
+        near = _varied(near, scores, waves, number)
         kinds: dict[object, Config] = {}
         for config in (*known, *kept):
             if kind := self.safe_kind(config):
@@ -266,29 +266,14 @@ class Neighbours:
             at=(),
         )
 
-    def _varied(
-        self, near: Sequence[Config], scores: Mapping[str, float], share: float
-    ) -> list[Config]:
-        """The most promising of ``near``, but of those with as many tiles here the more seldom the
-        more were taken: if one disappoints, so will the others."""
-        waves = {config: self.waves(config, self.family.sizes) for config in near}
-        foreseen = any(each is not None for each in waves.values())
-        taken: Counter[float | None] = Counter()
-        chosen: list[Config] = []
-        left = list(near)
-        while left and len(chosen) < round(share * (_FORESEEN if foreseen else _CANDIDATES)):
-            best = min(left, key=lambda c: scores[c.digest] + _ALIKE * taken[waves[c]])
-            left.remove(best)
-            chosen.append(best)
-            if waves[best] is not None:
-                taken[waves[best]] += 1
-        return chosen
-
-    def _scores(self, kept: Sequence[Config]) -> dict[str, float]:
+    def _scores(self, kept: Sequence[Config], foreseen: bool) -> dict[str, float]:
         """By digest, the mean delay over the neighbours that know a config, the nearest counting
-        most."""
+        most. Where waves are ``foreseen``, over those that were tuned in full: who learned from
+        others knows few configs, and not that others are faster."""
         sums: dict[str, tuple[float, float]] = {}
         for each in self.all:
+            if foreseen and each.record.carried:
+                continue
             weight = 1 / (each.distance + 0.1)
             for digest, delay in self._delays(each, kept).items():
                 total, weights = sums.get(digest, (0.0, 0.0))
@@ -315,6 +300,45 @@ class Neighbours:
         if waves is None or others is None:
             return sum(math.log(max(a, 1) / max(b, 1)) for a, b in zip(ours, measured, strict=True))
         return math.log(max(math.ceil(waves), 1) / max(math.ceil(others), 1))
+
+
+def nearest(
+    relatives: Iterable[tuple[float, tuple[int, ...], TuningRecord]],
+    is_valid: Callable[[TuningRecord], bool] = lambda record: True,
+) -> list[Neighbour]:
+    """The nearest of ``relatives``, given by distance, sizes and record: six, or more until three
+    are among them that were tuned in full."""
+    found: dict[tuple[int, ...], Neighbour] = {}
+    full = 0
+    for far, sizes, record in sorted(relatives, key=lambda each: each[:2]):
+        if sizes in found or (len(found) >= _NEIGHBOURS and record.carried):
+            continue
+        if is_valid(record):
+            found[sizes] = Neighbour(sizes, far, record, slowdowns(record))
+            full += not record.carried
+        if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
+            break
+    return list(found.values())
+
+
+def _varied(
+    near: Sequence[Config],
+    scores: Mapping[str, float],
+    waves: Mapping[Config, float | None],
+    number: int,
+) -> list[Config]:
+    """So many of ``near``, the most promising, but of those with as many tiles the more seldom the
+    more were taken: if one disappoints, so will the others."""
+    taken: Counter[float | None] = Counter()
+    chosen: list[Config] = []
+    left = list(near)
+    while left and len(chosen) < number:
+        best = min(left, key=lambda c: scores[c.digest] + _ALIKE * taken[waves[c]])
+        left.remove(best)
+        chosen.append(best)
+        if waves[best] is not None:
+            taken[waves[best]] += 1
+    return chosen
 
 
 def slowdowns(record: TuningRecord) -> dict[str, float]:
