@@ -300,7 +300,7 @@ def score(space: Space, world: str, seeds: Sequence[int]) -> list[Score]:
 def main(arguments: Sequence[str] | None = None) -> list[Score]:
     """Print a table, and write what is in it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=EXCERPTS, help="of *.json.gz")
+    parser.add_argument("folder", type=Path, nargs="?", default=EXCERPTS, help="of *_T4.json.gz")
     parser.add_argument("--draws", type=int, default=30, help="of each space and world")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--configs", type=int, help="take so many configs of each space")
@@ -309,9 +309,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Score]:
     parser.add_argument("--noisy", type=Path, help="a space that lends its noise to each")
     parser.add_argument("--json", type=Path, help="file for the results")
     asked = parser.parse_args(arguments)
-    files = sorted(asked.folder.glob("*.json.gz"))
+    files = sorted(asked.folder.glob("*_T4.json.gz"))
     if not files:
-        parser.error(f"no *.json.gz in {asked.folder}")
+        parser.error(f"no *_T4.json.gz in {asked.folder}")
     spaces = [Space.read(file, asked.configs, asked.part) for file in files]
     if asked.noisy is not None:
         noisy = Space.read(asked.noisy, None, 0)

@@ -165,7 +165,7 @@ def part(space: RecordedSpace, configs: int | None, seed: int) -> RecordedSpace:
 def main(arguments: Sequence[str] | None = None) -> list[Score]:
     """Print a table, and write what is in it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=EXCERPTS, help="of *.json.gz")
+    parser.add_argument("folder", type=Path, nargs="?", default=EXCERPTS, help="of *_T4.json.gz")
     parser.add_argument("--seeds", type=int, default=200, help="number of random splits")
     parser.add_argument("--first-seed", type=int, default=0, help="constants are tuned on 1000 up")
     parser.add_argument("--configs", type=int, help="take so many configs of each space")
@@ -173,9 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Score]:
     parser.add_argument("--json", type=Path, help="file for the results")
     asked = parser.parse_args(arguments)
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    files = sorted(asked.folder.glob("*.json.gz"))
+    files = sorted(asked.folder.glob("*_T4.json.gz"))
     if not files:
-        parser.error(f"no *.json.gz in {asked.folder}")
+        parser.error(f"no *_T4.json.gz in {asked.folder}")
 
     print(f"{'space':34}{'configs':>8} {'search':11}{'cost':>7}{'regret':>9}{'p95':>9}", end="")
     print(f"{'in 1 %':>8}{'same':>7}{'s':>7}")

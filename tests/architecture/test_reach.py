@@ -15,7 +15,7 @@ MOST = {
     "allgather_gemm": (20, 5340),
     "gemm_reduce_scatter": (22, 5490),
     "gemm_allreduce": (25, 6130),
-    "gemm": (10, 2500),
+    "gemm": (10, 2530),
     "grouped_gemm": (14, 3180),
     "allgather_group_gemm": (24, 5760),
     "moe_reduce_rs": (29, 6260),

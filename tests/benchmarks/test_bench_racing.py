@@ -79,7 +79,7 @@ def test_near_is_the_interval_of_the_median():
 def test_a_noisy_space_has_its_medians_and_the_noise_of_the_other():
     space, other = (
         bench_racing.Space.read(path, 50, 0)
-        for path in sorted(bench_racing.EXCERPTS.glob("*.json.gz"))
+        for path in sorted(bench_racing.EXCERPTS.glob("*_T4.json.gz"))
     )
     noisy = space.with_noise_of(other)
     assert noisy.regrets() == pytest.approx(space.regrets())
@@ -89,4 +89,4 @@ def test_a_noisy_space_has_its_medians_and_the_noise_of_the_other():
 def test_a_folder_without_spaces_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench_racing.main([str(tmp_path)])
-    assert "no *.json.gz" in capsys.readouterr().err
+    assert "no *_T4.json.gz" in capsys.readouterr().err

@@ -45,4 +45,4 @@ def test_parts_of_a_space_and_other_seeds(capsys):
 def test_a_folder_without_spaces_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench_tuning.main([str(tmp_path)])
-    assert "no *.json.gz" in capsys.readouterr().err
+    assert "no *_T4.json.gz" in capsys.readouterr().err

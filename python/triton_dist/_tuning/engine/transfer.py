@@ -155,7 +155,7 @@ class Neighbours:
     all: Sequence[Neighbour]
     safe_kind: Callable[[Config], object]
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
-    """Of a config at these sizes; ``None``: not known."""
+    """Number of waves of a config at these sizes; ``None``: not known."""
 
     @property
     def teach(self) -> bool:
