@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from overlap.measuring import MODES, measure
 from overlap.plot import check_matplotlib, draw
@@ -101,12 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for shape in dict.fromkeys(asked):
         # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
-        with open_op(case, shape, dtype, choice) as workload:
-            begin = time.perf_counter()
-            rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
-            took = time.perf_counter() - begin
-            trees.append(shape_tree(shape, workload, rows, failures, took))
-            del rows
+        trees.append(measured(case, shape, dtype, choice, modes, rounds))
         faulthandler.cancel_dump_traceback_later()
         result = report(options.op, dtype, rounds, trees)
         if dist.get_rank() == 0:
@@ -114,6 +110,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if options.json is not None:
                 options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def measured(
+    case: Case[Any], shape: Any, dtype: torch.dtype, choice: Choice, modes: list[str], rounds: int
+) -> dict[str, Any]:
+    """The tree of one shape, of which nothing else is left: the next may need the memory."""
+    with open_op(case, shape, dtype, choice) as workload:
+        begin = time.perf_counter()
+        rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
+        return shape_tree(shape, workload, rows, failures, time.perf_counter() - begin)
 
 
 def wanted(options: argparse.Namespace, case: Case[Any]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -60,3 +62,30 @@ def test_memory_of_graphs_that_are_gone_comes_back():
         device.capture(lambda: (source + 1) * 2, 30.0)()
         device.synchronize(30.0)
     assert torch.cuda.memory_reserved() < total // 4
+
+
+class Synchronizing:
+    """An object in a cycle whose end asks of the driver what a capture forbids."""
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_garbage_is_not_collected_in_a_capture():
+    device = current_device()
+    counter = torch.zeros(4, device=device.torch_device)
+
+    def call():
+        Synchronizing()
+        kept = [[each] for each in range(100_000)]  # which starts a collection, if there are any
+        counter.add_(len(kept) / 100_000)
+
+    replay = device.capture(call, 30.0)
+    assert gc.isenabled()
+    replay()
+    device.synchronize(30.0)
+    assert counter.tolist() == [2.0] * 4

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
+_SECONDS = 60.0
+"""Longest that a call may take before it is captured."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -83,16 +86,8 @@ def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], Any]:
 
     All ranks must capture, and replay equally often.
     """
-    if current_device().name != "cuda":
+    device = current_device()
+    if device.interprets:
         return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmup):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    device.aside(lambda: [call() for _ in range(warmup - 1)])
+    return device.capture(call, _SECONDS)

@@ -232,8 +232,9 @@ def uniform(
 ) -> torch.Tensor:
     """Random values in [-scale, scale), on this process's device."""
     device = current_device().torch_device
+    # In place: weights of experts are the largest of all that is there.
     values = torch.rand(tuple(sizes), generator=generator, device=device)
-    return ((values * 2 - 1) * scale).to(dtype)
+    return values.mul_(2).sub_(1).mul_(scale).to(dtype)
 
 
 def symmetric_all_reduces(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import itertools
 import re
 import threading
@@ -39,6 +40,19 @@ _QUEUEING_MARGIN = 1.5
 _KEPT_FOR_GRAPHS = 16
 """Part of the GPU's memory that graphs may leave behind."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within, no garbage is collected. A capture forbids what freeing some of it asks of the
+    driver: symmetric memory of torch 2.11 that lies in a cycle would end the process."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CudaDevice:
@@ -184,7 +198,7 @@ class CudaDevice:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # Not `torch.cuda.graph`: it waits without a limit, and leaves its stream current when the
         # capture breaks.
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _no_collection():
             # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
