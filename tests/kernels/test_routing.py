@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.moe import routing
+from triton_dist.kernels.common.moe import routing, spaces
 from triton_dist.kernels.common.moe.routing import block_map, most_tiles
 from triton_dist.testing import poisoned_empty
 
@@ -160,3 +160,29 @@ def test_what_no_map_can_be_made_of_is_refused(ids, E, options, argument):
     with pytest.raises(InvalidArgument) as refusal:
         block_map(ids, E, 16, **options)
     assert refusal.value.argument == argument
+
+
+class NoInterpreter:
+    interprets = False
+
+
+def test_other_batches_are_of_the_same_tokens_and_the_same_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(spaces, "current_device", NoInterpreter)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(101)]).int()
+    batches = spaces.other_batches(ids, 4)
+    assert len(batches) == 3
+    tokens = {tuple(token) for token in ids.tolist()}
+    for batch in batches:
+        assert (batch.shape, batch.dtype, batch.is_contiguous()) == (ids.shape, ids.dtype, True)
+        assert {tuple(token) for token in batch.tolist()} <= tokens
+        assert not torch.equal(batch, ids)
+    again = spaces.other_batches(ids.clone(), 4)
+    assert all(map(torch.equal, batches, again))
+
+
+@pytest.mark.parametrize(("tokens", "E"), [(15, 2), (31, 4), (40000, 8)])
+def test_few_rows_and_many_are_not_drawn_again(tokens, E, monkeypatch):
+    ids = torch.zeros(tokens, 2, dtype=torch.int32)
+    assert spaces.other_batches(ids, E) == []
+    monkeypatch.setattr(spaces, "current_device", NoInterpreter)
+    assert spaces.other_batches(ids, E) == []

@@ -168,9 +168,12 @@ class Rank:
     most_hits: int = 4096
     settling: Callable[[], Any] = lambda: contextlib.nullcontext(lambda: None)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    x: Any = None
+    """Of the call that runs, or ran last."""
 
     def __post_init__(self) -> None:
         def run(x: Any, **config: Any) -> Any:
+            self.x = x
             self.calls.append(config)
             self.device.advance(self.cost(self.ranks.rank, config))
             return x, config

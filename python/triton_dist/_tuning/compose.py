@@ -71,6 +71,7 @@ def autotune(
     sizes: Sequence[str] | Mapping[str, Callable[[int], int]] = (),
     safe_fn: Callable[[Config], object] | None = None,
     waves_fn: Callable[[Any, Config], float | None] | None = None,
+    vary_fn: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
 ) -> Callable[[Callable[..., Any]], AutoTuner]:
     """Decorator: choose the tunable arguments of a function by measuring, once for each key.
 
@@ -140,6 +141,11 @@ def autotune(
             rounded. What takes no more waves takes no more time, so this says which config is worth
             racing at a size beside those that were measured. ``None``: its time grows with the
             sizes. Needs ``sizes``.
+        vary_fn: ``vary_fn(*args, **kwargs)`` returns mappings from names of arguments to other
+            values, as likely as those of the call and as many on every rank, for functions whose
+            time depends on values in their tensors: each sample is the mean of the call and of one
+            call with each mapping. Not with ``restore`` and ``reset_fn``, as nothing is brought
+            back between these calls.
 
     Call keywords of the decorated function: ``autotune=True``, ``autotune_verbose=False``,
     ``autotune_pg=None``, ``autotune_allow_arg_overwrite=False``. With the last one ``True``, a
@@ -168,11 +174,15 @@ def autotune(
         "agree_fn": agree_fn,
         "safe_fn": safe_fn,
         "waves_fn": waves_fn,
+        "vary_fn": vary_fn,
     }
     for name, function in {**named, "reset_fn": reset_fn, "check_fn": check_fn}.items():
         if not callable(function) and (function is not None or name == "key_fn"):
             raise InvalidArgument("autotune", name, function, "a function")
     restore, ignore = names_of("restore", restore), names_of("ignore", ignore)
+    if vary_fn is not None and (restore or reset_fn is not None):
+        expected = "None where restore or reset_fn bring back what a run changes"
+        raise InvalidArgument("autotune", "vary_fn", vary_fn, expected)
     rounding = roundings(sizes)
     if waves_fn is not None and not rounding:
         raise InvalidArgument("autotune", "waves_fn", waves_fn, "None where there are no sizes")
@@ -199,7 +209,7 @@ def autotune(
     )
     space = config_space if isinstance(config_space, Product) else ConfigSpace(config_space)
 
-    hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore)
+    hooks = Hooks(prepare_fn, recover_fn, reset_fn, check_fn, agree_fn, restore, vary_fn)
     surroundings = Surroundings(
         functools.partial(group_for, scope=scope),
         default_group if scope == "world" else NoGroup,
@@ -215,7 +225,7 @@ def autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
         keys, known = sized_key(fn, key_fn, rounding, waves_fn)
-        judges = tuple(each for each in (prune_fn, check_fn) if each is not None)
+        judges = tuple(each for each in (prune_fn, check_fn, vary_fn) if each is not None)
         composer = _Composer(
             scope,
             policy,
@@ -275,7 +285,7 @@ class _Composer:
     """Policy of a device, by its name and by whether ranks take turns on it."""
     search: Callable[..., Search]
     judges: tuple[Callable[..., object], ...]
-    """Functions that decide which configs can win, besides their times."""
+    """Functions that decide which configs can win, and what is timed."""
     version: str
     ignore: tuple[str, ...]
     snapshot: Snapshot

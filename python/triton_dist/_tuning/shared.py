@@ -166,7 +166,7 @@ def fingerprint_of(
     """All that a record made now depends on.
 
     Args:
-        judges: of the functions that decide which configs can win, besides their times.
+        judges: of the functions that decide which configs can win, and what is timed.
         space: digest of the config space and of these functions.
     """
     return Fingerprint(

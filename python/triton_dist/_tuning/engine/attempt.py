@@ -19,6 +19,7 @@ from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.sampler import Sampler
+from triton_dist._tuning.engine.varied import Arguments
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
 from triton_dist.errors import RankDisagreement, TuningAborted, TuningTimeout, WaitTimeout
 
@@ -59,12 +60,14 @@ class Attempts:
         ahead: CompileAhead,
         settle: Callable[[], None],
         restorer: Restorer,
+        sampled: Sequence[Arguments],
     ) -> None:
         """``settle`` waits for the device if some op asks for it, and raises if a wait in a kernel
         gave up: what the ops leave to be done outside of the timed part. ``restorer``: of the
-        arguments that the function changes."""
+        arguments that the function changes. ``sampled``: the calls that a sample is the mean of."""
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
         self._ahead, self._settle, self._restorer = ahead, settle, restorer
+        self._sampled = sampled
         self._ready: set[str] = set()
         self._sampler = Sampler(
             parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle, self._reset
@@ -129,10 +132,8 @@ class Attempts:
 
     def _measure(self, request: Request, label: str) -> Outcome:
         """The slowest rank of each sample counts."""
-        call, config, policy = self._call, request.config, self._parts.settings.policy
-        run = functools.partial(
-            self._subject.function, *call.args, **call.kwargs, **config.arguments()
-        )
+        config, policy = request.config, self._parts.settings.policy
+        run = self._sampled_run(config)
         calls: list[Callable[[], Any]] = [run]
         if policy.timing == "graph":
             # Voted on its own: no rank replays what another could not capture.
@@ -141,11 +142,28 @@ class Attempts:
             if isinstance(voted, Failure):
                 return voted
         at = Situation(f"measure {label}", config)
-        sample = functools.partial(self._sampler.sample, at, calls[-1], request.samples)
-        voted = self._vote(at, "launch", sample)
+        voted = self._vote(at, "launch", lambda: self._samples(at, calls[-1], request.samples))
         if isinstance(voted, Failure):
             return voted
         return Measurement(voted, policy.warmup, "maximum")
+
+    def _sampled_run(self, config: Config) -> Callable[[], Any]:
+        """One call after the other."""
+        function, chosen = self._subject.function, config.arguments()
+        runs = [
+            functools.partial(function, *args, **kwargs, **chosen) for args, kwargs in self._sampled
+        ]
+
+        def run() -> None:
+            for each in runs:
+                each()
+
+        return run if len(runs) > 1 else runs[0]
+
+    def _samples(self, at: Situation, run: Callable[[], Any], number: int) -> Sequence[float]:
+        """Milliseconds of a call, so many times."""
+        samples, calls = self._sampler.sample(at, run, number), len(self._sampled)
+        return samples if calls == 1 else [round(each / calls, 6) for each in samples]
 
     def _failure_of(
         self, at: Situation, kind: FailureKind, step: Callable[[], object], limit: float
@@ -224,7 +242,8 @@ class Attempts:
         began = time.perf_counter()
         output = self._user(at, lambda: function(*args, **kwargs, **arguments))
         if at.config is not None and self._parts.settings.policy.timing == "events":
-            self._sampler.queued(at.config, time.perf_counter() - began)
+            took = time.perf_counter() - began
+            self._sampler.queued(at.config, took * len(self._sampled))
         self._settle()
         self._parts.device.synchronize(self._parts.settings.seconds)
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +36,8 @@ class Hooks:
     """``agree(*args, **kwargs)``: what must be the same on all ranks, besides the key."""
     restore: tuple[str, ...] = ()
     """Names of arguments that the function changes: restored before each run; not timed."""
+    vary: Callable[..., Iterable[Mapping[str, Any]]] | None = None
+    """``vary(*args, **kwargs)``: by name, other values of arguments that are as likely."""
 
 
 class DefaultGroup(Protocol):

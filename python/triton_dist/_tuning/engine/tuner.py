@@ -25,6 +25,7 @@ from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.engine.transfer import Transfer
+from triton_dist._tuning.engine.varied import sampled_calls
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
@@ -289,15 +290,18 @@ class _FirstCall:
     def _try(self, field: Field, progress: Progress, report: Report, restorer: Restorer) -> None:
         """Do what the search asks for, until it asks for nothing more."""
         parts, ranks, policy = self._parts, self._ranks, self._parts.settings.policy
+        sampled = sampled_calls(self._subject, self._call, ranks, parts.settings.seconds)
         search: Search | None = None
         if ranks.is_leader and field.carried and not isinstance(field.candidates, Unlisted):
-            search = parts.brief(field.candidates, policy, parts.settings.transfer_ms)
+            milliseconds = parts.settings.transfer_ms / len(sampled)
+            search = parts.brief(field.candidates, policy, milliseconds)
         elif ranks.is_leader:
             search = parts.search(field.candidates, policy, self._incumbent)
         prepare = self._subject.hooks.prepare and self._prepare
         ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
-            attempts = Attempts(self._subject, parts, self._call, ranks, ahead, settle, restorer)
+            about = (ahead, settle, restorer, sampled)
+            attempts = Attempts(self._subject, parts, self._call, ranks, *about)
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
                 label = field.label(request.config, policy)

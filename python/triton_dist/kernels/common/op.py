@@ -137,9 +137,8 @@ def op(
     sizes: Callable[..., Any],
     key_fn: Callable[..., Any],
     version: str,
-    agree_fn: Callable[..., object] | None = None,
     key_sizes: Sequence[str] = (),
-    scope: str = "world",
+    **settings: Any,
 ) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
 
@@ -149,8 +148,8 @@ def op(
     Args:
         sizes: ``sizes(*args, **kwargs)`` of a call: what ``Way.suits`` goes by. The same for all
             calls of a key, since a winner serves all of them.
-        key_fn, agree_fn, key_sizes: ``key_fn``, ``agree_fn`` and ``sizes`` of ``tune.autotune``.
-        scope: as of ``tune.autotune``: ``"rank"`` for an op of one rank, which has no context.
+        key_sizes: ``sizes`` of ``tune.autotune``. key_fn, settings: of ``tune.autotune``, such as
+            ``scope="rank"`` for an op of one rank, which has no context.
         version: another one when results that are shipped (records/) must not be used any more.
     """
 
@@ -180,12 +179,11 @@ def op(
             prune_fn=prune,
             prepare_fn=prepare,
             recover_fn=recover if "ctx" in signature.parameters else None,
-            scope=scope,
             timing="graph",  # as in serving; streams of a library overlap there, whatever the host
-            agree_fn=agree_fn,
             version=version,
             sizes=key_sizes,
             safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
+            **settings,
         )(fn)
 
     return decorate

@@ -33,6 +33,7 @@ from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, colum
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK
 from triton_dist.kernels.common.moe.same_ids import compare_ids, every_call_compares, ids_as_text
+from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, TOPK_EXCHANGE_BYTES
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
 from triton_dist.kernels.common.op import OpCall, Ways
@@ -389,6 +390,17 @@ def agreed(
     """``agree_fn`` of both ops: at the first call of a key ranks also compare their ids, for which
     they wait for the device once."""
     return ids_as_text(chosen_experts)
+
+
+def varied(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen_experts: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> list[dict[str, torch.Tensor]]:
+    """``vary_fn`` of both ops: calls with other batches of ids."""
+    return [{"chosen_experts": ids} for ids in other_batches(chosen_experts, len(weights))]
 
 
 def summed_routes(

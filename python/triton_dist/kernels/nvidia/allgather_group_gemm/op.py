@@ -50,6 +50,7 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.moe.same_ids import ids_as_text
+from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
     MoEAllGatherGroupGEMMTensorParallelContext,
@@ -77,6 +78,9 @@ def key_fn(
     key_fn=key_fn,
     key_sizes=("M",),
     agree_fn=lambda a, b, ctx, full_topk_ids, **_: ids_as_text(full_topk_ids),
+    vary_fn=lambda a, b, ctx, full_topk_ids, **_: [
+        {"full_topk_ids": ids} for ids in other_batches(full_topk_ids, len(b))
+    ],
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def ag_group_gemm(

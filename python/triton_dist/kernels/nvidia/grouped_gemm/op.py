@@ -31,6 +31,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from triton_dist.kernels.common.moe.spaces import other_batches
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm.ways import WAYS, Call, GroupedKey
 
@@ -41,6 +42,9 @@ from triton_dist.kernels.nvidia.grouped_gemm.ways import WAYS, Call, GroupedKey
     sizes=GroupedKey.of,
     key_fn=GroupedKey.of,
     key_sizes=("M",),
+    vary_fn=lambda A, B, topk_ids, **_: [
+        {"topk_ids": ids} for ids in other_batches(topk_ids, len(B))
+    ],
     scope="rank",
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )

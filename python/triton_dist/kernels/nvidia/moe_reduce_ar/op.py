@@ -19,7 +19,7 @@ import torch
 import triton
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.moe.summing import agreed, summed_routes
+from triton_dist.kernels.common.moe.summing import agreed, summed_routes, varied
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.moe_reduce_ar.context import MoEReduceARContext
@@ -33,6 +33,7 @@ from triton_dist.kernels.nvidia.moe_reduce_ar.ways import WAYS, Call
     key_fn=Call.key_fn,
     key_sizes=("M",),
     agree_fn=agreed,
+    vary_fn=varied,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def run_moe_reduce_ar(

@@ -42,7 +42,7 @@ import triton
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import first_refusal
-from triton_dist.kernels.common.moe.summing import agreed, summed_routes
+from triton_dist.kernels.common.moe.summing import agreed, summed_routes, varied
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.moe_reduce_rs.context import MoEReduceRSContext
@@ -56,6 +56,7 @@ from triton_dist.kernels.nvidia.moe_reduce_rs.ways import WAYS, Call
     key_fn=Call.key_fn,
     key_sizes=("M",),
     agree_fn=agreed,
+    vary_fn=varied,
     version="1",  # another one when results that are shipped (records/) should not be used any more
 )
 def run_moe_reduce_rs(
