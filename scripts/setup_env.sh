@@ -82,7 +82,7 @@ find_python() {
     if [[ ! -f $PAIR ]]; then
         local -a known=("$ROOT"/constraints/triton-*.txt)
         known=("${known[@]##*/triton-}")
-        die "TRITON_VERSION=$TRITON_VERSION, expected one of: ${known[*]%.txt}"
+        die "TRITON_VERSION=${TRITON_VERSION:-$DEFAULT_TRITON}, expected one of: ${known[*]%.txt}"
     fi
     if [[ -n ${TRITON_VERSION:-} ]]; then
         missing="TRITON_VERSION=$TRITON_VERSION asks for an environment of its own"
