@@ -35,6 +35,7 @@ from triton_dist.utils import dist_print, finalize_distributed, initialize_distr
 _MOST = 16384
 _TRANSFER_MS = "400"
 """Device time for each M that is not tuned in full: more than a first call takes."""
+_TRANSFER = "TRITON_DIST_AUTOTUNE_TRANSFER_MS"
 _CPU_SCALE = 512
 CASES = gemm_cases()
 
@@ -61,7 +62,12 @@ def every_range(most: int = _MOST) -> list[int]:
     """The ends of all ranges up to ``most``: powers of two first, the largest of which compile what
     the others need too."""
     ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)}, reverse=True)
-    return sorted(ends, key=lambda end: end & (end - 1) != 0)
+    return sorted(ends, key=lambda end: not is_in_full(end))
+
+
+def is_in_full(M: int) -> bool:
+    """True for the powers of two."""
+    return M & (M - 1) == 0
 
 
 def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
@@ -81,7 +87,7 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("TRITON_DIST_AUTOTUNE_TRANSFER_MS", _TRANSFER_MS)
+    beside = os.environ.get(_TRANSFER, _TRANSFER_MS)
     initialize_distributed()
     begin, dtype = time.perf_counter(), dtype_named(options.dtype)
     case, layers = CASES[options.op], shapes(options, dist.get_world_size())
@@ -91,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with case.context(largest, dtype) as ctx:
             for shape in asked:
                 number += 1
+                os.environ[_TRANSFER] = "0" if is_in_full(shape.M) else beside
                 op = TunedOp(case, shape, dtype, ctx, Choice(0))
                 if options.run:
                     op.run()

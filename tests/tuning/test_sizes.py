@@ -137,6 +137,29 @@ def test_the_time_to_spend_bounds_a_brief_race_and_zero_means_none():
     assert whole > 2 * some
 
 
+def test_what_no_neighbour_could_try_is_no_reason_to_leave_it_out():
+    """Of two algorithms one is for few rows alone, where it is the faster one."""
+    space = [{"way": way, "tile": tile} for way in ("any", "few rows") for tile in (4, 8, 16, 32)]
+
+    def prune_fn(config: Any, M: int, **_: Any) -> bool:
+        return config["way"] == "any" or M <= 512
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return 0.1 * config["tile"] / (1 + (config["way"] == "few rows"))
+
+    (rank,) = ranks(space=space, prune_fn=prune_fn, cost=cost)
+    assert call([rank], 1024)[0][1]["way"] == "any"
+    assert call([rank], 576)[0][1]["way"] == "any"
+    assert rank.tuned.tune(576).carried == "carried over from M=1024"
+    assert call([rank], 512)[0][1] == {"way": "few rows", "tile": 4}
+    assert rank.tuned.tune(512).carried == ""
+    # Where a neighbour knows both, few race again, and upward nothing is new.
+    assert call([rank], 448)[0][1] == {"way": "few rows", "tile": 4}
+    assert rank.tuned.tune(448).carried == "carried over from M=512; M=576"
+    assert call([rank], 640)[0][1]["way"] == "any"
+    assert rank.tuned.tune(640).carried.startswith("carried over from")
+
+
 def test_all_ranks_take_the_leaders_neighbours():
     leader, other = ranks(2)
     call([leader, other], 512)

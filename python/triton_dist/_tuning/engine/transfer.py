@@ -86,7 +86,7 @@ class Transfer:
         if settings.transfer_ms > 0 and not settings.always_tune:
             near = self._neighbours(key, fingerprint)
             few = near.candidates(kept, settings.transfer_ms) if near is not None else []
-            if near is not None and few:
+            if near is not None and few and near.know(kept):
                 return few, f"carried over from {near}"
         return kept, ""
 
@@ -162,6 +162,18 @@ class Neighbours:
         """False if none was tuned in full: who always learns from those who learned sees ever less
         of the space."""
         return not all(each.record.carried for each in self.all)
+
+    def know(self, kept: Sequence[Config]) -> bool:
+        """False if ``kept`` has configs of a kind that none tried who was tuned in full, such as an
+        algorithm that is for smaller sizes than theirs: whether it wins here, nobody knows. Shipped
+        records, of which the best alone are kept, are taken to have tried all."""
+        full = [each.record for each in self.all if not each.record.carried]
+        if any(record.shipped for record in full):
+            return True
+        trials = (trial for record in full for trial in record.trials)
+        tried = {each.digest for each in trials if getattr(each.outcome, "kind", "") != "pruned"}
+        kinds = {_kind(config) for config in kept if config.digest in tried}
+        return all(_kind(config) in kinds or self.safe_kind(config) for config in kept)
 
     @classmethod
     def of(
@@ -350,6 +362,11 @@ def slowdowns(record: TuningRecord) -> dict[str, float]:
     }
     best = medians.get(record.best.digest) or min(medians.values(), default=1.0)
     return {digest: math.log(median / best) for digest, median in medians.items()}
+
+
+def _kind(config: Config) -> frozenset[tuple[str, str | None]]:
+    """The names in a config, and those of its values that are texts, as names of algorithms."""
+    return frozenset((k, v if isinstance(v, str) else None) for k, v in config.items())
 
 
 def _scaled(trial: Trial, growth: float) -> Measurement:

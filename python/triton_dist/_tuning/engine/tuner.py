@@ -293,8 +293,7 @@ class _FirstCall:
         sampled = sampled_calls(self._subject, self._call, ranks, parts.settings.seconds)
         search: Search | None = None
         if ranks.is_leader and field.carried and not isinstance(field.candidates, Unlisted):
-            milliseconds = parts.settings.transfer_ms / len(sampled)
-            search = parts.brief(field.candidates, policy, milliseconds)
+            search = parts.brief(field.candidates, policy, parts.settings.transfer_ms)
         elif ranks.is_leader:
             search = parts.search(field.candidates, policy, self._incumbent)
         prepare = self._subject.hooks.prepare and self._prepare
