@@ -68,6 +68,21 @@ def _steps() -> tuple[Step, ...]:
     overlap = "{launch} benchmarks/bench_overlap.py --mode graph --json {out}.json"
     any_m = "{launch} benchmarks/bench_any_m.py --minutes 4 --json {out}.json"
     alone = "bash scripts/python benchmarks"
+    train, serve = "examples/train_llama.py", "examples/serve_llama.py"
+    experts = "--model tiny-moe"
+    examples = (
+        train,
+        f"{train} --dtype bfloat16",
+        f"{train} {experts}",
+        serve,
+        f"{serve} {experts}",
+    )
+    scripts = (
+        "test_tp_mlp.py --check",
+        "test_tp_attn.py --check --bsz 32",
+        "test_tp_moe.py --check",
+        "test_tp_e2e.py --check --bsz 8 --num_layers 2 --mode gemm_ar",
+    )
     tests = " ".join(f"tests/gpu/test_{op}.py" for op in (*gemms, "ag_group_gemm", "moe_sums"))
     return (
         Step("tests of the ops", 6, f"bash scripts/test.sh --gpu {tests}"),
@@ -75,10 +90,11 @@ def _steps() -> tuple[Step, ...]:
         *(
             Step(
                 f"goals, {op}", 4,
-                f"{overlap} --op {op} --layers all --M 8192,64,1024 --best 0 --rounds 15",
+                f"{overlap} --op {op} --layers all --M 4096,64,1024,16384,644 --best 0 --rounds 15",
             )
             for op in routed
         ),
+        Step("layers", 5, "{launch} benchmarks/bench_layers.py --json {out}.json"),
         *(Step(f"any M, {op}", 5, f"{any_m} --op {op} --M-random 64") for op in gemms),
         Step(
             "goals, collectives", 4,
@@ -100,6 +116,8 @@ def _steps() -> tuple[Step, ...]:
             )
             for op in gemms
         ),
+        Step("examples", 5, " && ".join(f"{{launch}} {each}" for each in examples)),
+        Step("scripts of layers", 5, " && ".join(f"{{launch}} {each}" for each in scripts)),
         Step("all other tests", 12, "bash scripts/test.sh --gpu"),
     )  # fmt: skip
 
