@@ -23,6 +23,9 @@ _FIRST_USE = "kernels/common/moe/first_use.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
 _COLUMNS = "kernels/common/moe/columns.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
+_VARIED = "_tuning/engine/varied.py"
+_ATTEMPT = "_tuning/engine/attempt.py"
+_TRANSFER = "_tuning/engine/transfer.py"
 _STORE = "_tuning/store/file.py"
 _SPECIALISATION = "runner/specialisation.py"
 _ARTEFACT = "runner/artefact.py"
@@ -41,6 +44,7 @@ MOE_SUMS = ("tests/distributed/test_moe_sums.py",)
 STORE = ("tests/tuning/test_store.py",)
 RUNNER = ("tests/compile/test_runner.py",)
 MEETINGS = ("tests/tuning",)
+VARIED = ("tests/tuning/test_varied.py",)
 
 
 class Mutant(NamedTuple):
@@ -235,6 +239,41 @@ MUTANTS = (
         "if verdict.winner and verdict.bound in (None, counted)",
         "if verdict.winner",
         MEETINGS,
+    ),
+    Mutant(
+        "agreement: ranks vary their calls as often",
+        _VARIED,
+        "if len(set(said)) > 1:",
+        "if len(set(said)) > 2:",
+        VARIED,
+    ),
+    Mutant(
+        "samples: a sample of several calls is their mean",
+        _ATTEMPT,
+        "round(each / calls, 6)",
+        "round(each, 6)",
+        VARIED,
+    ),
+    Mutant(
+        "samples: a config is sampled by all calls",
+        _ATTEMPT,
+        "return run if len(runs) > 1 else runs[0]",
+        "return runs[0]",
+        VARIED,
+    ),
+    Mutant(
+        "sizes: who learned from others teaches nobody",
+        _TRANSFER,
+        "[each.record for each in self.all if not each.record.carried]",
+        "[each.record for each in self.all]",
+        ("tests/tuning/test_sizes.py",),
+    ),
+    Mutant(
+        "sizes: neighbours that could not try a kind of config do not leave it out",
+        _TRANSFER,
+        "near is not None and near.know(kept)",
+        "near is not None",
+        ("tests/tuning/test_sizes.py",),
     ),
     Mutant(
         "routing: a route goes behind those of its block before it",

@@ -210,6 +210,15 @@ def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():
     assert isinstance(with_far, TuningFrozen)
 
 
+def test_where_tuning_is_forbidden_one_who_learned_from_others_is_asked_too():
+    (rank,) = ranks()
+    call([rank], 1024)
+    assert call([rank], 640)[0][1] == {"tile": 8}
+    rank.frozen = True
+    assert call([rank], 400)[0] == (400, {"tile": 8})  # 1024 is too far
+    assert rank.tuned.tune(400).carried == "predicted from M=640"
+
+
 def library_and_tiles(rank: int, config: dict[str, Any]) -> float:
     """The library's time grows with M; ours is that of all rows of its tiles of 128."""
     M = library_and_tiles.M

@@ -85,9 +85,9 @@ class Transfer:
         settings = self._parts.settings
         if settings.transfer_ms > 0 and not settings.always_tune:
             near = self._neighbours(key, fingerprint)
-            few = near.candidates(kept, settings.transfer_ms) if near is not None else []
-            if near is not None and few and near.know(kept):
-                return few, f"carried over from {near}"
+            if near is not None and near.know(kept):
+                few = near.candidates(kept, settings.transfer_ms)
+                return (few, f"carried over from {near}") if few else (kept, "")
         return kept, ""
 
     def predicted(self, key: Key, fingerprint: Fingerprint) -> Prediction:
@@ -157,16 +157,11 @@ class Neighbours:
     waves: Callable[[Config, Sequence[int]], float | None] = lambda config, sizes: None
     """Number of waves of a config at these sizes; ``None``: not known."""
 
-    @property
-    def teach(self) -> bool:
-        """False if none was tuned in full: who always learns from those who learned sees ever less
-        of the space."""
-        return not all(each.record.carried for each in self.all)
-
     def know(self, kept: Sequence[Config]) -> bool:
         """False if ``kept`` has configs of a kind that none tried who was tuned in full, such as an
-        algorithm that is for smaller sizes than theirs: whether it wins here, nobody knows. Shipped
-        records, of which the best alone are kept, are taken to have tried all."""
+        algorithm that is for smaller sizes than theirs: whether it wins here, nobody knows. Who
+        always learns from those who learned sees ever less of the space. Shipped records, of which
+        the best alone are kept, are taken to have tried all."""
         full = [each.record for each in self.all if not each.record.carried]
         if any(record.shipped for record in full):
             return True
@@ -205,8 +200,6 @@ class Neighbours:
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
         in turn with one of each kind that is safe: the more, the more time there is."""
-        if not self.teach:
-            return []
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
         foreseen = any(each is not None for each in waves.values())
         scores = self._scores(kept, foreseen)

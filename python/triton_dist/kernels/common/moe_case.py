@@ -124,6 +124,8 @@ class SummedRoutesCase(RoutedCase):
     broadcast."""
 
     models, shapes = SECOND_PRODUCTS, tuple(SECOND_PRODUCTS.values())
+    shares_rows: ClassVar[bool]
+    """Ranks have as many rows of the sum each, so M is a multiple of them."""
 
     def __init__(self, op: AutoTuner, grouped_gemm: AutoTuner) -> None:
         super().__init__(op)
@@ -334,6 +336,7 @@ class SummedRoutesCase(RoutedCase):
             assert config is None  # tiles of a caller's are in no record that ships
             fixed["n_chunks"] = n_chunks
         M, N, K, E, topk, dtype, layout, num_ranks, n_chunks_max = key
+        M -= M % (num_ranks if self.shares_rows else 1)  # the end of a range may be odd
         if layout == "row-major":
             weights = meta(dtype, E, K, N)
         elif layout == "column-major":

@@ -17,6 +17,7 @@ class MoEReduceARCase(SummedRoutesCase):
 
     transfer, serial = "all-reduce", "our product + all-reduce"
     create = staticmethod(create_moe_ar_context)
+    shares_rows = False
 
     def own_rows(self, total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         return total

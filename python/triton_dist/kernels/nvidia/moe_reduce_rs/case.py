@@ -19,6 +19,7 @@ class MoEReduceRSCase(SummedRoutesCase):
 
     transfer, serial = "reduce-scatter", "our product + reduce-scatter"
     create = staticmethod(create_moe_rs_context)
+    shares_rows = True
 
     def own_rows(self, total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         if not dist.is_initialized():
