@@ -7,6 +7,7 @@
 M is random, log-uniform from 1 to --most, and besides each bound b of the ranges that share a
 tuning: b - 1, b, b + 1, b + 2. At each the tuned op and its peers are checked on fresh random data
 with outputs that held NaN, and timed in CUDA graphs: interleaved, cold L2, the slowest rank.
+With --limit so are the product and the transfers alone, which takes twice as long.
 
 A point where tuned is below 0.98 of the best peer is measured again, with four times the samples in
 new processes, and counts unless the 95 % interval of the ratio then holds 0.98. With --json every
@@ -63,6 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bounds", type=int, metavar="N", help="so many; default: all")
     parser.add_argument("--most", type=int, default=16384, help="the largest M")
     parser.add_argument("--regret", type=int, default=0, metavar="N", help="tune N points in full")
+    parser.add_argument("--limit", action="store_true", help="time what bounds a call, too")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=15, help="samples of each candidate")
     parser.add_argument("--minutes", type=float, help="begin no point after so many")
@@ -126,9 +128,9 @@ class Sweep:
         options = self.options
         rounds = options.rounds * (4 if options.again else 1)
         tuned = TunedOp(self.case, self._shape(M), self.dtype, ctx, Choice(0))
-        workload = _WithBestOfAll(tuned) if regret else tuned
+        workload = _Rows(tuned, options.limit, regret)
         rows, failures = measure(workload, ["graph"], rounds, warmup_rounds=2 if is_cuda() else 1)
-        samples = {row.name: row.samples.milliseconds for row in rows if row.name != TUNED_AGAIN}
+        samples = {row.name: row.samples.milliseconds for row in rows}
         kinds = {row.name: row.candidate.kind for row in rows}
         peers = [name for name, kind in kinds.items() if kind == "peer"]
         winner = next(row for row in rows if row.name == TUNED)
@@ -177,20 +179,28 @@ class Sweep:
             beside.replace(path)
 
 
-class _WithBestOfAll:
-    """A tuned op beside the finalists of a race of its whole space at the same size."""
+class _Rows:
+    """A tuned op and its peers. ``limit``: also the product and the transfers alone. ``regret``:
+    also the finalists of a race of its whole space at the same size."""
 
-    def __init__(self, tuned: TunedOp) -> None:
-        self._tuned = tuned
-        with _all_anew():
-            finalists = tuned.raced()
-        self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
+    def __init__(self, tuned: TunedOp, limit: bool, regret: bool) -> None:
+        self._tuned, self._limit = tuned, limit
+        self._finalists: dict[str, Peer] = {}
+        if regret:
+            with _all_anew():
+                finalists = tuned.raced()
+            self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tuned, name)
 
     def candidates(self) -> dict[str, Peer]:
-        return {**self._tuned.candidates(), **self._finalists}
+        rows = {
+            name: each
+            for name, each in self._tuned.candidates().items()
+            if name != TUNED_AGAIN and (self._limit or each.kind not in ("gemm", "transfer"))
+        }
+        return {**rows, **self._finalists}
 
 
 @contextlib.contextmanager

@@ -96,6 +96,13 @@ def _steps() -> tuple[Step, ...]:
         ),
         Step("layers", 5, "{launch} benchmarks/bench_layers.py --json {out}.json"),
         *(Step(f"any M, {op}", 5, f"{any_m} --op {op} --M-random 64") for op in gemms),
+        *(
+            Step(
+                f"any M, {op}, a layer that does not ship", 5,
+                f"{any_m} --op {op} --M-random 64 --layer Qwen2-72B",
+            )
+            for op in gemms
+        ),
         Step(
             "goals, collectives", 4,
             "{launch} benchmarks/bench_collectives.py --mode graph --json {out}.json",
