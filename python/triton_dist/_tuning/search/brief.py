@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
 
-LAPS = (1, 1, 2, 2, 3)
+LAPS = (1, 1, 1, 2)
 """Samples of each candidate in each lap."""
 _FIRST_MARGIN = 0.15
 """A candidate so far behind after one sample leaves; the noise is not known then."""
 _SEVERAL, _FEW_MARGIN = 3, 0.04
 """With fewer degrees of freedom, those of all candidates together, the spread of samples is no
 measure of the noise, and nobody leaves who is less behind."""
-_STANDARD_ERRORS = 3.0
+_STANDARD_ERRORS = 2.0
 
 
 class Brief:
