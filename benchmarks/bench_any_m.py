@@ -32,6 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 from overlap.any_m import FLOOR, bounds, draw, point, progress, random_sizes, summary
+from overlap.knobs import environment_with
 from overlap.measuring import Row, measure
 from overlap.plot import check_matplotlib
 from overlap.results import environment, software
@@ -206,16 +207,11 @@ class _Rows:
 @contextlib.contextmanager
 def _all_anew() -> Iterator[None]:
     """Within, every config is tried, and nothing is kept."""
-    asked = {"TRITON_DIST_AUTOTUNE_ALWAYS_TUNE": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        asked["TRITON_DIST_CACHE_DIR"] = folder
-        before = {name: os.environ.get(name) for name in asked}
-        os.environ.update(asked)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        environment_with(TRITON_DIST_AUTOTUNE_ALWAYS_TUNE="1", TRITON_DIST_CACHE_DIR=folder),
+    ):
+        yield
 
 
 def _short(row: Row) -> str:

@@ -103,6 +103,13 @@ def _steps() -> tuple[Step, ...]:
             )
             for op in gemms
         ),
+        *(
+            Step(
+                f"first calls, {op}", 3,
+                f"{{launch}} benchmarks/bench_first_calls.py --op {op} --json {{out}}.json",
+            )
+            for op in gemms
+        ),
         Step(
             "goals, collectives", 4,
             "{launch} benchmarks/bench_collectives.py --mode graph --json {out}.json",

@@ -38,7 +38,7 @@ class TunedOp:
         self._winner = case.op.best_config(*self._args, **self._kwargs)
         tuned_now = case.op.tuning_count > before
         self.how = self._record.carried or "tuned at a size of this range"
-        self.first_call = _cost(self._record, took) if tuned_now else None
+        self.first_call = cost_of(self._record, took) if tuned_now else None
         """What choosing took now: milliseconds of the host, and of the device."""
         self.raced = _raced(self._record) if tuned_now else None
         """Medians of the fastest that were measured now, by config."""
@@ -125,7 +125,7 @@ def _raced(record: TuningRecord) -> dict[str, float]:
     return {str(trial.config): trial.outcome.median for trial in measured[:_RACED]}
 
 
-def _cost(record: TuningRecord, seconds: float) -> dict[str, float]:
+def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
     """Each config is run once to the end before its samples."""
     device = sum(
         (1 + len(trial.outcome.samples)) * trial.outcome.median

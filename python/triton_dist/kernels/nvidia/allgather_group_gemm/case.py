@@ -119,7 +119,7 @@ class AllGatherGroupGEMMCase(RoutedCase):
         if has_fast_library() and suits_library(key.N, key.K, key.dtype, key.layout):
             library = {"way": Library.name, "gather": COLLECTIVE}
             peers[LIBRARIES] = Peer(
-                "vendor", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
+                "peer", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
             )
         return peers
 

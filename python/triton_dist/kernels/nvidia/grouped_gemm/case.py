@@ -94,7 +94,7 @@ class GroupedGEMMCase(RoutedCase):
 
         return {
             "grouped_mm alone": Peer("gemm", lambda: grouped_mm(rows, B, ends)),
-            self.serial: Peer("vendor", whole, lambda: self.expected(operands)),
+            self.serial: Peer("peer", whole, lambda: self.expected(operands)),
         }
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:

@@ -1,0 +1,148 @@
+"""Cost of first calls at sizes that nobody saw before, beside tuned ones, and where tuning is
+forbidden.
+
+    bash scripts/launch.sh benchmarks/bench_first_calls.py --op gemm_rs --json first.json
+    bash scripts/launch.sh benchmarks/bench_first_calls.py --layer Qwen2-72B --sizes 64 --seed 7
+
+Powers of two are tuned in full, into a cache of the run's own; what ships is used. Then come random
+sizes, log-uniform, one of each range: once in frozen mode, where neighbours alone decide, and once
+as a program does. ``host`` is the time of the whole choice, compiling and measuring included;
+``device`` that of all runs. What compiles for the first size is there for those after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from overlap.any_m import random_sizes
+from overlap.knobs import environment_with
+from overlap.results import software
+from overlap.shapes import LAYERS
+from overlap.tuned_op import cost_of
+
+from triton_dist import tune
+from triton_dist.errors import TuningFrozen
+from triton_dist.runtime.device import current_device
+from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
+from triton_dist.testing.cases import gemm_cases
+from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
+
+CASES = gemm_cases()
+_FROZEN, _TRANSFER = "TRITON_DIST_AUTOTUNE_FROZEN", "TRITON_DIST_AUTOTUNE_TRANSFER_MS"
+_CPU_SCALE = 256
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    layers = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--layer", choices=list(layers), default="llama-70b-gate-up")
+    parser.add_argument("--sizes", type=int, default=64, help="so many random M")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most", type=int, default=16384, help="the largest M")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(arguments)
+    options.widths = layers[options.layer]
+    return options
+
+
+class FirstCalls:
+    """First calls of one op. Collective."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.case, self.options = CASES[options.op], options
+        self.ranks, self.dtype = dist.get_world_size(), dtype_named(options.dtype)
+
+    def run(self) -> list[dict[str, Any]]:
+        options = self.options
+        powers = [1 << n for n in range(options.most.bit_length())]
+        anchors = list(dict.fromkeys(self._shape(M) for M in powers if options.most >= M))
+        seen, drawn = {tune.fine_bucket(shape.M) for shape in anchors}, []
+        for M in random_sizes(options.sizes, options.most, options.seed):
+            shape = self._shape(M)
+            if tune.fine_bucket(shape.M) not in seen:
+                seen.add(tune.fine_bucket(shape.M))
+                drawn.append(shape)
+        with self.case.context(max(anchors, key=lambda shape: shape.M), self.dtype) as ctx:
+            for shape in reversed(anchors):
+                self._first(shape, ctx, **{_TRANSFER: "0"})
+            frozen = [self._first(shape, ctx, **{_FROZEN: "1"}) for shape in drawn]
+            self.case.op.clear()  # what was predicted
+            return frozen + [self._first(shape, ctx) for shape in drawn]
+
+    def _shape(self, M: int) -> Any:
+        scale = 1 if is_cuda() else _CPU_SCALE
+        return self.case.scaled(self.case.layer(M * scale, *self.options.widths), scale, self.ranks)
+
+    def _first(self, shape: Any, ctx: Any, **environment: str) -> dict[str, Any]:
+        """How one call chose, and what that took on this rank, milliseconds."""
+        op, frozen = self.case.op, _FROZEN in environment
+        args, kwargs = self.case.arguments(self.case.operands(shape, self.dtype, self.ranks), ctx)
+        with environment_with(**environment):
+            begin = time.perf_counter()
+            try:
+                record = op.tune(*args, **kwargs)
+            except TuningFrozen:
+                return {"M": shape.M, "frozen": True, "how": "refused"}
+            took = time.perf_counter() - begin
+            config = op.best_config(*args, **kwargs)
+        cost = cost_of(record, took)
+        if frozen:
+            del cost["device"]  # nothing ran
+        how = record.carried or "in full"
+        return {"M": shape.M, "frozen": frozen, "how": how, **cost, "own": self.case.is_own(config)}
+
+
+def summary(calls: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each way to choose."""
+    ways: dict[str, list[dict[str, Any]]] = {}
+    for call in calls:
+        how = call["how"].split(" from ")[0]
+        ways.setdefault(f"frozen, {how}" if call["frozen"] else how, []).append(call)
+    lines = []
+    for way, found in ways.items():
+        line = f"{way}: {len(found)} sizes"
+        for name in ("host", "device"):
+            times = [call[name] for call in found if name in call]
+            if times:
+                line += f", {name} {statistics.median(times):.1f} ms, at most {max(times):.1f}"
+        if "own" in found[0]:
+            line += f", an own way at {sum(call['own'] for call in found) / len(found):.0%}"
+        lines.append(line)
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    initialize_distributed()
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]  # that of rank 0
+        dist.broadcast_object_list(shared, 0)
+        with environment_with(TRITON_DIST_CACHE_DIR=shared[0]):
+            calls = FirstCalls(options).run()
+        dist.barrier()
+    dist_print(f"{options.op}, {options.layer}: {dist.get_world_size()} ranks")
+    dist_print("\n".join(summary(calls)))
+    if options.json is not None and dist.get_rank() == 0:
+        tree = {
+            "benchmark": "first calls", "op": options.op, "layer": options.layer,
+            "hardware": dict(current_device().facts()), "software": software(), "calls": calls,
+        }  # fmt: skip
+        options.json.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    finalize_distributed()
+
+
+if __name__ == "__main__":
+    main()
