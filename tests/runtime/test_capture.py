@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from triton_dist.runtime.device import current_device
+from triton_dist.testing.timing import captured
 
 
 @pytest.mark.gpu
@@ -89,3 +90,14 @@ def test_garbage_is_not_collected_in_a_capture():
     replay()
     device.synchronize(30.0)
     assert counter.tolist() == [2.0] * 4
+
+
+@pytest.mark.gpu
+def test_runs_before_a_capture_come_after_what_is_queued():
+    device, seen = current_device(), []
+    flag = torch.zeros(4, device=device.torch_device)
+    device.sleep_milliseconds(50.0)
+    flag.add_(1)
+    captured(lambda: seen.append(flag.clone()), warmup=3)
+    device.synchronize(30.0)
+    assert [each.tolist() for each in seen[:3]] == [[1.0] * 4] * 3  # the fourth never ran

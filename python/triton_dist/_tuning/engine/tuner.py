@@ -299,8 +299,9 @@ class _FirstCall:
         prepare = self._subject.hooks.prepare and self._prepare
         ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
-            about = (ahead, settle, restorer, sampled)
-            attempts = Attempts(self._subject, parts, self._call, ranks, *about)
+            attempts = Attempts(
+                self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled
+            )
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
                 label = field.label(request.config, policy)
