@@ -30,6 +30,8 @@ class Libraries:
 
     def __init__(self, own: Iterable[str | None]) -> None:
         self._own = {_OWN} | {(name or "").partition(".")[0] for name in own}
+        self._modules: dict[str, bool] = {}
+        self._files: dict[str, bool] = {}
 
     def has(self, value: types.ModuleType | type) -> bool:
         return self.has_module(
@@ -43,6 +45,12 @@ class Libraries:
         )
 
     def has_module(self, name: str) -> bool:
+        known = self._modules.get(name)
+        if known is None:
+            known = self._modules[name] = self._has_module(name)
+        return known
+
+    def _has_module(self, name: str) -> bool:
         top = name.partition(".")[0]
         if is_tuner(name) or name == _JIT or name.startswith(_SHIPPING):
             return True
@@ -61,6 +69,12 @@ class Libraries:
             return None
 
     def _has_file(self, file: str) -> bool:
+        known = self._files.get(file)
+        if known is None:
+            known = self._files[file] = self._is_installed(file)
+        return known
+
+    def _is_installed(self, file: str) -> bool:
         _, installed, inside = file.rpartition("-packages/")  # site-packages, dist-packages
         if installed:
             return _top(inside) not in self._own

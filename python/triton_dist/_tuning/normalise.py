@@ -38,6 +38,12 @@ def normalised(node: Definition, dropped: frozenset[ast.expr]) -> str:
     return ast.unparse(_without(node, dropped))
 
 
+@functools.lru_cache(maxsize=8192)
+def statement(node: ast.stmt) -> str:
+    """The text of a statement of a module."""
+    return ast.unparse(node)
+
+
 @functools.lru_cache(maxsize=4096)
 def chains(node: ast.AST, dropped: frozenset[ast.expr] = frozenset()) -> frozenset[str]:
     """Dotted names that are read, such as ``tl.dot``, with all their beginnings; not in

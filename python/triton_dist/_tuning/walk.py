@@ -26,6 +26,8 @@ _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
 """Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
 functools.cache and torch.compile; cached_property; torch.library.custom_op."""
 
+_TEXTLESS = (types.FunctionType, type, types.ModuleType, list, set, dict)
+"""Types of values that are code, or that may change while the program runs."""
 _LookUp = Callable[[str], Any]
 
 
@@ -138,7 +140,7 @@ class Walk:
         origin = (None if holding_class else holder, last)
         data = value.value if type(value).__name__ == "constexpr" else value
         try:
-            text = "" if isinstance(data, (list, set, dict)) else text_of(data)
+            text = "" if isinstance(data, _TEXTLESS) else text_of(data)
         except TypeError:
             text = ""
         if not text or (holding_class and isinstance(data, enum.Enum)):
@@ -314,7 +316,7 @@ class Walk:
             return ""
         lines = []
         for statement in definitions.makers(module, name):
-            lines.append(ast.unparse(statement))
+            lines.append(normalise.statement(statement))
             if id(statement) not in self._names:
                 self._names[id(statement)] = name
                 self._alive.append(statement)
