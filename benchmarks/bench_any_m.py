@@ -36,13 +36,13 @@ from overlap.knobs import environment_with
 from overlap.measuring import Row, measure
 from overlap.plot import check_matplotlib
 from overlap.results import environment, software
-from overlap.shapes import LAYERS, parse_numbers
+from overlap.shapes import NAMED, parse_numbers
 from overlap.tuned_op import TunedOp
 from overlap.workload import TUNED, TUNED_AGAIN, Choice
 
 from triton_dist.kernels.common.case import Peer
 from triton_dist.runtime.device import current_device
-from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
+from triton_dist.test.utils import dtype_named
 from triton_dist.testing.cases import gemm_cases
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
@@ -53,12 +53,11 @@ _REGRET = "best of all"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    layers = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
-    parser.add_argument("--layer", choices=list(layers), default="llama-70b-gate-up")
+    parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
     parser.add_argument("--M", type=parse_numbers, default=[], help="these besides")
     parser.add_argument("--M-random", type=int, default=64, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -74,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--from-json", type=Path, help="measure nothing: show and draw this file")
     parser.add_argument("--again", action="store_true", help="the second pass alone")
     options = parser.parse_args(arguments)
-    options.sizes = layers[options.layer]
+    options.sizes = NAMED[options.layer]
     return options
 
 

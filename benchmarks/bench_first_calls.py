@@ -26,13 +26,13 @@ import torch.distributed as dist
 from overlap.any_m import random_sizes
 from overlap.knobs import environment_with
 from overlap.results import software
-from overlap.shapes import LAYERS
+from overlap.shapes import NAMED
 from overlap.tuned_op import cost_of
 
 from triton_dist import tune
 from triton_dist.errors import TuningFrozen
 from triton_dist.runtime.device import current_device
-from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
+from triton_dist.test.utils import dtype_named
 from triton_dist.testing.cases import gemm_cases
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
@@ -42,19 +42,18 @@ _CPU_SCALE = 256
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    layers = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
-    parser.add_argument("--layer", choices=list(layers), default="llama-70b-gate-up")
+    parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
     parser.add_argument("--sizes", type=int, default=64, help="so many random M")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=16384, help="the largest M")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
-    options.widths = layers[options.layer]
+    options.widths = NAMED[options.layer]
     return options
 
 

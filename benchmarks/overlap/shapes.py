@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from triton_dist.kernels.common.case import Case
 from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.common.moe_case import GroupedShape, RoutedCase
+from triton_dist.test.utils import LAYER_CONFIGS
 
 S = TypeVar("S")
 
@@ -21,6 +22,8 @@ LAYERS = {
     "llama-70b-qkv": (10240, 8192),
     "mistral-7b-gate-up": (14336, 4096),
 }
+NAMED = {**LAYERS, **{name: (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items()}}
+"""The same, with what the test scripts name."""
 
 
 def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
