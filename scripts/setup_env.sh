@@ -81,8 +81,9 @@ find_python() {
     PAIR=$ROOT/constraints/triton-${TRITON_VERSION:-$DEFAULT_TRITON}.txt
     if [[ ! -f $PAIR ]]; then
         local -a known=("$ROOT"/constraints/triton-*.txt)
+        if [[ ! -f ${known[0]} ]]; then die "there is no constraints/ in $ROOT: this is not the whole repository"; fi
         known=("${known[@]##*/triton-}")
-        die "TRITON_VERSION=${TRITON_VERSION:-$DEFAULT_TRITON}, expected one of: ${known[*]%.txt}"
+        die "TRITON_VERSION=$TRITON_VERSION, expected one of: ${known[*]%.txt}"
     fi
     if [[ -n ${TRITON_VERSION:-} ]]; then
         missing="TRITON_VERSION=$TRITON_VERSION asks for an environment of its own"
