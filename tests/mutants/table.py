@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "samples: a config is sampled by all calls",
         _ATTEMPT,
-        "return run if len(runs) > 1 else runs[0]",
-        "return runs[0]",
+        "for args, kwargs in self._sampled:",
+        "for args, kwargs in self._sampled[:1]:",
         VARIED,
     ),
     Mutant(

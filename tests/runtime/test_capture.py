@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.device.cuda import _no_collection
 from triton_dist.testing.timing import captured
 
 
@@ -90,6 +91,22 @@ def test_garbage_is_not_collected_in_a_capture():
     replay()
     device.synchronize(30.0)
     assert counter.tolist() == [2.0] * 4
+
+
+def test_captures_of_several_threads_forbid_collection_until_the_last_is_over():
+    first, second = _no_collection(), _no_collection()
+    with first:
+        second.__enter__()
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with _no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()  # as the program wants it
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -150,20 +150,17 @@ class Attempts:
     def _sampled_run(self, config: Config) -> Callable[[], Any]:
         """One call after the other."""
         function, chosen = self._subject.function, config.arguments()
-        runs = [
-            functools.partial(function, *args, **kwargs, **chosen) for args, kwargs in self._sampled
-        ]
 
         def run() -> None:
-            for each in runs:
-                each()
+            for args, kwargs in self._sampled:
+                function(*args, **kwargs, **chosen)
 
-        return run if len(runs) > 1 else runs[0]
+        return run
 
     def _samples(self, at: Situation, run: Callable[[], Any], number: int) -> Sequence[float]:
         """Milliseconds of a call, so many times."""
-        samples, calls = self._sampler.sample(at, run, number), len(self._sampled)
-        return samples if calls == 1 else [round(each / calls, 6) for each in samples]
+        calls = len(self._sampled)
+        return [round(each / calls, 6) for each in self._sampler.sample(at, run, number)]
 
     def _failure_of(
         self, at: Situation, kind: FailureKind, step: Callable[[], object], limit: float

@@ -42,17 +42,34 @@ _KEPT_FOR_GRAPHS = 16
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
+class _Collection:
+    """Number of captures that forbid collecting garbage now, and whether it was on before the first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a collection in here may free what captures
+        self.forbidden, self.was_on = 0, True
+
+
+_collection = _Collection()
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Within, no garbage is collected. A capture forbids what freeing some of it asks of the
-    driver: symmetric memory of torch 2.11 that lies in a cycle would end the process."""
-    was_on = gc.isenabled()
-    gc.disable()
+    """Within, in however many threads, no garbage is collected. A capture forbids what freeing some
+    of it asks of the driver: symmetric memory of torch 2.11 that lies in a cycle would end the
+    process."""
+    with _collection.lock:
+        if _collection.forbidden == 0:
+            _collection.was_on = gc.isenabled()
+            gc.disable()
+        _collection.forbidden += 1
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        with _collection.lock:
+            _collection.forbidden -= 1
+            if _collection.forbidden == 0 and _collection.was_on:
+                gc.enable()
 
 
 class CudaDevice:

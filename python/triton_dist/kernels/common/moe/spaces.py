@@ -104,9 +104,9 @@ def suits_grouped(
 
 def other_batches(topk_ids: torch.Tensor, E: int) -> list[torch.Tensor]:
     """Ids [M, topk] that are as likely as these: of as many tokens, drawn from them, the same on
-    all ranks. For tunings: how many tiles experts fill differs from batch to batch, and where it
-    ends with a wave that is nearly empty, by up to 11 % of the time (4096 tokens, Mixtral 8x7B on
-    two H100), so that one batch alone finds what wins by luck.
+    all ranks. For tunings: how many tiles experts fill differs from batch to batch, and one of them
+    may end with a wave that is nearly empty for some configs alone. What was tuned for one batch
+    took 7 % longer than another config with the next (4096 tokens, Mixtral 8x7B, two H100).
 
     Empty where that cannot be, and in the interpreter, whose times tell nothing.
     """
