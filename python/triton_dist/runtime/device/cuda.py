@@ -43,7 +43,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 class _Collection:
-    """Number of captures that forbid collecting garbage now, and whether it was on before the first."""
+    """Captures that forbid collecting garbage now, and whether it was on before the first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a collection in here may free what captures
