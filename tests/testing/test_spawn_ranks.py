@@ -83,6 +83,8 @@ def fail_on_rank_1(how: str) -> str:
             ctypes.string_at(0)
         if how == "hang":
             wait_for_ever()
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "local":
             return lambda: None  # type: ignore[return-value]  # cannot be pickled
     return "fine"
@@ -205,6 +207,11 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
     assert list(by_rank) == [1]
     assert (by_rank[1].exception, by_rank[1].message) == ("TimedOut", "still running after 3 s")
     assert "in wait_for_ever" in by_rank[1].traceback
+
+
+def test_of_a_rank_that_answers_no_signal_the_kernel_is_asked() -> None:
+    by_rank = failures(fail_on_rank_1, "stop", timeout=3.0)
+    assert "state T, in " in by_rank[1].traceback
 
 
 def test_ranks_left_waiting_by_a_failed_one_end_after_the_grace() -> None:

@@ -206,7 +206,18 @@ class _Rank:
                 time.sleep(0.05)  # let it finish the last thread
                 break
             time.sleep(0.01)
-        return self.stacks.read_text() if self.stacks.exists() else ""
+        text = self.stacks.read_text() if self.stacks.exists() else ""
+        return text or "\n".join(_threads_of(self.process.pid))
+
+
+def _threads_of(pid: int) -> Iterator[str]:
+    """What Linux says of the threads of a process that does not answer a signal with its stacks:
+    name, state, and the function of the kernel that it waits in."""
+    with suppress(OSError):  # it has ended, or this is no Linux
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            name, waits_in = ((thread / each).read_text().strip() for each in ("comm", "wchan"))
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            yield f"Thread {thread.name} ({name}): state {state}, in {waits_in}"
 
 
 def _collect(

@@ -44,6 +44,8 @@ _CANDIDATES, _FORESEEN = 6, 4
 _ALIKE = 0.03
 """Relative time that a candidate has to be ahead for each one before it that has as many tiles."""
 _SAFE = 4
+_ROUNDS = 8
+"""Of bringing the neighbours' times to one scale."""
 _NEIGHBOURS, _IN_FULL = 6, 3
 """So many, the nearest, have a say, and so many of those that were tuned in full."""
 _HOPELESS = 1.0
@@ -272,18 +274,14 @@ class Neighbours:
         )
 
     def _scores(self, kept: Sequence[Config], foreseen: bool) -> dict[str, float]:
-        """By digest, the mean delay over the neighbours that know a config, the nearest counting
-        most. Where waves are ``foreseen``, over those that were tuned in full: who learned from
-        others knows few configs, and not that others are faster."""
-        sums: dict[str, tuple[float, float]] = {}
-        for each in self.all:
-            if foreseen and each.record.carried:
-                continue
-            weight = 1 / (each.distance + 0.1)
-            for digest, delay in self._delays(each, kept).items():
-                total, weights = sums.get(digest, (0.0, 0.0))
-                sums[digest] = total + weight * delay, weights + weight
-        return {digest: total / weights for digest, (total, weights) in sums.items()}
+        """By digest, how much slower a config is than the fastest, as the neighbours that know it
+        say, the nearest counting most. Where waves are ``foreseen``, of those that were tuned in
+        full: who learned from others knows few configs, and not that others are faster."""
+        heard = [each for each in self.all if not (foreseen and each.record.carried)]
+        delays = [self._delays(each, kept) for each in heard]
+        scores = on_one_scale(delays, [1 / (each.distance + 0.1) for each in heard])
+        least = min(scores.values(), default=0.0)
+        return {digest: score - least for digest, score in scores.items()}
 
     def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
         """By digest, the slowdowns of ``kept`` at a neighbour, each grown to what it should be
@@ -324,6 +322,28 @@ def nearest(
         if full >= _IN_FULL and len(found) >= _NEIGHBOURS:
             break
     return list(found.values())
+
+
+def on_one_scale(
+    delays: Sequence[Mapping[str, float]], weights: Sequence[float]
+) -> dict[str, float]:
+    """By name, one delay of several lists, each of which has a zero of its own, the fastest there:
+    where that is not the same one, delays differ by a constant, which is found here by least
+    squares. Without it what is known beside slow ones alone would seem fast."""
+    zeros = [0.0] * len(delays)
+    scores: dict[str, float] = {}
+    for _ in range(_ROUNDS):
+        sums: dict[str, tuple[float, float]] = {}
+        for there, zero, weight in zip(delays, zeros, weights, strict=True):
+            for name, delay in there.items():
+                total, counts = sums.get(name, (0.0, 0.0))
+                sums[name] = total + weight * (delay + zero), counts + weight
+        scores = {name: total / counts for name, (total, counts) in sums.items()}
+        zeros = [
+            sum(scores[name] - delay for name, delay in there.items()) / max(1, len(there))
+            for there in delays
+        ]
+    return scores
 
 
 def _varied(

@@ -48,10 +48,8 @@ _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 # From the largest that a product fills, which is the likeliest.
 _SERIAL: dict[str, Sequence[Shape]] = {
     ONE_SHOT: (Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
-    TWO_SHOT: (
-        Shape(128, 16384), Shape(64, 16384, 4), Shape(128, 8192), Shape(32, 8192), SMALL_SHAPES[0],
-    ),
-}  # fmt: skip
+    TWO_SHOT: (Shape(128, 16384), Shape(128, 8192), Shape(32, 8192), SMALL_SHAPES[0]),
+}
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
