@@ -206,25 +206,24 @@ def test_one_safe_config_of_each_name_races_at_every_size():
     assert {trial.config["tile"] for trial in record.trials} == {1, "b", "c"}
 
 
-def test_neighbours_that_tried_other_configs_are_brought_to_one_scale():
+def test_the_safe_configs_that_neighbours_tried_are_brought_to_one_scale():
     def neighbour(M: int, far: float, carried: str, **ms: float) -> Neighbour:
-        trials = [
-            Trial.of(Config({"way": way}), Measurement((each,), 0)) for way, each in ms.items()
-        ]
+        trials = [Trial.of(Config({"way": n}), Measurement((each,), 0)) for n, each in ms.items()]
         key = Key.of("run", Keyed(M, "n"), "fake")
         record = TuningRecord(key, fingerprint(), tuple(trials), "2030", 1.0, carried=carried)
         return Neighbour((M,), far, record, slowdowns(record))
 
     # The slow one was tried beside none that is fast, and twice, quite near.
-    every = neighbour(4096, 0.9, "", fast=1.00, good=1.02, slow=1.06, library=1.07)
+    every = neighbour(4096, 0.9, "", ours=0.9, good=1.02, slow=1.06, library=1.07)
     beside = [
         neighbour(M, far, "carried over", slow=1.0, library=1.01)
         for M, far in ((2176, 0.1), (2304, 0.2))
     ]
+    kinds = {"good": "serial", "slow": "serial", "library": "library"}
     family = SIZES.family(Keyed(2049, "n"))
-    near = Neighbours(family, [*beside, every], safe_kind=lambda config: None)
-    kept = [Config({"way": way}) for way in ("slow", "library", "good", "fast")]
-    assert [c["way"] for c in near.candidates(kept)] == ["fast", "good", "slow", "library"]
+    near = Neighbours(family, [*beside, every], lambda config: kinds.get(config["way"]))
+    kept = [Config({"way": way}) for way in ("slow", "library", "good", "ours")]
+    assert [config["way"] for config in near.safe(kept)] == ["good", "library"]
 
 
 def test_where_tuning_is_forbidden_neighbours_on_both_sides_decide():

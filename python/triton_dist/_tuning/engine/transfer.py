@@ -213,14 +213,22 @@ class Neighbours:
         share = math.sqrt(max(1.0, milliseconds / 30))
         number = round(share * (_FORESEEN if foreseen else _CANDIDATES))
         near = _varied(near, scores, waves, number)
-        kinds: dict[object, Config] = {}
-        for config in (*known, *kept):
-            if kind := self.safe_kind(config):
-                kinds.setdefault(kind, config)
         if not near:
             return []
-        pairs = itertools.zip_longest(near, list(kinds.values())[:_SAFE])  # time may end the race
+        safe = self.safe(kept)
+        pairs = itertools.zip_longest(near, safe[:_SAFE])  # time may end the race
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
+
+    def safe(self, kept: Sequence[Config]) -> list[Config]:
+        """The fastest of each kind that is safe, as the neighbours say, the fastest kind first. Of
+        these the order changes little with the sizes, so all who know two of them are heard."""
+        safe = [config for config in kept if self.safe_kind(config)]
+        delays = [self._delays(each, safe) for each in self.all]
+        scores = on_one_scale(delays, [1 / (each.distance + 0.1) for each in self.all])
+        kinds: dict[object, Config] = {}
+        for config in sorted(safe, key=lambda config: scores.get(config.digest, math.inf)):
+            kinds.setdefault(self.safe_kind(config), config)
+        return list(kinds.values())
 
     @property
     def below(self) -> list[Neighbour]:
@@ -274,14 +282,18 @@ class Neighbours:
         )
 
     def _scores(self, kept: Sequence[Config], foreseen: bool) -> dict[str, float]:
-        """By digest, how much slower a config is than the fastest, as the neighbours that know it
-        say, the nearest counting most. Where waves are ``foreseen``, of those that were tuned in
-        full: who learned from others knows few configs, and not that others are faster."""
-        heard = [each for each in self.all if not (foreseen and each.record.carried)]
-        delays = [self._delays(each, kept) for each in heard]
-        scores = on_one_scale(delays, [1 / (each.distance + 0.1) for each in heard])
-        least = min(scores.values(), default=0.0)
-        return {digest: score - least for digest, score in scores.items()}
+        """By digest, the mean delay over the neighbours that know a config, the nearest counting
+        most. Where waves are ``foreseen``, over those that were tuned in full: who learned from
+        others knows few configs, and not that others are faster."""
+        sums: dict[str, tuple[float, float]] = {}
+        for each in self.all:
+            if foreseen and each.record.carried:
+                continue
+            weight = 1 / (each.distance + 0.1)
+            for digest, delay in self._delays(each, kept).items():
+                total, weights = sums.get(digest, (0.0, 0.0))
+                sums[digest] = total + weight * delay, weights + weight
+        return {digest: total / weights for digest, (total, weights) in sums.items()}
 
     def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
         """By digest, the slowdowns of ``kept`` at a neighbour, each grown to what it should be

@@ -83,7 +83,7 @@ def gemm_ar(
             and one launch are for an M of up to the context's ``one_shot_rows``, ``packet_rows``
             and ``exchanged_rows``.
         num_chunks: in which a rank's rows are added and sent, at most, in ``"two_shot"``; of
-            ``"serial"``, the pieces of its all-reduce (tuned).
+            ``"serial"``, the pieces of its all-reduce.
         reduction: of ``"serial"``: its all-reduce in ``"one_shot"`` or ``"two_shot"`` (tuned).
         num_ctas, block_bytes: its launch (tuned).
         bias: [N], contiguous, the same on all ranks; added once.
