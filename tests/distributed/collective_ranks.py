@@ -90,6 +90,16 @@ def in_place_and_large() -> int:
 
 
 @compiled_ahead
+def large_in_one_shot(elements: int) -> int:
+    """A sum of more bf16 than many ranks take in one launch, which two do."""
+    calls = Calls("all_reduce", 2 * elements)
+    calls(elements, num_ctas=64, block_bytes=16384, **way("all_reduce", "one_shot"))
+    in_a_launch = calls.ctx.piece_elements(AllReduceMethod.ONE_SHOT, 2)
+    assert (in_a_launch == elements) == (dist.get_world_size() == 2)
+    return calls.finish()
+
+
+@compiled_ahead
 def stragglers(op: str) -> int:
     """Each rank in turn is late: on its stream within a call, and on the host before one."""
     cycles = 50_000_000  # 30 ms on a GPU, and on CPU ranks

@@ -33,6 +33,10 @@ def test_in_place_and_in_several_launches(spawn_ranks):
     assert counts == [4 * len(WAYS["all_reduce"]) + 1] * 3
 
 
+def test_two_ranks_sum_more_in_one_shot(spawn_ranks):
+    assert spawn_ranks(2, collective_ranks.large_in_one_shot, 9 << 18) == [1] * 2
+
+
 @EACH_OP
 def test_any_rank_may_be_late(spawn_ranks, op):
     count = 3 * (len(WAYS[op]) + 1)

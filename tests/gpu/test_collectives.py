@@ -34,6 +34,10 @@ def test_sizes_that_fill_gpu_and_links(on_gpus, take_turns):
     assert set(on_gpus(collective_ranks.large_calls, number)) == {3 * number}
 
 
+def test_two_ranks_sum_more_in_one_shot(on_gpus):
+    assert set(on_gpus(collective_ranks.large_in_one_shot, 15 << 20)) == {1}
+
+
 @few_ranks
 def test_in_place_and_in_several_launches(on_gpus):
     assert set(on_gpus(collective_ranks.in_place_and_large)) == {4 * len(WAYS["all_reduce"]) + 1}

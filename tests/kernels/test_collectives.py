@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.collective_calls import OPS, WAYS, Calls, way
 from triton_dist.errors import ContextFinalized, InvalidArgument
+from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.exchange.buffer import (
     LARGE_SHAPES,
     MAX_CTAS,
@@ -163,7 +164,10 @@ def test_a_slot_holds_what_every_way_needs(num_ranks, workspace_nbytes):
         elements = -(-workspace_nbytes // item)
         halves = 4 * shard_elements(-(-elements // 2))
         shards = 2 * num_ranks * shard_elements(-(-elements // num_ranks))
-        assert max(halves, shards) * item <= slot
+        in_one_shot = sums.most_elements(workspace_nbytes, item, num_ranks, one_shot=True)
+        addends = num_ranks * shard_elements(in_one_shot)
+        assert max(halves, shards, addends) * item <= slot
+        assert max(shards, addends) * item <= sums.slot_bytes(workspace_nbytes, num_ranks)
 
 
 def test_attributes_of_a_context():

@@ -211,7 +211,7 @@ class _Rank:
 
 
 def _threads_of(pid: int) -> Iterator[str]:
-    """What Linux says of the threads of a process that does not answer a signal with its stacks:
+    """Threads of a process that does not answer a signal with its stacks, a line each, by Linux:
     name, state, and the function of the kernel that it waits in."""
     with suppress(OSError):  # it has ended, or this is no Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -45,7 +45,7 @@ _ALIKE = 0.03
 """Relative time that a candidate has to be ahead for each one before it that has as many tiles."""
 _SAFE = 4
 _ROUNDS = 8
-"""Of bringing the neighbours' times to one scale."""
+"""Steps in which the neighbours' times come to one scale."""
 _NEIGHBOURS, _IN_FULL = 6, 3
 """So many, the nearest, have a say, and so many of those that were tuned in full."""
 _HOPELESS = 1.0

@@ -32,8 +32,8 @@ from triton_dist.kernels.common.peers import folded
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
-# Largest tensor of a one-shot launch: a slot holds one for each rank, and above it one shot never
-# wins.
+# Largest tensor of a one-shot launch of many ranks: a slot holds one for each rank, and above it
+# one shot never wins. Two ranks send as much in two shots, and take as much memory.
 ONE_SHOT_BYTES = 4 << 20
 # The same in packets, which take twice the memory and the link's time.
 PACKET_BYTES = 256 << 10
@@ -44,10 +44,15 @@ PACKET_SHAPE = Shape(32, 2048)
 TWO_SHOT_FROM = 256 << 10
 
 
+def one_shot_bytes(num_ranks: int) -> int:
+    """Bytes of the largest tensor of a one-shot launch."""
+    return 8 * ONE_SHOT_BYTES if num_ranks == 2 else ONE_SHOT_BYTES
+
+
 def slot_bytes(nbytes: int, num_ranks: int) -> int:
     """Bytes of a slot for tensors of up to ``nbytes`` a launch: addends of up to a few MB from each
     rank; or addends of a shard, then sums of all shards."""
-    one_shot = shard_bytes(min(nbytes, ONE_SHOT_BYTES), 1)
+    one_shot = shard_bytes(min(nbytes, one_shot_bytes(num_ranks)), 1)
     return num_ranks * max(one_shot, 2 * shard_bytes(nbytes, num_ranks))
 
 
@@ -56,11 +61,13 @@ def packet_bytes(nbytes: int, num_ranks: int) -> int:
     return min(nbytes, PACKET_BYTES) if num_ranks > 1 else 0
 
 
-def most_elements(nbytes: int, item_bytes: int, one_shot: bool, in_packets: bool = False) -> int:
+def most_elements(
+    nbytes: int, item_bytes: int, num_ranks: int, one_shot: bool, in_packets: bool = False
+) -> int:
     """Elements of ``item_bytes`` that one launch can sum in memory for ``nbytes``: whole vectors,
     if that many fit."""
     if one_shot:
-        nbytes = min(nbytes, PACKET_BYTES if in_packets else ONE_SHOT_BYTES)
+        nbytes = min(nbytes, PACKET_BYTES if in_packets else one_shot_bytes(num_ranks))
     most = nbytes // item_bytes
     return max(1, most // VECTOR_ELEMENTS * VECTOR_ELEMENTS or most)
 
@@ -130,7 +137,8 @@ class SumBuffer(ExchangeBuffer):
         default = PACKET_SHAPE if in_packets else DEFAULT_SHAPE
         shape = shape_of(num_ctas, block_bytes, 1 if one_shot else num_pieces, default)
         size = folded(product.shape[0])
-        step = most_elements(self.sum_nbytes, product.element_size(), one_shot, in_packets)
+        item_bytes = product.element_size()
+        step = most_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):
             total = min(step, elements - first)
             part = slice(first, first + total)

@@ -15,7 +15,7 @@ class AllReduceMethod(enum.Enum):
     """Algorithm of an all-reduce."""
 
     ONE_SHOT = "one_shot"
-    """Everything to everybody, who all add everything. In one launch up to 4 MB."""
+    """Everything to everybody, who all add everything. In one launch up to 4 MB, of 2 ranks 32."""
     TWO_SHOT = "two_shot"
     """Every rank adds a shard and sends it to all."""
     DOUBLE_TREE = "double_tree"
@@ -86,7 +86,9 @@ class AllReduceContext(collective_context.CollectiveContext):
     ) -> int:
         """Elements of ``item_bytes`` that one launch can sum."""
         one_shot = method is AllReduceMethod.ONE_SHOT
-        return sums.most_elements(self.workspace_nbytes, item_bytes, one_shot, in_packets)
+        return sums.most_elements(
+            self.workspace_nbytes, item_bytes, self.num_ranks, one_shot, in_packets
+        )
 
 
 def create_allreduce_ctx(

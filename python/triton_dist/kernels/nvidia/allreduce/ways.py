@@ -27,13 +27,13 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.sums import (
-    ONE_SHOT_BYTES,
     PACKET_BYTES,
     PACKET_SHAPE,
     PACKETS_UP_TO,
     TWO_SHOT_FROM,
     in_one_shot,
     in_two_shots,
+    one_shot_bytes,
 )
 from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways
@@ -241,7 +241,7 @@ class OneShot(_Exchanged):
         return super().fits(config, sizes)
 
     def may_win(self, sizes: Sizes) -> bool:
-        return sizes.nbytes <= ONE_SHOT_BYTES
+        return sizes.nbytes <= one_shot_bytes(sizes.num_ranks)
 
     def check(self, call: Call) -> None:
         if call.packets is None:

@@ -23,6 +23,7 @@ from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT_BYTES,
     PACKET_BYTES,
     TWO_SHOT,
+    one_shot_bytes,
 )
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Way, Ways
@@ -46,9 +47,10 @@ from triton_dist.runtime.device import current_device
 _TWO_SHOT_FROM = 1 << 20
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 # From the largest that a product fills, which is the likeliest.
+_LARGE = (Shape(128, 16384), Shape(128, 8192))
 _SERIAL: dict[str, Sequence[Shape]] = {
-    ONE_SHOT: (Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
-    TWO_SHOT: (Shape(128, 16384), Shape(128, 8192), Shape(32, 8192), SMALL_SHAPES[0]),
+    ONE_SHOT: (*_LARGE, Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
+    TWO_SHOT: (*_LARGE, Shape(32, 8192), SMALL_SHAPES[0]),
 }
 
 
@@ -206,7 +208,7 @@ class Serial(WholeProduct[Call]):
         nbytes = sizes.nbytes
         if config["reduction"] != ONE_SHOT:
             nbytes = -(-nbytes // sizes.num_ranks)
-        elif nbytes > ONE_SHOT_BYTES:
+        elif nbytes > one_shot_bytes(sizes.num_ranks):
             return False
         shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
         return is_worth_trying(shape, nbytes)
