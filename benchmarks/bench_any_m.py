@@ -4,8 +4,8 @@
     scripts/python benchmarks/bench_any_m.py --op ag_gemm --bounds 20 --regret 8 --json any.json
     scripts/python benchmarks/bench_any_m.py --from-json any.json --png any.png
 
-M is random, log-uniform from 1 to --most, and besides each bound b of the ranges that share a
-tuning: b - 1, b, b + 1, b + 2. At each the tuned op and its peers are checked on fresh random data
+M is random, log-uniform from 1 to --most, and also b - 1 to b + 2 for each end b of a range that
+shares a tuning. At each the tuned op and its peers are checked on fresh random data
 with outputs that held NaN, and timed in CUDA graphs: interleaved, cold L2, the slowest rank.
 With --limit so are the product and the transfers alone, which takes twice as long.
 
@@ -155,10 +155,10 @@ class Sweep:
         return said[0]
 
     def _read(self) -> dict[str, Any]:
-        N, K = self.options.sizes
+        shape = self._shape(1)
         fresh = {
-            "benchmark": "any_m", "op": self.options.op, "layer": self.options.layer, "N": N,
-            "K": K, "dtype": self.options.dtype, "ranks": self.ranks,
+            "benchmark": "any_m", "op": self.options.op, "layer": self.options.layer,
+            "N": shape.N, "K": shape.K, "dtype": self.options.dtype, "ranks": self.ranks,
             "hardware": dict(current_device().facts()), "software": software(),
             "environment": environment(), "points": [],
         }  # fmt: skip
@@ -188,7 +188,7 @@ class _Rows:
         self._finalists: dict[str, Peer] = {}
         if regret:
             with _all_anew():
-                finalists = tuned.raced()
+                finalists = tuned.raced_anew()
             self._finalists = {f"{_REGRET} {n}": each for n, each in enumerate(finalists, start=1)}
 
     def __getattr__(self, name: str) -> Any:

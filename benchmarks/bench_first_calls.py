@@ -4,10 +4,10 @@ forbidden.
     bash scripts/launch.sh benchmarks/bench_first_calls.py --op gemm_rs --json first.json
     bash scripts/launch.sh benchmarks/bench_first_calls.py --layer Qwen2-72B --sizes 64 --seed 7
 
-Powers of two are tuned in full, into a cache of the run's own; what ships is used. Then come random
-sizes, log-uniform, one of each range: once in frozen mode, where neighbours alone decide, and once
-as a program does. ``host`` is the time of the whole choice, compiling and measuring included;
-``device`` that of all runs. What compiles for the first size is there for those after it.
+Powers of two for which nothing ships are tuned in full, into a cache of the run's own. Then come
+random sizes, log-uniform, one of each range: once in frozen mode, where neighbours alone decide,
+and once as a program does. ``host`` is the time of the whole choice, compiling and measuring
+included; ``device`` that of all runs. What compiles for the first size is there for those after it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist._tuning.values import TuningRecord
+from triton_dist._tuning.search.brief import LAPS
+from triton_dist._tuning.values import Measurement, Policy, Trial, TuningRecord
 from triton_dist.kernels.common.case import Case, Peer
+from triton_dist.runtime.device import current_device
 
 from .workload import TUNED, TUNED_AGAIN, Choice
 
@@ -40,7 +44,7 @@ class TunedOp:
         self.how = self._record.carried or "tuned at a size of this range"
         self.first_call = cost_of(self._record, took) if tuned_now else None
         """What choosing took now: milliseconds of the host, and of the device."""
-        self.raced = _raced(self._record) if tuned_now else None
+        self.raced = self._fastest() if tuned_now else None
         """Medians of the fastest that were measured now, by config."""
         self.note = f"tuned now, {self._record.seconds:.1f} s" if tuned_now else "from the cache"
 
@@ -48,15 +52,14 @@ class TunedOp:
         """Call the op as a program does; returns its result."""
         return self.case.op(*self._args, **self._kwargs)
 
-    def raced(self, number: int = 3) -> list[Peer]:
-        """The fastest of a new tuning at this size, which the op then uses: clear it."""
+    def raced_anew(self, number: int = 3) -> list[Peer]:
+        """The fastest of a new tuning at this size, which is then forgotten."""
         op = self.case.op
         op.clear()
         record = op.tune(*self._args, **self._kwargs)
         op.clear()
-        measured = [trial for trial in record.trials if hasattr(trial.outcome, "median")]
-        measured.sort(key=lambda trial: (trial.digest != record.best.digest, trial.outcome.median))
-        found = (op.config_space.find(trial.digest) for trial in measured[:number])
+        fastest = sorted(_measured(record), key=lambda trial: trial.digest != record.best.digest)
+        found = (op.config_space.find(trial.digest) for trial in fastest[:number])
         return [self._candidate(config) for config in found if config is not None]
 
     def candidates(self) -> Mapping[str, Peer]:
@@ -70,6 +73,9 @@ class TunedOp:
 
     def recover(self) -> None:
         self.case.recover(self._ctx)
+
+    def _fastest(self) -> dict[str, float]:
+        return {str(each.config): _median(each) for each in _measured(self._record)[:_RACED]}
 
     def _candidate(self, config: Mapping[str, Any]) -> Peer:
         return Peer(
@@ -86,9 +92,7 @@ class TunedOp:
         """Configs to measure beside the winner, best first by the record, by what they are called
         here."""
         space, record = self.case.op.config_space, self._record
-        measured = [trial for trial in record.trials if hasattr(trial.outcome, "median")]
-        measured.sort(key=lambda trial: trial.outcome.median)
-        found = (space.find(trial.digest) for trial in measured)
+        found = (space.find(trial.digest) for trial in _measured(record))
         ranked = [each for each in found if each is not None]
         if self._choice.of_each_way:
             return self._best_of_each_way(ranked)
@@ -119,19 +123,28 @@ class TunedOp:
         return best
 
 
-def _raced(record: TuningRecord) -> dict[str, float]:
-    measured = [trial for trial in record.trials if hasattr(trial.outcome, "median")]
-    measured.sort(key=lambda trial: trial.outcome.median)
-    return {str(trial.config): trial.outcome.median for trial in measured[:_RACED]}
+def _measured(record: TuningRecord) -> list[Trial]:
+    """Trials with times, the fastest first."""
+    measured = [trial for trial in record.trials if isinstance(trial.outcome, Measurement)]
+    return sorted(measured, key=_median)
+
+
+def _median(trial: Trial) -> float:
+    assert isinstance(trial.outcome, Measurement)
+    return trial.outcome.median
 
 
 def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
-    """Each config is run once to the end before its samples."""
-    device = sum(
-        (1 + len(trial.outcome.samples)) * trial.outcome.median
-        for trial in record.trials
-        if hasattr(trial.outcome, "samples")
-    )
+    """Milliseconds of the host, and of all runs on the device: a config runs once to the end, and
+    some times untimed whenever samples of it are asked for. Of a final, whose laps a record does
+    not tell, only the samples are counted."""
+    policy = Policy.on(current_device().name, timing="graph", search="racing")  # as of the ops
+    laps = tuple(itertools.accumulate(LAPS if record.carried else policy.rounds))
+    device = 0.0
+    for trial in _measured(record):
+        number = len(trial.outcome.samples)
+        asked = min(bisect.bisect_left(laps, number) + 1, len(laps))
+        device += (1 + asked * policy.untimed + number) * _median(trial)
     return {"host": round(1e3 * seconds, 1), "device": round(device, 2)}
 
 

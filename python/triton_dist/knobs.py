@@ -224,7 +224,8 @@ autotune_transfer_ms: Knob[float] = Knob(
     _not_negative,
     "milliseconds, 0 or more",
     "Device time that the first call of a key may take whose neighbours (other sizes, all else "
-    "alike) are tuned: so long their best configs race; 0: it is tuned as if there were none.",
+    "alike) are tuned: so long their best configs race, for each call of a sample where vary_fn "
+    "gives several; 0: it is tuned as if there were none.",
 )
 autotune_keys: Knob[int | None] = Knob(
     "TRITON_DIST_AUTOTUNE_KEYS",

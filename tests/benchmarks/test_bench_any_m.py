@@ -83,6 +83,18 @@ def test_points_are_drawn(tmp_path):
     assert (tmp_path / "any.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_regret_is_that_against_a_race_of_the_whole_space(spawn_ranks, tmp_path):
+    path = tmp_path / "any.json"
+    command = ("--op", "gemm_rs", "--M", "3", "--M-random", "0", "--bounds", "0", "--regret", "1")
+    env = {"TRITON_DIST_CACHE_DIR": str(tmp_path)}
+    spawn_ranks(
+        2, run_program, SCRIPT, *command, "--rounds", "3", "--json", str(path), init=False, env=env
+    )
+    (point,) = json.loads(path.read_text())["points"]
+    assert point["regret"] > -1
+    assert point["first_call"]["device"] > 3 * point["ms"]["tuned"]
+
+
 def test_a_run_is_gone_on_with_and_low_points_are_measured_again(spawn_ranks, tmp_path):
     """On CPU ranks every point is low beside gloo."""
     path = tmp_path / "any.json"
@@ -94,8 +106,8 @@ def test_a_run_is_gone_on_with_and_low_points_are_measured_again(spawn_ranks, tm
     assert 2 in points
     assert len(points) > 1
     assert all(each["failures"] == {} and each["rounds"] == 3 for each in points.values())
-    assert "gemm_rs, llama-70b-gate-up: N = 28672, K = 8192, 2 ranks" in first
-    spawn_ranks(2, run_program, *command, "--regret", "9", init=False, env=env)
+    assert "gemm_rs, llama-70b-gate-up: N = 32, K = 112, 2 ranks" in first  # scaled down
+    spawn_ranks(2, run_program, *command, init=False, env=env)
     assert json.loads(path.read_text())["points"] == list(points.values())  # nothing was left to do
     spawn_ranks(2, run_program, *command, "--again", init=False, env=env)
     again = {each["M"]: each for each in json.loads(path.read_text())["points"]}

@@ -1,7 +1,7 @@
 """Ranks that stay for many calls: processes with one world, started once.
 
-Each start costs a rank some tenths of a second, on a GPU some seconds: a context, modules that are
-imported, kernels that are loaded. Tests on GPUs share ranks for that reason.
+Joining a world costs a rank some tenths of a second, on a GPU some seconds: a context, modules that
+are imported, kernels that are loaded. Tests on GPUs share ranks for that reason.
 
 Ranks are forked from a server that has imported torch, Triton and the tuner already, so that a
 rank starts in tens of milliseconds; a fresh interpreter takes some seconds for each.

@@ -187,6 +187,7 @@ class Attempts:
         """
         own: Failure | None = None
         samples: tuple[float, ...] = ()
+        self.by_rank = ()
         try:
             samples = tuple(step() or ())
         except TuningTimeout:

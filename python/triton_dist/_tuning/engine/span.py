@@ -2,7 +2,7 @@
 
 A library picks its tiles by the exact size, so its time grows with the size. A kernel of fixed
 tiles takes as long for the first rows of a tile as for all of them. So what wins at the end of a
-range may lose at its beginning, by as much as the range is wide. Nothing is measured to know where:
+range may lose at its beginning; the wider the range, the more. Nothing is measured to know where:
 the times of configs that are safe are those at the ends of this range and the one before, and what
 lies between them; the time of the others, and of those that the range before did not measure, is
 that at the end.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningRecord
 
 _WORTH = 0.99
-"""The winner of the record is left only for what should take less than so much of its time."""
+"""Share of the winner's time below which another config replaces it."""
 
 
 class Line(NamedTuple):

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from triton_dist._tuning.engine.clock import timestamp
 from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.delays import means, on_one_scale, slowdowns
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.pruning import Pruning
 from triton_dist._tuning.engine.span import Span, Times, times_of
@@ -40,12 +41,11 @@ T = TypeVar("T")
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
 _CANDIDATES, _FORESEEN = 6, 4
-"""Raced, besides those that are safe everywhere, one of each kind; where waves are known."""
+"""Configs of the neighbours that race: without, and with, known waves."""
 _ALIKE = 0.03
-"""Relative time that a candidate has to be ahead for each one before it that has as many tiles."""
+"""Relative time that a candidate has to be ahead for each one before it with as many waves."""
 _SAFE = 4
-_ROUNDS = 8
-"""Steps in which the neighbours' times come to one scale."""
+"""Safe kinds that race besides, at most."""
 _NEIGHBOURS, _IN_FULL = 6, 3
 """So many, the nearest, have a say, and so many of those that were tuned in full."""
 _HOPELESS = 1.0
@@ -148,6 +148,11 @@ class Neighbour:
     slowdowns: Mapping[str, float]
     """Relative to the fastest there, by digest of the config: log of the ratio of medians."""
 
+    @property
+    def weight(self) -> float:
+        """Share in a mean over neighbours, the larger the nearer."""
+        return 1 / (self.distance + 0.1)
+
 
 @dataclass(frozen=True)
 class Neighbours:
@@ -160,10 +165,10 @@ class Neighbours:
     """Number of waves of a config at these sizes; ``None``: not known."""
 
     def know(self, kept: Sequence[Config]) -> bool:
-        """False if ``kept`` has configs of a kind that none tried who was tuned in full, such as an
-        algorithm that is for smaller sizes than theirs: whether it wins here, nobody knows. Who
-        always learns from those who learned sees ever less of the space. Shipped records, of which
-        the best alone are kept, are taken to have tried all."""
+        """False if no fully tuned neighbour tried some kind of config in ``kept``, such as an
+        algorithm for smaller sizes: whether it wins here, nobody knows, and each transfer would see
+        less of the space than the last. Shipped records, of which the best alone are kept, are
+        taken to have tried all."""
         full = [each.record for each in self.all if not each.record.carried]
         if any(record.shipped for record in full):
             return True
@@ -201,7 +206,7 @@ class Neighbours:
 
     def candidates(self, kept: Sequence[Config], milliseconds: float = 30.0) -> list[Config]:
         """Those of ``kept`` that are near the best at the neighbours', the most promising first,
-        in turn with one of each kind that is safe: the more, the more time there is."""
+        alternating with one safe config of each kind; with more time, more."""
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
         foreseen = any(each is not None for each in waves.values())
         scores = self._scores(kept, foreseen)
@@ -220,11 +225,11 @@ class Neighbours:
         return list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
 
     def safe(self, kept: Sequence[Config]) -> list[Config]:
-        """The fastest of each kind that is safe, as the neighbours say, the fastest kind first. Of
-        these the order changes little with the sizes, so all who know two of them are heard."""
+        """The fastest of each kind that is safe, as the neighbours say, the fastest kind first.
+        Their order changes little with size, so every neighbour that measured two counts."""
         safe = [config for config in kept if self.safe_kind(config)]
         delays = [self._delays(each, safe) for each in self.all]
-        scores = on_one_scale(delays, [1 / (each.distance + 0.1) for each in self.all])
+        scores = on_one_scale(delays, [each.weight for each in self.all])
         kinds: dict[object, Config] = {}
         for config in sorted(safe, key=lambda config: scores.get(config.digest, math.inf)):
             kinds.setdefault(self.safe_kind(config), config)
@@ -285,15 +290,9 @@ class Neighbours:
         """By digest, the mean delay over the neighbours that know a config, the nearest counting
         most. Where waves are ``foreseen``, over those that were tuned in full: who learned from
         others knows few configs, and not that others are faster."""
-        sums: dict[str, tuple[float, float]] = {}
-        for each in self.all:
-            if foreseen and each.record.carried:
-                continue
-            weight = 1 / (each.distance + 0.1)
-            for digest, delay in self._delays(each, kept).items():
-                total, weights = sums.get(digest, (0.0, 0.0))
-                sums[digest] = total + weight * delay, weights + weight
-        return {digest: total / weights for digest, (total, weights) in sums.items()}
+        heard = [each for each in self.all if not (foreseen and each.record.carried)]
+        delays = [self._delays(each, kept) for each in heard]
+        return means(delays, [each.weight for each in heard])
 
     def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
         """By digest, the slowdowns of ``kept`` at a neighbour, each grown to what it should be
@@ -336,36 +335,14 @@ def nearest(
     return list(found.values())
 
 
-def on_one_scale(
-    delays: Sequence[Mapping[str, float]], weights: Sequence[float]
-) -> dict[str, float]:
-    """By name, one delay of several lists, each of which has a zero of its own, the fastest there:
-    where that is not the same one, delays differ by a constant, which is found here by least
-    squares. Without it what is known beside slow ones alone would seem fast."""
-    zeros = [0.0] * len(delays)
-    scores: dict[str, float] = {}
-    for _ in range(_ROUNDS):
-        sums: dict[str, tuple[float, float]] = {}
-        for there, zero, weight in zip(delays, zeros, weights, strict=True):
-            for name, delay in there.items():
-                total, counts = sums.get(name, (0.0, 0.0))
-                sums[name] = total + weight * (delay + zero), counts + weight
-        scores = {name: total / counts for name, (total, counts) in sums.items()}
-        zeros = [
-            sum(scores[name] - delay for name, delay in there.items()) / max(1, len(there))
-            for there in delays
-        ]
-    return scores
-
-
 def _varied(
     near: Sequence[Config],
     scores: Mapping[str, float],
     waves: Mapping[Config, float | None],
     number: int,
 ) -> list[Config]:
-    """So many of ``near``, the most promising, but of those with as many tiles the more seldom the
-    more were taken: if one disappoints, so will the others."""
+    """The most promising ``number`` of ``near``, where a config counts as slower for each with as
+    many waves that was taken before it: if one disappoints, so will the others."""
     taken: Counter[float | None] = Counter()
     chosen: list[Config] = []
     left = list(near)
@@ -376,17 +353,6 @@ def _varied(
         if waves[best] is not None:
             taken[waves[best]] += 1
     return chosen
-
-
-def slowdowns(record: TuningRecord) -> dict[str, float]:
-    """By digest, the log of each config's median over the winner's."""
-    medians = {
-        trial.digest: trial.outcome.median
-        for trial in record.trials
-        if isinstance(trial.outcome, Measurement) and trial.outcome.median > 0
-    }
-    best = medians.get(record.best.digest) or min(medians.values(), default=1.0)
-    return {digest: math.log(median / best) for digest, median in medians.items()}
 
 
 def _kind(config: Config) -> frozenset[tuple[str, str | None]]:

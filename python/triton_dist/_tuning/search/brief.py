@@ -1,8 +1,8 @@
 """A brief race of few candidates whose order is nearly known: they won at sizes beside this one.
 
-Laps over those that are left, forward and backward, until one is left, noise hides no more than
-nobody minds, the laps are over, or the device time is spent. No lap is left half done: who has more
-samples would win by that alone. So a first call at a new size costs milliseconds, not a tuning.
+Laps over those that are left, forward and backward, until one is left, noise is below the
+indifference zone, or laps or device time run out. No lap but the first is left half done: more
+samples alone would let a config win. So a first call at a new size costs milliseconds, no tuning.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Way(ABC, Generic[C, S]):
     tunables: ClassVar[tuple[str, ...]] = ()
     """Names of the values in its configs."""
     is_safe: ClassVar[bool] = False
-    """Far from the best nowhere, as a library's: raced at every size."""
+    """Near the best at every size, as a library's: always raced."""
 
     @abstractmethod
     def candidates(self) -> Iterable[tuple[Any, ...]]:
@@ -146,7 +146,7 @@ def op(
     inside it can be named anew without a tuning being lost.
 
     Args:
-        sizes: ``sizes(*args, **kwargs)`` of a call: what ``Way.suits`` goes by. The same for all
+        sizes: ``sizes(*args, **kwargs)`` returns what ``Way.suits`` receives, the same for all
             calls of a key, since a winner serves all of them.
         key_sizes: ``sizes`` of ``tune.autotune``. key_fn, settings: of ``tune.autotune``, such as
             ``scope="rank"`` for an op of one rank, which has no context.

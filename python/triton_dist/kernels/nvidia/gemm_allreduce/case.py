@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from triton_dist.kernels.nvidia.gemm_allreduce import (
     create_gemm_ar_context,
     gemm_ar,
 )
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import SymmetricCollective
 
 
 class GEMMAllReduceCase(SummedGEMMCase):
@@ -25,6 +26,9 @@ class GEMMAllReduceCase(SummedGEMMCase):
     transfer, serial = "all-reduce", "matmul + all-reduce"
     create = staticmethod(create_gemm_ar_context)
     any_rows = True
+
+    def is_own(self, config: Mapping[str, Any]) -> bool:
+        return config["way"] != SymmetricCollective.name and super().is_own(config)
 
     def own_rows(self, total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         return total

@@ -89,9 +89,9 @@ def create_gemm_ar_context(
     """Allocate what ``gemm_ar`` needs. Collective; more about that, and errors: the docstring of
     ``triton_dist.kernels.nvidia``.
 
-    Takes about four times ``max_M * N`` elements on each rank, and as much again, of them 32 MB at
-    most, for products that are summed in one launch; of those at least ``world_size`` times up to
-    4 MB, twice. And for packets four times ``world_size`` times up to 256 KB of the product.
+    Takes about four times ``max_M * N`` elements on each rank; for sums in one launch as much again
+    of a product of up to 32 MB, or twice ``world_size`` times up to 4 MB of it, if that is more;
+    and for packets four times ``world_size`` times up to 256 KB of it.
 
     Args:
         max_M: largest number of rows of A.

@@ -4,10 +4,10 @@ product.
 Abstraction
     A tensor-parallel layer ends with A sharded by columns, [M, K / W] on each of W ranks, and B by
     rows, [K / W, N]. Each rank's product is one addend of the whole, which every rank needs. M is
-    anything from 1 on: no rank owns anything that has to be of a size.
+    anything from 1 on: no rank's share needs a particular size.
 
-    Ways that tiles travel are those of ``ways.py``: in one shot, one crossing of the link with
-    W - 1 times the bytes, for few rows (decode); in two, 2 (W - 1) / W times the bytes.
+    Tiles travel (``ways.py``) in one shot, crossing the link once with W - 1 times the bytes, for
+    few rows (decode); or in two, with 2 (W - 1) / W times the bytes.
 
 Timeline of one call in two shots (W = 4, two chunks), on every rank at once
     GEMM      r+1's │ r+2's │ r+3's │ own │ r+1's │ r+2's │ r+3's │ own │ copy to C

@@ -46,7 +46,7 @@ from triton_dist.runtime.device import current_device
 # Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
 _TWO_SHOT_FROM = 1 << 20
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
-# From the largest that a product fills, which is the likeliest.
+# Largest first: the first that a product fills is likely the best.
 _LARGE = (Shape(128, 16384), Shape(128, 8192))
 _SERIAL: dict[str, Sequence[Shape]] = {
     ONE_SHOT: (*_LARGE, Shape(64, 8192), Shape(64, 2048), Shape(16, 2048)),
@@ -114,7 +114,7 @@ class OneShot(InOneLaunch[Call]):
         return spaces.of_both_kinds(spaces.tiles_to_all)
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        # Of all results on pointers that ship, the one that won is of one shot.
+        # Only one shipped winner uses pointers, and it is one-shot.
         return sizes.nbytes <= ONE_SHOT_BYTES and sizes.suit(config, sizes.M, any_kind=True)
 
     def check(self, call: Call) -> None:
