@@ -1,10 +1,14 @@
-"""Nobody waits for a rank that has failed before the first message."""
+"""What is refused, and that nobody waits for a rank that has failed before the first message."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from tests.tuning import refusal_ranks
+from triton_dist import tune
+from triton_dist.errors import InvalidArgument
 
 OWN = {
     "refused keyword": ("InvalidArgument", "keyword n is 2"),
@@ -45,3 +49,34 @@ def test_a_rank_that_does_not_take_part_says_so(spawn_ranks):
     assert "rank 1 called it with autotune=False" in untuned
     assert "TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT sets the limit" in untuned
     assert "rank 1 called it with {'n': 1}, which leaves nothing to tune" in given
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_exception_without_a_text_fails_its_config_alone():
+    @tune.autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: 0)
+    def step(x, n):
+        if n == 1:
+            raise Unspeakable
+        return n
+
+    assert step(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"config_space": lambda: None}, "the result of config_space is None"),
+        ({"sizes": {"x": lambda n: n // 2}}, "512 rounded, size x is 256"),
+        ({"sizes": {"x": lambda n: None}}, "512 rounded, size x is None"),
+        ({"vary_fn": lambda x: None}, "the result of vary_fn is None"),
+    ],
+)
+def test_what_a_hook_returns_is_checked(options, named):
+    given = {"config_space": [{"n": 1}, {"n": 2}], "key_fn": lambda x: 0} | options
+    tuned = tune.autotune(**given)(lambda x, n: n)
+    with pytest.raises(InvalidArgument, match=re.escape(named)):
+        tuned(512)

@@ -312,7 +312,7 @@ class _Composer:
         self, ranks: RankGroup, policy: Policy, function: Callable[..., Any], space: ConfigSpace
     ) -> Fingerprint:
         judges = source_of(self.judges, self.ignore, self.snapshot)
-        source = source_of([function, *space.functions], self.ignore, self.snapshot)
+        source = source_of([function, *space.functions], self.ignore, self.snapshot, space.classes)
         digest = codec.digest(space.digest, judges.digests)
         return fingerprint_of(ranks, policy, source, judges, digest, self.version)
 

@@ -61,6 +61,17 @@ def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
     return [] if listing is None else listing.makers.get(name, [])
 
 
+def attributes_set(module: types.ModuleType, name: str) -> list[ast.stmt]:
+    """The top-level statements that assign to an attribute of ``name``: ``Class.method = f``."""
+    return [
+        statement
+        for statement in makers(module, name)
+        if isinstance(statement, ast.Assign)
+        and any(isinstance(each, ast.Attribute) for each in statement.targets)
+        and any(_root(each) == name for each in statement.targets)
+    ]
+
+
 def listing_of_module(module: types.ModuleType | None) -> Listing | None:
     """Definitions in the file of ``module``; ``None`` without its source."""
     if module is None:
@@ -189,7 +200,7 @@ def _collect(node: ast.AST, prefix: str, listing: Listing) -> None:
 
 def _made_by(statement: ast.stmt) -> set[str]:
     """Names that ``statement`` binds, and those whose value it changes in place: ``A[0] = 1``,
-    ``A.append(1)``."""
+    ``A.append(1)``, ``fill(A)``."""
     if isinstance(statement, (Definition, ast.Import, ast.ImportFrom)) or _is_main(statement):
         return set()
     found: set[str] = set()
@@ -200,6 +211,8 @@ def _made_by(statement: ast.stmt) -> set[str]:
             found.add(_root(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found.add(_root(node.func))
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        found |= {each.id for each in statement.value.args if isinstance(each, ast.Name)}
     return found
 
 

@@ -86,16 +86,33 @@ def home(module: types.ModuleType | None, name: str) -> tuple[types.ModuleType |
     seen = set()
     while module is not None and module not in seen:
         seen.add(module)
-        bindings = _bindings_of(definitions.listing_of_module(module), name)
-        if len(bindings) != 1 or not isinstance(bindings[0][0], ast.ImportFrom):
+        listing = definitions.listing_of_module(module)
+        bindings = _bindings_of(listing, name)
+        if not bindings and listing is not None:
+            source = _starred(listing, module, name)
+            names = iter((name,))
+        elif len(bindings) == 1 and isinstance(bindings[0][0], ast.ImportFrom):
+            statement = bindings[0][0]
+            source = _imported(statement, module)
+            names = (each.name for each in statement.names if name in (each.asname, each.name))
+        else:
             break
-        statement = bindings[0][0]
-        source = _imported(statement, module)
         if source is None or libraries.is_library(source.__name__):
             break
-        names = (each.name for each in statement.names if name in (each.asname, each.name))
         module, name = source, next(names)
     return module, name
+
+
+def _starred(
+    listing: definitions.Listing, module: types.ModuleType, name: str
+) -> types.ModuleType | None:
+    """The module that ``from elsewhere import *`` has ``name`` of."""
+    for statement in listing.statements:
+        if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+            source = _imported(statement, module)
+            if source is not None and hasattr(source, name):
+                return source
+    return None
 
 
 class _Judge:
@@ -115,11 +132,6 @@ class _Judge:
         found = self.of_bindings(_bindings_of(listing, name), module, value)
         if found is not Origin.UNKNOWN:
             return found
-        for statement in listing.statements:  # from elsewhere import *
-            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
-                source = _imported(statement, module)
-                if source is not None and hasattr(source, name):
-                    return self.of_global(source, name, value)
         return Origin.UNKNOWN
 
     def of_bindings(

@@ -86,6 +86,18 @@ def defaults(node: Definition) -> dict[str, ast.expr]:
     return {argument.arg: value for argument, value in pairs}
 
 
+@functools.lru_cache(maxsize=4096)
+def called_on_super(node: ast.AST) -> frozenset[str]:
+    """Attributes of ``super()`` that are read."""
+    return frozenset(
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.value, ast.Call)
+        and dotted(each.value.func) == "super"
+    )
+
+
 def dotted(node: ast.AST) -> str | None:
     """``"a.b.c"`` for an attribute chain on a name."""
     if isinstance(node, ast.Name):

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from triton_dist._tuning.constants import text_of
+from triton_dist._tuning.inspected import CONTAINERS, attributes, closure_of
 
-_MOST_ITEMS = 1000
+_MOST_ITEMS = 10_000
+_DEEPEST = 5
 
 
 class Snapshot:
@@ -23,6 +25,7 @@ class Snapshot:
     def __init__(self, roots: Iterable[Any]) -> None:
         self._containers: dict[int, tuple[Any, str]] = {}
         self._states: dict[int, tuple[Any, dict[str, str]]] = {}
+        self._code: dict[int, dict[str, Any]] = {}
         for root in roots:
             self._take(root)
 
@@ -37,17 +40,17 @@ class Snapshot:
         known = self._states.get(id(root))
         return {} if known is None else known[1]
 
+    def code(self, root: Any) -> dict[str, Any]:
+        """Those of its attributes that are not all data."""
+        return self._code.get(id(root), {})
+
     def _take(self, root: Any) -> None:
         if isinstance(root, functools.partial):
             self._keep([*root.args, *root.keywords.values()])
             self._take(root.func)
         elif isinstance(root, types.FunctionType):
             self._keep([*(root.__defaults__ or ()), *(root.__kwdefaults__ or {}).values()])
-            for cell in root.__closure__ or ():
-                try:
-                    self._keep([cell.cell_contents])
-                except ValueError:  # not bound yet
-                    continue
+            self._keep(closure_of(root))
         elif isinstance(root, types.MethodType):
             if not isinstance(root.__self__, (type, types.ModuleType)):
                 self._keep_state(root, root.__self__)
@@ -56,17 +59,27 @@ class Snapshot:
 
     def _keep(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, (list, set, dict)) and len(value) <= _MOST_ITEMS:
-                try:
-                    self._containers[id(value)] = value, text_of(value)
-                except TypeError:
-                    continue
+            if isinstance(value, CONTAINERS) and len(value) <= _MOST_ITEMS:
+                self._containers[id(value)] = value, _data_of(value)
 
     def _keep_state(self, root: Any, holder: Any) -> None:
-        label, texts = type(holder).__name__, {}
-        for name, value in sorted(getattr(holder, "__dict__", {}).items()):
+        label, texts, code = type(holder).__name__, {}, {}
+        for name, value in attributes(holder).items():
             try:
                 texts[f"{label}.{name}"] = text_of(value)
             except TypeError:
-                continue
-        self._states[id(root)] = root, texts
+                code[f"{label}.{name}"] = value
+        self._keep(code.values())
+        self._states[id(root)], self._code[id(root)] = (root, texts), code
+
+
+def _data_of(value: Any, depth: int = 0) -> str:
+    """The text of a container; what has none in it is named by its type."""
+    try:
+        return text_of(value)
+    except TypeError:
+        if depth > _DEEPEST or not isinstance(value, (*CONTAINERS, tuple)):
+            return type(value).__name__
+    items = value.items() if isinstance(value, dict) else value
+    texts = [_data_of(item, depth + 1) for item in items]
+    return f"{type(value).__name__} {sorted(texts) if isinstance(value, set) else texts}"

@@ -39,18 +39,22 @@ def source_of(
     roots: Iterable[Callable[..., Any]],
     ignore: Iterable[str] = (),
     snapshot: Snapshot | None = None,
+    classes: Iterable[type] = (),
 ) -> Source:
     """Code and constants that ``roots`` reach.
 
     Args:
         ignore: names of constants that do not count.
         snapshot: what the roots held when they were given, of what changes as a program runs.
+        classes: of values that the roots are called with.
     """
     roots = list(roots)
     library = libraries.Libraries(original(root).__module__ for root in roots)
     walk = Walk(library, Constants(ignore), snapshot or Snapshot(()))
     for root in roots:
         walk.root(root)
+    for each in classes:
+        walk.reference(each)
     digests = {
         name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in walk.texts.items()
     }

@@ -5,28 +5,39 @@ Which of that counts, and what for, :mod:`~triton_dist._tuning.source` says.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from triton_dist._tuning import definitions, libraries, literals, normalise
 from triton_dist._tuning.constants import Constants, text_of
+from triton_dist._tuning.inspected import (
+    ABSENT,
+    CONTAINERS,
+    attribute,
+    closure_of,
+    code_in,
+    defaults,
+    imported,
+    is_code,
+    may_change,
+    receiver,
+    tuners,
+)
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.values import codec, qualified_name
 
-_ABSENT = types.ModuleType("absent")
 _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
 """Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
 functools.cache and torch.compile; cached_property; torch.library.custom_op."""
 
-_TEXTLESS = (types.FunctionType, type, types.ModuleType, list, set, dict)
+_TEXTLESS = (types.FunctionType, type, types.ModuleType, *CONTAINERS)
 """Types of values that are code, or that may change while the program runs."""
 _LookUp = Callable[[str], Any]
 
@@ -47,9 +58,16 @@ class Walk:
     def root(self, value: Any) -> None:
         """A function, or what stands for one: a partial, a bound method, a callable object."""
         self.reference(value)
+        self._state(value)
+
+    def _state(self, value: Any) -> None:
+        """Visit what a callable object, or the object that a method is bound to, held."""
         for name, text in self._snapshot.state(value).items():
             if not self.constants.ignores(name):
                 self.constants.bound[self.constants.name(name, value)] = text
+        for name, item in self._snapshot.code(value).items():
+            if text := self._bound(name, item, value):
+                self.constants.bound[f"code of {self.constants.name(name, value)}"] = text
 
     def reference(
         self, value: Any, origin: tuple[types.ModuleType | None, str] = (None, "")
@@ -64,13 +82,17 @@ class Walk:
         if isinstance(value, types.ModuleType):
             return ""
         if isinstance(value, functools.partial):
-            return self._partial(value)
+            given = (*value.args, *value.keywords.values())
+            made = self._made(*origin) if any(map(may_change, given)) else ""
+            return f"{self._partial(value)} {made}".rstrip()
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
             return self.reference(value.__func__)
         if isinstance(value, property):
             return self.reference((value.fget, value.fset))
         if isinstance(value, types.FunctionType):
-            return self._function(value)
+            # Of what made ``helper = make([1])``, the list is not known otherwise.
+            made = self._made(*origin) if any(map(may_change, closure_of(value))) else ""
+            return f"{self._function(value)} {made}".rstrip()
         if isinstance(value, type):
             return self._class(value)
         if type(value).__name__ == "constexpr":
@@ -80,17 +102,16 @@ class Walk:
         if codec.is_triton_config(value):
             tree = codec.encode(value, binding=False)
             return f"{codec.text(tree)} {self._functions_in(value)}"
-        inside = next((each for each in _WRAPPED if _is_code(_attribute(value, each))), None)
+        inside = next((each for each in _WRAPPED if is_code(attribute(value, each))), None)
         if inside is not None:
             return self._wrapped(value, inside, origin)
         if dataclasses.is_dataclass(value):
             return self._dataclass(value, origin)
         if isinstance(value, tuple):
             return f"({', '.join(map(self.reference, value))})"
-        if isinstance(value, (list, set, dict)):
-            items = value.values() if isinstance(value, dict) else value
-            code = [self.reference(item) for item in items if callable(item)]
-            return f"{type(value).__name__} {self._made(*origin)} {sorted(code)}"
+        if isinstance(value, CONTAINERS):
+            code = sorted(map(self.reference, code_in(value)))
+            return f"{type(value).__name__} {self._made(*origin)} {code}"
         if type(value).__module__ == "torch" and type(value).__name__ == "device":
             return f"device {value.type}"  # which one differs by rank
         try:
@@ -101,6 +122,7 @@ class Walk:
     def _partial(self, value: functools.partial[Any]) -> str:
         label = qualified_name(value).rpartition(".")[2]
         given = [*enumerate(value.args), *sorted(value.keywords.items())]
+        self._state(value.func)
         bound = [self._bound(f"{label}.{name}", item, value) for name, item in given]
         return f"partial {self.reference(value.func)} {list(filter(None, bound))}"
 
@@ -112,9 +134,11 @@ class Walk:
             return ""
         if type(value).__name__ == "constexpr":
             value = value.value
-        if isinstance(value, (list, set, dict)):  # may change as the program runs
+        if isinstance(value, CONTAINERS):
             text = self._snapshot.container(value)
-            if text is not None:
+            if text is None:
+                constants.uncounted[name] = f"a {type(value).__name__}, which may change"
+            else:
                 constants.bound[name] = text
             return self.reference(value)
         with suppress(TypeError):
@@ -124,7 +148,7 @@ class Walk:
             items = [self._bound(f"{name}.{i}", item, value) for i, item in enumerate(value)]
             return f"({', '.join(items)})"
         if not (
-            _is_code(value)
+            is_code(value)
             or dataclasses.is_dataclass(value)
             or isinstance(value, (type, types.ModuleType, property))
         ):
@@ -175,11 +199,11 @@ class Walk:
     def _wrapped(self, value: Any, inside: str, origin: tuple[Any, str]) -> str:
         """A Triton kernel (compiled or interpreted), its ``autotune`` or ``heuristics``, or another
         wrapper: the function inside, and beside it what changes its code."""
-        text = f"{self.reference(_attribute(value, inside))} {self._functions_in(value)}"
-        configs = _attribute(value, "configs")
+        text = f"{self.reference(attribute(value, inside))} {self._functions_in(value)}"
+        configs = attribute(value, "configs")
         if isinstance(configs, list) and all(map(codec.is_triton_config, configs)):
             text += f" configs {[self.reference(config) for config in configs]}"
-        heuristics = _attribute(value, "values")
+        heuristics = attribute(value, "values")
         if isinstance(heuristics, dict):
             computed = [(name, self.reference(heuristics[name])) for name in sorted(heuristics)]
             text += f" heuristics {computed}"
@@ -199,10 +223,14 @@ class Walk:
     def _function(self, function: types.FunctionType) -> str:
         inner = getattr(function, "__wrapped__", None)
         if self._library.has_function(function):
+            of_types = getattr(function, "registry", {})  # functools.singledispatch
+            by_type = sorted(
+                f"{each.__qualname__} {self.reference(of_types[each])}" for each in of_types
+            )
             return (
                 f"{function.__module__}.{function.__qualname__}"
                 if inner is None
-                else self.reference(inner)
+                else f"{self.reference(inner)} {by_type or ''}".rstrip()
             )
         name, known = self._name(function)
         if known:
@@ -210,8 +238,8 @@ class Walk:
         code, module = function.__code__, sys.modules.get(function.__module__)
         node = definitions.definition(code)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        receiver, owner = _receiver(function, module)
-        local = self._imported(function, node)
+        own_name, owner = receiver(function, module)
+        local = imported(self._library, function, node)
 
         def look_up(root: str) -> Any:
             if root in cells:
@@ -220,15 +248,15 @@ class Walk:
                 except ValueError:  # not bound yet
                     return None
             if root in local:
-                return local[root]
-            return owner if root == receiver else function.__globals__.get(root, _ABSENT)
+                return local[root].value
+            return owner if root == own_name else function.__globals__.get(root, ABSENT)
 
         read, bound = normalise.global_names(code)
-        roots = read | cells.keys() | local.keys() | {receiver}
+        roots = read | cells.keys() | local.keys() | {own_name}
         written = {} if node is None else normalise.defaults(node)
         given = [
             self._bound(f"{name}.{each}", value, function)
-            for each, value in _defaults(function).items()
+            for each, value in defaults(function).items()
             if each not in written or not literals.is_literal(written[each], module)
         ]
         lines = [f"({', '.join(filter(None, given))})"]
@@ -237,16 +265,29 @@ class Walk:
             lines.append(normalise.bytecode(code))
             found: Iterable[str] = roots
         else:
-            dropped = _tuners(node, look_up)
+            dropped = tuners(node, look_up)
             lines.append(normalise.normalised(node, dropped))
             roots |= normalise.header_names(node, dropped)
             found = normalise.chains(node, dropped)
-        reached = {each for each in found if each.partition(".")[0] in roots - bound} - {receiver}
+        if "__class__" in cells and node is not None:
+            lines += self._inherited(look_up("__class__"), normalise.called_on_super(node))
+        reached = {each for each in found if each.partition(".")[0] in roots - bound} - {own_name}
         in_cells = {each for each in reached if each.partition(".")[0] in cells}
         for cell in sorted({each.partition(".")[0] for each in in_cells}):
             lines += filter(None, [self._cell(f"{name}.{cell}", cell, look_up(cell), function)])
-        self.texts[name] = "\n".join([*lines, *self._reached(reached - in_cells, look_up, module)])
+        homes = {each: (found.module, found.attribute) for each, found in local.items()}
+        lines += self._reached(reached - in_cells, look_up, module, homes)
+        self.texts[name] = "\n".join(lines)
         return name
+
+    def _inherited(self, cls: Any, names: Iterable[str]) -> list[str]:
+        """Methods that ``super()`` finds from ``cls`` on."""
+        mro = cls.__mro__[1:] if isinstance(cls, type) else ()
+        found = {
+            name: next((vars(base)[name] for base in mro if name in vars(base)), None)
+            for name in names
+        }
+        return [f"super().{name} {self.reference(found[name])}" for name in sorted(found)]
 
     def _cell(self, name: str, cell: str, value: Any, function: types.FunctionType) -> str:
         if cell in normalise.rebound_cells(function.__code__):
@@ -264,17 +305,29 @@ class Walk:
             return name
         node = definitions.definition(cls)
         if node is None:
-            methods = [each for each in vars(cls).values() if isinstance(each, types.FunctionType)]
-            self.texts[name] = "\n".join(normalise.bytecode(each.__code__) for each in methods)
+            self.texts[name] = "\n".join(self._members(cls))
             return name
 
         def look_up(root: str) -> Any:
-            return vars(module).get(root, _ABSENT)
+            return vars(module).get(root, ABSENT)
 
-        dropped = _tuners(node, look_up)
-        reached = self._reached(normalise.chains(node, dropped), look_up, module)
-        self.texts[name] = "\n".join([normalise.normalised(node, dropped), *reached])
+        dropped = tuners(node, look_up)
+        lines, chains = [normalise.normalised(node, dropped)], normalise.chains(node, dropped)
+        for statement in definitions.attributes_set(module, cls.__qualname__):
+            lines.append(normalise.statement(statement))
+            chains |= normalise.chains(statement)
+        self.texts[name] = "\n".join([*lines, *self._reached(chains, look_up, module)])
         return name
+
+    def _members(self, cls: type) -> Iterator[str]:
+        """Texts of the members of a class without a source."""
+        code = (types.FunctionType, staticmethod, classmethod, property)
+        for name, member in sorted(vars(cls).items()):
+            if isinstance(member, code):
+                yield f"{name} {self.reference(member)}"
+            elif not name.startswith("__"):
+                with suppress(TypeError):
+                    yield f"{name} = {text_of(member)}"
 
     def _name(self, item: Any) -> tuple[str, bool]:
         """A unique name, and whether ``item`` was visited before."""
@@ -293,27 +346,38 @@ class Walk:
         return name, False
 
     def _reached(
-        self, chains: Iterable[str], look_up: _LookUp, module: types.ModuleType | None
+        self,
+        chains: Iterable[str],
+        look_up: _LookUp,
+        module: types.ModuleType | None,
+        homes: Mapping[str, tuple[types.ModuleType, str]] = types.MappingProxyType({}),
     ) -> list[str]:
-        """A line for each name that leads to code or a constant."""
+        """A line for each name that leads to code or a constant. ``homes``: module and name there
+        of those that are no globals of ``module``."""
         lines = []
         for chain in sorted(chains):
             root, *path = chain.split(".")
-            value, last = look_up(root), root
-            holder: types.ModuleType | type | None = module
+            value = look_up(root)
+            holder: types.ModuleType | type | None
+            holder, last = homes.get(root, (module, root))
             for part in path:
                 if not isinstance(value, (types.ModuleType, type)) or self._library.has(value):
                     break
                 holder, last = value, part
-                value = _attribute(value, part, _ABSENT)
-            if value is not _ABSENT:
+                value = attribute(value, part, ABSENT)
+            if value is not ABSENT:
                 lines.append(self._read(chain, value, holder, last))
         return [line for line in lines if line]
 
     def _made(self, module: types.ModuleType | None, name: str) -> str:
         """The statements that made a global, and what they reach."""
+        module, name = literals.home(module, name)
         if module is None or self._library.has_module(module.__name__):
             return ""
+        if definitions.listing_of_module(module) is None:
+            self.constants.uncounted[self.constants.name(name, module)] = (
+                "no source has what made it"
+            )
         lines = []
         for statement in definitions.makers(module, name):
             lines.append(normalise.statement(statement))
@@ -323,74 +387,5 @@ class Walk:
                 reached = {
                     each for each in normalise.chains(statement) if each.partition(".")[0] != name
                 }
-                lines += self._reached(
-                    reached, lambda root: vars(module).get(root, _ABSENT), module
-                )
+                lines += self._reached(reached, lambda root: vars(module).get(root, ABSENT), module)
         return "\n".join(lines)
-
-    def _imported(
-        self, function: types.FunctionType, node: definitions.Definition | None
-    ) -> dict[str, Any]:
-        """Objects that a function imports when it is called, by their names there. Their modules
-        are imported now, as they will be then."""
-        package = function.__globals__.get("__package__") or ""
-        found = {}
-        for each in normalise.imports(node) if node is not None else ():
-            module = self._library.imported(each.module, each.level, package)
-            if module is None:
-                continue
-            if each.attribute is not None:
-                if not hasattr(module, each.attribute):  # a submodule, or not there
-                    self._library.imported(f"{module.__name__}.{each.attribute}")
-                found[each.name] = _attribute(module, each.attribute, _ABSENT)
-            elif each.name == each.module:  # import a.b binds a
-                top = each.module.partition(".")[0]
-                found[top] = sys.modules[top]
-            else:
-                found[each.name] = module
-        return found
-
-
-def _tuners(node: definitions.Definition, look_up: _LookUp) -> frozenset[ast.expr]:
-    """The decorators that are the tuner's own: their arguments are compared by value elsewhere."""
-    found = set()
-    for decorator in normalise.decorators(node):
-        callee = decorator.func if isinstance(decorator, ast.Call) else decorator
-        root, *path = (normalise.dotted(callee) or "").split(".")
-        value = look_up(root)
-        for part in path:
-            value = _attribute(value, part)
-        if libraries.is_tuner(str(_attribute(value, "__module__"))):
-            found.add(decorator)
-    return frozenset(found)
-
-
-def _receiver(
-    function: types.FunctionType, module: types.ModuleType | None
-) -> tuple[str, type | None]:
-    """The name of a method's first parameter, and the class that the method is defined in."""
-    value: Any = module
-    for part in function.__qualname__.split(".")[:-1]:
-        value = _attribute(value, part)
-    if isinstance(value, type) and function.__code__.co_argcount:
-        return function.__code__.co_varnames[0], value
-    return "", None
-
-
-def _defaults(function: types.FunctionType) -> Mapping[str, Any]:
-    code, given = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
-    return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
-
-
-def _is_code(value: Any) -> bool:
-    """True if ``value`` is a function, or a Triton kernel or its wrapper, which cannot be called
-    but launched."""
-    return callable(value) or hasattr(value, "fn")
-
-
-def _attribute(value: Any, name: str, default: Any = None) -> Any:
-    try:
-        return getattr(value, name, default)
-    except Exception:  # objects with a __getattr__ of their own
-        return default

@@ -10,6 +10,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 from typing import Any
@@ -48,6 +49,11 @@ def check_versions() -> None:
             raise UnsupportedVersion(package, str(found), SUPPORTED[package], remedy)
 
 
+_VARIABLES = (
+    "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO", "TRITON_F32_DEFAULT", "TRITON_PTXAS_PATH",
+)  # fmt: skip
+
+
 def software_versions() -> dict[str, str]:
     """Versions of everything that can change generated code or its speed; part of the
     fingerprint."""
@@ -60,7 +66,23 @@ def software_versions() -> dict[str, str]:
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "none",
         "triton_dist": own,
+        **({"settings": settings} if (settings := _settings()) else {}),
     }
+
+
+def _settings() -> str:
+    """Variables that are set and change generated code or its speed: those that Triton compiles
+    anew for, and a few more."""
+    found: dict[str, str] = {}
+    with suppress(ImportError):  # a name inside of Triton
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+
+        found.update(get_cache_invalidating_env_vars())
+    given = knobs.environment()
+    found.update({name: given[name] for name in _VARIABLES if name in given})
+    if modes := [mode for mode in knobs.debug.get() if mode.startswith("interp")]:
+        found["TRITON_DIST_DEBUG"] = ",".join(modes)
+    return ", ".join(f"{name}={value}" for name, value in sorted(found.items()))
 
 
 def is_interpreting() -> bool:

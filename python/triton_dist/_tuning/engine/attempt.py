@@ -21,6 +21,7 @@ from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.sampler import Sampler
 from triton_dist._tuning.engine.varied import Arguments
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
+from triton_dist._tuning.values.show import said
 from triton_dist.errors import RankDisagreement, TuningAborted, TuningTimeout, WaitTimeout
 
 _KINDS: dict[str, FailureKind] = {
@@ -294,5 +295,5 @@ def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
 
 def text_of(error: Exception) -> str:
     """Type and message; the middle of a very long one, such as a compiler's output, is left out."""
-    message = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
+    message = said(error).encode("utf-8", "backslashreplace").decode()
     return message if len(message) <= 1000 else f"{message[:500]} ... {message[-500:]}"

@@ -24,6 +24,7 @@ from triton_dist._tuning.values import (
     Sizes,
     TuningRecord,
 )
+from triton_dist._tuning.values.show import said
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -300,7 +301,7 @@ class AutoTuner(Decorated):
             with suppress(TritonDistError):
                 ranks = self._surroundings.ranks(process_group)
                 about = ranks.converse(self._name, call=self._calls)
-                about.leave(f"{type(error).__name__}: {error}", refused=True)
+                about.leave(said(error), refused=True)
             raise
 
     def _note(self, process_group: Any, why: str) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Subject
 from triton_dist._tuning.values import Candidates, Config, Pruned, Unlisted
+from triton_dist._tuning.values.show import said
 
 
 class Answer(NamedTuple):
@@ -30,7 +31,7 @@ class Answer(NamedTuple):
     def raised(self) -> str:
         """The failure in words; empty if there is none."""
         error = self.failure
-        return "" if error is None else f"prune_fn raised {type(error).__name__}: {error}"
+        return "" if error is None else f"prune_fn raised {said(error)}"
 
 
 class Pruning:

@@ -22,6 +22,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.outcome import outcome_tree
+from triton_dist._tuning.values.show import said
 
 _logger = logging.getLogger("triton_dist.tuning")
 
@@ -98,7 +99,7 @@ class Report:
             self._bar.stop()
             self._bar = None
         if error is not None:
-            text = f"{type(error).__name__}: {error}"
+            text = said(error)
             self._event("ended", error=text, **self._spent())
             self._log.line(f"ended by {text}")
             self._log.close()

@@ -8,7 +8,7 @@ sample is of several calls: the one that is tuned for, and as likely ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
@@ -54,7 +54,11 @@ def _calls(subject: Subject, call: Call) -> Sequence[Arguments]:
     signature = inspect.signature(subject.function)
     given = signature.bind_partial(*call.args, **call.kwargs).arguments
     calls: list[Arguments] = [(call.args, call.kwargs)]
-    for others in subject.hooks.vary(*call.args, **call.kwargs):
+    varied: object = subject.hooks.vary(*call.args, **call.kwargs)
+    if not isinstance(varied, Iterable):
+        expected = "mappings, one for each other call"
+        raise InvalidArgument("autotune", "the result of vary_fn", varied, expected)
+    for others in varied:
         if not isinstance(others, Mapping) or not others.keys() <= given.keys():
             expected = f"mappings from names of arguments of the call: {', '.join(given)}"
             raise InvalidArgument("autotune", "the result of vary_fn", others, expected)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,9 +74,29 @@ class Config(Mapping[str, Any]):
     def functions(self) -> Iterator[Callable[..., Any]]:
         """The functions in it (values, and pre-hooks of a ``triton.Config``): their source counts
         too."""
-        for value in self._values.values():
-            inside = vars(value).values() if codec.is_triton_config(value) else [value]
-            yield from (item for item in inside if isinstance(item, types.FunctionType))
+        found = _parts(self._values.values())
+        yield from (each for each in found if isinstance(each, types.FunctionType))
+
+    def classes(self) -> Iterator[type]:
+        """The classes in it, and those of its enums and dataclasses: their source counts too."""
+        for each in _parts(self._values.values()):
+            if isinstance(each, type):
+                yield each
+            elif isinstance(each, enum.Enum) or dataclasses.is_dataclass(each):
+                yield type(each)
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Any]:
+    """All that is in ``values``: in containers, and in a ``triton.Config``."""
+    for value in values:
+        if codec.is_triton_config(value):
+            yield from _parts(vars(value).values())
+        elif isinstance(value, Mapping):
+            yield from _parts(value.values())
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            yield from _parts(value)
+        else:
+            yield value
 
 
 def show_config(tree: codec.Tree) -> str:
@@ -169,7 +191,10 @@ class ConfigSpace(Sequence[Config]):
 
     @functools.cached_property
     def _configs(self) -> tuple[Config, ...]:
-        candidates = self._source() if callable(self._source) else self._source
+        candidates: object = self._source() if callable(self._source) else self._source
+        if not isinstance(candidates, Iterable):
+            expected = "dicts of keyword arguments"
+            raise InvalidArgument("autotune", "the result of config_space", candidates, expected)
         configs: dict[str, Config] = {}
         alike: list[str] = []
         for config in told_apart(map(_as_config, candidates)):
@@ -221,6 +246,11 @@ class ConfigSpace(Sequence[Config]):
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """Those in its configs, each once."""
         return tuple(dict.fromkeys(f for config in self._configs for f in config.functions()))
+
+    @functools.cached_property
+    def classes(self) -> tuple[type, ...]:
+        """The same for classes."""
+        return tuple(dict.fromkeys(c for config in self._configs for c in config.classes()))
 
     def find(self, config_digest: str, tree: codec.Tree = None) -> Config | None:
         """The config with this digest, if it is in the space.

@@ -127,6 +127,11 @@ class Product(ConfigSpace):
         found = [function for config in each for function in config.functions()]
         return tuple(dict.fromkeys([*found, *([] if self.where is None else [self.where])]))
 
+    @functools.cached_property
+    def classes(self) -> tuple[type, ...]:
+        each = (Config({"": value}) for values in self.values.values() for value in values)
+        return tuple(dict.fromkeys(found for config in each for found in config.classes()))
+
     def without(self, fixed: Config) -> ConfigSpace:
         where = self.where
         whole = None if where is None else lambda values: where({**values, **fixed})

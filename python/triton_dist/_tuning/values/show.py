@@ -5,6 +5,15 @@ from __future__ import annotations
 from triton_dist._tuning.values.codec import Tree
 
 
+def said(error: BaseException) -> str:
+    """Type and message of an exception; of one whose message cannot be had, why."""
+    try:
+        message = str(error)
+    except Exception as failure:
+        message = f"(its text raised {type(failure).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
 def show(tree: Tree) -> str:
     """The tree of :func:`codec.encode` as Python source."""
     if isinstance(tree, list):

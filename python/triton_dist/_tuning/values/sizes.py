@@ -123,7 +123,11 @@ class Sizes:
     def _end(self, name: str, value: object) -> int:
         if type(value) is not int or value < 0:
             raise InvalidArgument(self.function, f"size {name}", value, "an int, 0 or more")
-        return self.rounding[name](value)
+        end = self.rounding[name](value)
+        if type(end) is not int or end < value:
+            expected = f"an int from {value} on, the last size of its range"
+            raise InvalidArgument(self.function, f"{value} rounded, size {name}", end, expected)
+        return end
 
     def _fields(self, key: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[Path, str, Any]]:
         """Place, name and value of each size in ``key``."""

@@ -27,6 +27,7 @@ from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.protocols import RankGroup
+from triton_dist._tuning.values.show import said
 from triton_dist._warn import called_by_users
 from triton_dist.errors import TritonDistError
 
@@ -166,7 +167,7 @@ class ContextualAutoTuner(Decorated):
         except Exception as error:  # of a variable, perhaps, that is set on this rank only
             with suppress(TritonDistError):
                 about = self._ranks().converse(self._name)
-                about.leave(f"{type(error).__name__}: {error}", refused=True)
+                about.leave(said(error), refused=True)
             raise
         return Session(self._name, self._contexts, parts, self._interception)
 

@@ -1,0 +1,135 @@
+"""Looks into functions, classes, objects and containers, for the walk."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from triton_dist._tuning import definitions, libraries, normalise
+from triton_dist._tuning.constants import text_of
+
+ABSENT = types.ModuleType("absent")
+"""Stands for what is not there."""
+CONTAINERS = (list, set, dict)
+"""Types of containers that may change while the program runs."""
+
+
+def code_in(container: Any) -> Iterator[Any]:
+    """Functions, kernels and other code in a container, and in those inside it."""
+    seen, ahead = {id(container)}, [container]
+    while ahead:
+        inside = ahead.pop()
+        for item in list(inside.values()) if isinstance(inside, dict) else inside:
+            if isinstance(item, (*CONTAINERS, tuple)):
+                if id(item) not in seen:
+                    seen.add(id(item))
+                    ahead.append(item)
+            elif is_code(item):
+                yield item
+
+
+def closure_of(function: types.FunctionType) -> Iterator[Any]:
+    """Values of the closure cells of a function, those that are bound."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
+def may_change(value: Any) -> bool:
+    """True for a container, and for an object that is neither code nor data with a text."""
+    if isinstance(value, CONTAINERS):
+        return True
+    try:
+        text_of(value)
+    except TypeError:
+        return not (is_code(value) or isinstance(value, (type, types.ModuleType)))
+    return False
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Attributes of an object itself, not of its class, by name."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = {each for part in slots for each in ((part,) if isinstance(part, str) else part)}
+    held = {name: attribute(value, name) for name in names if hasattr(value, name)}
+    return dict(sorted({**held, **getattr(value, "__dict__", {})}.items()))
+
+
+def tuners(node: definitions.Definition, look_up: Callable[[str], Any]) -> frozenset[ast.expr]:
+    """The decorators that are the tuner's own: their arguments are compared by value elsewhere."""
+    found = set()
+    for decorator in normalise.decorators(node):
+        callee = decorator.func if isinstance(decorator, ast.Call) else decorator
+        root, *path = (normalise.dotted(callee) or "").split(".")
+        value = look_up(root)
+        for part in path:
+            value = attribute(value, part)
+        if libraries.is_tuner(str(attribute(value, "__module__"))):
+            found.add(decorator)
+    return frozenset(found)
+
+
+def receiver(
+    function: types.FunctionType, module: types.ModuleType | None
+) -> tuple[str, type | None]:
+    """The name of a method's first parameter, and the class that the method is defined in."""
+    value: Any = module
+    for part in function.__qualname__.split(".")[:-1]:
+        value = attribute(value, part)
+    if isinstance(value, type) and function.__code__.co_argcount:
+        return function.__code__.co_varnames[0], value
+    return "", None
+
+
+def defaults(function: types.FunctionType) -> Mapping[str, Any]:
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
+    return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def is_code(value: Any) -> bool:
+    """True if ``value`` is a function, or a Triton kernel or its wrapper, which cannot be called
+    but launched."""
+    return callable(value) or hasattr(value, "fn")
+
+
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    try:
+        return getattr(value, name, default)
+    except Exception:  # objects with a __getattr__ of their own
+        return default
+
+
+class Local(NamedTuple):
+    """Object that a function imports when it is called, and the module and its name there."""
+
+    value: Any
+    module: types.ModuleType
+    attribute: str
+
+
+def imported(
+    library: libraries.Libraries, function: types.FunctionType, node: definitions.Definition | None
+) -> dict[str, Local]:
+    """Objects that a function imports when it is called, by their names there. Their modules
+    are imported now, as they will be then."""
+    package = function.__globals__.get("__package__") or ""
+    found: dict[str, Local] = {}
+    for each in normalise.imports(node) if node is not None else ():
+        module = library.imported(each.module, each.level, package)
+        if module is None:
+            continue
+        if each.attribute is not None:
+            if not hasattr(module, each.attribute):  # a submodule, or not there
+                library.imported(f"{module.__name__}.{each.attribute}")
+            value = attribute(module, each.attribute, ABSENT)
+            found[each.name] = Local(value, module, each.attribute)
+        elif each.name == each.module:  # import a.b binds a
+            top = each.module.partition(".")[0]
+            found[top] = Local(sys.modules[top], module, top)
+        else:
+            found[each.name] = Local(module, module, each.name)
+    return found

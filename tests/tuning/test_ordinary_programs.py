@@ -1,0 +1,274 @@
+"""Programs as people write them: whatever changes in them, what was tuned before is not used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+
+from triton_dist.runtime.triton_compat import software_versions
+
+HEAD = """
+import dataclasses, enum, functools, types
+from triton_dist.tune import autotune
+S, K = [{"n": 1}, {"n": 2}], lambda *a: 0
+"""
+# ``VALUE`` is what changes. What stands before the line of dashes is another module.
+PROGRAMS = {
+    "a table of another module": """
+TILES = {"tile": VALUE}
+---
+from elsewhere import TILES
+@autotune(S, K)
+def op(x, n): return TILES["tile"]
+""",
+    "one under another name": """
+TILES = [VALUE]
+---
+from elsewhere import TILES as T
+@autotune(S, K)
+def op(x, n): return T[0]
+""",
+    "all names of another module": """
+TILES = [VALUE]
+---
+from elsewhere import *
+@autotune(S, K)
+def op(x, n): return TILES[0]
+""",
+    "an import inside the function": """
+TILES = [VALUE]
+---
+@autotune(S, K)
+def op(x, n):
+    from elsewhere import TILES
+    return TILES[0]
+""",
+    "an object of another module": """
+import types
+CFG = types.SimpleNamespace(depth=VALUE)
+---
+from elsewhere import CFG
+@autotune(S, K)
+def op(x, n): return CFG.depth
+""",
+    "functions inside a table of another module": """
+def act(x): return x * VALUE
+ACTS = [("act", act)]
+---
+from elsewhere import ACTS
+@autotune(S, K)
+def op(x, n): return ACTS[0][1](x)
+""",
+    "the function that a callable object holds": """
+---
+def a(x): return VALUE
+class Op:
+    def __init__(self, act): self.act = act
+    def __call__(self, x, n): return self.act(x)
+op = autotune(S, K)(Op(a))
+""",
+    "which function a callable object holds": """
+---
+def one(x): return x
+def two(x): return x
+class Op:
+    def __init__(self, act): self.act = act
+    def __call__(self, x, n): return self.act(x)
+op = autotune(S, K)(Op((0, one, two)[VALUE]))
+""",
+    "the object of a bound method": """
+---
+class Op:
+    def __init__(self, act): self.act = act
+    def go(self, x, n): return self.act(x)
+op = autotune(S, K)(Op(lambda x: VALUE).go)
+""",
+    "a slot": """
+---
+class Op:
+    __slots__ = ("width", "__name__")
+    def __init__(self, width): self.width, self.__name__ = width, "op"
+    def __call__(self, x, n): return self.width
+op = autotune(S, K)(Op(VALUE))
+""",
+    "the object in a partial": """
+---
+class Op:
+    def __init__(self, width): self.width = width
+    def go(self, x, y, n): return self.width
+op = autotune(S, K)(functools.partial(Op(VALUE).go, 1))
+""",
+    "code inside a list of a closure": """
+---
+def h(x): return VALUE
+def make():
+    steps = [("scale", {"b": h})]
+    @autotune(S, K)
+    def op(x, n): return steps[0][1]["b"](x)
+    return op
+op = make()
+""",
+    "data beside code in a list of a closure": """
+---
+def make(steps):
+    @autotune(S, K)
+    def op(x, n): return steps[0][0]
+    return op
+op = make([(VALUE, len)])
+""",
+    "a long list of a closure": """
+---
+def make(items):
+    @autotune(S, K)
+    def op(x, n): return items[0]
+    return op
+op = make([VALUE] * 2000)
+""",
+    "a list in the closure of a helper": """
+---
+def make(table):
+    def helper(x): return table[0]
+    return helper
+helper = make([VALUE])
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
+    "a list in a helper's partial": """
+---
+def g(table, x): return table[0]
+helper = functools.partial(g, [VALUE])
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
+    "what super() finds": """
+---
+class Base:
+    def h(self, x): return VALUE
+class Op(Base):
+    @autotune(S, K)
+    def op(self, x, n): return super().h(x)
+op = Op.op
+""",
+    "a case of singledispatch": """
+---
+@functools.singledispatch
+def h(x): return 0
+@h.register
+def _(x: int): return VALUE
+@autotune(S, K)
+def op(x, n): return h(x)
+""",
+    "a function inside a value of a config": """
+---
+def h(x): return VALUE
+@autotune([{"n": (h, 1)}, {"n": (h, 2)}], K)
+def op(x, n): return n[0](x)
+""",
+    "an enum that is a value of a config": """
+---
+class Mode(enum.Enum):
+    A = VALUE
+@autotune([{"n": Mode.A}], K)
+def op(x, n): return n.value
+""",
+    "the methods of a dataclass that is a value of a config": """
+---
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    m: int
+    def area(self): return self.m * VALUE
+@autotune([{"n": Tile(1)}], K)
+def op(x, n): return n.area()
+""",
+    "what a function is given to fill": """
+---
+TABLE = []
+def fill(table, value): table.append(value)
+fill(TABLE, VALUE)
+@autotune(S, K)
+def op(x, n): return TABLE[0]
+""",
+    "a method that a class is given": """
+---
+def h(self, x): return VALUE
+class Op: pass
+Op.h = h
+@autotune(S, K)
+def op(x, n): return Op().h(x)
+""",
+}  # fmt: skip
+
+
+@pytest.fixture
+def fingerprint(tmp_path, monkeypatch):
+    """A function: all of a program's source that a record of its ``op`` depends on."""
+    count = 0
+
+    def of(text: str, value: int) -> Any:
+        nonlocal count
+        count += 1
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        other, _, program = text.replace("VALUE", str(value)).partition("---\n")
+        (folder / "elsewhere.py").write_text(other)
+        (folder / "program.py").write_text(HEAD + program)
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(str(folder))
+            patched.delitem(sys.modules, "elsewhere", raising=False)
+            patched.delitem(sys.modules, "program", raising=False)
+            importlib.invalidate_caches()
+            found = importlib.import_module("program").op.fingerprint()
+            for name in ("elsewhere", "program"):
+                sys.modules.pop(name, None)
+        return found.source, found.literal, found.bound, found.space
+
+    return of
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_change_tunes_again_and_nothing_else_does(fingerprint, name):
+    text = PROGRAMS[name]
+    assert fingerprint(text, 1) == fingerprint(text, 1)
+    assert fingerprint(text, 1) != fingerprint(text, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TRITON_DEFAULT_FP_FUSION", "0"),
+        ("DISABLE_LLVM_OPT", "1"),
+        ("CUDA_LAUNCH_BLOCKING", "1"),
+        ("NCCL_ALGO", "Ring"),
+        ("TRITON_DIST_DEBUG", "interp:bounds"),
+    ],
+)
+def test_variables_that_change_code_or_speed_count(monkeypatch, name, value):
+    monkeypatch.delenv(name, raising=False)
+    before = software_versions()
+    monkeypatch.setenv(name, value)
+    after = software_versions()
+    assert name in after.pop("settings")
+    assert before.items() >= after.items()
+    assert name not in before.get("settings", "")
+
+
+def test_a_class_without_a_source_counts_by_its_members():
+    def of(value: int) -> Any:
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(
+            "from triton_dist.tune import autotune\n"
+            "class Q:\n"
+            f"    C = {value}\n"
+            "    @staticmethod\n"
+            f"    def h(x): return x * {value}\n"
+            "@autotune([{'n': 1}], lambda x: x)\n"
+            "def op(x, n): return Q.h(x)\n",
+            space,
+        )
+        return space["op"].fingerprint().source
+
+    assert of(1) == of(1)
+    assert of(1) != of(2)
