@@ -277,6 +277,32 @@ def with_a_cache(kv_heads: int = 2) -> int:
     return count
 
 
+def shared_twice() -> tuple[int, int]:
+    """Layers and parameters of a module whose two places have one feed-forward layer."""
+    twice = MLP(32, 48).to(current_device().torch_device)
+    net = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"mlp": twice}), "b": twice})
+    with parallelize(net, max_M=4):
+        layers = [each for each in net.modules() if isinstance(each, TP_MLP)]
+        assert net["b"] is layers[0]
+        return len(layers), len(list(net.parameters()))
+
+
+def two_replicas() -> int:
+    """Tokens that this rank's replica was called with, tuned without the other one."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    net = torch.nn.Sequential(MLP(32, 48)).to(current_device().torch_device)
+    with parallelize(net, pairs[mine], max_M=64):
+        return len(net(drawn(1, (6, 40)[mine], 32)))
+
+
+class Adapted(torch.nn.Linear):
+    """A linear layer with something beside its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
 def mistakes() -> list[str]:
     """Messages of what a caller can get wrong; the warning of heads that several ranks keep."""
     seen, size = [], dist.get_world_size()
@@ -326,6 +352,19 @@ def mistakes() -> list[str]:
     refused(lambda: TP_MoE()._init_parameters(experts))
     experts.shared_expert = stock
     refused(lambda: TP_MoE()._init_parameters(experts))
+    attention = model().model.layers[0].self_attn
+    for name, value in (("head_dim", 7), ("attention_dropout", 0.5), ("is_causal", False)):
+        setattr(attention, name, value)
+        refused(functools.partial(TP_Attn()._init_parameters, attention))
+        setattr(attention, name, {"head_dim": 8, "attention_dropout": 0.0}.get(name, True))
+    attention.q_norm = torch.nn.RMSNorm(32)
+    refused(functools.partial(TP_Attn()._init_parameters, attention))
+    router = model(num_experts=2).model.layers[0].mlp
+    router.gate.bias = torch.nn.Parameter(torch.zeros(2))
+    refused(lambda: TP_MoE()._init_parameters(router))
+    adapted = MLP(32, 48)
+    adapted.up_proj = Adapted(32, 48, bias=False)
+    refused(lambda: TP_MLP()._init_parameters(adapted))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         TP_Attn()._init_parameters(model(num_key_value_heads=1).model.layers[0].self_attn)

@@ -45,6 +45,15 @@ def test_prefill_and_decode_with_a_cache_of_a_head_that_ranks_share(on_two_ranks
     assert on_two_ranks(layer_ranks.with_a_cache, 1) == [12, 12]
 
 
+def test_a_module_in_two_places_stays_one(on_two_ranks):
+    assert on_two_ranks(layer_ranks.shared_twice) == [(1, 2)] * 2
+
+
+def test_replicas_tune_apart(spawn_ranks):
+    """Two of two ranks each, with batches of different sizes."""
+    assert spawn_ranks(4, layer_ranks.two_replicas) == [6, 6, 40, 40]
+
+
 def test_mistakes_are_said(on_two_ranks):
     starts = (
         "TP_MLP: rank is 2, expected ",
@@ -67,6 +76,12 @@ def test_mistakes_are_said(on_two_ranks):
         "KV_Cache: kv_heads is 3, expected a multiple or a divisor of world_size = 2",
         "TP_MoE: experts.1.down_proj.weight.shape is (32, 26), expected (32, 24)",
         "TP_MoE: shared_expert is 'MLP', expected none",
+        "TP_Attn: head_dim is 7, expected a divisor of the ",
+        "TP_Attn: attention_dropout is 0.5, expected 0.0",
+        "TP_Attn: is_causal is False, expected True",
+        "TP_Attn: q_norm.weight.shape is (32,), expected one of a head, [8]",
+        "TP_MoE: bias of the gate is 'there', expected none",
+        "TP_MLP: up_proj is 'Adapted', expected a torch.nn.Linear, without a forward of its own",
     )
     told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks keep each head"
     for rank, seen in enumerate(on_two_ranks(layer_ranks.mistakes)):

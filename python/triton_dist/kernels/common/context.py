@@ -163,7 +163,10 @@ def agree_to_create(
         DeviceUnavailable: on a rank that cannot run kernels.
         RankDisagreement: ranks ask for different contexts, or those of another cannot work.
     """
-    refusal = first_refusal(function, checks) or _device_refusal()
+    try:
+        refusal = first_refusal(function, checks) or _device_refusal()
+    except TypeError as error:  # of comparing what is no number: the others are told, too
+        refusal = InvalidArgument(function, "an argument", str(error), "sizes that are ints")
     ranks = group_for(group)
     answers = ranks.gather(
         f"creation of {a_context} context", (*asked.values(), str(refusal or ""))
@@ -244,7 +247,14 @@ def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """All of tensors that decides whether they can be operands, apart from their addresses."""
     return tuple(
         tensor is not None
-        and (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_differentiated(tensor))
+        and (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            is_differentiated(tensor),
+            tensor.is_neg(),
+        )
         for tensor in tensors
     )
 
@@ -291,6 +301,8 @@ def kind_checks(
     for name, tensor in tensors.items():
         if tensor is not None:
             yield gradient_check(name, tensor)
+            expected = "False: call resolve_neg(), kernels read the memory as it is"
+            yield f"{name}.is_neg()", True, not tensor.is_neg(), expected
             expected = f"the context's {dtype}"
             yield f"{name}.dtype", tensor.dtype, tensor.dtype == dtype, expected
             expected = f"the context's {device}"

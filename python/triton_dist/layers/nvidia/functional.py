@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, named
 
 
@@ -102,6 +103,9 @@ def _accepted(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         A, B = A.to(dtype), B.to(dtype)
+    for name, operand in (("A", A), ("B", B)):
+        if operand.ndim != 2:
+            raise InvalidArgument(function, f"{name}.shape", tuple(operand.shape), "a matrix")
     check_operand(function, "A", A, B, ranks)
     return A, B
 

@@ -79,6 +79,9 @@ class GEMMARLayer(torch.nn.Module):
         if (bias is None) != (self.bias is None):
             expected = "None, as the layer has none" if self.bias is None else "the layer's bias"
             raise InvalidArgument("load_weight", "bias", bias, expected)
+        if bias is not None and tuple(bias.shape) != (self.ctx.N,):
+            expected = f"[N] = ({self.ctx.N},)"
+            raise InvalidArgument("load_weight", "bias.shape", tuple(bias.shape), expected)
         first = self.ctx.rank * self.K_per_rank
         with torch.no_grad():
             self.weight.copy_(weight[:, first : first + self.K_per_rank])
@@ -94,7 +97,9 @@ class GEMMARLayer(torch.nn.Module):
             InvalidArgument, ContextFinalized: before anything is launched.
         """
         rows = x.reshape(-1, x.shape[-1])
-        total: torch.Tensor = gemm_ar(rows, self.weight.T, self.ctx, bias=self.bias)
+        total: torch.Tensor = gemm_ar(
+            rows, self.weight.T, self.ctx, bias=self.bias, autotune_pg=self.ctx.group
+        )
         return total.view(*x.shape[:-1], self.ctx.N)
 
     def finalize(self) -> None:

@@ -103,7 +103,7 @@ class GemmARLayer(torch.nn.Module):
         _refuse_scales(scale_a, scale_b)
         options: dict[str, Any] = {"bias": bias, "copy_to_local": self.copy_to_local}
         if self._tiles is None:
-            return gemm_ar(input, weight.T, self.ctx, **options)  # type: ignore[no-any-return]
+            return gemm_ar(input, weight.T, self.ctx, autotune_pg=self.ctx.group, **options)  # type: ignore[no-any-return]
         one_shot = self.use_ll_kernel and input.shape[0] <= self.ctx.one_shot_rows
         method = GEMMAllReduceMethod.ONE_SHOT if one_shot else GEMMAllReduceMethod.TWO_SHOT
         return gemm_ar.fn(  # type: ignore[no-any-return]
@@ -136,7 +136,7 @@ class GemmARLayer(torch.nn.Module):
                 ctx.max_M * ctx.N * ctx.output_dtype.itemsize, ctx.rank, ctx.num_ranks,
                 ctx.local_world_size, group=ctx.group,
             )  # fmt: skip
-        return all_reduce(input, self._reducer)  # type: ignore[no-any-return]
+        return all_reduce(input, self._reducer, autotune_pg=self._reducer.group)  # type: ignore[no-any-return]
 
     def finalize(self) -> None:
         """Free the symmetric memory; idempotent. Collective."""

@@ -11,6 +11,8 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.runtime.ranks import Group
 
+_FORWARD = torch.nn.Linear.forward
+
 
 class TensorParallelLayer(torch.nn.Module, ABC):
     """A layer of a model, of which each rank has a share of the weights.
@@ -101,6 +103,9 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     ) -> torch.Tensor:
         """The weight of a linear layer, which must have ``shape``, where that says a size."""
         weight = getattr(linear, "weight", None)
+        if isinstance(linear, torch.nn.Linear) and type(linear).forward is not _FORWARD:
+            expected = "a torch.nn.Linear, without a forward of its own"
+            raise self._refusal(name, type(linear).__name__, expected)
         if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
             shown = None if weight is None else tuple(weight.shape)
             raise self._refusal(f"{name}.weight", shown, "a matrix [outputs, inputs]")

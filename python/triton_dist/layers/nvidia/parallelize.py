@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from triton_dist.errors import InvalidArgument
+from triton_dist._warn import warn
+from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.layers.nvidia.layer import TensorParallelLayer
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
 from triton_dist.layers.nvidia.tp_attn import TP_Attn
@@ -18,6 +19,11 @@ _KINDS: tuple[tuple[type[TensorParallelLayer], tuple[str, ...]], ...] = (
     (TP_MLP, ("gate_proj", "up_proj", "down_proj")),
 )
 """Layers, and the members by which a module that one stands for is known."""
+_FAMILIES = (
+    "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2", "qwen3",
+    "qwen3_moe", "seed_oss",
+)  # fmt: skip
+"""Of transformers, those whose logits were compared."""
 
 
 def parallelize(
@@ -50,19 +56,30 @@ def parallelize(
     """
     made = TensorParallel(max_M, group) if ranks is None else ranks
     found: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
-    todo = [module]
+    layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # a module may be in several places
+    todo, seen = [module], {module}
     while todo:
         parent = todo.pop(0)
-        for name, child in parent.named_children():
-            kind = _kind_of(child)
-            if kind is None:  # else nothing inside it is looked at: a list of experts, say
-                todo.append(child)
-                continue
-            layer = kind(
-                ranks=made, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
-            )
-            layer._init_parameters(child)
-            found.append((parent, name, layer))
+        for name, child in parent._modules.items():
+            kind = None if child is None else _kind_of(child)
+            if child is None or kind is None:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    todo.append(child)
+                continue  # else nothing inside it is looked at: a list of experts, say
+            if child not in layers:
+                layer = layers[child] = kind(
+                    ranks=made, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
+                )
+                layer._init_parameters(child)
+            found.append((parent, name, layers[child]))
+    for family in sorted({_family_of(each) for each in layers} - {"", *_FAMILIES}):
+        warn(
+            f"parallelize: transformers' {family} was not tried. A module is known by its members, "
+            "and one that computes something else beside them gives other results: compare them "
+            "with those of the stock model.",
+            TritonDistWarning,
+        )
     if not found:
         expected = "a module with q_proj, k_proj, v_proj, o_proj or gate_proj, up_proj, down_proj"
         raise InvalidArgument("parallelize", "module", type(module).__name__, expected)
@@ -70,6 +87,12 @@ def parallelize(
         setattr(parent, name, layer)
     module.to(made.device)
     return made
+
+
+def _family_of(module: torch.nn.Module) -> str:
+    """The family of models that a module of transformers is of; empty for any other."""
+    _, found, rest = type(module).__module__.partition("transformers.models.")
+    return rest.partition(".")[0] if found else ""
 
 
 def _kind_of(module: torch.nn.Module) -> type[TensorParallelLayer] | None:

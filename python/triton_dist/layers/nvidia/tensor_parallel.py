@@ -159,7 +159,7 @@ class TensorParallel(Collectives):
 
     Their contexts are made at the first call that needs one, collectively, one for each op, sizes
     and dtype: layers of the same sizes share them. Make those that a CUDA graph needs before, by a
-    call. Calls are tuned as those of the ops, at the first of a shape.
+    call. Calls are tuned as those of the ops, at the first of a shape, by the ranks of the group.
 
     Args:
         max_M: most rows of a call, over all ranks.
@@ -181,17 +181,20 @@ class TensorParallel(Collectives):
     def ag_gemm(
         self, A: torch.Tensor, B: torch.Tensor, gathered: torch.Tensor | None = None
     ) -> torch.Tensor:
+        context = self.ag_context(B.shape[1], A.shape[1], A.dtype)
         product: torch.Tensor = ag_gemm(
-            A.contiguous(), B, self.ag_context(B.shape[1], A.shape[1], A.dtype), gathered=gathered
+            A.contiguous(), B, context, gathered=gathered, autotune_pg=self.group
         )
         return product
 
     def gemm_rs(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = gemm_rs(A, B, self.rs_context(B.shape[1], A.dtype))
+        context = self.rs_context(B.shape[1], A.dtype)
+        rows: torch.Tensor = gemm_rs(A, B, context, autotune_pg=self.group)
         return rows
 
     def gemm_ar(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = gemm_ar(A, B, self.ar_context(B.shape[1], A.dtype))
+        context = self.ar_context(B.shape[1], A.dtype)
+        total: torch.Tensor = gemm_ar(A, B, context, autotune_pg=self.group)
         return total
 
     def group_gemm(self, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -209,21 +212,27 @@ class TensorParallel(Collectives):
             )  # fmt: skip
 
         context = self.context(("ag_group_gemm", columns, K, E, topk, A.dtype), create)
-        product: torch.Tensor = ag_group_gemm(A.contiguous(), B, context, ids)
+        product: torch.Tensor = ag_group_gemm(
+            A.contiguous(), B, context, ids, autotune_pg=self.group
+        )
         return product
 
     def moe_reduce_rs(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         context = self._sum_context("moe_reduce_rs", create_moe_rs_context, weights, ids)
-        rows: torch.Tensor = run_moe_reduce_rs(x.contiguous(), weights, ids, scales, context)
+        rows: torch.Tensor = run_moe_reduce_rs(
+            x.contiguous(), weights, ids, scales, context, autotune_pg=self.group
+        )
         return rows
 
     def moe_reduce_ar(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
         context = self._sum_context("moe_reduce_ar", create_moe_ar_context, weights, ids)
-        total: torch.Tensor = run_moe_reduce_ar(x.contiguous(), weights, ids, scales, context)
+        total: torch.Tensor = run_moe_reduce_ar(
+            x.contiguous(), weights, ids, scales, context, autotune_pg=self.group
+        )
         return total
 
     def _sum_context(

@@ -58,12 +58,27 @@ class TP_Attn(TensorParallelLayer):
             if weight.dtype != q.dtype:
                 expected = f"that of q_proj, {q.dtype}"
                 raise self._refusal(f"{name}.weight.dtype", weight.dtype, expected)
-        if getattr(source, "sliding_window", None) is not None:
-            raise self._refusal("sliding_window", source.sliding_window, "None")
+        clips = getattr(getattr(source, "config", None), "clip_qkv", None)
+        for name, value, plain in (
+            ("sliding_window", getattr(source, "sliding_window", None), None),
+            ("clip_qkv", clips, None),
+            ("sinks", None if getattr(source, "sinks", None) is None else "there", None),
+            ("is_causal", getattr(source, "is_causal", True), True),
+            ("attention_dropout", getattr(source, "attention_dropout", 0.0), 0.0),
+        ):
+            if value != plain:
+                raise self._refusal(name, value, str(plain))
         self.head_dim: int = source.head_dim
+        for name, size in (("q_proj", q_columns), ("k_proj", k.shape[0])):
+            if self.head_dim < 1 or size % self.head_dim:
+                expected = f"a divisor of the {size} columns of {name}"
+                raise self._refusal("head_dim", self.head_dim, expected)
         self.scaling: float = getattr(source, "scaling", self.head_dim**-0.5)
         self.layer_idx: int = getattr(source, "layer_idx", 0)
         self._share_heads(q_columns // self.head_dim, k.shape[0] // self.head_dim)
+        if q_columns % k.shape[0]:
+            expected = f"a multiple of the {k.shape[0] // self.head_dim} key-value heads"
+            raise self._refusal("heads of q_proj", q_columns // self.head_dim, expected)
 
         def columns(weights: list[torch.Tensor]) -> torch.Tensor:
             own = [self._shard(weights[0], 0), *map(self._kv_shard, weights[1:])]
@@ -82,6 +97,10 @@ class TP_Attn(TensorParallelLayer):
             self.bo = torch.nn.Parameter(whole, requires_grad=biases[3].requires_grad)
         for name in ("q_norm", "k_norm"):
             norm = getattr(source, name, None)
+            scale = getattr(norm, "weight", None)
+            if scale is not None and tuple(scale.shape) != (self.head_dim,):
+                expected = f"one of a head, [{self.head_dim}]"
+                raise self._refusal(f"{name}.weight.shape", tuple(scale.shape), expected)
             setattr(self, name, None if norm is None else norm.to(self.library.device))
         self._tell(verbose)
 

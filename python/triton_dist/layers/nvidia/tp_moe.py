@@ -14,6 +14,7 @@ from triton_dist.layers.nvidia.tensor_parallel import Collectives
 from triton_dist.runtime.ranks import Group
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
+_CORRECTION = "e_score_correction_bias"
 
 
 class TP_MoE(TensorParallelLayer):
@@ -61,11 +62,17 @@ class TP_MoE(TensorParallelLayer):
                 raise self._refusal(name, type(getattr(source, name)).__name__, "none")
         with torch.enable_grad():  # views of what is trained say so
             each = list(self._experts_of(source.experts))
+        beside = ((source.gate, "bias"), (source, _CORRECTION), (source.gate, _CORRECTION))
+        for holder, name in beside:
+            if getattr(holder, name, None) is not None:
+                raise self._refusal(f"{name} of the gate", "there", "none")
         gate = self._linear("gate", source.gate, (len(each), None))
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
         self._check_members("gate", router, "top_k")
         self.top_k: int = router.top_k
+        if not 1 <= self.top_k <= self.num_experts:
+            raise self._refusal("top_k", self.top_k, f"1 to {self.num_experts}, the experts")
         self.normalises: bool = getattr(router, "norm_topk_prob", True)
         columns = len(each[0][0])
         self._check_split("columns of an expert", columns)

@@ -174,6 +174,9 @@ def check_gathered(
         good = tuple(gathered.shape) == shape and gathered.is_contiguous()
         yield "gathered.shape", tuple(gathered.shape), good, f"[M, K] = {shape}, contiguous"
         yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
+        first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
+        apart = A.data_ptr() + A.nbytes <= first or last <= A.data_ptr()
+        yield "gathered", "memory of A's", apart, "memory of its own"
 
     refusal = first_refusal("ag_gemm", checks())
     if refusal is not None:
