@@ -12,17 +12,17 @@ from tests.architecture.source import PACKAGE
 
 # Files that an op reaches, and their lines.
 MOST = {
-    "allgather_gemm": (20, 5340),
-    "gemm_reduce_scatter": (22, 5490),
-    "gemm_allreduce": (25, 6140),
+    "allgather_gemm": (20, 5350),
+    "gemm_reduce_scatter": (22, 5495),
+    "gemm_allreduce": (25, 6150),
     "gemm": (10, 2530),
-    "grouped_gemm": (14, 3190),
-    "allgather_group_gemm": (24, 5780),
+    "grouped_gemm": (14, 3195),
+    "allgather_group_gemm": (24, 5790),
     "moe_reduce_rs": (29, 6290),
     "moe_reduce_ar": (31, 6780),
-    "allreduce": (15, 3420),
+    "allreduce": (15, 3430),
     "reduce_scatter": (15, 3170),
-    "allgather": (15, 3160),
+    "allgather": (15, 3165),
 }
 OWN_FILES = ("__init__", "op", "context", "ways", "case", "kernel")
 

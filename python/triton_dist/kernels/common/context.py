@@ -246,16 +246,8 @@ def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
 def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """All of tensors that decides whether they can be operands, apart from their addresses."""
     return tuple(
-        tensor is not None
-        and (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-            is_differentiated(tensor),
-            tensor.is_neg(),
-        )
-        for tensor in tensors
+        x is not None and (x.shape, x.stride(), x.dtype, x.device, is_differentiated(x), x.is_neg())
+        for x in tensors
     )
 
 

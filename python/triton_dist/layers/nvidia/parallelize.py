@@ -23,7 +23,7 @@ _FAMILIES = (
     "gemma", "granite", "llama", "minimax", "mistral", "mixtral", "olmo", "qwen2", "qwen3",
     "qwen3_moe", "seed_oss",
 )  # fmt: skip
-"""Of transformers, those whose logits were compared."""
+"""Families of transformers whose logits were compared."""
 
 
 def parallelize(
