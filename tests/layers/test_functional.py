@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from tests.layers import functional_ranks
-from triton_dist.layers.nvidia import Collectives, experts, functional
+from triton_dist.layers.nvidia import TP_MLP, Collectives, TensorParallel, experts, functional
+from triton_dist.models.llama import MLP
 
 IDS = torch.tensor([[0, 2], [2, 1], [-1, 2], [0, 1]])
 """Experts of four tokens, one of which has a route of nobody."""
@@ -93,3 +96,34 @@ def test_mistakes_are_said(on_two_ranks):
     for seen in on_two_ranks(functional_ranks.mistakes):
         for message, start in zip(seen, starts, strict=True):
             assert message.startswith(start)
+
+
+def test_what_pads_a_batch_leaks_into_no_gradient():
+    ids = torch.tensor([[0], [1], [-1]], dtype=torch.int32)
+    for padded in ("x", "scales"):
+        given = {"x": torch.rand(3, 8), "scales": torch.rand(3, 1)}
+        given[padded][-1] = float("nan")
+        x, scales = (each.requires_grad_() for each in given.values())
+        weights = torch.rand(2, 8, 6, requires_grad=True)
+        ranks = Collectives()
+        experts.moe_reduce_ar(x, weights, ids, scales, ranks).sum().backward()
+        for each in (x, weights, scales):
+            assert not each.grad.isnan().any()
+
+
+def test_experts_follow_autocast():
+    ids = torch.tensor([[0], [1], [1]], dtype=torch.int32)
+    x, weights = torch.rand(3, 8), torch.rand(2, 8, 6)
+    with TensorParallel(4) as ranks, torch.autocast("cpu", torch.bfloat16):
+        for given in (x, x.bfloat16()):
+            assert experts.group_gemm(given, weights, ids, ranks).dtype == torch.bfloat16
+
+
+def test_a_copy_of_a_layer_shares_what_is_collective():
+    with TensorParallel(4) as ranks:
+        layer = TP_MLP(ranks=ranks)
+        layer._init_parameters(MLP(16, 24))
+        copied = copy.deepcopy(layer)
+        x = torch.rand(3, 16)
+        assert torch.equal(copied(x), layer(x))
+        assert copied.library is layer.library

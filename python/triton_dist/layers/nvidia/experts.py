@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.moe.rows import grouped_mm, has_fast_library
-from triton_dist.layers.nvidia.functional import is_plain
+from triton_dist.layers.nvidia.functional import in_autocast, is_plain
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, check_operand, named
 
 
@@ -44,7 +44,7 @@ def ag_group_gemm(
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
-    _check("ag_group_gemm", A, B, ids, ranks)
+    A, B = _accepted("ag_group_gemm", A, B, ids, ranks)
     if is_plain(A, B):
         return ranks.ag_group_gemm(A, B, ids)
     product: torch.Tensor = torch.ops.triton_dist.ag_group_gemm(A, B, ids, ranks.name)
@@ -55,7 +55,7 @@ def group_gemm(
     A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
 ) -> torch.Tensor:
     """The same for an A [M, K] that all ranks have; its gradient is summed over ranks."""
-    _check("group_gemm", A, B, ids, ranks)
+    A, B = _accepted("group_gemm", A, B, ids, ranks)
     if is_plain(A, B):
         return ranks.group_gemm(A, B, ids)
     product: torch.Tensor = torch.ops.triton_dist.group_gemm(A, B, ids, ranks.name)
@@ -79,7 +79,7 @@ def moe_reduce_rs(
     Returns:
         [m, N]. Errors: as of ``ag_group_gemm``.
     """
-    _check("moe_reduce_rs", x, weights, ids, ranks)
+    x, weights = _accepted("moe_reduce_rs", x, weights, ids, ranks)
     if is_plain(x, weights, scales):
         return ranks.moe_reduce_rs(x, weights, ids, scales)
     rows: torch.Tensor = torch.ops.triton_dist.moe_reduce_rs(x, weights, ids, scales, ranks.name)
@@ -95,21 +95,24 @@ def moe_reduce_ar(
 ) -> torch.Tensor:
     """The same of all tokens, on every rank, [M, N]; all ranks have the same loss, and the gradient
     of ``scales`` is summed over them."""
-    _check("moe_reduce_ar", x, weights, ids, ranks)
+    x, weights = _accepted("moe_reduce_ar", x, weights, ids, ranks)
     if is_plain(x, weights, scales):
         return ranks.moe_reduce_ar(x, weights, ids, scales)
     total: torch.Tensor = torch.ops.triton_dist.moe_reduce_ar(x, weights, ids, scales, ranks.name)
     return total
 
 
-def _check(
+def _accepted(
     function: str, A: torch.Tensor, B: torch.Tensor, ids: torch.Tensor, ranks: Collectives
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands, in autocast's dtype where it is on."""
     if B.ndim != 3 or ids.ndim != 2:
         shapes = tuple(B.shape), tuple(ids.shape)
         expected = "weights [E, K, N] and ids [M, topk]"
         raise InvalidArgument(function, "shapes of weights and ids", shapes, expected)
+    A, B = in_autocast(A, B, ranks)
     check_operand(function, "A", A, B[0], ranks)
+    return A, B
 
 
 def expert_sums(
@@ -232,11 +235,12 @@ def _backward_last(is_spread: bool) -> Any:
         ops, dx, dW, d_scales = torch.ops.triton_dist, None, None, None
         rows = ops.all_gather(dY, ctx.ranks) if is_spread else dY.contiguous()
         scale = scales.reshape(-1, 1)
+        known = ((ids >= 0) & (ids < len(weights))).reshape(-1, 1)  # others add nothing, not NaN
         if needs_x or needs_scales:
             products = ops.group_gemm(rows, weights.mT, ids, ctx.ranks)
-            dx = (products * scale).to(x.dtype) if needs_x else None
+            dx = torch.where(known, products * scale, 0).to(x.dtype) if needs_x else None
         if needs_scales:
-            d_scales = (products.float() * x).sum(-1).view_as(scales)
+            d_scales = torch.where(known, products.float() * x, 0).sum(-1).view_as(scales)
             d_scales = d_scales if is_spread else ops.all_reduce(d_scales, ctx.ranks)
             d_scales = d_scales.to(scales.dtype)
         if needs_weights:

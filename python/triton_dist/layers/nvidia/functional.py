@@ -99,15 +99,23 @@ def _accepted(
     function: str, A: torch.Tensor, B: torch.Tensor, ranks: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operands, in autocast's dtype where it is on."""
-    kind = ranks.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        A, B = A.to(dtype), B.to(dtype)
+    A, B = in_autocast(A, B, ranks)
     for name, operand in (("A", A), ("B", B)):
         if operand.ndim != 2:
             raise InvalidArgument(function, f"{name}.shape", tuple(operand.shape), "a matrix")
     check_operand(function, "A", A, B, ranks)
     return A, B
+
+
+def in_autocast(
+    A: torch.Tensor, B: torch.Tensor, ranks: Collectives
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in autocast's dtype where it is on."""
+    kind = ranks.device.type
+    if not torch.is_autocast_enabled(kind):
+        return A, B
+    dtype = torch.get_autocast_dtype(kind)
+    return A.to(dtype), B.to(dtype)
 
 
 def is_plain(*operands: torch.Tensor) -> bool:

@@ -73,6 +73,10 @@ class Collectives:
         self.name = f"ranks {next(_numbers)}"
         _by_name[self.name] = self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
+        """Itself: copies of a layer, such as averages of its weights, share what is collective."""
+        return self
+
     def check_dtype(self, function: str, argument: str, dtype: torch.dtype) -> None:
         """Refuse a dtype that is not multiplied here.
 
