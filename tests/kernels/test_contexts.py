@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import ContextFinalized, SymmetricMemoryFull
+from triton_dist.errors import ContextFinalized, InvalidArgument, SymmetricMemoryFull
 from triton_dist.kernels.nvidia import (
+    ag_gemm,
     create_ag_gemm_context,
     create_all_gather_ctx,
     create_allreduce_ctx,
@@ -114,3 +115,17 @@ def test_a_context_is_reset_until_it_ends(create):
     ctx.finalize()
     with pytest.raises(ContextFinalized):
         ctx.reset()
+
+
+def test_operands_that_kernels_would_misread_are_refused():
+    A, B = torch.rand(4, 16), torch.complex(torch.zeros(16, 6), torch.rand(16, 6)).conj().imag
+    with create_ag_gemm_context(4, 6, 16, torch.float32, 0, 1) as ctx:
+        with pytest.raises(InvalidArgument, match=r"B.is_neg\(\) is True"):
+            ag_gemm(A, B, ctx, autotune=False)
+        with pytest.raises(InvalidArgument, match=r"gathered is .* expected memory of its own"):
+            ag_gemm(A, B.resolve_neg(), ctx, gathered=A, autotune=False)
+
+
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(InvalidArgument, match="expected sizes that are ints"):
+        create_gemm_ar_context("8", 8, 0, 1, 1, torch.float32)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tests.layers import functional_ranks
-from triton_dist.layers.nvidia import TP_MLP, Collectives, TensorParallel, experts, functional
+from triton_dist.errors import InvalidArgument, TritonDistWarning
+from triton_dist.layers.nvidia import (
+    TP_MLP,
+    Collectives,
+    GEMMARLayer,
+    TensorParallel,
+    experts,
+    functional,
+    parallelize,
+)
 from triton_dist.models.llama import MLP
 
 IDS = torch.tensor([[0, 2], [2, 1], [-1, 2], [0, 1]])
@@ -127,3 +136,22 @@ def test_a_copy_of_a_layer_shares_what_is_collective():
         x = torch.rand(3, 16)
         assert torch.equal(copied(x), layer(x))
         assert copied.library is layer.library
+
+
+def test_operands_are_matrices():
+    A, B, ranks = torch.rand(2, 3, 8), torch.rand(8, 6), Collectives()
+    for given in ((A, B), (A[0, 0], B), (A[0], B[0])):
+        with pytest.raises(InvalidArgument, match="expected a matrix"):
+            functional.gemm(*given, ranks)
+
+
+def test_a_bias_of_another_shape_is_refused():
+    layer = GEMMARLayer(None, 4, 6, 8, torch.float32, bias=True)
+    with layer, pytest.raises(InvalidArgument, match=r"bias.shape is \(1,\), expected \[N\]"):
+        layer.load_weight(torch.rand(6, 8), torch.rand(1))
+
+
+def test_a_family_of_transformers_that_was_not_tried_is_named():
+    kind = type("HeliumMLP", (MLP,), {"__module__": "transformers.models.helium.modeling_helium"})
+    with pytest.warns(TritonDistWarning, match="transformers' helium was not tried"):
+        parallelize(torch.nn.Sequential(kind(16, 24)), max_M=4).finalize()
