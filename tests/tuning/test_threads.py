@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from tests.tuning.fakes import in_threads
 from triton_dist.tune import autotune
@@ -58,22 +57,6 @@ def test_a_tuned_function_calls_a_tuned_function_both_cold():
     assert outer(1) == 5
     assert (outer.tuning_count, inner.tuning_count) == (1, 2)
     assert outer(1) == 5
-
-
-def test_a_tuned_function_waits_for_a_thread_that_calls_a_tuned_function_both_cold():
-    """As a backward pass does. Each would wait for the other."""
-    inner = make(lambda x, n: x + 1)
-    innermost = make(lambda x, n: inner(x))
-
-    def wait_for(call, x):
-        with ThreadPoolExecutor(1) as threads:
-            return threads.submit(call, x).result()
-
-    middle = make(lambda x, n: wait_for(innermost, x))
-    outer = make(lambda x, n: wait_for(middle, x))
-    assert outer(1) == 2
-    assert [each.tuning_count for each in (outer, middle, innermost, inner)] == [1, 1, 1, 1]
-    assert in_threads([lambda: outer(1)] * 4) == [2] * 4
 
 
 def test_both_cold_in_many_threads():

@@ -54,8 +54,9 @@ def attributes(value: Any) -> dict[str, Any]:
     """Attributes of an object itself, not of its class, by name."""
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     names = {each for part in slots for each in ((part,) if isinstance(part, str) else part)}
-    held = {name: attribute(value, name) for name in names if hasattr(value, name)}
-    return dict(sorted({**held, **getattr(value, "__dict__", {})}.items()))
+    held = {name: attribute(value, name, ABSENT) for name in names - {"__dict__", "__weakref__"}}
+    there = {name: item for name, item in held.items() if item is not ABSENT}
+    return dict(sorted({**there, **getattr(value, "__dict__", {})}.items()))
 
 
 def tuners(node: definitions.Definition, look_up: Callable[[str], Any]) -> frozenset[ast.expr]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from triton_dist import knobs
-from triton_dist._tuning.engine.gate import Gate
 from triton_dist._tuning.engine.parts import Common, Settings
 from triton_dist._tuning.protocols import Device, RankGroup, Store
 from triton_dist._tuning.source import Source
@@ -61,12 +61,12 @@ def is_frozen() -> bool:
     return not _regions and knobs.autotune_frozen.get()
 
 
-_gates: dict[RankGroup | None, Gate] = {}
+_gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
 
 
-def gate_of(ranks: RankGroup) -> Gate:
+def gate_of(ranks: RankGroup) -> AbstractContextManager[object]:
     """A re-entrant lock for a group. Ranks that are alone share one: they share a device too."""
-    return _gates.setdefault(ranks if ranks.size > 1 else None, Gate())
+    return _gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock())
 
 
 def hardware_of(device: Device, ranks: RankGroup) -> str:

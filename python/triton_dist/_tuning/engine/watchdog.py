@@ -113,12 +113,6 @@ class Watchdog:
         """True if this thread is inside a watch, begun or not: in what is done for a trial."""
         return bool(self._stack())
 
-    def running_seconds(self) -> float:
-        """Seconds for which the code of some trial has been running by now; 0 where none runs."""
-        with self._changed:
-            begun = [each.due - each.seconds for each in self._watches if each.due != math.inf]
-        return self._now() - min(begun) if begun else 0.0
-
     def forget(self) -> None:
         """In the child of a fork, which has no thread but the one that forked, and tries
         nothing."""
