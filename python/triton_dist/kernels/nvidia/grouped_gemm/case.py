@@ -82,7 +82,7 @@ class GroupedGEMMCase(RoutedCase):
 
     def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
         """torch's grouped product, of rows that are sorted already and stay so; and with copies to
-        that order and back, by our map. As they are now."""
+        that order and back, by our map. As they are now. ``dense``: one expert takes all rows."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
         flat = ids.flatten()
         rows = A[flat.argsort(stable=True) // ids.shape[1]]
@@ -94,6 +94,7 @@ class GroupedGEMMCase(RoutedCase):
 
         return {
             "grouped_mm alone": Peer("gemm", lambda: grouped_mm(rows, B, ends)),
+            "dense": Peer("gemm", lambda: torch.mm(rows, B[0])),
             self.serial: Peer("peer", whole, lambda: self.expected(operands)),
         }
 
