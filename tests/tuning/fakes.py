@@ -216,7 +216,7 @@ class Rank:
             hardware="fake",
             quiet=contextlib.nullcontext,
             settling=self.settling,
-            gate=self.gate,
+            gate=lambda: self.gate,
             journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),
             log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),
             compiler=None if self.compiler is None else lambda: self.compiler,

@@ -192,6 +192,8 @@ def test_an_unhashable_key_is_an_error_that_shows_it():
         ({"timing": "sundial"}, "timing is 'sundial', expected 'events'"),
         ({"search": "random"}, "search is 'random', expected 'racing'"),
         ({"max_seconds": 0}, "max_seconds is 0"),
+        ({"max_seconds": "1"}, "max_seconds is '1'"),
+        ({"ignore": 3}, "ignore is 3, expected names"),
         ({"max_trials": 0}, "max_trials is 0"),
         ({"max_trials": 1.5}, "max_trials is 1.5"),
         ({"prune_fn": 3}, "prune_fn is 3, expected a function"),

@@ -62,6 +62,13 @@ from elsewhere import ACTS
 @autotune(S, K)
 def op(x, n): return ACTS[0][1](x)
 """,
+    "the configs of a tuned function that it calls": """
+---
+@autotune([{"m": VALUE}], K)
+def helper(x, m): return x
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
     "the function that a callable object holds": """
 ---
 def a(x): return VALUE

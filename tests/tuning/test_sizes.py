@@ -514,3 +514,11 @@ def test_a_carried_record_survives_the_file(tmp_path, monkeypatch):
     run(704)  # both are found on disk
     assert run.tune(704).carried == "carried over from M=640; M=512"
     assert Config({"tile": 1}) in list(run.config_space)
+
+
+def test_what_safe_fn_returns_tells_configs_apart():
+    tuned = tune.autotune(
+        [{"n": 1}, {"n": 2}], lambda M: (), sizes=("M",), safe_fn=lambda config: [1]
+    )(lambda M, n: M)
+    with pytest.raises(InvalidArgument, match=r"result of safe_fn is \[1\], expected True"):
+        tuned(M=4096)

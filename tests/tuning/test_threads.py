@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from tests.tuning.fakes import in_threads
 from triton_dist.tune import autotune
 
@@ -73,3 +75,45 @@ def test_a_function_that_calls_itself():
     tuned = make(run)
     assert tuned(4) == 24
     assert tuned.tuning_count == 5
+
+
+class Deep(torch.autograd.Function):
+    """Its backward pass is inside so many others that torch gives it another thread, as all are
+    given that run on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, depth, last):
+        ctx.rest = (depth, last)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        depth, last = ctx.rest
+        if depth == 0:
+            return last(gradient), None, None
+        with torch.enable_grad():
+            x = gradient.detach().requires_grad_()
+            Deep.apply(x, depth - 1, last).backward(torch.ones_like(x))
+        return x.grad, None, None
+
+
+def test_a_backward_pass_on_another_thread_calls_a_tuned_function():
+    threads = set()
+
+    def double(x, n):
+        threads.add(threading.get_ident())
+        return 2 * x
+
+    inner = make(double, key_fn=len)
+
+    @torch.enable_grad()
+    def train(x, n):
+        x = x.detach().requires_grad_()
+        Deep.apply(x, 70, inner).sum().backward()
+        return x.grad
+
+    step = make(train, key_fn=len)
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(step(torch.ones(5)), torch.full((5,), 2.0))
+    assert threading.get_ident() not in threads
+    assert (step.tuning_count, inner.tuning_count) == (2, 2)

@@ -160,7 +160,10 @@ def autotune(
     if not callable(search):
         one_of("search", search, _SEARCHES)
     one_of("effort", effort, tuple(EFFORTS))
-    if max_seconds is not None and not max_seconds > 0:
+    if max_seconds is not None and not (
+        isinstance(max_seconds, (int, float)) and not isinstance(max_seconds, bool)
+        and max_seconds > 0
+    ):  # fmt: skip
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
         raise InvalidArgument("autotune", "max_trials", max_trials, "a positive integer, or None")
@@ -247,7 +250,7 @@ def autotune(
             surroundings,
             origin_of,
             known,
-            safe_fn or _none_is_safe,
+            _none_is_safe if safe_fn is None else functools.partial(_kind_of, safe_fn),
         )
         _tuned.add(tuned)
         return tuned
@@ -274,6 +277,17 @@ shipped.meanwhile.append(_read_sources)
 
 def _none_is_safe(config: Config) -> object:
     return False
+
+
+def _kind_of(safe_fn: Callable[[Config], object], config: Config) -> object:
+    """The value that ``safe_fn`` returns for it, by which configs are told apart."""
+    kind = safe_fn(config)
+    try:
+        hash(kind)
+    except TypeError:
+        expected = "True, False or a name"
+        raise InvalidArgument("autotune", "the result of safe_fn", kind, expected) from None
+    return kind
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from triton_dist import knobs
 from triton_dist._tuning.engine.parts import Common, Settings
+from triton_dist._tuning.gate import Gate
 from triton_dist._tuning.protocols import Device, RankGroup, Store
 from triton_dist._tuning.source import Source
 from triton_dist._tuning.store import (
@@ -61,12 +61,12 @@ def is_frozen() -> bool:
     return not _regions and knobs.autotune_frozen.get()
 
 
-_gates: dict[RankGroup | None, AbstractContextManager[object]] = {}
+_gates: dict[RankGroup | None, Gate] = {}
 
 
-def gate_of(ranks: RankGroup) -> AbstractContextManager[object]:
-    """A re-entrant lock for a group. Ranks that are alone share one: they share a device too."""
-    return _gates.setdefault(ranks if ranks.size > 1 else None, threading.RLock())
+def gate_of(ranks: RankGroup) -> Gate:
+    """The gate of a group. Ranks that are alone share one: they share a device too."""
+    return _gates.setdefault(ranks if ranks.size > 1 else None, Gate())
 
 
 def hardware_of(device: Device, ranks: RankGroup) -> str:
@@ -126,7 +126,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         # Ranks wait for one another for so long: a wait in a kernel must end before.
         quiet=functools.partial(_trials, device, ranks, seconds / 2),
         settling=functools.partial(settling, device, seconds),
-        gate=gate_of(ranks),
+        gate=gate_of(ranks).turn,
         compiler=CompilePool if device.name == "cuda" else None,
     )
 

@@ -31,7 +31,7 @@ from triton_dist._tuning.inspected import (
     tuners,
 )
 from triton_dist._tuning.snapshot import Snapshot
-from triton_dist._tuning.values import codec, qualified_name
+from triton_dist._tuning.values import ConfigSpace, codec, qualified_name
 
 _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
 """Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
@@ -207,6 +207,9 @@ class Walk:
         if isinstance(heuristics, dict):
             computed = [(name, self.reference(heuristics[name])) for name in sorted(heuristics)]
             text += f" heuristics {computed}"
+        space, function = attribute(value, "config_space"), attribute(value, inside)
+        if isinstance(space, ConfigSpace) and not self._library.has_function(function):
+            text += f" space {space.digest} {[self.reference(each) for each in space.functions]}"
         return f"{text} {self._made(*origin)}"  # triton.jit(noinline=True)(function)
 
     def _functions_in(self, value: Any) -> list[str]:

@@ -258,7 +258,7 @@ class AutoTuner(Decorated):
             if known is not None:
                 return known.of(sizes)
             parts = self._compose(process_group, verbose)
-        with parts.gate:
+        with parts.gate():
             known = self._chosen.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))

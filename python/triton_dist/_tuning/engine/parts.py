@@ -127,9 +127,9 @@ class Common:
     """Entered around candidates: waits in kernels are bounded."""
     settling: Callable[[], AbstractContextManager[Callable[[], None]]]
     """Within, what it gives is called after each run, untimed: raises if a wait gave up."""
-    gate: AbstractContextManager[object]
-    """Held while a tuning begins, so that the threads of a rank begin one after another.
-    Re-entrant: a tuned function may call a tuned function."""
+    gate: Callable[[], AbstractContextManager[object]]
+    """Entered where the threads of a rank tune one after another. Re-entrant, also from threads
+    that the one inside waits for: a tuned function may call a tuned function."""
     compiler: Callable[[], Compiler] | None
     """``None`` where nothing is compiled."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from triton_dist._tuning.values import fine_bucket
@@ -78,8 +78,11 @@ def roundings(
 
 def names_of(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     """One name, or several, as a tuple; raises ``InvalidArgument`` for what is no name."""
+    expected = "names of arguments or constants"
+    if not isinstance(names, Iterable):
+        raise InvalidArgument("autotune", argument, names, expected)
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if not (isinstance(name, str) and name):
-            raise InvalidArgument("autotune", argument, name, "names of arguments or constants")
+            raise InvalidArgument("autotune", argument, name, expected)
     return names

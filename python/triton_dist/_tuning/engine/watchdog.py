@@ -86,7 +86,7 @@ class Watchdog:
         ``overdue`` says afterwards whether it was reported.
         """
         watch = Watch(seconds, grace, report, tell, self._now)
-        stack = self._stack()
+        stack = self.watches()
         stack.append(watch)
         self._add(watch)
         try:
@@ -100,7 +100,7 @@ class Watchdog:
     def paused(self) -> Iterator[None]:
         """Within, this thread is in the tuner's own code, which bounds its waits itself: a tuned
         function that is tried calls one that is not tuned yet. Afterwards time starts anew."""
-        running = [watch for watch in self._stack() if watch.due != math.inf]
+        running = [watch for watch in self.watches() if watch.due != math.inf]
         for watch in running:
             watch.end()
         try:
@@ -109,9 +109,24 @@ class Watchdog:
             for watch in running:
                 watch.begin()
 
+    def watches(self) -> list[Watch]:
+        """Those that this thread is in, the outermost first."""
+        stack: list[Watch] = self._of_thread.__dict__.setdefault("stack", [])
+        return stack
+
+    @contextmanager
+    def standing_in(self, watches: list[Watch]) -> Iterator[None]:
+        """Within, this thread is in those of a thread that waits for it."""
+        own = self.watches()
+        self._of_thread.stack = watches
+        try:
+            yield
+        finally:
+            self._of_thread.stack = own
+
     def is_inside(self) -> bool:
         """True if this thread is inside a watch, begun or not: in what is done for a trial."""
-        return bool(self._stack())
+        return bool(self.watches())
 
     def forget(self) -> None:
         """In the child of a fork, which has no thread but the one that forked, and tries
@@ -123,10 +138,6 @@ class Watchdog:
 
     def _now(self) -> float:
         return time.monotonic() - self._stopped
-
-    def _stack(self) -> list[Watch]:
-        stack: list[Watch] = self._of_thread.__dict__.setdefault("stack", [])
-        return stack
 
     def _add(self, watch: Watch) -> None:
         with self._changed:
