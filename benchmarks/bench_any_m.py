@@ -94,7 +94,7 @@ class Sweep:
         again = {e["M"]: e for e in self.tree["points"] if e["ratio"] < FLOOR and "before" not in e}
         todo = list(again) if options.again else [M for M in asked if M not in done]
         regret = set(asked[: options.regret])
-        with self.case.context(self._shape(max(asked)), self.dtype) as ctx:
+        with self.case.context(self._shape(max([1, *asked, *todo])), self.dtype) as ctx:
             for M in todo:
                 if self._time_is_up():
                     break

@@ -280,11 +280,12 @@ def test_within_a_range_the_exact_size_decides():
 
 @pytest.mark.parametrize("rival", ["library", 64])
 def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
-    """Tiles or library, where the other one won: its time says that it is faster at 2050."""
+    """Tiles or library, where the other one won: its time says that it is faster elsewhere."""
     winner = 128 if rival == "library" else "library"
+    measured, asked_for = (2175, 2050) if winner == 128 else (2050, 2175)
     times = {
-        2047: {128: 2.0, "library": 1.0, 64: 2.2} if winner == 128 else {"library": 2.08, 64: 2.0},
-        2175: {128: 2.0, "library": 2.1} if winner == 128 else {"library": 2.0, 64: 2.01},
+        1919: {128: 2.0, "library": 1.8, 64: 2.2},
+        measured: {winner: 2.0, rival: 2.06 if winner == 128 else 2.01},
     }
 
     def cost(rank: int, config: dict[str, Any]) -> float:
@@ -303,9 +304,9 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
         for record in shipped:
             store.put(record)
         (rank,) = ranks(cost=cost_of(), fingerprint=found, prune_fn=prune_fn, disk=store, **options)
-        rank.tuned.best_config(2175)
+        rank.tuned.best_config(measured)
         asked.clear()
-        return rank.tuned.best_config(2050)["tile"]
+        return rank.tuned.best_config(asked_for)["tile"]
 
     asked: list[Any] = []
 
@@ -316,6 +317,20 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
     assert used(None) == rival
     assert used(not_the_rival) == winner
     assert not asked  # what was learned at the first call of the range serves all of it
+
+
+def test_a_library_that_takes_other_tiles_from_some_row_on_grows_no_faster_than_the_size():
+    times = {4039: {"library": 1.40, 64: 1.60}, 4097: {"library": 1.46, 64: 1.53}}
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return times[cost.M][config["tile"]]
+
+    space = [{"tile": "library"}, {"tile": 64}]
+    safe = {"safe_kind": lambda config: config["tile"] == "library"}
+    (rank,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
+    for M in times:
+        call([rank], M)
+    assert dict(rank.tuned.best_config(4222)) == {"tile": "library"}
 
 
 def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():

@@ -3,13 +3,13 @@
 A library picks its tiles by the exact size, so its time grows with the size. A kernel of fixed
 tiles takes as long for the first rows of a tile as for all of them. So what wins at the end of a
 range may lose at its beginning; the wider the range, the more. Nothing is measured to know where:
-the times of configs that are safe are those at the ends of this range and the one before, and what
-lies between them; the time of the others, and of those that the range before did not measure, is
-that at the end.
+the time of configs that are safe grows as it does from smaller sizes to the one that was measured,
+but no faster than the size; the time of the others stays.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,20 +18,23 @@ from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningR
 
 _WORTH = 0.99
 """Share of the winner's time below which another config replaces it."""
+_APART = 15 / 16
+"""Ratio of two sizes from which on the times there tell how a config's time grows. Between nearer
+ones a library may change its tiles, which would tell of 44 us a row for 0.4."""
 
 
 class Line(NamedTuple):
-    """Milliseconds of a config by size, a straight line through two measurements."""
+    """Milliseconds of a config by size."""
 
     digest: str
-    low: int
-    ms_low: float
-    high: int
-    ms_high: float
+    size: int
+    """The one at which it was measured."""
+    ms: float
+    growth: float
+    """The part of its time that is proportional to the size there; the rest is constant."""
 
     def at(self, size: int) -> float:
-        slope = (self.ms_high - self.ms_low) / (self.high - self.low)
-        return self.ms_high + slope * (size - self.high)
+        return self.ms * (1 + self.growth * (size / self.size - 1))
 
 
 class Times(NamedTuple):
@@ -42,7 +45,7 @@ class Times(NamedTuple):
     fixed: tuple[str, float] | None
     """Digest and milliseconds of the fastest config that has no line."""
     lines: tuple[Line, ...]
-    """Those that are safe, and were measured at a smaller size too."""
+    """Those that are safe."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,14 @@ def times_of(
         is_safe: by digest of the configs that may be used, the winner among them.
     """
     medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_safe}
+    smaller = [(size, _medians(each)) for size, each in below if size < at]
+    safe = [digest for digest in medians if is_safe[digest]]
+    known = {digest: _growth(digest, at, medians[digest], smaller) for digest in safe}
+    growths = {digest: growth for digest, growth in known.items() if growth is not None}
     lines = []
-    for digest in medians:
-        if not is_safe[digest]:
-            continue
-        there = ((size, _medians(each).get(digest)) for size, each in below if size < at)
-        size, ms = next(((size, ms) for size, ms in there if ms is not None), (0, None))
-        if ms is not None:
-            lines.append(Line(digest, size, ms, at, medians[digest]))
+    if growths:  # of a config that was not measured at a smaller size, that of its like
+        usual = statistics.median(growths.values())
+        lines = [Line(each, at, medians[each], growths.get(each, usual)) for each in safe]
     with_line = {line.digest for line in lines}
     fixed = min(
         ((digest, ms) for digest, ms in medians.items() if digest not in with_line),
@@ -100,6 +103,17 @@ def times_of(
         default=None,
     )
     return Times(record.best.digest, fixed, tuple(lines))
+
+
+def _growth(
+    digest: str, at: int, ms: float, smaller: Sequence[tuple[int, Mapping[str, float]]]
+) -> float | None:
+    """The part of ``ms`` that grows with the size, if that config was measured at a smaller one."""
+    there = [(size, medians[digest]) for size, medians in smaller if digest in medians]
+    if not there:
+        return None
+    low, ms_low = next((each for each in there if each[0] <= _APART * at), there[0])
+    return min(1.0, max(0.0, (ms - ms_low) / ms * at / (at - low)))
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:
