@@ -333,6 +333,26 @@ def test_a_library_that_takes_other_tiles_from_some_row_on_grows_no_faster_than_
     assert dict(rank.tuned.best_config(4222)) == {"tile": "library"}
 
 
+def test_between_two_measured_sizes_a_library_takes_what_is_between_their_times():
+    """1665 is at one end of its range, 1790 at the other; 1798 is of the next one."""
+    times = {1665: {"library": 1.23, 64: 1.26}, 1798: {"library": 1.24, 64: 1.40}}
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return times[cost.M][config["tile"]]
+
+    space = [{"tile": "library"}, {"tile": 64}]
+    safe = {"safe_kind": lambda config: config["tile"] == "library"}
+    (rank,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
+    for M in reversed(times):
+        call([rank], M)
+    assert dict(rank.tuned.best_config(1790)) == {"tile": "library"}
+    times[1798]["library"] = 1.60
+    (other,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
+    for M in reversed(times):
+        call([other], M)
+    assert dict(other.tuned.best_config(1790)) == {"tile": 64}
+
+
 def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     found = fingerprint(version="7")
     (rank,) = sized(fingerprint=found)

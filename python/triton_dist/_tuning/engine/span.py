@@ -3,8 +3,8 @@
 A library picks its tiles by the exact size, so its time grows with the size. A kernel of fixed
 tiles takes as long for the first rows of a tile as for all of them. So what wins at the end of a
 range may lose at its beginning; the wider the range, the more. Nothing is measured to know where:
-the time of configs that are safe grows as it does from smaller sizes to the one that was measured,
-but no faster than the size; the time of the others stays.
+from the size that was measured, the time of configs that are safe goes towards what they took at
+the next one on either side, but grows no faster than the size; the time of the others stays.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningR
 _WORTH = 0.99
 """Share of the winner's time below which another config replaces it."""
 _APART = 15 / 16
-"""Ratio of two sizes from which on the times there tell how a config's time grows. Between nearer
-ones a library may change its tiles, which would tell of 44 us a row for 0.4."""
+"""Ratio of two sizes from which on times there tell how a time goes on beyond both. Between
+nearer ones a library may take other tiles, which would tell of 44 us a row for 0.4."""
 
 
 class Line(NamedTuple):
@@ -30,11 +30,14 @@ class Line(NamedTuple):
     size: int
     """The one at which it was measured."""
     ms: float
-    growth: float
-    """The part of its time that is proportional to the size there; the rest is constant."""
+    down: float
+    up: float
+    """The part of its time that is proportional to the size, for smaller and for larger ones; the
+    rest is constant."""
 
     def at(self, size: int) -> float:
-        return self.ms * (1 + self.growth * (size / self.size - 1))
+        growth = self.up if size > self.size else self.down
+        return self.ms * (1 + growth * (size / self.size - 1))
 
 
 class Times(NamedTuple):
@@ -78,24 +81,28 @@ class Span:
 def times_of(
     record: TuningRecord,
     at: int,
-    below: Sequence[tuple[int, TuningRecord]],
+    others: Sequence[tuple[int, TuningRecord]],
     is_safe: Mapping[str, bool],
 ) -> Times:
     """The times of ``record``, which was measured at size ``at``.
 
     Args:
-        below: records of smaller sizes with these, the nearest first.
+        others: records of other ranges, with the sizes at which they were measured.
         is_safe: by digest of the configs that may be used, the winner among them.
     """
     medians = {digest: ms for digest, ms in _medians(record).items() if digest in is_safe}
-    smaller = [(size, _medians(each)) for size, each in below if size < at]
-    safe = [digest for digest in medians if is_safe[digest]]
-    known = {digest: _growth(digest, at, medians[digest], smaller) for digest in safe}
-    growths = {digest: growth for digest, growth in known.items() if growth is not None}
+    nearest = sorted(others, key=lambda each: abs(each[0] - at))
+    elsewhere = [(size, _medians(each)) for size, each in nearest if size != at]
+    growths = {}
+    for digest in filter(is_safe.__getitem__, medians):
+        there = [(size, known[digest]) for size, known in elsewhere if digest in known]
+        if there:
+            growths[digest] = _growths(at, medians[digest], there)
     lines = []
-    if growths:  # of a config that was not measured at a smaller size, that of its like
-        usual = statistics.median(growths.values())
-        lines = [Line(each, at, medians[each], growths.get(each, usual)) for each in safe]
+    if growths:  # of a config that was measured nowhere else, those of its like
+        usual = tuple(map(statistics.median, zip(*growths.values(), strict=True)))
+        for digest in filter(is_safe.__getitem__, medians):
+            lines.append(Line(digest, at, medians[digest], *growths.get(digest, usual)))
     with_line = {line.digest for line in lines}
     fixed = min(
         ((digest, ms) for digest, ms in medians.items() if digest not in with_line),
@@ -105,15 +112,18 @@ def times_of(
     return Times(record.best.digest, fixed, tuple(lines))
 
 
-def _growth(
-    digest: str, at: int, ms: float, smaller: Sequence[tuple[int, Mapping[str, float]]]
-) -> float | None:
-    """The part of ``ms`` that grows with the size, if that config was measured at a smaller one."""
-    there = [(size, medians[digest]) for size, medians in smaller if digest in medians]
-    if not there:
-        return None
-    low, ms_low = next((each for each in there if each[0] <= _APART * at), there[0])
-    return min(1.0, max(0.0, (ms - ms_low) / ms * at / (at - low)))
+def _growths(at: int, ms: float, there: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """``Line.down`` and ``up``, from times at other sizes, the nearest first."""
+
+    def growth(size: int, other: float) -> float:
+        return min(1.0, max(0.0, (ms - other) / ms * at / (at - size)))
+
+    below = [each for each in there if each[0] < at]
+    above = [each for each in there if each[0] > at]
+    if not below:
+        return growth(*above[0]), growth(*above[0])
+    apart = next((each for each in below if each[0] <= _APART * at), below[0])
+    return growth(*below[0]), growth(*(above or [apart])[0])
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:

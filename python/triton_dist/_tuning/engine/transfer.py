@@ -108,8 +108,8 @@ class Transfer:
         own = None
         if near is not None:
             # A size that is a range of its own is so because its times are others'.
-            below = [each for each in near.below if not subject.sizes.is_one(each.sizes)]
-            own = near.times(record, self._usable(record), below)
+            others = [each for each in near.all if not subject.sizes.is_one(each.sizes)]
+            own = near.times(record, self._usable(record), others)
         times = self._told("sizes", own)
         return None if times is None else Span.of(times, subject.space)
 
@@ -241,12 +241,12 @@ class Neighbours:
         return [each for each in self.all if each.sizes < self.family.sizes]
 
     def times(
-        self, record: TuningRecord, usable: Sequence[Config], below: Sequence[Neighbour]
+        self, record: TuningRecord, usable: Sequence[Config], others: Sequence[Neighbour]
     ) -> Times:
-        """The times of these configs by size, for the range of ``record``; ``below``: what the
-        smaller sizes of it go by."""
+        """The times of these configs by size, for the range of ``record``; ``others``: what sizes
+        go by that were not measured."""
         (at,) = record.at or self.family.sizes
-        measured = [((each.record.at or each.sizes)[0], each.record) for each in below]
+        measured = [((each.record.at or each.sizes)[0], each.record) for each in others]
         is_safe = {config.digest: bool(self.safe_kind(config)) for config in usable}
         return times_of(record, at, measured, is_safe)
 
