@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -343,6 +344,10 @@ def mistakes() -> list[str]:
     broken = model(num_attention_heads=3)
     refused(lambda: parallelize(broken, max_M=4))
     assert type(broken.model.layers[0].mlp) is MLP, "nothing is changed"
+    asking = model(num_experts=2)
+    asking.model.config = types.SimpleNamespace(output_router_logits=True)
+    refused(lambda: parallelize(asking, max_M=4))
+    assert type(asking.model.layers[0].self_attn).__name__ != "TP_Attn", "nothing is changed"
     for heads in ({"num_attention_heads": 3}, {"num_key_value_heads": 3}):
         attention = model(**heads).model.layers[0].self_attn
         refused(functools.partial(TP_Attn()._init_parameters, attention))

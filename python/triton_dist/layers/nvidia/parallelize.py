@@ -24,6 +24,8 @@ _FAMILIES = (
     "qwen3_moe", "seed_oss",
 )  # fmt: skip
 """Families of transformers whose logits were compared."""
+_NOT_GIVEN = ("output_router_logits", "output_attentions")
+"""Settings of transformers' models that ask a layer for more than its result."""
 
 
 def parallelize(
@@ -51,9 +53,10 @@ def parallelize(
         The contexts that the layers share, a context manager; ``finalize`` it after the last call.
 
     Raises:
-        InvalidArgument: no such layer in ``module``, or one that cannot be shared out; the module
-            is then as it was.
+        InvalidArgument: no such layer in ``module``, or one that cannot be shared out; or its
+            ``config`` asks for what layers do not give back. The module is then as it was.
     """
+    _check_outputs(module)
     made = TensorParallel(max_M, group) if ranks is None else ranks
     found: list[tuple[torch.nn.Module, str, TensorParallelLayer]] = []
     layers: dict[torch.nn.Module, TensorParallelLayer] = {}  # a module may be in several places
@@ -87,6 +90,15 @@ def parallelize(
         setattr(parent, name, layer)
     module.to(made.device)
     return made
+
+
+def _check_outputs(module: torch.nn.Module) -> None:
+    """Refuse what a model would be without and not say so, such as a router's auxiliary loss."""
+    for each in module.modules():
+        for name in _NOT_GIVEN:
+            if getattr(getattr(each, "config", None), name, False):
+                expected = "False: the layers give back what comes next, and nothing beside it"
+                raise InvalidArgument("parallelize", f"module.config.{name}", True, expected)
 
 
 def _family_of(module: torch.nn.Module) -> str:
