@@ -18,6 +18,11 @@ from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningR
 
 _WORTH = 0.99
 """Share of the winner's time below which another config replaces it."""
+_SURE = 0.98
+"""Share of the fastest safe config's time below which one of fixed tiles is used at a size that was
+not measured: some take longer for fewer rows of a tile (99 us for 33, 92 for 48)."""
+_NEAR = 1 / 64
+"""Part of a size within which another one tells of it as if it had been measured."""
 _APART = 15 / 16
 """Ratio of two sizes from which on times there tell how a time goes on beyond both. Between
 nearer ones a library may take other tiles, which would tell of 44 us a row for 0.4."""
@@ -67,10 +72,12 @@ class Span:
         return cls(times, {name: config for name, config in found.items() if config is not None})
 
     def at(self, size: int) -> Config:
-        """The config that should be the fastest."""
-        estimates = {line.digest: line.at(size) for line in self.times.lines}
-        if self.times.fixed is not None:
-            estimates.setdefault(*self.times.fixed)
+        """The config that should be the fastest; in doubt a safe one."""
+        lines, fixed = self.times.lines, self.times.fixed
+        estimates = {line.digest: line.at(size) for line in lines}
+        known = not lines or abs(size - lines[0].size) <= _NEAR * size
+        if fixed is not None and (known or fixed[1] < _SURE * min(estimates.values())):
+            estimates[fixed[0]] = fixed[1]
         winner = self.times.winner
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
         if winner in estimates and estimates[chosen] > _WORTH * estimates[winner]:
