@@ -368,6 +368,16 @@ def test_tiles_are_used_at_a_size_that_was_not_measured_if_they_are_surely_faste
         assert dict(rank.tuned.best_config(33)) == {"tile": used}
 
 
+def test_no_rows_are_a_size_too():
+    """The nearest other size is measured too, and tells how a library's time grows from none."""
+    pairs = {"M": lambda M: -(-M // 2) * 2}
+    space = [{"n": 1}, {"n": 2}]
+    tuned = tune.autotune(space, lambda M: (), sizes=pairs, safe_fn=lambda config: True)(
+        lambda M, n: M
+    )
+    assert [tuned(M=M) for M in (1, 0, 2, 0)] == [1, 0, 2, 0]
+
+
 def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     found = fingerprint(version="7")
     (rank,) = sized(fingerprint=found)

@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
     def at(self, size: int) -> float:
         growth = self.up if size > self.size else self.down
-        return self.ms * (1 + growth * (size / self.size - 1))
+        return self.ms * (1 + growth * (size / max(1, self.size) - 1))
 
 
 class Times(NamedTuple):
