@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+_has = torch._C._is_key_in_tls
 _get = torch._C._get_obj_in_tls
 _put = torch._C._stash_obj_in_tls
 
@@ -30,21 +31,25 @@ class InheritedValue:
         self._kept: list[_Slot] = []
 
     def get(self) -> Any:
-        return self._slot().get()
+        slot = self._slot()
+        return None if slot is None else slot.get()
 
     def put(self, value: object) -> None:
-        self._slot().put(value)
-
-    def _slot(self) -> _Slot:
-        """The value of this thread, or of the one that it works for."""
-        try:
-            slot: _Slot = _get(self._name)
-        except RuntimeError:  # nothing was put in this thread yet
+        slot = self._slot()
+        if slot is None:
+            if value is None:
+                return
             slot = _Slot()
             # Kept for ever, and once more: torch 2.11 takes a reference without adding one, so an
             # object that it is given is freed while in use.
             self._kept += [slot, slot]
             _put(self._name, slot)
+        slot.put(value)
+
+    def _slot(self) -> _Slot | None:
+        """The value of this thread, or of the one that it works for; ``None`` if neither has put
+        any yet."""
+        slot: _Slot | None = _get(self._name) if _has(self._name) else None
         return slot
 
 
