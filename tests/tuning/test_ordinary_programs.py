@@ -69,6 +69,49 @@ def helper(x, m): return x
 @autotune(S, K)
 def op(x, n): return helper(x)
 """,
+    "those of a tuned object that it calls": """
+---
+class Helper:
+    def __call__(self, x, m): return x
+helper = autotune([{"m": VALUE}], K)(Helper())
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
+    "those of a tuned partial that it calls": """
+---
+def add(a, x, m): return a + x
+helper = autotune([{"m": VALUE}], K)(functools.partial(add, 1))
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
+    "a class in the configs of a tuned function that it calls": """
+---
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    m: int
+    def rows(self): return VALUE
+@autotune([{"m": Tiles(1)}], K)
+def helper(x, m): return x
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
+    "what makes the configs of a tuned function that it calls": """
+---
+def configs(): return [{"m": VALUE}]
+@autotune(configs, K)
+def helper(x, m): return x
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
+    "which config of a tuned function that it calls is safe": """
+---
+def safe(config): return VALUE
+def key(M): return ()
+@autotune([{"m": 1}], key, sizes=("M",), safe_fn=safe)
+def helper(M, m): return M
+@autotune(S, K)
+def op(x, n): return helper(x)
+""",
     "the function that a callable object holds": """
 ---
 def a(x): return VALUE
@@ -240,6 +283,18 @@ def test_a_change_tunes_again_and_nothing_else_does(fingerprint, name):
     text = PROGRAMS[name]
     assert fingerprint(text, 1) == fingerprint(text, 1)
     assert fingerprint(text, 1) != fingerprint(text, 2)
+
+
+def test_configs_of_a_helper_that_is_not_called_are_not_asked_for(fingerprint):
+    program = """
+---
+def configs(): raise RuntimeError(VALUE)
+@autotune(configs, K)
+def helper(x, m): return x
+@autotune(S, K)
+def op(x, n): return helper(x) if x else x
+"""
+    assert fingerprint(program, 1) != fingerprint(program, 2)
 
 
 @pytest.mark.parametrize(

@@ -353,19 +353,47 @@ def test_between_two_measured_sizes_a_library_takes_what_is_between_their_times(
     assert dict(other.tuned.best_config(1790)) == {"tile": 64}
 
 
-def test_tiles_are_used_at_a_size_that_was_not_measured_if_they_are_surely_faster():
+@pytest.mark.parametrize("order", [(40,), (30, 40), (40, 30)])
+@pytest.mark.parametrize(("lead", "used"), [(0.99, "library"), (0.97, 64)])
+def test_tiles_are_used_at_a_size_that_was_not_measured_if_they_are_surely_faster(
+    lead, used, order
+):
     """By 1 % at 40 rows, where they were measured; by 3 % otherwise."""
-    for lead, used in ((0.99, "library"), (0.97, 64)):
 
-        def cost(rank: int, config: dict[str, Any], lead: float = lead) -> float:
-            return 1.0 if config["tile"] == "library" else lead
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return 1.0 if config["tile"] == "library" else lead
 
-        space = [{"tile": "library"}, {"tile": 64}]
-        safe = {"safe_kind": lambda config: config["tile"] == "library"}
-        (rank,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
-        call([rank], 30)
-        assert call([rank], 40)[0][1] == {"tile": 64}
-        assert dict(rank.tuned.best_config(33)) == {"tile": used}
+    (rank,) = beside_a_library(cost)
+    for M in order:
+        call([rank], M)
+    assert dict(rank.tuned.best_config(40)) == {"tile": 64}
+    assert dict(rank.tuned.best_config(33)) == {"tile": used}
+
+
+def beside_a_library(cost: Any) -> list[Rank]:
+    space = [{"tile": "library"}, {"tile": 64}, {"tile": 32}]
+    is_safe = lambda config: config["tile"] == "library"  # noqa: E731
+    return ranks(cost=cost, space=space, safe_kind=is_safe, transfer_ms=0)
+
+
+def test_a_size_that_is_a_row_away_does_not_tell_how_a_time_goes_on():
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return {("library", 48): 1.0, ("library", 49): 1.05}.get((config["tile"], cost.M), 0.9)
+
+    (rank,) = beside_a_library(cost)
+    for M in (49, 48):
+        call([rank], M)
+    assert dict(rank.tuned.best_config(33)) != {"tile": "library"}
+
+
+def test_a_time_of_nothing_is_no_error():
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return 0.0 if cost.M == 1665 else 1.0
+
+    (rank,) = beside_a_library(cost)
+    for M in (1798, 1665):
+        call([rank], M)
+    assert dict(rank.tuned.best_config(1700)) == {"tile": "library"}
 
 
 def test_no_rows_are_a_size_too():
@@ -580,5 +608,6 @@ def test_what_safe_fn_returns_tells_configs_apart():
     tuned = tune.autotune(
         [{"n": 1}, {"n": 2}], lambda M: (), sizes=("M",), safe_fn=lambda config: [1]
     )(lambda M, n: M)
+    tuned(M=4096)
     with pytest.raises(InvalidArgument, match=r"result of safe_fn is \[1\], expected True"):
-        tuned(M=4096)
+        tuned(M=4000)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import torch
 
 from tests.tuning.fakes import in_threads
+from triton_dist._tuning.engine.watchdog import watchdog
+from triton_dist._tuning.gate import Gate
 from triton_dist.tune import autotune
 
 
@@ -117,3 +121,95 @@ def test_a_backward_pass_on_another_thread_calls_a_tuned_function():
     assert torch.equal(step(torch.ones(5)), torch.full((5,), 2.0))
     assert threading.get_ident() not in threads
     assert (step.tuning_count, inner.tuning_count) == (2, 2)
+
+
+def in_backward(body):
+    """Run ``body`` on another thread, for which this one waits."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        Deep.apply(x, 70, lambda gradient: (body(), gradient)[1]).sum().backward()
+
+
+def test_a_backward_pass_in_a_backward_pass():
+    def nested(function):
+        @torch.enable_grad()
+        def run(x, n):
+            x = x.detach().requires_grad_()
+            Deep.apply(x, 70, function).sum().backward()
+            return x.grad
+
+        return make(run, key_fn=len)
+
+    inner = make(lambda x, n: 2 * x, key_fn=len)
+    middle = nested(inner)
+    outer = nested(middle)
+    assert torch.equal(outer(torch.ones(3)), torch.full((3,), 2.0))
+    assert [each.tuning_count for each in (outer, middle, inner)] == [1, 1, 1]
+
+
+def test_who_worked_for_a_tuning_waits_for_the_next_one_as_any_other():
+    world, alone = Gate(), Gate()
+    order = []
+
+    def enter(gate, name):
+        with gate.turn():
+            order.append(name)
+
+    with world.turn():
+        in_backward(lambda: enter(alone, "alone, meanwhile"))
+        in_backward(lambda: enter(world, "meanwhile"))
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with world.turn():
+            inside.set()
+            leave.wait(10)
+            order.append("the other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    threading.Timer(0.2, leave.set).start()
+    in_backward(lambda: enter(world, "afterwards"))
+    thread.join()
+    assert order == ["alone, meanwhile", "meanwhile", "the other", "afterwards"]
+
+
+def test_those_that_one_thread_waits_for_take_turns():
+    gate, inside = Gate(), []
+
+    def enter():
+        with gate.turn():
+            inside.append(1)
+            time.sleep(0.05)
+            assert sum(inside) == 1
+            inside.append(-1)
+
+    with gate.turn():
+        state = torch._C._get_obj_in_tls("triton_dist.tuning")
+
+        def helper():
+            torch._C._stash_obj_in_tls("triton_dist.tuning", state)  # as torch does
+            enter()
+
+        in_threads([helper] * 3)
+    assert inside == [1, -1] * 3
+
+
+def test_a_trial_is_paused_by_who_tunes_in_its_backward_pass():
+    seen = []
+
+    def tune_inside():
+        seen.append(watchdog.is_inside())
+        with watchdog.paused():
+            seen.append(watch.due)
+        seen.append(watch.due)
+
+    with watchdog.watching(60.0, 1.0, lambda: TimeoutError(), lambda error: None) as watch:
+        watch.begin()
+        in_backward(tune_inside)
+        watch.end()
+    inside, paused, due = seen
+    assert inside
+    assert paused == math.inf > due
+    assert not watchdog.is_inside()

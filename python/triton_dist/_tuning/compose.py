@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import functools
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -160,10 +161,7 @@ def autotune(
     if not callable(search):
         one_of("search", search, _SEARCHES)
     one_of("effort", effort, tuple(EFFORTS))
-    if max_seconds is not None and not (
-        isinstance(max_seconds, (int, float)) and not isinstance(max_seconds, bool)
-        and max_seconds > 0
-    ):  # fmt: skip
+    if max_seconds is not None and not _is_positive(max_seconds):
         raise InvalidArgument("autotune", "max_seconds", max_seconds, "a positive number, or None")
     if max_trials is not None and (type(max_trials) is not int or max_trials < 1):
         raise InvalidArgument("autotune", "max_trials", max_trials, "a positive integer, or None")
@@ -250,7 +248,7 @@ def autotune(
             surroundings,
             origin_of,
             known,
-            _none_is_safe if safe_fn is None else functools.partial(_kind_of, safe_fn),
+            safe_fn or _none_is_safe,
         )
         _tuned.add(tuned)
         return tuned
@@ -275,19 +273,12 @@ def _read_sources() -> None:
 shipped.meanwhile.append(_read_sources)
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and value is not True and bool(value > 0)  # type: ignore[operator]
+
+
 def _none_is_safe(config: Config) -> object:
     return False
-
-
-def _kind_of(safe_fn: Callable[[Config], object], config: Config) -> object:
-    """The value that ``safe_fn`` returns for it, by which configs are told apart."""
-    kind = safe_fn(config)
-    try:
-        hash(kind)
-    except TypeError:
-        expected = "True, False or a name"
-        raise InvalidArgument("autotune", "the result of safe_fn", kind, expected) from None
-    return kind
 
 
 @dataclass(frozen=True)

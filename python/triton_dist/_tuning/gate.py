@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
-from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist.runtime.inherited import InheritedValue
 
-_held = InheritedValue("triton_dist.tuning")
-"""By gate, the thread that holds it, and what watches that thread; of the running thread, or of the
-one whose backward pass it works on."""
+Turns: TypeAlias = "Mapping[Gate, tuple[int, AbstractContextManager[object]]]"
+_turns = InheritedValue("triton_dist.tuning")
+"""``Turns`` of the running thread, and of the one whose backward pass it works on: by gate, who is
+inside, and a lock for those that this one waits for."""
 
 
 class Gate:
@@ -23,21 +24,19 @@ class Gate:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._helpers = threading.RLock()
-        """A backward pass has a thread for each GPU."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within, no other thread tunes, but those that this one waits for."""
-        this, held = threading.get_ident(), _held.get() or {}
-        holder, watches = held.get(self, (this, []))
-        if holder != this:
-            with self._helpers, watchdog.standing_in(watches):
-                yield
+        """Within, no other thread tunes, but those that this one waits for, one after another."""
+        this = threading.get_ident()
+        turns: Turns = _turns.get() or {}
+        inside, lock = turns.get(self, (None, self._lock))
+        if inside == this:
+            yield
             return
-        with self._lock:
-            _held.put({**held, self: (this, watchdog.watches())})
+        with lock:
+            before = _turns.put({**turns, self: (this, threading.RLock())})
             try:
                 yield
             finally:
-                _held.put(held or None)
+                _turns.put(before)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from triton_dist._tuning import definitions, libraries, normalise
 from triton_dist._tuning.constants import text_of
+from triton_dist._tuning.values import ConfigSpace, original
 
 ABSENT = types.ModuleType("absent")
 """Stands for what is not there."""
@@ -71,6 +72,21 @@ def tuners(node: definitions.Definition, look_up: Callable[[str], Any]) -> froze
         if libraries.is_tuner(str(attribute(value, "__module__"))):
             found.add(decorator)
     return frozenset(found)
+
+
+def configs_of(library: libraries.Libraries, value: Any) -> ConfigSpace | None:
+    """Config space of a tuned function, if it counts as written here."""
+    space = attribute(value, "config_space")
+    counts = isinstance(space, ConfigSpace) and not library.has_module(original(value).__module__)
+    return space if counts else None
+
+
+def inherited(cls: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Methods that ``super()`` finds from ``cls`` on."""
+    mro = cls.__mro__[1:] if isinstance(cls, type) else ()
+    return {
+        name: next((vars(base)[name] for base in mro if name in vars(base)), None) for name in names
+    }
 
 
 def receiver(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from triton_dist import knobs
 from triton_dist._tuning.engine.parts import Common, Settings
+from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.gate import Gate
 from triton_dist._tuning.protocols import Device, RankGroup, Store
 from triton_dist._tuning.source import Source
@@ -26,6 +27,7 @@ from triton_dist.errors import TuningWarning
 from triton_dist.runtime import marking
 from triton_dist.runtime.compiling import CompilePool, shipped
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.inherited import InheritedValue
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
@@ -61,6 +63,8 @@ def is_frozen() -> bool:
     return not _regions and knobs.autotune_frozen.get()
 
 
+# A trial that waits for its backward pass is paused by what tunes there.
+watchdog.around = InheritedValue("triton_dist.watches")
 _gates: dict[RankGroup | None, Gate] = {}
 
 

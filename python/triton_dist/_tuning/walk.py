@@ -23,15 +23,17 @@ from triton_dist._tuning.inspected import (
     attribute,
     closure_of,
     code_in,
+    configs_of,
     defaults,
     imported,
+    inherited,
     is_code,
     may_change,
     receiver,
     tuners,
 )
 from triton_dist._tuning.snapshot import Snapshot
-from triton_dist._tuning.values import ConfigSpace, codec, qualified_name
+from triton_dist._tuning.values import codec, qualified_name
 
 _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
 """Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
@@ -207,10 +209,19 @@ class Walk:
         if isinstance(heuristics, dict):
             computed = [(name, self.reference(heuristics[name])) for name in sorted(heuristics)]
             text += f" heuristics {computed}"
-        space, function = attribute(value, "config_space"), attribute(value, inside)
-        if isinstance(space, ConfigSpace) and not self._library.has_function(function):
-            text += f" space {space.digest} {[self.reference(each) for each in space.functions]}"
+        text += self._space(value)
         return f"{text} {self._made(*origin)}"  # triton.jit(noinline=True)(function)
+
+    def _space(self, value: Any) -> str:
+        """The configs of a tuned function that code calls; each rank may have others, alone."""
+        space = configs_of(self._library, value)
+        if space is None:
+            return ""
+        if space.maker is not None:  # not asked: perhaps the function is never called
+            return f" space {self.reference(space.maker)}"
+        name = self.constants.name(f"configs of {qualified_name(value)}", value)
+        self.constants.bound[name] = space.digest
+        return f" space {[self.reference(each) for each in (*space.functions, *space.classes)]}"
 
     def _functions_in(self, value: Any) -> list[str]:
         """Functions that are attributes of ``value``, such as hooks and prune functions."""
@@ -273,7 +284,8 @@ class Walk:
             roots |= normalise.header_names(node, dropped)
             found = normalise.chains(node, dropped)
         if "__class__" in cells and node is not None:
-            lines += self._inherited(look_up("__class__"), normalise.called_on_super(node))
+            above = inherited(look_up("__class__"), normalise.called_on_super(node))
+            lines += [f"super().{each} {self.reference(above[each])}" for each in sorted(above)]
         reached = {each for each in found if each.partition(".")[0] in roots - bound} - {own_name}
         in_cells = {each for each in reached if each.partition(".")[0] in cells}
         for cell in sorted({each.partition(".")[0] for each in in_cells}):
@@ -282,15 +294,6 @@ class Walk:
         lines += self._reached(reached - in_cells, look_up, module, homes)
         self.texts[name] = "\n".join(lines)
         return name
-
-    def _inherited(self, cls: Any, names: Iterable[str]) -> list[str]:
-        """Methods that ``super()`` finds from ``cls`` on."""
-        mro = cls.__mro__[1:] if isinstance(cls, type) else ()
-        found = {
-            name: next((vars(base)[name] for base in mro if name in vars(base)), None)
-            for name in names
-        }
-        return [f"super().{name} {self.reference(found[name])}" for name in sorted(found)]
 
     def _cell(self, name: str, cell: str, value: Any, function: types.FunctionType) -> str:
         if cell in normalise.rebound_cells(function.__code__):

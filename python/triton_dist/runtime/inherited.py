@@ -28,44 +28,44 @@ class InheritedValue:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._slots: dict[tuple[int, _Slot | None], _Slot] = {}
+        """By thread, and the slot of who it works for."""
         self._kept: list[_Slot] = []
 
     def get(self) -> Any:
         slot = self._slot()
         return None if slot is None else slot.get()
 
-    def put(self, value: object) -> None:
-        slot = self._slot()
-        if slot is None:
+    def put(self, value: object) -> Any:
+        """Have this thread, and those that work for it, see ``value``; ``None``: what it sees
+        without one of its own. Returns what was put before, to be put again."""
+        slot, this = self._slot(), threading.get_ident()
+        if slot is None or slot.thread != this:
             if value is None:
-                return
-            slot = _Slot()
-            # Kept for ever, and once more: torch 2.11 takes a reference without adding one, so an
-            # object that it is given is freed while in use.
-            self._kept += [slot, slot]
+                return None
+            slot = self._slots.setdefault((this, slot), _Slot(this, slot))
+            slot.value = None
+            # torch 2.11 takes a reference without adding one, so an object that it is given is
+            # freed while in use: one is added for each time, for ever.
+            self._kept.append(slot)
             _put(self._name, slot)
-        slot.put(value)
+        before, slot.value = slot.value, value
+        return before
 
     def _slot(self) -> _Slot | None:
-        """The value of this thread, or of the one that it works for; ``None`` if neither has put
-        any yet."""
+        """The one of this thread, or of the one that it works for; ``None`` if neither has one."""
         slot: _Slot | None = _get(self._name) if _has(self._name) else None
         return slot
 
 
 class _Slot:
-    """Values that a thread has put, and that threads which work for it have put meanwhile."""
+    """The value of a thread, which sees that of ``outer`` while it has none."""
 
-    def __init__(self) -> None:
-        self._owner = threading.get_ident()
-        self._values: dict[int, object] = {}
+    def __init__(self, thread: int, outer: _Slot | None) -> None:
+        self.thread, self.outer = thread, outer
+        self.value: object = None
 
     def get(self) -> object:
-        own = self._values.get(threading.get_ident())
-        return self._values.get(self._owner) if own is None else own
-
-    def put(self, value: object) -> None:
-        if value is None:
-            self._values.pop(threading.get_ident(), None)
-        else:
-            self._values[threading.get_ident()] = value
+        if self.value is not None or self.outer is None:
+            return self.value
+        return self.outer.get()

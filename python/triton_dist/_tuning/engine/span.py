@@ -51,9 +51,9 @@ class Times(NamedTuple):
     winner: str
     """Digest of the record's winner."""
     fixed: tuple[str, float] | None
-    """Digest and milliseconds of the fastest config that has no line."""
+    """Digest and milliseconds of the winner, if it is not safe; else of the fastest that is not."""
     lines: tuple[Line, ...]
-    """Those that are safe."""
+    """Those of configs that are safe."""
 
 
 @dataclass(frozen=True)
@@ -103,34 +103,39 @@ def times_of(
     growths = {}
     for digest in filter(is_safe.__getitem__, medians):
         there = [(size, known[digest]) for size, known in elsewhere if digest in known]
-        if there:
-            growths[digest] = _growths(at, medians[digest], there)
+        growths[digest] = _growths(at, medians[digest], there)
+    # Of a config that was not measured elsewhere, that of its like.
+    usual = [
+        statistics.median([each for each in side if each is not None] or [0.0])
+        for side in zip(*growths.values(), strict=True)
+    ]
     lines = []
-    if growths:  # of a config that was measured nowhere else, those of its like
-        usual = tuple(map(statistics.median, zip(*growths.values(), strict=True)))
-        for digest in filter(is_safe.__getitem__, medians):
-            lines.append(Line(digest, at, medians[digest], *growths.get(digest, usual)))
-    with_line = {line.digest for line in lines}
-    fixed = min(
-        ((digest, ms) for digest, ms in medians.items() if digest not in with_line),
-        key=lambda pair: pair[1],
-        default=None,
-    )
-    return Times(record.best.digest, fixed, tuple(lines))
+    for digest, sides in growths.items():
+        down, up = (u if each is None else each for each, u in zip(sides, usual, strict=True))
+        lines.append(Line(digest, at, medians[digest], down, up))
+    winner = record.best.digest
+    tiled = {digest: ms for digest, ms in medians.items() if not is_safe[digest]}
+    first = winner if winner in tiled else min(tiled, key=tiled.__getitem__, default="")
+    fixed = (first, tiled[first]) if first else None
+    return Times(winner, fixed, tuple(lines))
 
 
-def _growths(at: int, ms: float, there: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """``Line.down`` and ``up``, from times at other sizes, the nearest first."""
+def _growths(
+    at: int, ms: float, there: Sequence[tuple[int, float]]
+) -> tuple[float | None, float | None]:
+    """``Line.down`` and ``up``, as far as times at other sizes tell, of which the nearest is
+    first."""
 
-    def growth(size: int, other: float) -> float:
-        return min(1.0, max(0.0, (ms - other) / ms * at / (at - size)))
+    def towards(size: int, other: float) -> float:
+        share = (ms - other) / ms * at / (at - size) if ms > 0 else 0.0
+        return min(1.0, max(0.0, share))
 
     below = [each for each in there if each[0] < at]
     above = [each for each in there if each[0] > at]
-    if not below:
-        return growth(*above[0]), growth(*above[0])
-    apart = next((each for each in below if each[0] <= _APART * at), below[0])
-    return growth(*below[0]), growth(*(above or [apart])[0])
+    beyond = [each for each in below if each[0] <= _APART * at]
+    across = [each for each in above if at <= _APART * each[0]]
+    down, up = below or across, above or beyond or below
+    return towards(*down[0]) if down else None, towards(*up[0]) if up else None
 
 
 def _medians(record: TuningRecord) -> dict[str, float]:

@@ -36,6 +36,7 @@ from triton_dist._tuning.values import (
     validity,
 )
 from triton_dist._tuning.values.sizes import Family, distance
+from triton_dist.errors import InvalidArgument
 
 T = TypeVar("T")
 REACH = 1.0
@@ -232,7 +233,12 @@ class Neighbours:
         scores = on_one_scale(delays, [each.weight for each in self.all])
         kinds: dict[object, Config] = {}
         for config in sorted(safe, key=lambda config: scores.get(config.digest, math.inf)):
-            kinds.setdefault(self.safe_kind(config), config)
+            kind = self.safe_kind(config)
+            try:
+                kinds.setdefault(kind, config)
+            except TypeError:
+                expected = "True, False or a name"
+                raise InvalidArgument("autotune", "the result of safe_fn", kind, expected) from None
         return list(kinds.values())
 
     @property

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from triton_dist.errors import WATCHDOG_EXIT_STATUS
 
@@ -62,15 +63,41 @@ class Watch:
         return self.due + self.grace if self.overdue else self.due
 
 
+class OfThread(Protocol):
+    """A value of the running thread."""
+
+    def get(self) -> Any:
+        """``None`` without one."""
+
+    def put(self, value: object) -> Any:
+        """Returns what was put before."""
+
+
+class _Local:
+    """The simplest of these."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def get(self) -> Any:
+        return getattr(self._of_thread, "value", None)
+
+    def put(self, value: object) -> Any:
+        before, self._of_thread.value = self.get(), value
+        return before
+
+
 class Watchdog:
     """Watches all threads of a process from one daemon thread, which the first watch starts."""
 
     def __init__(self) -> None:
+        self.around: OfThread = _Local()
+        """Watches that a thread is in, the outermost first; where another thread waits for it,
+        those of the other before them."""
         self._watches: set[Watch] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = 0.0
-        self._of_thread = threading.local()
 
     @contextmanager
     def watching(
@@ -86,21 +113,20 @@ class Watchdog:
         ``overdue`` says afterwards whether it was reported.
         """
         watch = Watch(seconds, grace, report, tell, self._now)
-        stack = self.watches()
-        stack.append(watch)
+        before = self.around.put((*(self.around.get() or ()), watch))
         self._add(watch)
         try:
             yield watch
         finally:
             with self._changed:
                 self._watches.discard(watch)
-            stack.pop()
+            self.around.put(before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within, this thread is in the tuner's own code, which bounds its waits itself: a tuned
         function that is tried calls one that is not tuned yet. Afterwards time starts anew."""
-        running = [watch for watch in self.watches() if watch.due != math.inf]
+        running = [watch for watch in self.around.get() or () if watch.due != math.inf]
         for watch in running:
             watch.end()
         try:
@@ -109,24 +135,9 @@ class Watchdog:
             for watch in running:
                 watch.begin()
 
-    def watches(self) -> list[Watch]:
-        """Those that this thread is in, the outermost first."""
-        stack: list[Watch] = self._of_thread.__dict__.setdefault("stack", [])
-        return stack
-
-    @contextmanager
-    def standing_in(self, watches: list[Watch]) -> Iterator[None]:
-        """Within, this thread is in those of a thread that waits for it."""
-        own = self.watches()
-        self._of_thread.stack = watches
-        try:
-            yield
-        finally:
-            self._of_thread.stack = own
-
     def is_inside(self) -> bool:
         """True if this thread is inside a watch, begun or not: in what is done for a trial."""
-        return bool(self.watches())
+        return bool(self.around.get())
 
     def forget(self) -> None:
         """In the child of a fork, which has no thread but the one that forked, and tries
@@ -134,7 +145,7 @@ class Watchdog:
         self._watches = set()
         self._changed = threading.Condition()
         self._thread = None
-        self._of_thread = threading.local()
+        self.around.put(())
 
     def _now(self) -> float:
         return time.monotonic() - self._stopped

@@ -189,6 +189,11 @@ class ConfigSpace(Sequence[Config]):
     ):
         self._source = source
 
+    @property
+    def maker(self) -> Callable[[], Iterable[Mapping[str, Any]]] | None:
+        """The callable that returns the configs, if one was given."""
+        return self._source if callable(self._source) else None
+
     @functools.cached_property
     def _configs(self) -> tuple[Config, ...]:
         candidates: object = self._source() if callable(self._source) else self._source

@@ -96,7 +96,7 @@ def _check_outputs(module: torch.nn.Module) -> None:
     """Refuse what a model would be without and not say so, such as a router's auxiliary loss."""
     for each in module.modules():
         for name in _NOT_GIVEN:
-            if getattr(getattr(each, "config", None), name, False):
+            if getattr(vars(each).get("config"), name, False):
                 expected = "False: the layers give back what comes next, and nothing beside it"
                 raise InvalidArgument("parallelize", f"module.config.{name}", True, expected)
 
