@@ -44,7 +44,6 @@ class InheritedValue:
             if value is None:
                 return None
             slot = self._slots.setdefault((this, slot), _Slot(this, slot))
-            slot.value = None
             # torch 2.11 takes a reference without adding one, so an object that it is given is
             # freed while in use: one is added for each time, for ever.
             self._kept.append(slot)
