@@ -386,6 +386,16 @@ def test_a_size_that_is_a_row_away_does_not_tell_how_a_time_goes_on():
     assert dict(rank.tuned.best_config(33)) != {"tile": "library"}
 
 
+def test_nor_is_it_told_by_one_above():
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return 1.2 if config["tile"] != "library" else 1.0 if cost.M <= 48 else 1.05
+
+    (rank,) = beside_a_library(cost)
+    for M in (48, 49):
+        call([rank], M)
+    assert dict(rank.tuned.best_config(63)) == {"tile": "library"}
+
+
 def test_a_time_of_nothing_is_no_error():
     def cost(rank: int, config: dict[str, Any]) -> float:
         return 0.0 if cost.M == 1665 else 1.0
@@ -409,7 +419,7 @@ def test_no_rows_are_a_size_too():
 def test_what_was_measured_inside_a_range_counts_for_its_own_size_shipped_too():
     found = fingerprint(version="7")
     (rank,) = sized(fingerprint=found)
-    call([rank], 2047)
+    call([rank], 1900)
     assert call([rank], 2060)[0][1] == {"tile": "library"}
     record = rank.tuned.tune(2060)
     assert record.at == (2060,)

@@ -213,3 +213,52 @@ def test_a_trial_is_paused_by_who_tunes_in_its_backward_pass():
     assert inside
     assert paused == math.inf > due
     assert not watchdog.is_inside()
+
+
+def test_a_trial_is_paused_until_the_last_of_those_that_it_waits_for_has_tuned():
+    early, late, seen = threading.Event(), threading.Event(), []
+
+    with watchdog.watching(60.0, 1.0, lambda: TimeoutError(), lambda error: None) as watch:
+        watch.begin()
+        state = torch._C._get_obj_in_tls("triton_dist.watches")
+
+        def helper(come: threading.Event, go: threading.Event):
+            torch._C._stash_obj_in_tls("triton_dist.watches", state)  # as torch does
+            with watchdog.paused():
+                come.set()
+                go.wait(10)
+            seen.append(watch.due)
+
+        first = threading.Event()
+        threads = [
+            threading.Thread(target=helper, args=(late, first)),
+            threading.Thread(target=helper, args=(early, late)),
+        ]
+        threads[1].start()
+        early.wait(10)
+        threads[0].start()
+        threads[1].join()
+        first.set()
+        threads[0].join()
+        watch.end()
+    assert seen[0] == math.inf > seen[1]
+
+
+def test_a_trial_does_not_run_while_it_waits_for_its_turn():
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def slow(x, n):
+        inside.set()
+        leave.wait(10)
+
+    thread = threading.Thread(target=make(slow), args=(1,))
+    thread.start()
+    inside.wait(10)
+    with watchdog.watching(60.0, 1.0, lambda: TimeoutError(), lambda error: None) as watch:
+        watch.begin()
+        threading.Timer(0.2, lambda: (seen.append(watch.due), leave.set())).start()
+        make(lambda x, n: x)(1)
+        seen.append(watch.due)
+        watch.end()
+    thread.join()
+    assert seen[0] == math.inf > seen[1]

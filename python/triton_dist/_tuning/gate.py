@@ -19,7 +19,9 @@ class Gate:
     """A lock that lets one thread tune at a time, and whoever that thread waits for.
 
     Re-entrant: a tuned function may call a tuned function. On GPUs it may do so on a thread of
-    autograd, while its own thread waits in ``backward``.
+    autograd, while its own thread waits in ``backward``. What it does not know: torch has one such
+    thread for each GPU, so a backward pass of another thread, which waits for its turn there, keeps
+    one that the thread inside waits for from running.
     """
 
     def __init__(self) -> None:

@@ -217,9 +217,11 @@ class Walk:
         space = configs_of(self._library, value)
         if space is None:
             return ""
-        if space.maker is not None:  # not asked: perhaps the function is never called
-            return f" space {self.reference(space.maker)}"
         name = self.constants.name(f"configs of {qualified_name(value)}", value)
+        if space.maker is not None:  # not asked: perhaps the function is never called
+            if not isinstance(space.maker, (types.FunctionType, functools.partial)):
+                self.constants.uncounted[name] = "made by an object, of which the class counts"
+            return f" space {self.reference(space.maker)}"
         self.constants.bound[name] = space.digest
         return f" space {[self.reference(each) for each in (*space.functions, *space.classes)]}"
 

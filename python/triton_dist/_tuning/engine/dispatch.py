@@ -16,6 +16,7 @@ from triton_dist._tuning.engine.choice import Choice
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
+from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -258,7 +259,7 @@ class AutoTuner(Decorated):
             if known is not None:
                 return known.of(sizes)
             parts = self._compose(process_group, verbose)
-        with parts.gate():
+        with watchdog.paused(), parts.gate():
             known = self._chosen.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))

@@ -82,7 +82,7 @@ class Span:
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
         if winner in estimates and estimates[chosen] > _WORTH * estimates[winner]:
             chosen = winner
-        return self.configs.get(chosen, self.configs[winner])
+        return self.configs[chosen if chosen in self.configs else winner]
 
 
 def times_of(
@@ -134,7 +134,7 @@ def _growths(
     above = [each for each in there if each[0] > at]
     beyond = [each for each in below if each[0] <= _APART * at]
     across = [each for each in above if at <= _APART * each[0]]
-    down, up = below or across, above or beyond or below
+    down, up = below or across, above or beyond
     return towards(*down[0]) if down else None, towards(*up[0]) if up else None
 
 

@@ -48,6 +48,13 @@ class Watch:
     """In seconds, without those in which the process was stopped."""
     due: float = math.inf
     overdue: bool = False
+    pauses: int = 0
+    """Threads, this one or those that it waits for, that are in the tuner's own code."""
+
+    @property
+    def is_running(self) -> bool:
+        """True between ``begin`` and ``end``, paused or not."""
+        return self.pauses > 0 or self.due != math.inf
 
     def begin(self) -> None:
         """Time runs from now. No lock: these two are called in the middle of what is timed."""
@@ -58,8 +65,8 @@ class Watch:
         self.due = math.inf
 
     def next(self) -> float:
-        """Time to report, or then to end the process. ``due`` is written by the watched thread
-        alone: one that comes back at the last moment is safe from then on."""
+        """Time to report, or then to end the process. ``due`` is written by the watched thread,
+        and those that it waits for: one that comes back at the last moment is safe from then on."""
         return self.due + self.grace if self.overdue else self.due
 
 
@@ -126,14 +133,19 @@ class Watchdog:
     def paused(self) -> Iterator[None]:
         """Within, this thread is in the tuner's own code, which bounds its waits itself: a tuned
         function that is tried calls one that is not tuned yet. Afterwards time starts anew."""
-        running = [watch for watch in self.around.get() or () if watch.due != math.inf]
-        for watch in running:
-            watch.end()
+        with self._changed:
+            running = [each for each in self.around.get() or () if each.is_running]
+            for watch in running:
+                watch.pauses += 1
+                watch.end()
         try:
             yield
         finally:
-            for watch in running:
-                watch.begin()
+            with self._changed:
+                for watch in running:
+                    watch.pauses -= 1
+                    if not watch.pauses:  # else another thread that it waits for is at it
+                        watch.begin()
 
     def is_inside(self) -> bool:
         """True if this thread is inside a watch, begun or not: in what is done for a trial."""

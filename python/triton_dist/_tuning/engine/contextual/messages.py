@@ -32,7 +32,7 @@ class Messages(Conversation):
         suspect: Suspect,
         limit: Callable[[], float],
     ) -> None:
-        with parts.gate():
+        with watchdog.paused(), parts.gate():
             limits = (parts.settings.seconds, parts.settings.grace)
             super().__init__(parts.ranks, function, *limits, self._quarantine)
         self._suspect, self._call_limit = suspect, limit
