@@ -319,15 +319,20 @@ def test_of_a_shipped_record_only_what_passes_prune_fn_today_is_used(rival):
     assert not asked  # what was learned at the first call of the range serves all of it
 
 
+def beside_a_library(cost: Any) -> list[Rank]:
+    """A rank with tiles of 64 and a library, which is safe."""
+    space = [{"tile": "library"}, {"tile": 64}]
+    is_safe = lambda config: config["tile"] == "library"  # noqa: E731
+    return ranks(cost=cost, space=space, safe_kind=is_safe, transfer_ms=0)
+
+
 def test_a_library_that_takes_other_tiles_from_some_row_on_grows_no_faster_than_the_size():
     times = {4039: {"library": 1.40, 64: 1.60}, 4097: {"library": 1.46, 64: 1.53}}
 
     def cost(rank: int, config: dict[str, Any]) -> float:
         return times[cost.M][config["tile"]]
 
-    space = [{"tile": "library"}, {"tile": 64}]
-    safe = {"safe_kind": lambda config: config["tile"] == "library"}
-    (rank,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
+    (rank,) = beside_a_library(cost)
     for M in times:
         call([rank], M)
     assert dict(rank.tuned.best_config(4222)) == {"tile": "library"}
@@ -340,14 +345,12 @@ def test_between_two_measured_sizes_a_library_takes_what_is_between_their_times(
     def cost(rank: int, config: dict[str, Any]) -> float:
         return times[cost.M][config["tile"]]
 
-    space = [{"tile": "library"}, {"tile": 64}]
-    safe = {"safe_kind": lambda config: config["tile"] == "library"}
-    (rank,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
+    (rank,) = beside_a_library(cost)
     for M in reversed(times):
         call([rank], M)
     assert dict(rank.tuned.best_config(1790)) == {"tile": "library"}
     times[1798]["library"] = 1.60
-    (other,) = ranks(cost=cost, space=space, transfer_ms=0, **safe)
+    (other,) = beside_a_library(cost)
     for M in reversed(times):
         call([other], M)
     assert dict(other.tuned.best_config(1790)) == {"tile": 64}
@@ -368,12 +371,6 @@ def test_tiles_are_used_at_a_size_that_was_not_measured_if_they_are_surely_faste
         call([rank], M)
     assert dict(rank.tuned.best_config(40)) == {"tile": 64}
     assert dict(rank.tuned.best_config(33)) == {"tile": used}
-
-
-def beside_a_library(cost: Any) -> list[Rank]:
-    space = [{"tile": "library"}, {"tile": 64}, {"tile": 32}]
-    is_safe = lambda config: config["tile"] == "library"  # noqa: E731
-    return ranks(cost=cost, space=space, safe_kind=is_safe, transfer_ms=0)
 
 
 def test_a_size_that_is_a_row_away_does_not_tell_how_a_time_goes_on():

@@ -81,7 +81,7 @@ class OfThread(Protocol):
 
 
 class _Local:
-    """The simplest of these."""
+    """One that no other thread sees."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

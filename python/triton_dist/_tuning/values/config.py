@@ -196,7 +196,7 @@ class ConfigSpace(Sequence[Config]):
 
     @functools.cached_property
     def _configs(self) -> tuple[Config, ...]:
-        candidates: object = self._source() if callable(self._source) else self._source
+        candidates: object = self._source if self.maker is None else self.maker()
         if not isinstance(candidates, Iterable):
             expected = "dicts of keyword arguments"
             raise InvalidArgument("autotune", "the result of config_space", candidates, expected)
