@@ -16,6 +16,7 @@ pack for hosts that have no compiler is made by
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -59,10 +60,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def every_range(most: int = _MOST) -> list[int]:
-    """The ends of all ranges up to ``most``: powers of two first, the largest of which compile what
-    the others need too."""
-    ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)}, reverse=True)
-    return sorted(ends, key=lambda end: not is_in_full(end))
+    """A size of each range up to ``most``: its middle, from which no other is far, but for powers
+    of two. These come first, the largest of which compile what the others need too."""
+    ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)})
+    sizes = [
+        end if is_in_full(end) else (below + 1 + end) // 2
+        for below, end in itertools.pairwise([0, *ends])
+    ]
+    return sorted(sizes, key=lambda size: (not is_in_full(size), -size))
 
 
 def is_in_full(M: int) -> bool:
@@ -77,8 +82,8 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
     }
     case = CASES[options.op]
-    # The most that the ranks can share: an end may be odd.
-    rows = options.M or [max(end // num_ranks, 1) * num_ranks for end in every_range()]
+    # The most that the ranks can share: a middle may be odd.
+    rows = options.M or [max(M // num_ranks, 1) * num_ranks for M in every_range()]
     return [
         list(dict.fromkeys(case.scaled(case.layer(M, N, K), scale, num_ranks) for M in rows))
         for N, K in sorted(layers)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from triton_dist._tuning.values import Config, ConfigSpace, Measurement, TuningRecord
 
 _WORTH = 0.99
-"""Share of the winner's time below which another config replaces it."""
+"""Share of the winner's time below which another config replaces it near the size at which it won;
+elsewhere its time is a guess, too, and the fastest is taken."""
 _SURE = 0.98
 """Share of the fastest safe config's time below which one of fixed tiles is used at a size that was
 not measured: some take longer for fewer rows of a tile (99 us for 33, 92 for 48)."""
@@ -80,7 +81,7 @@ class Span:
             estimates[fixed[0]] = fixed[1]
         winner = self.times.winner
         chosen = min(estimates, key=estimates.__getitem__, default=winner)
-        if winner in estimates and estimates[chosen] > _WORTH * estimates[winner]:
+        if known and winner in estimates and estimates[chosen] > _WORTH * estimates[winner]:
             chosen = winner
         return self.configs[chosen if chosen in self.configs else winner]
 
