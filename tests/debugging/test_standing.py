@@ -20,7 +20,7 @@ from tests.docs.markdown import DOCS, blocks
 from tests.docs.outputs import check_output
 from triton_dist.cli.main import main
 from triton_dist.runtime.debugging import asking, job
-from triton_dist.runtime.debugging.job import folder_of
+from triton_dist.runtime.debugging.job import folder_of, job_folder
 
 PDB = DOCS / "how-to" / "debug-in-pdb.md"
 
@@ -54,6 +54,11 @@ def hanging(two_ranks, folder):
         finally:
             for path in hangs:
                 path.touch()
+
+
+def named(folder):
+    """The name of the job whose place this is."""
+    return folder.name.rpartition("-")[2]
 
 
 def asked_until(pattern, job, seconds=90.0):
@@ -95,7 +100,7 @@ def test_the_recorded_session_over_two_ranks(two_ranks, monkeypatch, tmp_path):
             said = attached(rank, typed, monkeypatch, tmp_path)
             check_output(SimpleNamespace(expected=block.text, text="", id=block.id), said)
             if rank == 0:
-                name = folder_of(None, "pdb-1.sock").name.rpartition("-")[2]
+                name = named(folder_of(None, "pdb-1.sock"))
                 stands = r"rank 1 \(process \d+\): is at [^\n]*ring.py:15 in kernel_ring"
                 said = asked_until(f"(?s)rank 0[^\n]*waits in a kernel.*{stands}", name)
                 assert "waits for ring.flag[0] of rank 0 to reach 1, it is 0" in said
@@ -104,16 +109,17 @@ def test_the_recorded_session_over_two_ranks(two_ranks, monkeypatch, tmp_path):
 
 
 def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_ranks, tmp_path):
+    name = named(two_ranks(job_folder)[0])  # ranks of other tests may be about
     with hanging(two_ranks, tmp_path) as (job, (first_hang, _)):
         place = f"of kernel_told, {bugs.__file__}:{bugs.line_of('told')}"
         awaited = "waits for bugs.flag[0] of rank 0 to reach 1, it is 0"
         stands = r"rank 1 \(process \d+\): is at [^\n]*bugs.py:\d+ in _told"  # once it comes there
-        said = asked_until(f"(?s){re.escape(f'{place}: {awaited}')}.*{stands}", None)
+        said = asked_until(f"(?s){re.escape(f'{place}: {awaited}')}.*{stands}", name)
         assert "2 of 2 ranks answer" in said
         assert "told: bugs.flag" not in said
         first_hang.touch()
         differs = "ag_gemm, calls: rank 0: 2  rank 1: 1 <- differs"
-        said = asked_until(f"(?s)ag_gemm[^\n]*which rank 1 sets.*{differs}", None)
+        said = asked_until(f"(?s)ag_gemm[^\n]*which rank 1 sets.*{differs}", name)
         assert "last launches: " in said
     (first, second), other = job.results
     assert first[0] == second[0] == "WaitNeverEnds"
