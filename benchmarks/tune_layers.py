@@ -60,12 +60,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def every_range(most: int = _MOST) -> list[int]:
-    """A size of each range up to ``most``: its middle, from which no other is far, but for powers
-    of two. These come first, the largest of which compile what the others need too."""
+    """A size of each range up to ``most``, the largest first, which compile what the others need
+    too; before them powers of two. Of ranges with multiples of 32 their end, of others the middle,
+    from which no size is far, or what is beside it: at multiples of 16 libraries may have kernels
+    that they have nowhere else."""
     ends = sorted({tune.fine_bucket(n) for n in range(1, most + 1)})
+    middles = [(below + 1 + end) // 2 for below, end in itertools.pairwise([0, *ends])]
     sizes = [
-        end if is_in_full(end) else (below + 1 + end) // 2
-        for below, end in itertools.pairwise([0, *ends])
+        end if end <= 16 or end % 32 == 0 else middle - 2 * (middle % 16 == 0)
+        for middle, end in zip(middles, ends, strict=True)
     ]
     return sorted(sizes, key=lambda size: (not is_in_full(size), -size))
 

@@ -78,23 +78,24 @@ def test_ranges_are_in_order_hold_their_sizes_and_grow_with_them(n):
     assert fine_bucket(end) == end
     assert fine_bucket(end + 1) > end
     assert end - n < max(16, n / 4 if n <= 256 else n / 8)
-    assert (end % 64 == 0) <= (end == n or n <= 16)  # by itself
-    tiles = end + (end % 16 == 15)  # or all but the last row of them
+    assert (end % 32 == 0) == (n % 32 == 0)  # by themselves
     if n > 16:
-        assert tiles % 16 == 0
+        assert (end + (end % 32 == 31)) % 16 == 0  # tiles, or all but the last row of them
     if n > 512:
         assert end - n < n / 16
     if n > 2048:
-        assert tiles % 128 == 0
+        assert (end + (end % 32 == 31)) % 128 == 0
         assert end - n < max(128, n / 31)
 
 
 def test_ranges_up_to_16384_are_about_two_hundred():
     ends = {fine_bucket(n) for n in range(1, 16385)}
-    aligned = sum(end % 64 == 0 for end in ends)
+    aligned = sum(end % 32 == 0 for end in ends)
+    assert aligned == 4 + 28 + 16 + 48 + 32
     assert len(ends) - aligned == 5 + 7 + 28 + 16 + 48 + 32
-    assert aligned == 2 + 14 + 16 + 48 + 32
-    assert aligned == sum(fine_bucket(end - 1) == end - 1 for end in ends if end % 64 == 0)
+    assert [fine_bucket(n) for n in (1054, 1056, 1088, 2050, 2080, 2144)] == [
+        1087, 1088, 1088, 2175, 2176, 2176
+    ]  # fmt: skip
     assert fine_bucket(0) == 0
     with pytest.raises(InvalidArgument, match="n is -1"):
         fine_bucket(-1)
@@ -270,7 +271,7 @@ def test_within_a_range_the_exact_size_decides():
     call([rank], 2047)
     call([rank], 2175)
     rank.ranks.phases.clear()
-    used = {M: call([rank], M)[0][1]["tile"] for M in range(2049, 2176)}
+    used = {M: call([rank], M)[0][1]["tile"] for M in range(2049, 2176) if M % 32}
     assert rank.ranks.phases == []  # from what all ranks know
     switch = round(0.97 * 2175)
     for M, tile in used.items():
@@ -356,6 +357,19 @@ def test_between_two_measured_sizes_a_library_takes_what_is_between_their_times(
     for M in reversed(times):
         call([other], M)
     assert dict(other.tuned.best_config(1790)) == {"tile": 64}
+
+
+def test_multiples_of_32_do_not_tell_how_a_time_goes_on_between_them():
+    times = {2112: {"library": 1.3, 64: 1.03}, 2050: {"library": 1.0, 64: 1.03}}
+
+    def cost(rank: int, config: dict[str, Any]) -> float:
+        return times[cost.M][config["tile"]]
+
+    (rank,) = beside_a_library(cost)
+    for M in times:
+        call([rank], M)
+    used = {M: rank.tuned.best_config(M)["tile"] for M in (2080, 2170)}
+    assert used == {2080: 64, 2170: "library"}
 
 
 def test_where_nothing_was_measured_the_winner_has_no_start_on_another_library():
@@ -465,7 +479,7 @@ def test_all_ranks_switch_at_one_size():
         rank.tuned.clear()
     leader_only = leader.disk.records()
     assert list(leader_only)
-    for M in (2175, *range(2050, 2175, 5)):
+    for M in (2175, *range(2051, 2175, 4)):
         one, two = call([leader, other], M)
         assert one == two, M
     assert leader.tuned.tuning_count == other.tuned.tuning_count == 2
@@ -634,4 +648,4 @@ def test_what_safe_fn_returns_tells_configs_apart():
     )(lambda M, n: M)
     tuned(M=4096)
     with pytest.raises(InvalidArgument, match=r"result of safe_fn is \[1\], expected True"):
-        tuned(M=4000)
+        tuned(M=3999)

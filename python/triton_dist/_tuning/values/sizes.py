@@ -20,7 +20,7 @@ from triton_dist._tuning.values.config import Config
 from triton_dist._tuning.values.key import Key, qualified_name
 from triton_dist.errors import InvalidArgument
 
-_ALIGNED = 64
+_ALIGNED = 32
 Rounding = Callable[[int], int]
 WavesFn = Callable[[Any, Config], float | None]
 Path = tuple[int, ...]
@@ -28,15 +28,15 @@ Path = tuple[int, ...]
 
 
 def fine_bucket(n: int) -> int:
-    """``n`` rounded up to the end of its range; 0 stays 0.
+    """The largest size of the range of ``n``; 0 stays 0.
 
     Ranges end where tiles do. Up to 16 they end at powers of two, then at multiples of a step that
     grows with ``n``: 16 up to 128, 32 up to 1024, 64 up to 2048, 128 up to 8192, and 1/32 to 1/64
     of ``n`` above. So near to one another that tiles and waves of a kernel are as full at the
-    beginning of a range as at its end. An end that is a multiple of 64 is a range of its own, and
-    the sizes below it one that ends before it: libraries have other kernels for such a size, and
-    another time (cuBLAS: 443 us for 1408 rows, 421 for 1406 and 1410, on an H200). A server sees
-    248 ranges up to 16384.
+    beginning of a range as at its end. The multiples of 32 in it are a range of their own, and the
+    other sizes one that ends before the last of them: libraries have other kernels for multiples of
+    32, and another time (cuBLAS: 443 us for 1408 rows, 421 for 1406 and 1410, on an H200). A server
+    sees 264 ranges up to 16384.
 
     Raises:
         InvalidArgument: ``n`` is negative.
@@ -48,7 +48,14 @@ def fine_bucket(n: int) -> int:
         return 1 << below + 1 if n > 0 else 0
     step = 1 << max(4, min(5, below - 2), min(7, below - 4), below - 5)
     end = -(-n // step) * step
-    return end - 1 if end % _ALIGNED == 0 and n < end else end
+    return end - 1 if end % _ALIGNED == 0 and n % _ALIGNED else end
+
+
+def are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Tell whether libraries have kernels of one kind for the sizes of two ranges, given by their
+    ends: multiples of 32, or all others."""
+    pairs = zip(one, other, strict=True)
+    return all((a % _ALIGNED == 0) == (b % _ALIGNED == 0) for a, b in pairs)
 
 
 class Sizes:
@@ -79,11 +86,6 @@ class Sizes:
     def values(self, key: Any) -> tuple[int, ...]:
         """The sizes in ``key``."""
         return tuple(value for _, _, value in self._fields(key))
-
-    def is_one(self, sizes: Sequence[int]) -> bool:
-        """Tell whether ``sizes``, the end of a range, are all that is in it."""
-        pairs = zip(self.rounding.values(), sizes, strict=True)
-        return all(size < 1 or rounding(size - 1) != size for rounding, size in pairs)
 
     def family(self, key: Any) -> Family:
         """The relatives of ``key``, a result of ``key_fn``."""
