@@ -7,6 +7,7 @@ thread-local state on to those threads, and keeps a place for Python objects in 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -30,7 +31,6 @@ class InheritedValue:
         self._name = name
         self._slots: dict[tuple[int, _Slot | None], _Slot] = {}
         """By thread, and the slot of who it works for."""
-        self._kept: list[_Slot] = []
 
     def get(self) -> Any:
         slot = self._slot()
@@ -46,7 +46,7 @@ class InheritedValue:
             slot = self._slots.setdefault((this, slot), _Slot(this, slot))
             # torch 2.11 takes a reference without adding one, so an object that it is given is
             # freed while in use: one is added for each time, for ever.
-            self._kept.append(slot)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
             _put(self._name, slot)
         before, slot.value = slot.value, value
         return before
