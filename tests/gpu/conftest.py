@@ -12,6 +12,8 @@ from triton_dist.testing.rank_pool import RankPool
 
 SECONDS = 240
 
+pytest.register_assert_rewrite("tests.gpu.summed_gemm")
+
 
 @pytest.fixture(scope="session")
 def _pools():

@@ -1,4 +1,4 @@
-"""What is tested of GEMM-AllReduce alone, on GPUs: compiled kernels, NVLink.
+"""GEMM-AllReduce on GPUs: compiled kernels, NVLink.
 
 The functions of the ranks are those of tests/distributed.
 """
@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import gemm_ar_ranks
-from tests.distributed.gemm_ar_calls import TILED, WAYS
+from tests.distributed import gemm_ar_calls, gemm_ar_ranks
 from tests.gpu.ranks import few_ranks
+from tests.gpu.summed_gemm import SummedGEMM
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
+class TestGEMMAllReduce(SummedGEMM):
+    kind = gemm_ar_calls.Calls
+
+
 @few_ranks
 def test_any_number_of_rows(on_gpus):
-    assert set(on_gpus(gemm_ar_ranks.every_size, 4)) == {8 * len(TILED)}
+    assert set(on_gpus(gemm_ar_ranks.every_size, 4)) == {8 * len(gemm_ar_calls.TILED)}
 
 
 @few_ranks
 def test_every_rank_has_the_same_bits(on_gpus):
-    assert set(on_gpus(gemm_ar_ranks.same_bits_on_all_ranks)) == {2 * len(WAYS)}
+    assert set(on_gpus(gemm_ar_ranks.same_bits_on_all_ranks)) == {2 * len(gemm_ar_calls.WAYS)}
 
 
 @few_ranks

@@ -1,4 +1,4 @@
-"""What is tested of GEMM-ReduceScatter alone, on GPUs: compiled kernels, NVLink.
+"""GEMM-ReduceScatter on GPUs: compiled kernels, NVLink.
 
 The functions of the ranks are those of tests/distributed.
 """
@@ -8,10 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed import gemm_rs_ranks
+from tests.distributed import gemm_rs_calls, gemm_rs_ranks
 from tests.gpu.ranks import few_ranks
+from tests.gpu.summed_gemm import SummedGEMM
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
+
+
+class TestGEMMReduceScatter(SummedGEMM):
+    kind = gemm_rs_calls.Calls
 
 
 @few_ranks
