@@ -372,6 +372,12 @@ def test_multiples_of_32_do_not_tell_how_a_time_goes_on_between_them():
     assert used == {2080: 64, 2170: "library"}
 
 
+def test_sizes_are_apart_where_the_rounding_says_so():
+    assert [M for M in (1, 16, 31, 32, 2175, 2176) if SIZES.are_apart((M,))] == [1, 32, 2176]
+    hundreds = Sizes("run", {"M": lambda n: -(-n // 100) * 100})
+    assert not hundreds.are_apart((800,))  # a multiple of 32, as 700 is not
+
+
 def test_where_nothing_was_measured_the_winner_has_no_start_on_another_library():
     """Near 2050, where one won, it is used unless the other should be 1 % faster."""
     times = {2050: {"one": 1.0, "other": 1.001}, 2310: {"one": 1.056, "other": 1.011}}

@@ -35,7 +35,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
     validity,
 )
-from triton_dist._tuning.values.sizes import Family, are_alike, distance
+from triton_dist._tuning.values.sizes import Family, distance
 from triton_dist.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -108,7 +108,9 @@ class Transfer:
         near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
         own = None
         if near is not None:
-            others = [each for each in near.all if are_alike(each.sizes, near.family.sizes)]
+            apart = subject.sizes.are_apart
+            kind = apart(near.family.sizes)
+            others = [each for each in near.all if apart(each.sizes) == kind]
             own = near.times(record, self._usable(record), others)
         times = self._told("sizes", own)
         return None if times is None else Span.of(times, subject.space)

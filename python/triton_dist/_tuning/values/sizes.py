@@ -51,13 +51,6 @@ def fine_bucket(n: int) -> int:
     return end - 1 if end % _ALIGNED == 0 and n % _ALIGNED else end
 
 
-def are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Tell whether libraries have kernels of one kind for the sizes of two ranges, given by their
-    ends: multiples of 32, or all others."""
-    pairs = zip(one, other, strict=True)
-    return all((a % _ALIGNED == 0) == (b % _ALIGNED == 0) for a, b in pairs)
-
-
 class Sizes:
     """The sizes in the keys of one function.
 
@@ -86,6 +79,12 @@ class Sizes:
     def values(self, key: Any) -> tuple[int, ...]:
         """The sizes in ``key``."""
         return tuple(value for _, _, value in self._fields(key))
+
+    def are_apart(self, sizes: Sequence[int]) -> bool:
+        """Tell whether ``sizes``, the end of a range, are of a kind of their own, such as multiples
+        of 32: those just below are in another range."""
+        pairs = zip(self.rounding.values(), sizes, strict=True)
+        return all(size < 1 or rounding(size - 1) != size for rounding, size in pairs)
 
     def family(self, key: Any) -> Family:
         """The relatives of ``key``, a result of ``key_fn``."""
