@@ -67,8 +67,8 @@ WAYS = {
 }
 
 
-def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
-    """Microseconds of one call, the best of ``repeats`` averages over ``number``."""
+def subjects() -> dict[str, Any]:
+    """What ``WAYS`` call, by name: with configs chosen."""
     names: dict[str, Any] = {
         "function": function,
         "key_fn": key_fn,
@@ -80,6 +80,12 @@ def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
     names["tuned"](1, 2)
     names["settled"](1, 2)
     names["layer"].tuned(1, 2)
+    return names
+
+
+def measure(repeats: int = 200, number: int = 5000) -> dict[str, float]:
+    """Microseconds of one call, the best of ``repeats`` averages over ``number``."""
+    names = subjects()
     timers = {way: timeit.Timer(statement, globals=names) for way, statement in WAYS.items()}
     best = dict.fromkeys(WAYS, float("inf"))
     for _ in range(repeats):  # in turn, so that a slow moment of the machine is one of all
