@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def spawn_ranks() -> Callable[..., list[Any]]:
-    """:func:`triton_dist.testing.spawn_ranks`: ``spawn_ranks(2, fn, *args, timeout=60)``."""
+    """:func:`triton_dist.testing.spawn_ranks`, with time for a machine that does much else."""
     from triton_dist import testing
 
-    return testing.spawn_ranks
+    return functools.partial(testing.spawn_ranks, timeout=180.0)

@@ -31,7 +31,7 @@ def resolve(pair: Path, python: str) -> subprocess.CompletedProcess[str]:
         "--no-python-downloads", f"--python={sys.executable}",
     ]  # fmt: skip
     return subprocess.run(
-        command, cwd=ROOT, text=True, capture_output=True, timeout=100, check=False
+        command, cwd=ROOT, text=True, capture_output=True, timeout=200, check=False
     )
 
 

@@ -13,7 +13,7 @@ SCRIPT = str(ROOT / "benchmarks" / "bench_first_calls.py")
 def test_sizes_beside_tuned_ones_are_predicted_then_raced(spawn_ranks, tmp_path):
     path = tmp_path / "first.json"
     command = (SCRIPT, "--op", "gemm_rs", "--sizes", "8", "--most", "64", "--json", str(path))
-    printed, _ = spawn_ranks(2, run_program, *command, init=False, timeout=100)
+    printed, _ = spawn_ranks(2, run_program, *command, init=False, timeout=200)
     assert "gemm_rs, llama-70b-gate-up: 2 ranks" in printed
     calls = json.loads(path.read_text())["calls"]
     frozen, raced = ([each for each in calls if each["frozen"] is kind] for kind in (True, False))

@@ -52,7 +52,7 @@ def test_each_kernel_is_compiled_once_and_by_no_rank(tmp_path):
     results = spawn_ranks(
         2,
         tune,
-        timeout=100,
+        timeout=200,
         env={
             "TRITON_INTERPRET": "0",
             "TRITON_CACHE_DIR": str(tmp_path / "triton"),

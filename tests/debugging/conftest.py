@@ -11,4 +11,4 @@ from triton_dist.testing.rank_pool import RankPool
 def two_ranks():
     """``two_ranks(fn, *args)``: what ``fn`` returns, by rank."""
     with RankPool(2) as pool:
-        yield lambda fn, *args: pool.run(fn, *args, timeout=110)
+        yield lambda fn, *args: pool.run(fn, *args, timeout=200)

@@ -16,8 +16,6 @@ from triton_dist.errors import RanksFailed
 
 SCRIPTS = ROOT / "python" / "triton_dist" / "test" / "nvidia"
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def cache(tmp_path):
@@ -41,7 +39,7 @@ def run_script(spawn_ranks, cache):
 
     def run(name, *options, **variables):
         path, env = str(SCRIPTS / name), cache | variables
-        return spawn_ranks(2, run_program, path, *options, init=False, timeout=100, env=env)[0]
+        return spawn_ranks(2, run_program, path, *options, init=False, timeout=200, env=env)[0]
 
     return run
 

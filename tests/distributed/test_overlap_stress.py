@@ -19,7 +19,7 @@ LOADS = {op: dataclasses.replace(LOAD, op=op) for op in overlap_stress.OPS}
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_random_calls(spawn_ranks, load):
-    results = spawn_ranks(4, overlap_stress.random_calls, load, timeout=100)
+    results = spawn_ranks(4, overlap_stress.random_calls, load, timeout=200)
     assert summarise(results, LOAD.calls) == ""
 
 

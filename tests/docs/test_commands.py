@@ -21,8 +21,6 @@ from tests.docs.run_blocks import run_program
 from triton_dist.cli.main import main
 from triton_dist.test.report import NO_TIMES
 
-pytestmark = pytest.mark.timeout(180)
-
 NOT_RUN = {
     r"make |(TRITON_VERSION=\S+ )?bash scripts/test\.sh": "the test suite, of which this is a part",
     r"NNODES=": "needs several hosts",
@@ -139,7 +137,7 @@ def test_launched(command: Command, spawn_ranks, folder: Path, monkeypatch) -> N
     if not TUNED.match(command.line):
         env["TRITON_DIST_AUTOTUNE"] = "0"
     (printed, *_) = spawn_ranks(
-        ranks, run_program, script, *arguments, init=False, timeout=150, env=env
+        ranks, run_program, script, *arguments, init=False, timeout=200, env=env
     )
     assert printed.strip()
     if "check" in arguments:

@@ -45,7 +45,7 @@ def run_alone(block: Block, folder: Path, environment: dict[str, str]) -> str:
     result = subprocess.run(
         command,
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=150, check=False,
+        text=True, timeout=200, check=False,
     )  # fmt: skip
     if result.returncode:
         pytest.fail(f"{block.id} ended with status {result.returncode}:\n{result.stdout}")
@@ -77,7 +77,7 @@ def process() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("block", IN_A_RANK, ids=lambda block: block.id)
 def test_program(block: Block, process: RankPool, tmp_path: Path) -> None:
-    check_output(block, *process.run(run_program, file_of(block, tmp_path), timeout=150))
+    check_output(block, *process.run(run_program, file_of(block, tmp_path), timeout=200))
 
 
 @pytest.fixture(scope="module")

@@ -21,4 +21,4 @@ def _two_ranks():
 @pytest.fixture
 def on_two_ranks(_two_ranks):
     """``on_two_ranks(fn, *args)``: what ``fn`` returns, by rank."""
-    return functools.partial(_two_ranks.run, timeout=120)
+    return functools.partial(_two_ranks.run, timeout=200)

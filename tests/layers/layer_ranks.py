@@ -348,6 +348,9 @@ def mistakes() -> list[str]:
     asking.model.config = types.SimpleNamespace(output_router_logits=True)
     refused(lambda: parallelize(asking, max_M=4))
     assert type(asking.model.layers[0].self_attn).__name__ != "TP_Attn", "nothing is changed"
+    asked = model(num_experts=2)
+    with parallelize(asked, max_M=4):
+        refused(lambda: asked(torch.zeros(1, 4, dtype=torch.int64), output_router_logits=True))
     for heads in ({"num_attention_heads": 3}, {"num_key_value_heads": 3}):
         attention = model(**heads).model.layers[0].self_attn
         refused(functools.partial(TP_Attn()._init_parameters, attention))

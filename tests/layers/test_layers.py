@@ -73,6 +73,7 @@ def test_mistakes_are_said(on_two_ranks):
         "parallelize: module is 'Linear', expected a module with q_proj, ",
         "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
         "parallelize: module.config.output_router_logits is True, expected False: the layers give",
+        "Llama: output_router_logits is True, expected False: the layers give",
         "TP_Attn: heads of q_proj is 3, expected a multiple of the 2 ranks",
         "TP_Attn: heads of k_proj is 3, expected a multiple or a divisor of the 2 ranks",
         "KV_Cache: kv_heads is 3, expected a multiple or a divisor of world_size = 2",

@@ -51,7 +51,7 @@ def unmended():
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
     return json.loads(run.stdout)

@@ -29,7 +29,7 @@ def test_results_are_those_of_the_interpreter_as_it_is():
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=True,
     )
     upstream = json.loads(run.stdout)

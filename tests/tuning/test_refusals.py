@@ -24,7 +24,7 @@ OWN = {
 
 @pytest.mark.filterwarnings("ignore::triton_dist.errors.TuningWarning")
 def test_what_one_rank_raises_reaches_the_other_within_a_second_or_so(spawn_ranks):
-    waits, raises = spawn_ranks(2, refusal_ranks.every_refusal, timeout=60)
+    waits, raises = spawn_ranks(2, refusal_ranks.every_refusal)
     assert set(OWN) == set(refusal_ranks.BROKEN)
     for name, (kind, text) in OWN.items():
         own, message, seconds = raises[name]
@@ -43,7 +43,7 @@ def test_what_one_rank_raises_reaches_the_other_within_a_second_or_so(spawn_rank
 
 def test_a_rank_that_does_not_take_part_says_so(spawn_ranks):
     env = {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "0.5"}
-    waits, _ = spawn_ranks(2, refusal_ranks.one_does_not_come, env=env, timeout=60)
+    waits, _ = spawn_ranks(2, refusal_ranks.one_does_not_come, env=env)
     (kind, untuned, _), (_, given, _) = waits
     assert kind == "TuningTimeout"
     assert "rank 1 called it with autotune=False" in untuned

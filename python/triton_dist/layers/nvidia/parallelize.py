@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from triton_dist._warn import warn
@@ -54,7 +56,8 @@ def parallelize(
 
     Raises:
         InvalidArgument: no such layer in ``module``, or one that cannot be shared out; or its
-            ``config`` asks for what layers do not give back. The module is then as it was.
+            ``config`` asks for what layers do not give back. The module is then as it was. A call
+            of the module that asks for it raises the same.
     """
     _check_outputs(module)
     made = TensorParallel(max_M, group) if ranks is None else ranks
@@ -88,6 +91,7 @@ def parallelize(
         raise InvalidArgument("parallelize", "module", type(module).__name__, expected)
     for parent, name, layer in found:
         setattr(parent, name, layer)
+    module.register_forward_pre_hook(_check_call, with_kwargs=True)
     module.to(made.device)
     return made
 
@@ -97,8 +101,19 @@ def _check_outputs(module: torch.nn.Module) -> None:
     for each in module.modules():
         for name in _NOT_GIVEN:
             if getattr(vars(each).get("config"), name, False):
-                expected = "False: the layers give back what comes next, and nothing beside it"
-                raise InvalidArgument("parallelize", f"module.config.{name}", True, expected)
+                raise _not_given("parallelize", f"module.config.{name}")
+
+
+def _check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse it of a call, too."""
+    for name in _NOT_GIVEN:
+        if kwargs.get(name):
+            raise _not_given(type(module).__name__, name)
+
+
+def _not_given(function: str, argument: str) -> InvalidArgument:
+    expected = "False: the layers give back what comes next, and nothing beside it"
+    return InvalidArgument(function, argument, True, expected)
 
 
 def _family_of(module: torch.nn.Module) -> str:
