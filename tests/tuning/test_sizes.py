@@ -41,9 +41,9 @@ SPACE = [{"tile": tile} for tile in (1, 2, 4, 8, 16, 32, 64, 128)]
 
 def ranks(size: int = 1, seconds: float = SECONDS, **options: Any) -> list[Rank]:
     """Ranks whose fastest tile is the one nearest to M / 64, in the sense of a ratio."""
-    options = {"cost": cost_of(), "space": SPACE} | options
+    options = {"cost": cost_of(), "space": SPACE, "sizes": SIZES} | options
     return [
-        Rank(rank, sizes=SIZES, key_fn=lambda x, **_: Keyed(x, "n"), **options)
+        Rank(rank, key_fn=lambda x, **_: Keyed(x, "n"), **options)
         for rank in thread_ranks(size, seconds)
     ]
 
@@ -504,24 +504,46 @@ def test_in_doubt_a_safe_config_is_predicted():
     assert together([rank], 960)[0][1] == {"tile": "library"}
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_prune_fn_that_raises_where_nothing_is_measured_is_told_with_its_cause(frozen):
-    """On every rank, frozen or in a capture; the leader's error keeps the exception itself."""
-    both = ranks(2)
-    call(both, 512)
+def broken(config: Any, x: int) -> bool:
+    raise ZeroDivisionError("no stages")
 
-    def broken(config: Any, x: int) -> bool:
+
+def broken_waves(key: Keyed, config: Any) -> float:
+    if key.M != 512:
         raise ZeroDivisionError("no stages")
+    return 1.0
 
+
+WITHOUT_WAVES = Sizes("run", {"M": fine_bucket}, broken_waves)
+
+
+@pytest.mark.parametrize("raising", ["prune_fn", "waves_fn"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_raises_where_nothing_is_measured_is_told_with_its_cause(frozen, raising):
+    """On every rank, frozen or in a capture; the leader's error keeps the exception itself."""
+    both = ranks(2, sizes=WITHOUT_WAVES if raising == "waves_fn" else SIZES)
+    call(both, 512)
     for rank in both:
-        rank.tuned.prune_fn = broken
+        if raising == "prune_fn":
+            rank.tuned.prune_fn = broken
         rank.frozen, rank.device.capturing = frozen, not frozen
     errors = call(both, 576)
     for error in errors:
         assert type(error) is (TuningFrozen if frozen else CaptureInProgress)
-        for part in ("ops.run", "Keyed(576, 'n')", "ZeroDivisionError: no stages on rank 0"):
+        cause = f"{raising} raised ZeroDivisionError: no stages on rank 0"
+        for part in ("ops.run", "Keyed(576, 'n')", cause):
             assert part in str(error)
     assert isinstance(errors[0].__cause__, ZeroDivisionError)
+
+
+def test_a_waves_fn_that_raises_ends_all():
+    both = ranks(2, sizes=WITHOUT_WAVES)
+    call(both, 512)
+    leader, other = call(both, 576)
+    assert type(leader) is ZeroDivisionError
+    assert type(other) is RankDisagreement
+    assert "waves_fn of ops.run" in str(other)
+    assert "waves_fn raised ZeroDivisionError: no stages" in str(other)
 
 
 def test_what_is_predicted_in_a_capture_is_measured_after_it():

@@ -24,6 +24,7 @@ from triton_dist._tuning.values import (
     Unlisted,
     codec,
 )
+from triton_dist._tuning.values.show import said
 from triton_dist.errors import NoValidConfig, RankDisagreement
 
 MOST_LISTED = 1000
@@ -40,6 +41,8 @@ class _Plan:
     carried: str = ""
     """Neighbours that left so few of them."""
     failure: str | None = None
+    raising: str = "prune_fn"
+    """What the failure is of."""
 
 
 class Field:
@@ -118,27 +121,32 @@ def field_of(
 
     Raises:
         NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
-        RankDisagreement: the leader's ``prune_fn`` raised, which it raises itself.
+        RankDisagreement: the leader's ``prune_fn`` or ``waves_fn`` raised, which it raises itself.
     """
     space, plan = subject.space, _Plan()
     answer = pruning.answer if ranks.is_leader else Answer()
-    if answer.failure is not None:
+    failure = answer.failure
+    if failure is not None:
         plan = _Plan(failure=answer.raised)
     elif isinstance(answer.kept, Unlisted):
         plan = _Plan(kept=None)
     elif ranks.is_leader:
-        few, carried = transfer.few(key, fingerprint, answer.kept)
-        plan = _Plan(
-            tuple(map(space.place, few)),
-            tuple((space.place(each.config), each.reason) for each in answer.dropped),
-            carried,
-        )
+        try:
+            few, carried = transfer.few(key, fingerprint, answer.kept)
+            plan = _Plan(
+                tuple(map(space.place, few)),
+                tuple((space.place(each.config), each.reason) for each in answer.dropped),
+                carried,
+            )
+        except Exception as error:  # of the user's waves_fn, which it asks
+            failure = error
+            plan = _Plan(failure=f"waves_fn raised {said(error)}", raising="waves_fn")
     decided = ranks.decide(Situation("prune_fn"), plan, parts.settings.seconds)
-    if answer.failure is not None:
-        raise answer.failure
+    if failure is not None:
+        raise failure
     if decided.failure is not None:
         raised = {ranks.named(0): decided.failure}
-        raise RankDisagreement(f"prune_fn of {subject.name}", raised)
+        raise RankDisagreement(f"{decided.raising} of {subject.name}", raised)
     if decided.kept is None:
         own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
         return Field(space, own, [], "")

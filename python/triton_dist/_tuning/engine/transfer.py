@@ -35,6 +35,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
     validity,
 )
+from triton_dist._tuning.values.show import said
 from triton_dist._tuning.values.sizes import Family, distance
 from triton_dist.errors import InvalidArgument
 
@@ -73,6 +74,8 @@ class Transfer:
     ) -> None:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self._pruning = pruning
+        self.cause: Exception | None = None
+        """Of a prediction that failed on this rank."""
 
     @property
     def measured_at(self) -> tuple[int, ...]:
@@ -120,9 +123,13 @@ class Transfer:
         if near is None or not near.all:
             return Prediction()
         pruned = self._pruning.answer
-        if pruned.failure is not None:
-            return Prediction(failure=f"{pruned.raised} on rank {self._ranks.named(0)}")
-        return Prediction(near.predict(key, pruned.listed, timestamp()))
+        self.cause, raised = pruned.failure, pruned.raised
+        if self.cause is None:
+            try:
+                return Prediction(near.predict(key, pruned.listed, timestamp()))
+            except Exception as error:  # of the user's waves_fn
+                self.cause, raised = error, f"waves_fn raised {said(error)}"
+        return Prediction(failure=f"{raised} on rank {self._ranks.named(0)}")
 
     def _usable(self, record: TuningRecord) -> list[Config]:
         """Configs in ``record`` that may be used besides the winner: those of one's own passed

@@ -83,7 +83,8 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
 
     Raises:
         TuningFrozen: tuning is forbidden on some rank; on every rank.
-        CaptureInProgress: the leader's ``prune_fn`` raised during a capture; on every rank.
+        CaptureInProgress: the leader's ``prune_fn`` or ``waves_fn`` raised during a capture; on
+            every rank.
         RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
@@ -148,8 +149,8 @@ class _FirstCall:
         if meeting.frozen or meeting.capturing:
             predicted, failure = self._transfer.predicted(key, meeting.fingerprint)
             if failure:
-                cause = self._pruning.answer.failure if self._ranks.is_leader else None
-                raise self._cannot(key, meeting, f"{own.where}; {failure}") from cause
+                why = f"{own.where}; {failure}"
+                raise self._cannot(key, meeting, why) from self._transfer.cause
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
                 config = self._winner(predicted)
