@@ -10,6 +10,7 @@ a script may set the variable at any time; nothing on a hot path looks at one.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def _positive(raw: str) -> float:
 
 def _not_negative(raw: str) -> float:
     value = float(raw)
-    if not value >= 0:
+    if not 0 <= value < math.inf:
         raise ValueError(raw)
     return value
 

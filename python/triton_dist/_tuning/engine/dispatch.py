@@ -25,6 +25,7 @@ from triton_dist._tuning.values import (
     Sizes,
     TuningRecord,
 )
+from triton_dist._tuning.values.config import judge_of_whole
 from triton_dist._tuning.values.show import said
 from triton_dist.errors import (
     CaptureInProgress,
@@ -257,7 +258,10 @@ class AutoTuner(Decorated):
             sizes = () if self.sizes is None else self.sizes.values(exact)
             known = self._chosen.get((ranks, key))
             if known is not None:
-                return known.of(sizes)
+                found = known.of(sizes)
+                if not fixed:  # it was at hand once, and gave way to others
+                    self._keep(process_group, exact, found.arguments)
+                return found
             parts = self._compose(process_group, verbose)
         with watchdog.paused(), parts.gate():
             known = self._chosen.get((ranks, key))
@@ -265,7 +269,7 @@ class AutoTuner(Decorated):
                 traced = self._surroundings.is_traced((args, kwargs))
                 agreed = tuple(key for group, key in self._chosen if group == ranks)
                 call = Call(args, kwargs, key, self._calls, traced, sizes, agreed)
-                known = self._resolve(parts, space, call)
+                known = self._resolve(parts, space, call, fixed)
                 self._calls = 0
             if known.record is not None and known.kept:
                 self._chosen[ranks, key] = known
@@ -275,9 +279,13 @@ class AutoTuner(Decorated):
                     self._keep(process_group, exact, known.of(sizes).arguments)
             return known.of(sizes)
 
-    def _resolve(self, parts: Parts, space: ConfigSpace, call: Call) -> Choice:
+    def _resolve(self, parts: Parts, space: ConfigSpace, call: Call, fixed: Config) -> Choice:
         origin = self._origin_of(self.fn, space.names)
-        about = (self._hooks, self.sizes, self.safe_kind)
+        sizes, safe_kind = self.sizes, self.safe_kind
+        if fixed:
+            sizes = sizes and sizes.beside(fixed)
+            safe_kind = judge_of_whole(safe_kind, fixed)
+        about = (self._hooks, sizes, safe_kind)
         subject = Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record

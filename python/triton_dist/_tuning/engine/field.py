@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import head_of
 from triton_dist._tuning.engine.pruning import Answer, Pruning
-from triton_dist._tuning.engine.transfer import Transfer
 from triton_dist._tuning.values import (
     Candidates,
     Config,
     ConfigSpace,
     Failure,
-    Fingerprint,
     Key,
     Policy,
     Pruned,
@@ -42,7 +40,7 @@ class _Plan:
     """Neighbours that left so few of them."""
     failure: str | None = None
     raising: str = "prune_fn"
-    """What the failure is of."""
+    """The user's function that raised it."""
 
 
 class Field:
@@ -112,12 +110,11 @@ def field_of(
     call: Call,
     ranks: Conversation,
     pruning: Pruning,
-    transfer: Transfer,
     key: Key,
-    fingerprint: Fingerprint,
+    few_of: Callable[[Sequence[Config]], tuple[Sequence[Config], str]] = lambda kept: (kept, ""),
 ) -> Field:
-    """The configs that the leader's ``prune_fn`` leaves; the others' is not asked. Of a key that
-    has neighbours few.
+    """The configs that the leader's ``prune_fn`` leaves; the others' is not asked. Of them those
+    that the leader's ``few_of`` leaves, which says why.
 
     Raises:
         NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
@@ -132,7 +129,7 @@ def field_of(
         plan = _Plan(kept=None)
     elif ranks.is_leader:
         try:
-            few, carried = transfer.few(key, fingerprint, answer.kept)
+            few, carried = few_of(answer.kept)
             plan = _Plan(
                 tuple(map(space.place, few)),
                 tuple((space.place(each.config), each.reason) for each in answer.dropped),

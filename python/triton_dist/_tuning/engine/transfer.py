@@ -75,7 +75,7 @@ class Transfer:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self._pruning = pruning
         self.cause: Exception | None = None
-        """Of a prediction that failed on this rank."""
+        """Why a prediction failed on this rank."""
 
     @property
     def measured_at(self) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Transfer:
         near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
         own = None
         if near is not None:
-            apart = subject.sizes.are_apart
+            apart = near.family.are_apart
             kind = apart(near.family.sizes)
             others = [each for each in near.all if apart(each.sizes) == kind]
             own = near.times(record, self._usable(record), others)
@@ -198,7 +198,7 @@ class Neighbours:
         relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
         for record, _ in parts.store.records_of(key):
             sizes = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
-            if sizes is not None and sizes != family.sizes:
+            if sizes not in (None, family.sizes) and family.holds(sizes, record.at):
                 far = distance(sizes, family.sizes)
                 relatives += [(far, sizes, record)] if far <= REACH else []
 

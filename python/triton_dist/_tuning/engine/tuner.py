@@ -6,6 +6,7 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -189,10 +190,17 @@ class _FirstCall:
         self._incumbent = self._incumbent or space.find(best.digest, best.config)
         found = validity(record, fingerprint, space, self._parts.settings.strict)
         if not found.reasons:
-            found = replace(found, reasons=tuple(self._pruned_away(record)))
+            found = replace(found, reasons=(*self._elsewhere(record), *self._pruned_away(record)))
         if found.reasons:
             self._restless.look(record, fingerprint)
         return found
+
+    def _elsewhere(self, record: TuningRecord) -> list[str]:
+        """The reason against a record that was measured at sizes that are in another range now."""
+        sizes, key = self._subject.sizes, self._call.key
+        if sizes is None or sizes.family(key).holds(sizes.values(key), record.at):
+            return []
+        return [f"it was measured at {record.at}, which another range holds now"]
 
     def _pruned_away(self, record: TuningRecord) -> list[str]:
         """Reasons of ``prune_fn`` of today against the winner; for one's own record it is the
@@ -247,10 +255,30 @@ class _FirstCall:
     ) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks, subject = self._parts, self._ranks, self._subject
-        pruning, transfer = self._pruning, self._transfer
-        field = field_of(subject, parts, self._call, ranks, pruning, transfer, key, fingerprint)
-        restorer = self._restorer()
+        about = (subject, parts, self._call, ranks, self._pruning, key)
         reason = "told to tune always" if parts.settings.always_tune else own.where
+        field = field_of(*about, functools.partial(self._transfer.few, key, fingerprint))
+        try:
+            return self._race(key, fingerprint, own, field, reason, report)
+        except NoValidConfig as none:
+            if not field.carried:
+                raise
+            reason = f"those {field.carried} all failed: {next(iter(none.causes.values()))}"
+        # What is fast beside these sizes need not work here: all may be tried.
+        return self._race(key, fingerprint, own, field_of(*about), reason, report)
+
+    def _race(
+        self,
+        key: Key,
+        fingerprint: Fingerprint,
+        own: OwnRecord,
+        field: Field,
+        reason: str,
+        report: Report,
+    ) -> StoredRecord:
+        """Measure the candidates of ``field``."""
+        parts, ranks, subject = self._parts, self._ranks, self._subject
+        transfer, restorer = self._transfer, self._restorer()
         journal = parts.journal(key)
         try:
             head = journal_head(key, fingerprint, field.head)

@@ -309,22 +309,19 @@ class FixedSpace(ConfigSpace):
         kwargs: Mapping[str, Any],
     ) -> tuple[list[Config], list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        return super().prune(judge_of_whole(prune_fn, self._fixed), args, others)
+        judge = prune_fn and judge_of_whole(prune_fn, self._fixed)
+        return super().prune(judge, args, others)
 
 
-def judge_of_whole(
-    prune_fn: Callable[..., object] | None, fixed: Config
-) -> Callable[..., object] | None:
-    """``prune_fn`` about configs without the names in ``fixed``: it still sees whole ones."""
-    if prune_fn is None:
-        return None
-    whole = prune_fn
+def judge_of_whole(judge: Callable[..., object], fixed: Config) -> Callable[..., object]:
+    """``prune_fn`` or ``safe_fn`` about configs without the names in ``fixed``: it still sees
+    whole ones."""
 
-    @functools.wraps(whole)
-    def prune(config: Config, *args: Any, **kwargs: Any) -> object:
-        return whole(Config({**config, **fixed}), *args, **kwargs)
+    @functools.wraps(judge)
+    def of_rest(config: Config, *args: Any, **kwargs: Any) -> object:
+        return judge(Config({**config, **fixed}), *args, **kwargs)
 
-    return prune
+    return of_rest
 
 
 def reason_of(prune_fn: Callable[..., object] | None) -> str:

@@ -179,7 +179,8 @@ class _Rest(Product):
         kwargs: Mapping[str, Any],
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
         others = {name: value for name, value in kwargs.items() if name not in self._fixed}
-        return super().prune(judge_of_whole(prune_fn, self._fixed), args, others)
+        judge = prune_fn and judge_of_whole(prune_fn, self._fixed)
+        return super().prune(judge, args, others)
 
 
 class Unlisted:

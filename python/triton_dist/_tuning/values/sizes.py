@@ -23,6 +23,7 @@ from triton_dist.errors import InvalidArgument
 _ALIGNED = 32
 Rounding = Callable[[int], int]
 WavesFn = Callable[[Any, Config], float | None]
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Path = tuple[int, ...]
 """Place of a size in a key: its place in the tuple that is at that place in …"""
 
@@ -80,15 +81,21 @@ class Sizes:
         """The sizes in ``key``."""
         return tuple(value for _, _, value in self._fields(key))
 
-    def are_apart(self, sizes: Sequence[int]) -> bool:
-        """Tell whether ``sizes``, the end of a range, are of a kind of their own, such as multiples
-        of 32: those just below are in another range."""
-        pairs = zip(self.rounding.values(), sizes, strict=True)
-        return all(size < 1 or rounding(size - 1) != size for rounding, size in pairs)
-
     def family(self, key: Any) -> Family:
         """The relatives of ``key``, a result of ``key_fn``."""
-        return Family([(path, name, value) for path, name, value in self._fields(key)], key)
+        return Family(list(self._fields(key)), key, self.rounding)
+
+    def beside(self, fixed: Config) -> Sizes:
+        """The same where the caller gives some values: ``waves_fn`` still sees the result of
+        ``key_fn`` itself, and whole configs."""
+        waves_fn = self._waves_fn
+        if waves_fn is None:
+            return self
+
+        def waves(key: Any, config: Config) -> float | None:
+            return waves_fn(key[0], Config({**config, **fixed}))
+
+        return Sizes(self.function, self.rounding, waves)
 
     def waves(self, key: Any, config: Config, sizes: Sequence[int]) -> float | None:
         """Waves of ``config`` at ``sizes``, in a key that is else ``key``; ``None``: not known.
@@ -149,10 +156,13 @@ class Family:
         sizes: those of that one.
     """
 
-    def __init__(self, fields: Sequence[tuple[Path, str, int]], key: Any) -> None:
+    def __init__(
+        self, fields: Sequence[tuple[Path, str, int]], key: Any, rounding: Mapping[str, Rounding]
+    ) -> None:
         self._paths = tuple(path for path, _, _ in fields)
         self._names = [name for _, name, _ in fields]
         self.sizes = tuple(value for _, _, value in fields)
+        self._rounding = [rounding[name] for name in self._names]
         self._others = _cut(codec.text(codec.encode(key)), self._paths)[1]
 
     def sizes_of(self, record: Key) -> tuple[int, ...] | None:
@@ -163,6 +173,21 @@ class Family:
             return None
         fits = others == self._others and all(type(size) is int for size in sizes)
         return sizes if fits else None
+
+    def are_apart(self, ends: Sequence[int]) -> bool:
+        """Tell whether ``ends``, of ranges, are of a kind of their own, such as multiples of 32:
+        those just below are in another range."""
+        pairs = zip(self._rounding, ends, strict=True)
+        return all(end < 2 or _rounded(each, end - 1) not in (end, None) for each, end in pairs)
+
+    def holds(self, ends: Sequence[int], at: Sequence[int]) -> bool:
+        """Tell whether a record of the ranges up to ``ends`` that was measured ``at`` these sizes,
+        or at the ends, is one still: the rounding may have been another then."""
+        if not at:
+            return True
+        if len(at) != len(ends):
+            return False
+        return [_rounded(*each) for each in zip(self._rounding, at, strict=True)] == [*ends]
 
     def show(self, sizes: Sequence[int]) -> str:
         """``M=512``"""
@@ -180,9 +205,21 @@ def _cut(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
     return tuple(sizes), codec.digest(tree)
 
 
+def _rounded(rounding: Rounding, size: int) -> int | None:
+    """The end of the range of a size that nobody called, for which a rounding need not be made;
+    ``None``: it is not."""
+    try:
+        return rounding(size)
+    except Exception:
+        return None
+
+
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Distance of sizes from one another: in doublings, of that which differs most."""
-    pairs = zip(one, other, strict=True)
+    """Distance of sizes from one another: in doublings, of that which differs most. Infinite from
+    none to some: where nothing is to be done, all configs are as fast."""
+    pairs = list(zip(one, other, strict=True))
+    if any((a == 0) != (b == 0) for a, b in pairs):
+        return math.inf
     return max(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
 
 
@@ -210,13 +247,17 @@ def _with_arguments(
 ) -> Callable[..., Any]:
     """``key_fn`` whose key has the arguments ``names`` of ``function`` as sizes beside it."""
     parameters = inspect.signature(function).parameters
-    places = [(name, list(parameters).index(name), parameters[name].default) for name in names]
+    by_place = [name for name, each in parameters.items() if each.kind in _BY_PLACE]
+    places = [
+        (name, by_place.index(name) if name in by_place else math.inf, parameters[name].default)
+        for name in names
+    ]
     sized: Any = namedtuple("Sized", [*names, "key"])  # type: ignore[misc]
 
     @functools.wraps(key_fn)
     def key(*args: Any, **kwargs: Any) -> Any:
         sizes = (
-            args[place] if place < len(args) else kwargs.get(name, default)
+            args[place] if place < len(args) else kwargs.get(name, default)  # type: ignore[index]
             for name, place, default in places
         )
         return sized._make([*sizes, key_fn(*args, **kwargs)])
