@@ -75,7 +75,7 @@ class Transfer:
         self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
         self._pruning = pruning
         self.cause: Exception | None = None
-        """Why a prediction failed on this rank."""
+        """Error that a prediction met on this rank."""
 
     @property
     def measured_at(self) -> tuple[int, ...]:
