@@ -9,7 +9,7 @@ from tests.distributed.ag_gemm_calls import default_tiles
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, SYMMETRIC, TILED, WAYS, Calls
 from tests.distributed.summed_gemm_ranks import matrix, refusal
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.symmetric_sums import sums_symmetric_memory
 from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.runtime.ranks import group_for
 
@@ -58,7 +58,7 @@ def whole_in_turn(rounds: int) -> int:
     """Products that are summed as a whole, by libraries too, between calls by tiles, the number of
     rows changing; and what torch's sum in symmetric memory refuses."""
     calls = Calls(max_rows=64, columns=64, K=64, dtype=torch.bfloat16)
-    has_symmetric = vendor.sums_symmetric_memory(torch.bfloat16, row_bytes=64 * 2)
+    has_symmetric = sums_symmetric_memory(torch.bfloat16, row_bytes=64 * 2)
     libraries = (COLLECTIVE, SYMMETRIC) if has_symmetric else (COLLECTIVE,)
     for number in range(rounds):
         library = libraries[number % len(libraries)]

@@ -64,7 +64,7 @@ def on_gpus(monkeypatch):
     )
     for module in (vendor, allgather_gemm_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor, "_has_operator", lambda operator: False)
+    monkeypatch.setattr(vendor, "has_operator", lambda operator: False)
 
 
 def test_the_space_has_tiles_and_communication(monkeypatch):
@@ -81,7 +81,7 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
     ]
     assert space[len(tiled) :] == serial[-1:]
     assert config_space()[len(tiled) :] == [*serial, {"way": "collective"}]
-    monkeypatch.setattr(vendor, "_has_operator", lambda operator: True)
+    monkeypatch.setattr(vendor, "has_operator", lambda operator: True)
     assert config_space()[-1] == {"way": "async_tp"}
     assert max(config.get("num_streams", 0) for config in space) > 1
     assert max(config["num_chunks"] for config in space) > 1

@@ -71,7 +71,7 @@ def test_the_space_has_tiles_and_transfers(monkeypatch):
     )  # fmt: skip
     for module in (vendor, gemm_reduce_scatter_ways):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
-    monkeypatch.setattr(vendor, "_has_operator", lambda operator: True)
+    monkeypatch.setattr(vendor, "has_operator", lambda operator: True)
     assert config_space()[-2:] == [{"way": "collective"}, {"way": "async_tp"}]
 
 

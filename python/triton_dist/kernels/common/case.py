@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.symmetric_sums import two_shot_all_reduce
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import RELATIVE_RATE, Peak
@@ -261,6 +261,6 @@ def symmetric_all_reduces(
 
     def two_shot() -> torch.Tensor:
         fill(staged)
-        return vendor.two_shot_all_reduce(staged, members)
+        return two_shot_all_reduce(staged, members)
 
     return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}

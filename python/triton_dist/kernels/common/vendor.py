@@ -4,21 +4,17 @@ unmeasured; peers of benchmarks; and the unfused references that results are hel
 from __future__ import annotations
 
 import enum
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.symmetric.operators import group_name, has_operator
 
 ALL_GATHER_MATMUL = "fused_all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"
 """Operators of torch's async tensor parallelism, in ``torch.ops.symm_mem``."""
-TWO_SHOT_ALL_REDUCE = "two_shot_all_reduce_out"
-"""Operator beside them."""
-# Bytes of a vector of that operator, which takes no tensor that is not whole vectors well.
-_SUMMED_BYTES = 16
 
 
 class VendorMethod(enum.Enum):
@@ -37,7 +33,7 @@ class VendorMethod(enum.Enum):
 def methods_here(operator: str) -> list[VendorMethod]:
     """Methods that work on this process's device with this torch; ``operator``: the op's own."""
     device = current_device()
-    if device.has_async_tp and _has_operator(operator):
+    if device.has_async_tp and has_operator(operator):
         return [VendorMethod.COLLECTIVE, VendorMethod.ASYNC_TP]
     return [VendorMethod.COLLECTIVE]
 
@@ -52,13 +48,6 @@ def candidates_here(operator: str) -> list[VendorMethod]:
 def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:
     """Tell if ``operator`` can run over ``group``: not on CPU ranks, and not alone."""
     return dist.get_world_size(group) > 1 and VendorMethod.ASYNC_TP in methods_here(operator)
-
-
-@functools.cache
-def _has_operator(operator: str) -> bool:
-    import torch.distributed._symmetric_memory  # registers the operators
-
-    return hasattr(torch.ops.symm_mem, operator)
 
 
 def all_gather_into(
@@ -112,27 +101,6 @@ def all_reduce(addend: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
     return addend
 
 
-def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
-    """Tell whether ``two_shot_all_reduce`` works on this process's device, for any number of such
-    rows."""
-    fits = dtype in (torch.bfloat16, torch.float32) and row_bytes % _SUMMED_BYTES == 0
-    return fits and current_device().has_async_tp and _has_operator(TWO_SHOT_ALL_REDUCE)
-
-
-def two_shot_all_reduce(
-    addend: torch.Tensor, group: dist.ProcessGroup | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The sum of ``addend`` over all ranks, in ``out``, or else in its place. ``addend`` lies in
-    symmetric memory, at the same place on every rank, and is overwritten. All ranks have come when
-    it begins, and nobody reads ``addend`` when it ends."""
-    name = _group_of_symmetric_memory(group)
-    if out is None:
-        torch.ops.symm_mem.two_shot_all_reduce_(addend, "sum", name)
-        return addend
-    torch.ops.symm_mem.two_shot_all_reduce_out(addend, "sum", name, out)
-    return out
-
-
 def all_gather_matmul(
     A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -151,7 +119,7 @@ def async_tp_matmul(
     A: [M_per_rank, K], contiguous, B: [K, N_per_rank]; ``gathered``: for all_gather(A). Its
     first call in a group, and one with a larger A, are collective and allocate: no capture.
     """
-    name, keeps = _group_of_symmetric_memory(group), gathered is not None
+    name, keeps = group_name(group), gathered is not None
     rows, products = torch.ops.symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=keeps)
     if gathered is not None:
         gathered.copy_(rows)
@@ -162,22 +130,6 @@ def async_tp_matmul_scatter(
     A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """This rank's rows of the sum over ranks of ``A @ B``, in the same way."""
-    name = _group_of_symmetric_memory(group)
+    name = group_name(group)
     rows: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
     return rows
-
-
-def _group_of_symmetric_memory(group: dist.ProcessGroup | None) -> Any:
-    name = (group or dist.distributed_c10d._get_default_group()).group_name
-    _enable(name)
-    return name
-
-
-@functools.cache
-def _enable(group_name: Any) -> None:
-    """Let a group use symmetric memory, which torch before 2.11 has to be told; since then it is
-    needless, and deprecated."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        import torch.distributed._symmetric_memory as symm_mem
-
-        symm_mem.enable_symm_mem_for_group(group_name)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import (
     SMALL_SHAPES,
     Shape,
@@ -37,6 +36,7 @@ from triton_dist.kernels.common.scatter.ways import (
     TwoShots,
     WholeProduct,
 )
+from triton_dist.kernels.common.symmetric_sums import sums_symmetric_memory, two_shot_all_reduce
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
     GEMMAllReduceTensorParallelContext,
@@ -272,13 +272,13 @@ class SymmetricCollective(WholeProduct[Call]):
 
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         if call.copy_to_local:
-            return vendor.two_shot_all_reduce(product, call.ctx.group, torch.empty_like(product))
+            return two_shot_all_reduce(product, call.ctx.group, torch.empty_like(product))
         call.ctx.buffer.slots.skip()  # so that the next call leaves the result
-        return vendor.two_shot_all_reduce(product, call.ctx.group)
+        return two_shot_all_reduce(product, call.ctx.group)
 
     @staticmethod
     def _takes(B: torch.Tensor) -> bool:
-        return vendor.sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
+        return sums_symmetric_memory(B.dtype, B.shape[1] * B.element_size())
 
 
 WAYS = Ways(
