@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from triton_dist.kernels.common.exchange import kernels, pushed
+from triton_dist.kernels.common.exchange import kernels, pushed, sums
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
@@ -28,8 +28,8 @@ ACQUIRE = "sys.acquire"
 RELEASE = "atom.global.sys.release.exch.b64"
 COUNT = "atom.global.gpu.relaxed.add.u64"
 ONE_LAUNCH = {
-    "one shot": kernels.kernel_all_reduce_one_shot,
-    "two shot": kernels.kernel_all_reduce_two_shot,
+    "one shot": sums.kernel_all_reduce_one_shot,
+    "two shot": sums.kernel_all_reduce_two_shot,
     "reduce-scatter": kernels.kernel_reduce_scatter,
     "all-gather": kernels.kernel_all_gather,
     "double tree": kernel_all_reduce_double_tree,

@@ -25,7 +25,7 @@ from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.collective.case import Size
 from triton_dist.kernels.common.exchange import kernels as exchange_kernels
-from triton_dist.kernels.common.exchange import packets, trees
+from triton_dist.kernels.common.exchange import packets, sums, trees
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.peers import count_in, flag_value
@@ -138,7 +138,7 @@ def late_readers(op: str) -> int:
         sleep(0.1)
         return lines(*args)
 
-    exchange_kernels.await_peers = then_sleep(flags, 0.1)
+    exchange_kernels.await_peers = sums.await_peers = then_sleep(flags, 0.1)
     trees.await_neighbour = then_sleep(neighbours, 0.05)  # up to four in a call
     packets.await_lines = sleep_and_wait
     for number in range(4 * len(names)):

@@ -146,8 +146,7 @@ Sources = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One launch of a kernel of ``exchange/kernels.py``: shards of ``elements`` elements, ``total``
-    in all.
+    """One launch of a kernel of an exchange: shards of ``elements`` elements, ``total`` in all.
 
     size: what all ranks have to come with alike; a number that says in errors what is wrong.
     phases: how often a program waits for flags that peers set after a piece. sources: ranks, by
