@@ -32,7 +32,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering
-from triton_dist.kernels.common.scatter.tiles import copy_sums
+from triton_dist.kernels.common.scatter.to_all import TwoShots, copy_sums
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
@@ -94,6 +94,7 @@ def prepared(
         vector,
         config,
         scattering(rank, num_ranks, dtype),
+        kernel=TwoShots.kernel,
         num_sms=132,
         persistent=persistent,
         num_chunks=num_chunks,

@@ -21,6 +21,7 @@ from tests.compile.scattered import (
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.partials import Scattering
+from triton_dist.kernels.common.scatter.to_owners import ToOwners
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
 
@@ -44,7 +45,7 @@ def prepared(
     vector = matrix(columns) if bias else None
     return scattered_gemm(
         A, B, C, vector, config, to,
-        num_sms=132, persistent=persistent, num_chunks=num_chunks,
+        kernel=ToOwners.kernel, num_sms=132, persistent=persistent, num_chunks=num_chunks,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ are flags from ``slot.flags[s]`` on, also an address. Four ways (``SCATTER``):
 ``"all"``       an all-reduce: as ``"tile"``, and C is [M, N]: who has added a tile of the own block
                 stores the sum to C and to ``out.sums[p]`` of each peer p, addresses, and then sets
                 flag ``[tile * NUM_RANKS + rank]`` from ``out.sum_flags[p]`` on.
-                ``scatter/tiles.py`` brings what arrives there to C.
+                ``scatter/to_all.py`` brings what arrives there to C.
 
 The own row block comes last: the program that has computed one of its tiles waits for the same
 tile, or its chunk, of every peer, and adds them all in fp32 in the order of ranks. So ``"tile"``,
@@ -61,16 +61,16 @@ tile, summing   constants   ``Tile``, ``Summing``                    the host
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import (
     multiply_tile,
     multiply_tile_by_pointers,
-    operands_at,
     store_tile,
     tile_in_scatter_order,
 )
@@ -78,14 +78,11 @@ from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
-    STAYS,
     Strides,
     add_own_tile,
     announce_tile,
     announce_to_all,
     await_partials,
-    begin_program,
-    stay_or_leave,
     store_tile_by_pointers,
     summing_of,
     tile_of,
@@ -130,172 +127,6 @@ def multiply_described(a_desc, b_desc, row, column, K, tile: tl.constexpr):
         a_desc, b_desc, row, column, K, 0, 1,
         tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
     )  # fmt: skip
-
-
-@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
-def kernel_gemm_scatter_persistent(
-    a_ptr,
-    b_ptr,
-    stride_b,
-    slot,
-    out,
-    N,
-    K,
-    M,
-    rows,
-    chunk_tiles_m,
-    rank,
-    NUM_SMS: tl.constexpr,
-    tile: tl.constexpr,
-    summing: tl.constexpr,
-):
-    """Persistent kernel on tensor descriptors (TMA from sm_90 on), but for all-reduces; grid
-    (min(NUM_SMS, tiles),).
-
-    One loop over the tiles of all row blocks: no wave is lost between row blocks, and no store is
-    waited for there (behind a loop with TMA stores, Triton waits until they have read shared
-    memory).
-
-    ``LATER``: a tile is announced when its program has multiplied its next one. Then its TMA store,
-    which takes 10 us and more over NVLink, is complete, and nobody waits for it.
-    """
-    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    stays = STAYS  # or leaves, or 0: has not looked yet
-    if NUM_RANKS > 1:
-        begin_program(slot.epoch)
-        stays = 0
-    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    a_desc, b_desc = operands_at(
-        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
-        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-    )  # fmt: skip
-    target_descs = tl.tuple([])
-    if summing.SCATTER != "add":
-        target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
-    stored_row_block, stored_unit = (
-        rank,
-        0,
-    )  # what is to be announced yet; of the own row block: nothing
-    awaited = -1
-    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-        row_block, number, m, n = tile_in_scatter_order(
-            index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
-        )
-        unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
-        row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
-        if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-            if stored_row_block != rank:
-                dl.publish_tile()
-                announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
-                stored_row_block = rank
-        if summing.SCATTER == "add":
-            store_tile_by_pointers(
-                target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows,
-                N, True, tile.M, tile.N,
-            )  # fmt: skip
-        else:
-            store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
-            if not summing.LATER:
-                dl.publish_tile()
-        if row_block != rank:
-            if summing.LATER:
-                stored_row_block, stored_unit = row_block, unit
-            else:
-                announce_tile(slot, M, row_block, unit, rank, summing)
-        else:
-            if summing.LATER:
-                dl.publish_tile()  # to the other threads of this program
-            if stays == 0:
-                stays = stay_or_leave(slot.epoch, slot.deferred)
-            if stays == STAYS:
-                token = 0
-                if unit != awaited:  # tiles of a chunk arrive together
-                    token = await_partials(slot, M, unit, rank, NUM_RANKS)
-                    awaited = unit
-                add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
-    if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
-        if stored_row_block != rank:  # of a program whose last tile is for others
-            dl.publish_tile()
-            announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
-
-
-@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
-def kernel_gemm_all_reduce_persistent(
-    a_ptr,
-    b_ptr,
-    stride_b,
-    slot,
-    out,
-    N,
-    K,
-    M,
-    rows,
-    chunk_tiles_m,
-    rank,
-    NUM_SMS: tl.constexpr,
-    tile: tl.constexpr,
-    summing: tl.constexpr,
-):
-    """The same for an all-reduce, which sends sums of a chunk while the next ones are multiplied.
-
-    A tile for others is announced later, as there. A tile of the own row block is added when the
-    next tile is stored, and its sum is announced when the one after that is multiplied: the own row
-    block comes in the middle of the work, where the peers' partial sums are announced no sooner.
-    The tile that is stored by then is unannounced yet, but its place is later than that of the sum.
-    """
-    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
-    stays = STAYS  # or leaves, or 0: has not looked yet
-    if NUM_RANKS > 1:
-        begin_program(slot.epoch)
-        stays = 0
-    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
-    a_desc, b_desc = operands_at(
-        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
-        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
-    )  # fmt: skip
-    target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
-    own_rows = min(rows, M - rank * rows)
-    stored_row_block, stored = rank, 0  # what is to be announced yet; of the own row block: nothing
-    # An own tile that is to be added yet, and one whose sum is to be announced yet.
-    due, due_row, due_column, summed = -1, 0, 0, -1
-    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
-        row_block, number, m, n = tile_in_scatter_order(
-            index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
-        )
-        row, column = m * tile.M, n * tile.N
-        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
-        if stored_row_block != rank:
-            dl.publish_tile()
-            announce_tile(slot, M, stored_row_block, stored, rank, summing)
-            stored_row_block = rank
-        if summed >= 0:
-            announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
-            summed = -1
-        store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
-        if row_block != rank:
-            stored_row_block, stored = row_block, number
-        else:
-            dl.publish_tile()  # to the other threads of this program
-            if stays == 0:
-                stays = stay_or_leave(slot.epoch, slot.deferred)
-        if due >= 0:
-            token = await_partials(slot, M, due, rank, NUM_RANKS)
-            add_own_tile(
-                slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing
-            )
-            summed, due = due, -1
-        if (row_block == rank) & (stays == STAYS):
-            due, due_row, due_column = number, row, column
-    if stored_row_block != rank:  # of a program whose last tile is for others
-        dl.publish_tile()
-        announce_tile(slot, M, stored_row_block, stored, rank, summing)
-    if summed >= 0:
-        announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
-    if due >= 0:
-        token = await_partials(slot, M, due, rank, NUM_RANKS)
-        add_own_tile(slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing)
-        announce_to_all(out, slot, M, due, rank, NUM_RANKS)
 
 
 @jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
@@ -352,6 +183,7 @@ def scattered_gemm(
     config: triton.Config,
     to: Scattering,
     *,
+    kernel: Any,
     num_sms: int,
     persistent: bool,
     num_chunks: int = 1,
@@ -362,6 +194,7 @@ def scattered_gemm(
         A: [M, K]. B: [K, N], any strides, both. C: [M / num_ranks, N], the own rows of the sum;
             of ``"all"`` [M, N], of which the own ones are written. Contiguous.
         bias: [N], added to the sum; contiguous.
+        kernel: the persistent one, on descriptors.
         config, num_sms, persistent: as for ``sharded_gemm``; an A that is not contiguous goes to
             the kernel on pointers too.
         num_chunks: of a row block: each pushed for itself, or of ``"all"`` in turn with those of
@@ -384,9 +217,8 @@ def scattered_gemm(
         # is a large part of all.
         later = to.scatter in ("tile", "all") or tiles_per_row_block >= _MANY_WAVES * num_sms
         summing = summing._replace(LATER=later and to.scatter != "add")
-        all_reduce, scatter = kernel_gemm_all_reduce_persistent, kernel_gemm_scatter_persistent
         return Launch(
-            all_reduce if to.scatter == "all" else scatter,
+            kernel,
             (min(num_sms, tiles),),
             (A, B, max(B.stride()), *memory, *where),
             {**options, "NUM_SMS": num_sms, "tile": tile, "summing": summing},

@@ -16,10 +16,6 @@ them: their programs have either all begun, or wait for nobody.
 
     epoch_ptr + BEGUN    programs of this use of the slot that have begun
     deferred [program]   whether a program has deferred its own tiles
-
-*Sums of an all-reduce.* Each rank takes those of the peers' row blocks from where they arrive to C,
-in a launch of its own. In the GEMM's kernel it would begin no sooner, since every program
-multiplies to the end, and one program for each multiprocessor copies at half the speed of many.
 """
 
 from __future__ import annotations
@@ -39,15 +35,12 @@ from triton_dist.kernels.common.peers import flag_of, target_at
 from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     chunks_of_row_block,
-    row_block_rows,
     tiles_of_row_block,
 )
 
 # Elements of all partial sums that are read at a time: at 8 warps and 2 bytes each, 64 registers a
 # thread.
 _READ_AT_ONCE = 32768
-# Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
-_COPIED_AT_ONCE = 8192
 # Word of a slot's line, behind those of ``slots/epochs.py``.
 BEGUN = tl.constexpr(12)
 # Of a program that has looked whether it may wait.
@@ -293,51 +286,6 @@ def kernel_add_deferred(
                     announce_to_all(out, slot, M, number, rank, summing.NUM_RANKS)
 
 
-@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
-def kernel_copy_sums(
-    c_ptr,
-    sums_ptr,
-    arrivals_ptr,
-    epoch_ptr,
-    M,
-    rows,
-    N,
-    chunk_tiles_m,
-    rank,
-    NUM_RANKS: tl.constexpr,
-    COPY: tl.constexpr,
-    BLOCK_SIZE_M: tl.constexpr,
-    BLOCK_SIZE_N: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
-    COPY_ROWS: tl.constexpr,
-):
-    """Wait for the sum of a tile, and with ``COPY`` bring it from ``sums_ptr`` [M, N] to C [M, N];
-    a tile a program, in the GEMM's order. Grid (tiles of all row blocks,): those of the own one are
-    there.
-    """
-    row_block, tile, m, n = tile_in_scatter_order(
-        tl.program_id(0), rank, NUM_RANKS, tl.cdiv(rows, BLOCK_SIZE_M), tl.cdiv(N, BLOCK_SIZE_N),
-        chunk_tiles_m, GROUP_SIZE_M,
-    )  # fmt: skip
-    if row_block != rank:
-        flag_ptr = arrivals_ptr + tile * NUM_RANKS + row_block
-        token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), epoch_ptr + 1, True)
-        if COPY:
-            end = min((row_block + 1) * rows, M)
-            column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
-            local_row = tl.arange(0, COPY_ROWS)
-            for first in range(0, BLOCK_SIZE_M, COPY_ROWS):
-                row = dl.consume_token(row_block * rows + m * BLOCK_SIZE_M + first, token)
-                mask = (local_row < end - row)[:, None] & (column < N)[None, :]
-                begin = row.to(tl.int64) * N
-                inside = local_row[:, None] * N + column[None, :]
-                # Not from L1, where what the last use left may be.
-                block = tl.load(
-                    sums_ptr + begin + inside, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-                tl.store(c_ptr + begin + inside, block, mask=mask)
-
-
 def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Tile, dict[str, Any]]:
     """The tile that is launched for ``A @ B``, and the options of the launch."""
     launched = config_for(config, A.dtype)
@@ -391,39 +339,3 @@ def rows_at_once(block_m: int, block_n: int, bytes_of_partials: int) -> int:
     """Rows of a tile that are summed at a time; a power of two."""
     most = 2 * _READ_AT_ONCE // bytes_of_partials // block_n
     return max(1, min(block_m, 1 << most.bit_length() - 1 if most else 1))
-
-
-def copy_sums(
-    C: torch.Tensor,
-    sums: torch.Tensor,
-    arrivals: torch.Tensor,
-    config: triton.Config,
-    to: Scattering,
-    *,
-    num_chunks: int,
-    copy: bool,
-) -> Launch:
-    """The launch that brings to C [M, N] what the GEMM ``scattered_gemm(…, to)`` on each peer adds,
-    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int32 [tile, rank].
-
-    Without ``copy`` it only waits until all is there; then C is ``sums``.
-    """
-    M, N = C.shape
-    rows = row_block_rows(M, to.num_ranks)
-    chunks = chunks_of_row_block(config, rows, N, num_chunks)
-    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
-    options = {
-        "NUM_RANKS": to.num_ranks,
-        "COPY": copy,
-        "BLOCK_SIZE_M": block_m,
-        "BLOCK_SIZE_N": block_n,
-        "GROUP_SIZE_M": chunks.group_size_m,
-        "COPY_ROWS": max(1, min(block_m, _COPIED_AT_ONCE // block_n)),
-        "num_warps": 8,
-    }
-    return Launch(
-        kernel_copy_sums,
-        (to.num_ranks * tiles_of_row_block(config, rows, N),),
-        (C, sums, arrivals, to.epoch, M, rows, N, chunks.tiles_m, to.rank),
-        options,
-    )

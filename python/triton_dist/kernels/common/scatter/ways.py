@@ -20,7 +20,7 @@ from triton_dist.kernels.common.scatter.partials import (
     Scattering,
     tiles_of_row_block,
 )
-from triton_dist.kernels.common.scatter.tiles import add_deferred, copy_sums
+from triton_dist.kernels.common.scatter.tiles import add_deferred
 from triton_dist.runtime.device import current_device
 
 
@@ -34,6 +34,8 @@ class Scattered:
     """Launches of a call whose tiles go ``to`` others and are summed into C (``scattered_gemm``),
     in one slot."""
 
+    kernel: ClassVar[Any]
+    """The persistent one."""
     call: SummingCall
     C: torch.Tensor
     to: Scattering
@@ -87,7 +89,7 @@ class Scattered:
         call = self.call
         return scattered_gemm(
             call.A, call.B, self.C, call.bias, call.gemm_config, self.to,
-            num_sms=current_device().num_sms, persistent=call.persistent,
+            kernel=self.kernel, num_sms=current_device().num_sms, persistent=call.persistent,
             num_chunks=call.num_chunks,
         ).followed_by(*self._after())  # fmt: skip
 
@@ -96,37 +98,6 @@ class Scattered:
         return add_deferred(
             self.C, call.bias, call.gemm_config, self.to,
             M=call.A.shape[0], num_sms=current_device().num_sms, num_chunks=call.num_chunks,
-        )  # fmt: skip
-
-
-@dataclass  # made at each call: freezing it would take a us
-class TwoShots(Scattered):
-    """Tiles go to the owners of their rows, who add them and send the sums to all.
-
-    sums, arrivals: where they come to, a matrix like C, and their flags. C may be ``sums``.
-    """
-
-    sums: torch.Tensor
-    arrivals: torch.Tensor
-
-    def run(self) -> None:
-        super().run()
-        self._launch(("copy", *self.key), self._copy, {"c_ptr": self.C})
-
-    def _key(self) -> tuple[object, ...]:
-        return *super()._key(), self._copies()
-
-    def _copies(self) -> bool:
-        return self.C is not self.sums
-
-    def _after(self) -> Iterator[Launch]:
-        yield from super()._after()
-        yield self._copy()
-
-    def _copy(self) -> Launch:
-        return copy_sums(
-            self.C, self.sums, self.arrivals, self.call.gemm_config, self.to,
-            num_chunks=self.call.num_chunks, copy=self._copies(),
         )  # fmt: skip
 
 

@@ -29,11 +29,11 @@ from triton_dist.kernels.common.op import Way, Ways
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
+from triton_dist.kernels.common.scatter.to_all import TwoShots
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
     Overlapped,
-    TwoShots,
     WholeProduct,
 )
 from triton_dist.kernels.common.symmetric_sums import sums_symmetric_memory, two_shot_all_reduce

@@ -17,11 +17,11 @@ from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Ways
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
+from triton_dist.kernels.common.scatter.to_owners import ToOwners
 from triton_dist.kernels.common.scatter.ways import (
     Exchanged,
     InOneLaunch,
     Overlapped,
-    Scattered,
     WholeProduct,
 )
 from triton_dist.kernels.common.vendor import VendorMethod
@@ -85,13 +85,13 @@ class _ToOwners(Overlapped[Call]):
     """Tiles go to the owners of their rows."""
 
     scatter: Scatter
-    launches: ClassVar[type[Scattered]] = Scattered
+    launches: ClassVar[type[ToOwners]] = ToOwners
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
         fits = spaces.suits_gemm(config, sizes.A, sizes.B)
         return fits and spaces.suits_kind(config, sizes.A, sizes.B)
 
-    def scattered(self, call: Call) -> Scattered:
+    def scattered(self, call: Call) -> ToOwners:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))
         to = call.ctx.buffer.describe("add" if call.adds else self.scatter)
         return self.launches(call, C, to)
@@ -131,7 +131,7 @@ class OneLaunch(InOneLaunch[Call]):
         return Exchanged(call, call.ctx.exchange, to_owners=True)
 
 
-class _Pushed(Scattered):
+class _Pushed(ToOwners):
     """Launches of a call, and the pushes of a copy engine beside them."""
 
     def run(self) -> None:

@@ -1,0 +1,239 @@
+"""The scattered GEMM of an all-reduce, and what brings to C the sums that peers send.
+``scatter/kernel.py`` says how it works and what kernels take.
+
+Each rank takes the sums of the peers' row blocks from where they arrive to C in a launch of its
+own. In the GEMM's kernel it would begin no sooner, since every program multiplies to the end, and
+one program for each multiprocessor copies at half the speed of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.tile import operands_at, tile_in_scatter_order
+from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.common.peers import flag_of
+from triton_dist.kernels.common.scatter.kernel import (
+    describe_targets,
+    multiply_described,
+    store_to_owner,
+)
+from triton_dist.kernels.common.scatter.partials import (
+    Scattering,
+    chunks_of_row_block,
+    row_block_rows,
+    tiles_of_row_block,
+)
+from triton_dist.kernels.common.scatter.tiles import (
+    STAYS,
+    add_own_tile,
+    announce_tile,
+    announce_to_all,
+    await_partials,
+    begin_program,
+    stay_or_leave,
+)
+from triton_dist.kernels.common.scatter.ways import Scattered
+
+# Elements that a program copies at a time: 64 bytes of 2-byte ones for each thread of 8 warps.
+_COPIED_AT_ONCE = 8192
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_gemm_all_reduce_persistent(
+    a_ptr,
+    b_ptr,
+    stride_b,
+    slot,
+    out,
+    N,
+    K,
+    M,
+    rows,
+    chunk_tiles_m,
+    rank,
+    NUM_SMS: tl.constexpr,
+    tile: tl.constexpr,
+    summing: tl.constexpr,
+):
+    """Persistent kernel on tensor descriptors (TMA from sm_90 on), which sends sums of a chunk
+    while the next ones are multiplied; grid (min(NUM_SMS, tiles),).
+
+    A tile for others is announced when its program has multiplied its next one, as by the kernel
+    of a reduce-scatter. A tile of the own row block is added when the next tile is stored, and its
+    sum is announced when the one after that is multiplied: the own row block comes in the middle of
+    the work, where the peers' partial sums are announced no sooner. The tile that is stored by then
+    is unannounced yet, but its place is later than that of the sum.
+    """
+    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
+    stays = STAYS  # or leaves, or 0: has not looked yet
+    if NUM_RANKS > 1:
+        begin_program(slot.epoch)
+        stays = 0
+    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
+    a_desc, b_desc = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
+        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
+    )  # fmt: skip
+    target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
+    own_rows = min(rows, M - rank * rows)
+    stored_row_block, stored = rank, 0  # what is to be announced yet; of the own row block: nothing
+    # An own tile that is to be added yet, and one whose sum is to be announced yet.
+    due, due_row, due_column, summed = -1, 0, 0, -1
+    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
+        row_block, number, m, n = tile_in_scatter_order(
+            index, rank, NUM_RANKS, tiles_m, tiles_n, chunk_tiles_m, tile.GROUP_M
+        )
+        row, column = m * tile.M, n * tile.N
+        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
+        if stored_row_block != rank:
+            dl.publish_tile()
+            announce_tile(slot, M, stored_row_block, stored, rank, summing)
+            stored_row_block = rank
+        if summed >= 0:
+            announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
+            summed = -1
+        store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
+        if row_block != rank:
+            stored_row_block, stored = row_block, number
+        else:
+            dl.publish_tile()  # to the other threads of this program
+            if stays == 0:
+                stays = stay_or_leave(slot.epoch, slot.deferred)
+        if due >= 0:
+            token = await_partials(slot, M, due, rank, NUM_RANKS)
+            add_own_tile(
+                slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing
+            )
+            summed, due = due, -1
+        if (row_block == rank) & (stays == STAYS):
+            due, due_row, due_column = number, row, column
+    if stored_row_block != rank:  # of a program whose last tile is for others
+        dl.publish_tile()
+        announce_tile(slot, M, stored_row_block, stored, rank, summing)
+    if summed >= 0:
+        announce_to_all(out, slot, M, summed, rank, NUM_RANKS)
+    if due >= 0:
+        token = await_partials(slot, M, due, rank, NUM_RANKS)
+        add_own_tile(slot, out, due_row, due_column, rows, own_rows, N, token, rank, tile, summing)
+        announce_to_all(out, slot, M, due, rank, NUM_RANKS)
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_copy_sums(
+    c_ptr,
+    sums_ptr,
+    arrivals_ptr,
+    epoch_ptr,
+    M,
+    rows,
+    N,
+    chunk_tiles_m,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK_SIZE_M: tl.constexpr,
+    BLOCK_SIZE_N: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
+):
+    """Wait for the sum of a tile, and with ``COPY`` bring it from ``sums_ptr`` [M, N] to C [M, N];
+    a tile a program, in the GEMM's order. Grid (tiles of all row blocks,): those of the own one are
+    there.
+    """
+    row_block, tile, m, n = tile_in_scatter_order(
+        tl.program_id(0), rank, NUM_RANKS, tl.cdiv(rows, BLOCK_SIZE_M), tl.cdiv(N, BLOCK_SIZE_N),
+        chunk_tiles_m, GROUP_SIZE_M,
+    )  # fmt: skip
+    if row_block != rank:
+        flag_ptr = arrivals_ptr + tile * NUM_RANKS + row_block
+        token = dl.wait(flag_ptr, 1, flag_of(epoch_ptr, M), epoch_ptr + 1, True)
+        if COPY:
+            end = min((row_block + 1) * rows, M)
+            column = n * BLOCK_SIZE_N + tl.arange(0, BLOCK_SIZE_N)
+            local_row = tl.arange(0, COPY_ROWS)
+            for first in range(0, BLOCK_SIZE_M, COPY_ROWS):
+                row = dl.consume_token(row_block * rows + m * BLOCK_SIZE_M + first, token)
+                mask = (local_row < end - row)[:, None] & (column < N)[None, :]
+                begin = row.to(tl.int64) * N
+                inside = local_row[:, None] * N + column[None, :]
+                # Not from L1, where what the last use left may be.
+                block = tl.load(
+                    sums_ptr + begin + inside, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+                tl.store(c_ptr + begin + inside, block, mask=mask)
+
+
+def copy_sums(
+    C: torch.Tensor,
+    sums: torch.Tensor,
+    arrivals: torch.Tensor,
+    config: triton.Config,
+    to: Scattering,
+    *,
+    num_chunks: int,
+    copy: bool,
+) -> Launch:
+    """The launch that brings to C [M, N] what the GEMM ``scattered_gemm(…, to)`` on each peer adds,
+    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int32 [tile, rank].
+
+    Without ``copy`` it only waits until all is there; then C is ``sums``.
+    """
+    M, N = C.shape
+    rows = row_block_rows(M, to.num_ranks)
+    chunks = chunks_of_row_block(config, rows, N, num_chunks)
+    block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
+    options = {
+        "NUM_RANKS": to.num_ranks,
+        "COPY": copy,
+        "BLOCK_SIZE_M": block_m,
+        "BLOCK_SIZE_N": block_n,
+        "GROUP_SIZE_M": chunks.group_size_m,
+        "COPY_ROWS": max(1, min(block_m, _COPIED_AT_ONCE // block_n)),
+        "num_warps": 8,
+    }
+    return Launch(
+        kernel_copy_sums,
+        (to.num_ranks * tiles_of_row_block(config, rows, N),),
+        (C, sums, arrivals, to.epoch, M, rows, N, chunks.tiles_m, to.rank),
+        options,
+    )
+
+
+@dataclass  # made at each call: freezing it would take a us
+class TwoShots(Scattered):
+    """Tiles go to the owners of their rows, who add them and send the sums to all.
+
+    sums, arrivals: where they come to, a matrix like C, and their flags. C may be ``sums``.
+    """
+
+    kernel = kernel_gemm_all_reduce_persistent
+    sums: torch.Tensor
+    arrivals: torch.Tensor
+
+    def run(self) -> None:
+        super().run()
+        self._launch(("copy", *self.key), self._copy, {"c_ptr": self.C})
+
+    def _key(self) -> tuple[object, ...]:
+        return *super()._key(), self._copies()
+
+    def _copies(self) -> bool:
+        return self.C is not self.sums
+
+    def _after(self) -> Iterator[Launch]:
+        yield from super()._after()
+        yield self._copy()
+
+    def _copy(self) -> Launch:
+        return copy_sums(
+            self.C, self.sums, self.arrivals, self.call.gemm_config, self.to,
+            num_chunks=self.call.num_chunks, copy=self._copies(),
+        )  # fmt: skip

@@ -1,0 +1,119 @@
+"""The scattered GEMM of a reduce-scatter. ``scatter/kernel.py`` says how it works and what kernels
+take."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from triton_dist import language as dl
+from triton_dist._jit import jit
+from triton_dist.kernels.common.gemm.tile import operands_at, tile_in_scatter_order
+from triton_dist.kernels.common.peers import target_at
+from triton_dist.kernels.common.scatter.kernel import (
+    describe_targets,
+    multiply_described,
+    store_to_owner,
+)
+from triton_dist.kernels.common.scatter.tiles import (
+    STAYS,
+    add_own_tile,
+    announce_tile,
+    await_partials,
+    begin_program,
+    stay_or_leave,
+    store_tile_by_pointers,
+)
+from triton_dist.kernels.common.scatter.ways import Scattered
+
+
+@jit(do_not_specialize=["M", "rows", "chunk_tiles_m", "rank"])
+def kernel_gemm_scatter_persistent(
+    a_ptr,
+    b_ptr,
+    stride_b,
+    slot,
+    out,
+    N,
+    K,
+    M,
+    rows,
+    chunk_tiles_m,
+    rank,
+    NUM_SMS: tl.constexpr,
+    tile: tl.constexpr,
+    summing: tl.constexpr,
+):
+    """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid (min(NUM_SMS, tiles),).
+
+    One loop over the tiles of all row blocks: no wave is lost between row blocks, and no store is
+    waited for there (behind a loop with TMA stores, Triton waits until they have read shared
+    memory).
+
+    ``LATER``: a tile is announced when its program has multiplied its next one. Then its TMA store,
+    which takes 10 us and more over NVLink, is complete, and nobody waits for it.
+    """
+    NUM_RANKS: tl.constexpr = summing.NUM_RANKS
+    stays = STAYS  # or leaves, or 0: has not looked yet
+    if NUM_RANKS > 1:
+        begin_program(slot.epoch)
+        stays = 0
+    tiles_m, tiles_n = tl.cdiv(rows, tile.M), tl.cdiv(N, tile.N)
+    a_desc, b_desc = operands_at(
+        a_ptr, b_ptr, M, N, K, stride_b, stride_b,
+        True, tile.B_COLUMN_MAJOR, tile.M, tile.N, tile.K,
+    )  # fmt: skip
+    target_descs = tl.tuple([])
+    if summing.SCATTER != "add":
+        target_descs = describe_targets(slot, rows, N, tile, NUM_RANKS)
+    stored_row_block, stored_unit = (
+        rank,
+        0,
+    )  # what is to be announced yet; of the own row block: nothing
+    awaited = -1
+    for index in range(tl.program_id(0), NUM_RANKS * tiles_m * tiles_n, NUM_SMS):
+        row_block, number, m, n = tile_in_scatter_order(
+            index, rank, NUM_RANKS, tiles_m, tiles_n, tiles_m, tile.GROUP_M
+        )
+        unit = m // chunk_tiles_m if summing.SCATTER == "row_block" else number
+        row, column = m * tile.M, n * tile.N
+        accumulator = multiply_described(a_desc, b_desc, row_block * rows + row, column, K, tile)
+        if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
+            if stored_row_block != rank:
+                dl.publish_tile()
+                announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
+                stored_row_block = rank
+        if summing.SCATTER == "add":
+            store_tile_by_pointers(
+                target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows,
+                N, True, tile.M, tile.N,
+            )  # fmt: skip
+        else:
+            store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
+            if not summing.LATER:
+                dl.publish_tile()
+        if row_block != rank:
+            if summing.LATER:
+                stored_row_block, stored_unit = row_block, unit
+            else:
+                announce_tile(slot, M, row_block, unit, rank, summing)
+        else:
+            if summing.LATER:
+                dl.publish_tile()  # to the other threads of this program
+            if stays == 0:
+                stays = stay_or_leave(slot.epoch, slot.deferred)
+            if stays == STAYS:
+                token = 0
+                if unit != awaited:  # tiles of a chunk arrive together
+                    token = await_partials(slot, M, unit, rank, NUM_RANKS)
+                    awaited = unit
+                add_own_tile(slot, out, row, column, rows, rows, N, token, rank, tile, summing)
+    if summing.LATER:  # noqa: SIM102  # a constexpr: not to be joined with the other condition
+        if stored_row_block != rank:  # of a program whose last tile is for others
+            dl.publish_tile()
+            announce_tile(slot, M, stored_row_block, stored_unit, rank, summing)
+
+
+class ToOwners(Scattered):
+    """Tiles go to the owners of their rows, who add them."""
+
+    kernel = kernel_gemm_scatter_persistent
