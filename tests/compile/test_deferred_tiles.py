@@ -9,7 +9,7 @@ import torch
 
 from tests.compile.scattered import ACQUIRE, RELEASE, compile_launch
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, tile_shapes
-from triton_dist.kernels.common.scatter.partials import Scattering
+from triton_dist.kernels.common.scatter.partials import Scattering, Slot
 from triton_dist.kernels.common.scatter.tiles import add_deferred
 
 
@@ -23,9 +23,9 @@ def deferred(scatter, config, num_ranks):
     flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
     left = matrix(4096, of=torch.int32)
     partials = matrix(1, of=torch.float32 if scatter == "add" else torch.bfloat16)
-    to = Scattering(
-        scatter, 1, num_ranks, partials, 1 << 23, table, table, flags, flags, left, table, table
-    )
+    slot = Slot(partials, 1 << 23, table, table, flags, flags, left)
+    sums = (table, table) if scatter == "all" else ()
+    to = Scattering(scatter, 1, num_ranks, slot, *sums)
     C = matrix(M if scatter == "all" else 1000, 8192)
     return add_deferred(C, matrix(8192), config, to, M=M, num_sms=132, num_chunks=2)
 

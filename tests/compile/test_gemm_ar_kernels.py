@@ -31,7 +31,7 @@ from triton_dist.kernels.common.gemm.spaces import (
 )
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm
-from triton_dist.kernels.common.scatter.partials import Scattering
+from triton_dist.kernels.common.scatter.partials import Scattering, Slot
 from triton_dist.kernels.common.scatter.to_all import TwoShots, copy_sums
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import HARDWARE, compile_only
@@ -58,10 +58,9 @@ def matrix(*shape, of=torch.bfloat16):
 
 def scattering(rank=1, num_ranks=4, dtype=torch.bfloat16):
     flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
-    return Scattering(
-        "all", rank, num_ranks, matrix(1, of=dtype), 1 << 21, table, table, flags, flags,
-        matrix(4096, of=torch.int32), table, table,
-    )  # fmt: skip
+    left = matrix(4096, of=torch.int32)
+    slot = Slot(matrix(1, of=dtype), 1 << 21, table, table, flags, flags, left)
+    return Scattering("all", rank, num_ranks, slot, table, table)
 
 
 def prepared(

@@ -20,7 +20,7 @@ from tests.compile.scattered import (
 )
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
-from triton_dist.kernels.common.scatter.partials import Scattering
+from triton_dist.kernels.common.scatter.partials import Scattering, Slot
 from triton_dist.kernels.common.scatter.to_owners import ToOwners
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
@@ -39,9 +39,8 @@ def prepared(
     flags, table = matrix(4096, of=torch.int64), matrix(num_ranks, of=torch.int64)
     left = matrix(4096, of=torch.int32)
     partials = matrix(1, of=torch.float32 if scatter == "add" else dtype)
-    to = Scattering(
-        scatter, rank, num_ranks, partials, 1 << 21, table, table, flags, flags, left, table, table
-    )
+    slot = Slot(partials, 1 << 21, table, table, flags, flags, left)
+    to = Scattering(scatter, rank, num_ranks, slot)
     vector = matrix(columns) if bias else None
     return scattered_gemm(
         A, B, C, vector, config, to,

@@ -43,7 +43,8 @@ MAX_CHUNKS = 16
 
 
 class Slot(NamedTuple):
-    """Memory to which tiles go, and in which those of the own row block arrive."""
+    """Memory to which tiles go, and in which those of the own row block arrive: what kernels take,
+    see ``scatter/kernel.py``."""
 
     partials: Any
     stride: Any
@@ -65,28 +66,15 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class Scattering:
-    """Addresses where tiles go, and what is summed in the end (see ``scattered_gemm``).
-
-    partials: what is read for the own rows: [num_ranks, slot_stride] of the output's dtype, or
-        fp32 [max_rows * N] for ``"add"``. targets, flags: int64 [num_ranks], addresses.
-        arrivals: int32, flags of the own row block. epoch: int32, the line of the slot
-        (``slots/epochs.py``). deferred: int32, a word for each program of a launch
-        (``scatter/tiles.py``). sums, sum_flags: of ``"all"``, int64 [num_ranks], addresses;
-        else anything.
-    """
+    """Memory where tiles go and arrive, and what is summed in the end (see ``scattered_gemm``).
+    sums, sum_flags: of ``"all"`` alone."""
 
     scatter: Scatter
     rank: int
     num_ranks: int
-    partials: torch.Tensor
-    slot_stride: int
-    targets: torch.Tensor
-    flags: torch.Tensor
-    arrivals: torch.Tensor
-    epoch: torch.Tensor
-    deferred: torch.Tensor
-    sums: torch.Tensor
-    sum_flags: torch.Tensor
+    slot: Slot
+    sums: torch.Tensor | None = None
+    sum_flags: torch.Tensor | None = None
 
     def rows(self, M: int) -> int:
         """Rows of a row block of a product of M rows."""
@@ -94,12 +82,7 @@ class Scattering:
 
     def regions(self, C: torch.Tensor, bias: torch.Tensor | None) -> tuple[Slot, Out]:
         """Memory, as kernels take it."""
-        slot = Slot(
-            self.partials, self.slot_stride, self.targets, self.flags, self.arrivals, self.epoch,
-            self.deferred,
-        )  # fmt: skip
-        to_all = (self.sums, self.sum_flags) if self.scatter == "all" else (None, None)
-        return slot, Out(C, bias, *to_all)
+        return self.slot, Out(C, bias, self.sums, self.sum_flags)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.kernels.common.guard import Disagreements
-from triton_dist.kernels.common.scatter.partials import Scattering, room_for, row_block_rows
+from triton_dist.kernels.common.scatter.partials import Scattering, Slot, room_for, row_block_rows
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
@@ -71,9 +71,10 @@ class ReducedPartials(InSlots):
             for name in ("partials", "arrivals", "sums", "sum_arrivals")
         )
         own_part = self.rank * self.slot_stride * partials.local.element_size()
-        return Scattering(
-            "all", self.rank, self.num_ranks, partials.local, self.slot_stride,
-            partials.pointers + own_part, arrivals.pointers, arrivals.local,
-            self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local, sums.pointers,
-            sum_arrivals.pointers,
+        to = Slot(
+            partials.local, self.slot_stride, partials.pointers + own_part, arrivals.pointers,
+            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
+        return Scattering(
+            "all", self.rank, self.num_ranks, to, sums.pointers, sum_arrivals.pointers
+        )

@@ -27,6 +27,7 @@ from triton_dist.kernels.common.scatter.partials import (
     Chunks,
     Scatter,
     Scattering,
+    Slot,
     chunks_of_row_block,
     room_for,
 )
@@ -154,11 +155,11 @@ class PartialsBuffer(InSlots):
                 dtype=torch.int64,
                 device=counters.device,
             )
-        return Scattering(
-            scatter, self.rank, self.num_ranks, partials.local, self.slot_stride, targets, flags,
-            arrivals.local, self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
-            targets, flags,
+        to = Slot(
+            partials.local, self.slot_stride, targets, flags, arrivals.local,
+            self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,
         )  # fmt: skip
+        return Scattering(scatter, self.rank, self.num_ranks, to)
 
     def _push(self, chunks: Chunks) -> Iterable[Step]:
         counters, arrivals = self.slots["counters"].local, self.slots["arrivals"]

@@ -202,7 +202,7 @@ def copy_sums(
     return Launch(
         kernel_copy_sums,
         (to.num_ranks * tiles_of_row_block(config, rows, N),),
-        (C, sums, arrivals, to.epoch, M, rows, N, chunks.tiles_m, to.rank),
+        (C, sums, arrivals, to.slot.epoch, M, rows, N, chunks.tiles_m, to.rank),
         options,
     )
 
