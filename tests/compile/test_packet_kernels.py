@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 
-from triton_dist.kernels.common.exchange.buffer import PACKET_SHAPES, Shape, plan_of
+from triton_dist.kernels.common.exchange.buffer import Shape, plan_of
 from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
 from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.launch import Launch
+from triton_dist.kernels.nvidia.allreduce.ways import PACKET_SHAPES
 from triton_dist.testing.compile_only import compile_kernel, compile_only
 
 COUNT = "atom.global.gpu.relaxed.add.u64"

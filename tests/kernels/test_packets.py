@@ -10,12 +10,12 @@ import triton.language as tl
 
 import triton_dist
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.exchange.buffer import PACKET_SHAPES, Shape
+from triton_dist.kernels.common.exchange.buffer import Shape
 from triton_dist.kernels.common.exchange.packets import payload_of, tag_of, values_of
 from triton_dist.kernels.common.exchange.protocol import tag_number
 from triton_dist.kernels.common.exchange.sums import PACKET_BYTES
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
-from triton_dist.kernels.nvidia.allreduce.ways import WAYS
+from triton_dist.kernels.nvidia.allreduce.ways import PACKET_SHAPES, WAYS
 from triton_dist.testing.assertions import assert_bitwise_equal
 
 WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

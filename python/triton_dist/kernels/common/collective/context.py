@@ -20,7 +20,11 @@ from triton_dist.kernels.common.context import (
     gradient_check,
     group_checks,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
+from triton_dist.kernels.common.exchange.buffer import (
+    VECTOR_BYTES,
+    VECTOR_ELEMENTS,
+    ExchangeBuffer,
+)
 from triton_dist.runtime.ranks import Group, process_group_of
 
 
@@ -95,6 +99,12 @@ def create(
 def exact_size(x: torch.Tensor, *_: Any, **__: Any) -> str:
     """``agree_fn`` of a collective: what ranks have to agree about besides the key."""
     return f"x of {x.numel()} elements"
+
+
+def fits_vectors(x: torch.Tensor, elements: int) -> bool:
+    """Say whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
+    ``elements`` elements in it."""
+    return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % VECTOR_BYTES == 0
 
 
 def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: torch.device) -> None:

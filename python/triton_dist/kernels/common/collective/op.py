@@ -17,17 +17,15 @@ import torch.distributed as dist
 
 from triton_dist import tune
 from triton_dist.errors import ContextFinalized
-from triton_dist.kernels.common.collective.context import CollectiveContext
+from triton_dist.kernels.common.collective.context import CollectiveContext, fits_vectors
 from triton_dist.kernels.common.collective.pushed import PushedShards
 from triton_dist.kernels.common.exchange.buffer import (
     LARGE_SHAPES,
-    PUSHED_FROM,
     SMALL_SHAPES,
     TUNABLES,
     Exchange,
     ExchangeBuffer,
     Shape,
-    fits_vectors,
     is_worth_trying,
     shape_in,
     shape_of,
@@ -38,6 +36,8 @@ from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
 from triton_dist.kernels.common.peers import folded
 from triton_dist.runtime.device import current_device
 
+# Bytes from which on copy engines are worth trying: each copy takes them some us to begin.
+_PUSHED_FROM = 1 << 20
 _PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for pieces in (1, 2, 4))
 
 
@@ -227,7 +227,7 @@ class CopyEngine(Push):
         return (shape.values for shape in _PUSHED_SHAPES)
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
-        if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < PUSHED_FROM:
+        if sizes.num_ranks == 1 or sizes.shard_nbytes * sizes.num_ranks < _PUSHED_FROM:
             return False
         return super().fits(config, sizes)
 

@@ -35,8 +35,6 @@ _LINE_WORDS: int = protocol.LINE_WORDS.value
 _TURNS, _PHASES = 2, protocol.PHASES.value
 _LINE = 16  # int64 in a cache line
 VECTOR_ELEMENTS = 16  # for sizes that are multiples of it Triton compiles whole vectors
-PUSHED_FROM = 1 << 20
-"""Bytes from which on copy engines are worth trying: each copy takes them some us to begin."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,6 @@ SMALL_SHAPES = (
     *(Shape(ctas, 8192) for ctas in (16, 32, 64, 128)),
 )
 """For few bytes: what counts is how soon the last program is done."""
-PACKET_SHAPES = (
-    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
-    Shape(32, 512),
-    Shape(64, 1024),
-    Shape(64, 4096),
-)
-"""For packets: a line for each thread."""
 LARGE_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (32, 64, 128) for pieces in (1, 4, 8))
 """For many: what counts is how many bytes are under way."""
 
@@ -132,12 +123,6 @@ def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
     shape is always worth it: something has to be left."""
     blocks = -(-shard_bytes // shape.block_bytes)
     return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces
-
-
-def fits_vectors(x: torch.Tensor, elements: int) -> bool:
-    """Say whether 16 bytes move at a time: x begins on 16 bytes, and so does every shard of
-    ``elements`` elements in it."""
-    return elements % VECTOR_ELEMENTS == 0 and x.data_ptr() % VECTOR_BYTES == 0
 
 
 Sources = tuple[tuple[int, ...], ...]

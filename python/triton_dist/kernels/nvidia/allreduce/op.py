@@ -32,7 +32,6 @@ import torch
 
 from triton_dist import tune
 from triton_dist.kernels.common.collective import context as collective_context
-from triton_dist.kernels.common.exchange.buffer import fits_vectors
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
 from triton_dist.kernels.nvidia.allreduce.ways import WAYS, Call, Sizes, check_tensors, way_of
@@ -53,7 +52,7 @@ def key_fn(
     is tuned by itself."""
     check_tensors(x, ctx, output)
     asked = way_of(method, algorithm)
-    vectors = fits_vectors(x, x.numel())
+    vectors = collective_context.fits_vectors(x, x.numel())
     in_place = output is not None and output.data_ptr() == x.data_ptr()
     return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, asked, in_place
 

@@ -16,7 +16,6 @@ from triton_dist.kernels.common.context import buffer_of
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
-    PACKET_SHAPES,
     SMALL_SHAPES,
     TUNABLES,
     Exchange,
@@ -42,6 +41,13 @@ from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllRe
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 
+PACKET_SHAPES = (
+    *(Shape(ctas, 2048) for ctas in (8, 16, 32, 64, 128)),
+    Shape(32, 512),
+    Shape(64, 1024),
+    Shape(64, 4096),
+)
+"""For packets: a line for each thread."""
 _TREE_SHAPES = (
     SMALL_SHAPES[0],
     *(Shape(ctas, 8192) for ctas in (16, 64)),
