@@ -14,7 +14,7 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, Exchange, Shape, small_shape
-from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.exchange.kernels import gathering
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
     fits_fused,
@@ -291,13 +291,9 @@ class Serial(_Whole):
 
     @staticmethod
     def _exchange(call: Call) -> tuple[Exchange, torch.Tensor]:
-        """Describe the launch that gathers, and where the rows of all ranks go."""
-        own, (rows, K) = call.own, call.own.shape
+        own = call.own
         shape = shape_for(own.nbytes, call.num_comm_sms, call.num_chunks)
-        gathered = call.gathered
-        if gathered is None:
-            gathered = own.new_empty((rows * call.ctx.num_ranks, K))
-        return Exchange(kernel_all_gather, own.numel(), gathered.numel(), shape, rows), gathered
+        return gathering(own, call.ctx.num_ranks, shape, own.shape[0], call.gathered)
 
 
 class Collective(_Whole):

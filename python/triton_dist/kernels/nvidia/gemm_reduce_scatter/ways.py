@@ -12,7 +12,7 @@ import torch
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, is_worth_trying, shape_of
-from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
+from triton_dist.kernels.common.exchange.kernels import scattering
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Ways
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
@@ -215,11 +215,8 @@ class Serial(WholeProduct[Call]):
         return rows
 
     def _exchange(self, call: Call, product: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        """Describe the launch that scatters a product, and where this rank's rows go."""
-        (M, N), size = product.shape, call.ctx.num_ranks
         shape = shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
-        exchange = Exchange(kernel_reduce_scatter, M * N // size, M * N, shape, M)
-        return exchange, product.new_empty((M // size, N))
+        return scattering(product, call.ctx.num_ranks, shape)
 
 
 class Collective(WholeProduct[Call]):

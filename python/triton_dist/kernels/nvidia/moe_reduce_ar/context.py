@@ -7,7 +7,7 @@ import torch
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import Check
 from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, untuned
-from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.exchange.kernels import gathering
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT,
     ONE_SHOT_BYTES,
@@ -71,10 +71,8 @@ class MoEReduceARContext(MoESumContext):
     def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
         """Describe the launch that gathers what ranks have added, and where it goes: whole shares,
         of which the last may end behind M."""
-        elements, size = rows.numel(), self.num_ranks
         shape = _LARGE_SHAPE if rows.nbytes >= _LARGE_FROM else untuned()
-        exchange = Exchange(kernel_all_gather, elements, size * elements, shape, M)
-        return exchange, rows.new_empty(size * rows.shape[0], rows.shape[1])
+        return gathering(rows, self.num_ranks, shape, M)
 
 
 def create_moe_ar_context(

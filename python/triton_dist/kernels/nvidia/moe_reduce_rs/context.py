@@ -13,7 +13,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
     untuned,
 )
-from triton_dist.kernels.common.exchange.kernels import kernel_reduce_scatter
+from triton_dist.kernels.common.exchange.kernels import scattering
 from triton_dist.kernels.common.moe.columns import PushedColumns
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, RoutedProducts, create
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE
@@ -68,13 +68,8 @@ class MoEReduceRSContext(MoESumContext):
         self.exchange.launch(exchange, total, rows).compile()
 
     def _exchange(self, total: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        """Describe the launch that scatters ``total``, and where this rank's rows go."""
-        M, N = total.shape
-        elements = M // self.num_ranks * N
-        is_large = elements * total.element_size() >= _LARGE_FROM
-        shape = _LARGE_SHAPE if is_large else untuned()
-        exchange = Exchange(kernel_reduce_scatter, elements, M * N, shape, M)
-        return exchange, total.new_empty(M // self.num_ranks, N)
+        is_large = total.nbytes // self.num_ranks >= _LARGE_FROM
+        return scattering(total, self.num_ranks, _LARGE_SHAPE if is_large else untuned())
 
 
 def create_moe_rs_context(
