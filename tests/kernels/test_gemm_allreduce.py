@@ -14,8 +14,8 @@ from triton_dist.errors import ContextFinalized
 from triton_dist.kernels.common import symmetric_sums
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
-from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
 from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
+from triton_dist.kernels.common.scatter.tiles import tile_in_scatter_order
 from triton_dist.kernels.nvidia import (
     create_gemm_ar_context,
     gemm_ar,

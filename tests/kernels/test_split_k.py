@@ -14,7 +14,7 @@ from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, uniform
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
-from triton_dist.kernels.common.gemm.tile import gathered_tile
+from triton_dist.kernels.common.gemm.sharded import gathered_tile
 from triton_dist.kernels.common.gemm.units import (
     SplitWorkspace,
     part_of_unit,

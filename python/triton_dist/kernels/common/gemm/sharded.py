@@ -28,7 +28,6 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import (
-    gathered_tile,
     multiply_tile,
     multiply_tile_by_pointers,
     shard_in_arrival_order,
@@ -44,6 +43,33 @@ from triton_dist.kernels.common.gemm.units import (
     units_of_tiles,
 )
 from triton_dist.kernels.common.peers import flag_of
+
+
+@jit
+def gathered_tile(
+    tile,
+    num_ranks,
+    num_tiles_m,
+    num_tiles_n,
+    GROUP_SIZE_SHARDS: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+):
+    """(position of the shard, m, n) of the ``tile``-th tile of the gathered shards.
+
+    ``GROUP_SIZE_SHARDS`` shards that arrive one after another are visited as one of as many times
+    the rows. Shards of few rows, one by one, would each read all of B anew.
+    """
+    if GROUP_SIZE_SHARDS == 1:
+        m, n = tile_in_group(
+            tile % (num_tiles_m * num_tiles_n), num_tiles_m, num_tiles_n, GROUP_SIZE_M
+        )
+        return 1 + tile // (num_tiles_m * num_tiles_n), m, n
+    else:
+        width = GROUP_SIZE_SHARDS * num_tiles_m * num_tiles_n
+        first = tile // width * GROUP_SIZE_SHARDS
+        shards = min(num_ranks - 1 - first, GROUP_SIZE_SHARDS)
+        row, n = tile_in_group(tile % width, shards * num_tiles_m, num_tiles_n, GROUP_SIZE_M)
+        return 1 + first + row // num_tiles_m, row % num_tiles_m, n
 
 
 @jit

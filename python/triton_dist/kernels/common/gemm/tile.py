@@ -31,62 +31,6 @@ def shard_in_arrival_order(position, rank, num_ranks):
 
 
 @jit
-def gathered_tile(
-    tile,
-    num_ranks,
-    num_tiles_m,
-    num_tiles_n,
-    GROUP_SIZE_SHARDS: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr,
-):
-    """(position of the shard, m, n) of the ``tile``-th tile of the gathered shards.
-
-    ``GROUP_SIZE_SHARDS`` shards that arrive one after another are visited as one of as many times
-    the rows. Shards of few rows, one by one, would each read all of B anew.
-    """
-    if GROUP_SIZE_SHARDS == 1:
-        m, n = tile_in_group(
-            tile % (num_tiles_m * num_tiles_n), num_tiles_m, num_tiles_n, GROUP_SIZE_M
-        )
-        return 1 + tile // (num_tiles_m * num_tiles_n), m, n
-    else:
-        width = GROUP_SIZE_SHARDS * num_tiles_m * num_tiles_n
-        first = tile // width * GROUP_SIZE_SHARDS
-        shards = min(num_ranks - 1 - first, GROUP_SIZE_SHARDS)
-        row, n = tile_in_group(tile % width, shards * num_tiles_m, num_tiles_n, GROUP_SIZE_M)
-        return 1 + first + row // num_tiles_m, row % num_tiles_m, n
-
-
-@jit
-def row_block_in_scatter_order(position, rank, num_ranks):
-    """The ``position``-th row block of rows: rank + 1's first, the own one last, so that every rank
-    receives from one peer at a time and has all of its parts when it comes to its own rows."""
-    return (rank + 1 + position) % num_ranks
-
-
-@jit
-def tile_in_scatter_order(
-    index, rank, num_ranks, tiles_m, tiles_n, chunk_tiles_m, GROUP_SIZE_M: tl.constexpr
-):
-    """(row block, number of the tile in its row block, m, n) of the ``index``-th tile of all row
-    blocks of ``tiles_m`` by ``tiles_n`` tiles.
-
-    Row blocks are cut in chunks of ``chunk_tiles_m`` rows of tiles, the last maybe less. Of each
-    chunk come all row blocks, in scatter order; then the next chunk. Every rank has the same chunk
-    of the same row block at one place of this order, but for the turn of the row blocks within a
-    chunk: the owner comes to it last.
-    """
-    chunk_tiles = chunk_tiles_m * tiles_n
-    chunk = index // (num_ranks * chunk_tiles)
-    rows_of_tiles = min(tiles_m - chunk * chunk_tiles_m, chunk_tiles_m)
-    inside = index - chunk * num_ranks * chunk_tiles
-    row_block = row_block_in_scatter_order(inside // (rows_of_tiles * tiles_n), rank, num_ranks)
-    tile = inside % (rows_of_tiles * tiles_n)
-    m, n = tile_in_group(tile, rows_of_tiles, tiles_n, GROUP_SIZE_M)
-    return row_block, chunk * chunk_tiles + tile, chunk * chunk_tiles_m + m, n
-
-
-@jit
 def multiply_steps(
     accumulator,
     a_desc,

@@ -32,9 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from triton_dist import language as dl
-from triton_dist.kernels.common.gemm.sharded import wait_for_rows
+from triton_dist.kernels.common.gemm.sharded import gathered_tile, wait_for_rows
 from triton_dist.kernels.common.gemm.tile import (
-    gathered_tile,
     shard_in_arrival_order,
     tile_in_group,
 )

@@ -72,7 +72,6 @@ from triton_dist.kernels.common.gemm.tile import (
     multiply_tile,
     multiply_tile_by_pointers,
     store_tile,
-    tile_in_scatter_order,
 )
 from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
@@ -85,6 +84,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     await_partials,
     store_tile_by_pointers,
     summing_of,
+    tile_in_scatter_order,
     tile_of,
 )
 

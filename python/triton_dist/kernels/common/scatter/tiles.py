@@ -29,7 +29,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
-from triton_dist.kernels.common.gemm.tile import tile_in_scatter_order
+from triton_dist.kernels.common.gemm.tile import tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.peers import flag_of, target_at
 from triton_dist.kernels.common.scatter.partials import (
@@ -76,6 +76,35 @@ class Summing(NamedTuple):
     SCATTER: Any
     LATER: Any
     ROWS: Any
+
+
+@jit
+def row_block_in_scatter_order(position, rank, num_ranks):
+    """The ``position``-th row block of rows: rank + 1's first, the own one last, so that every rank
+    receives from one peer at a time and has all of its parts when it comes to its own rows."""
+    return (rank + 1 + position) % num_ranks
+
+
+@jit
+def tile_in_scatter_order(
+    index, rank, num_ranks, tiles_m, tiles_n, chunk_tiles_m, GROUP_SIZE_M: tl.constexpr
+):
+    """(row block, number of the tile in its row block, m, n) of the ``index``-th tile of all row
+    blocks of ``tiles_m`` by ``tiles_n`` tiles.
+
+    Row blocks are cut in chunks of ``chunk_tiles_m`` rows of tiles, the last maybe less. Of each
+    chunk come all row blocks, in scatter order; then the next chunk. Every rank has the same chunk
+    of the same row block at one place of this order, but for the turn of the row blocks within a
+    chunk: the owner comes to it last.
+    """
+    chunk_tiles = chunk_tiles_m * tiles_n
+    chunk = index // (num_ranks * chunk_tiles)
+    rows_of_tiles = min(tiles_m - chunk * chunk_tiles_m, chunk_tiles_m)
+    inside = index - chunk * num_ranks * chunk_tiles
+    row_block = row_block_in_scatter_order(inside // (rows_of_tiles * tiles_n), rank, num_ranks)
+    tile = inside % (rows_of_tiles * tiles_n)
+    m, n = tile_in_group(tile, rows_of_tiles, tiles_n, GROUP_SIZE_M)
+    return row_block, chunk * chunk_tiles + tile, chunk * chunk_tiles_m + m, n
 
 
 @jit

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.tile import operands_at, tile_in_scatter_order
+from triton_dist.kernels.common.gemm.tile import operands_at
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.peers import flag_of
 from triton_dist.kernels.common.scatter.kernel import (
@@ -39,6 +39,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     await_partials,
     begin_program,
     stay_or_leave,
+    tile_in_scatter_order,
 )
 from triton_dist.kernels.common.scatter.ways import Scattered
 

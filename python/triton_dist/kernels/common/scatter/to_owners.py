@@ -7,7 +7,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
-from triton_dist.kernels.common.gemm.tile import operands_at, tile_in_scatter_order
+from triton_dist.kernels.common.gemm.tile import operands_at
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.kernel import (
     describe_targets,
@@ -22,6 +22,7 @@ from triton_dist.kernels.common.scatter.tiles import (
     begin_program,
     stay_or_leave,
     store_tile_by_pointers,
+    tile_in_scatter_order,
 )
 from triton_dist.kernels.common.scatter.ways import Scattered
 
