@@ -160,6 +160,13 @@ def shard_bytes(nbytes: int, num_ranks: int) -> int:
     return max(shard_elements(-(-nbytes // (item * num_ranks))) * item for item in (2, 4))
 
 
+def bytes_of_parts(elements: int, dtype: torch.dtype, num_ranks: int) -> int:
+    """Bytes of a slot with a part of ``elements`` elements from each rank; one rank sends nothing,
+    but there is memory."""
+    nbytes = num_ranks * shard_elements(elements) * dtype.itemsize
+    return max(1, nbytes) if num_ranks > 1 else 1
+
+
 def lengths_of(exchange: Exchange) -> Lengths:
     """Lengths of an exchange, as its kernel takes them."""
     return Lengths(exchange.elements, shard_elements(exchange.elements), exchange.total)

@@ -21,7 +21,7 @@ from triton_dist.kernels.common.context import (
     layout_of,
     signature_of,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.gemm.launch import SplitMemory
 from triton_dist.kernels.common.gemm.units import SplitWorkspace
 from triton_dist.kernels.common.launch import Launcher
@@ -61,8 +61,7 @@ class AllGatherGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.all_gather_method = all_gather_method
         self.num_local_ranks = self.local_num_ranks = min(num_local_ranks, self.num_ranks)
         self.exchanged_rows = exchanged_rows(max_M, K, dtype, self.num_ranks)
-        elements = self.num_ranks * shard_elements(self.exchanged_rows // self.num_ranks * K)
-        nbytes = max(1, elements * dtype.itemsize) if self.num_ranks > 1 else 1
+        nbytes = bytes_of_parts(self.exchanged_rows // self.num_ranks * K, dtype, self.num_ranks)
         self.launcher = Launcher()
         with self._allocating() as own:
             self._buffer = own(AllGatherBuffer(max_M, K, dtype, group, "ag_gemm"))

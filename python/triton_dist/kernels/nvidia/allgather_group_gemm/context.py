@@ -20,7 +20,7 @@ from triton_dist.kernels.common.context import (
     kind_checks,
     signature_of,
 )
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.moe.product import weights_layout
 from triton_dist.kernels.common.moe.routing import MOST_EXPERTS, MOST_TOPK, check_ids
 from triton_dist.kernels.common.moe.same_ids import every_call_compares
@@ -80,11 +80,11 @@ class MoEAllGatherGroupGEMMTensorParallelContext(GEMMContext[AllGatherBuffer]):
         self.gemm_config, self.compares_ids = gemm_config, every_call_compares()
         rows_of_each = min(max_ntokens, GATHERED_BYTES // (K * dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
-        nbytes = size * shard_elements(rows_of_each * K) * dtype.itemsize if size > 1 else 1
+        nbytes = bytes_of_parts(rows_of_each * K, dtype, size)
         with self._allocating() as own:
             self._buffer = own(AllGatherBuffer(max_ntokens, K, dtype, group, "ag_group_gemm"))
             found, name = self.buffer.disagreements, "the exchange of ag_group_gemm"
-            self.exchange = own(ExchangeBuffer(max(1, nbytes), group, name, disagreements=found))
+            self.exchange = own(ExchangeBuffer(nbytes, group, name, disagreements=found))
 
 
 def create_ag_group_gemm_context(

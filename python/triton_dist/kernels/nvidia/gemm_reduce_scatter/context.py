@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from triton_dist.kernels.common.context import Check
-from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
+from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.scatter.partials import Products, SummingContext, create
 from triton_dist.kernels.common.scatter.row_blocks import PartialsBuffer
 from triton_dist.runtime.ranks import Group
@@ -35,8 +35,7 @@ class GEMMReduceScatterTensorParallelContext(SummingContext[PartialsBuffer]):
         self.reduce_st, size = reduce_st, self.num_ranks
         rows_of_each = min(max_M, EXCHANGED_BYTES // (N * output_dtype.itemsize)) // size
         self.exchanged_rows = rows_of_each * size if size > 1 else 0
-        part_bytes = shard_elements(max(1, rows_of_each) * N) * output_dtype.itemsize
-        nbytes = size * part_bytes if size > 1 else 1
+        nbytes = bytes_of_parts(max(1, rows_of_each) * N, output_dtype, size)
         with self._allocating() as own:
             self._buffer = own(
                 PartialsBuffer(

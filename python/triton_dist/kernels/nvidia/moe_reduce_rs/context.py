@@ -10,7 +10,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     Exchange,
     ExchangeBuffer,
     Shape,
-    shard_elements,
+    bytes_of_parts,
     untuned,
 )
 from triton_dist.kernels.common.exchange.kernels import scattering
@@ -40,8 +40,7 @@ class MoEReduceRSContext(MoESumContext):
         N, dtype, n_chunks_max, group = self.N, self.dtype, self.n_chunks_max, products.group
         rows = self.slab_rows(self.max_tokens)
         held = min(rows, EXCHANGED_BYTES // (self.num_ranks * N * dtype.itemsize))
-        part_bytes = shard_elements(max(1, held) * N) * dtype.itemsize
-        nbytes = self.num_ranks * part_bytes if self.num_ranks > 1 else 1
+        nbytes = bytes_of_parts(max(1, held) * N, dtype, self.num_ranks)
         with self._allocating() as own:
             self._buffer = own(PushedColumns(rows, N, dtype, n_chunks_max, group, self.function))
             found, name = self.buffer.disagreements, f"the exchange of {self.function}"
