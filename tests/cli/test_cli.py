@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import importlib
 import io
 import json
+import linecache
 import os
 import re
 import subprocess
@@ -74,6 +76,29 @@ def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp
     ((status, shown),) = spawn_ranks(1, explain, "scale", "--module", str(script), init=False)
     assert status == 1
     assert "  not used: source: scale changed, its digest was " in shown
+
+
+def test_a_module_that_calls_what_it_tunes_tunes_nothing_for_a_command(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = tmp_path / "calling_script.py"
+    script.write_text(
+        "from triton_dist.tune import autotune\n\n"
+        "@autotune([{'n': 1}, {'n': 2}], key_fn=lambda x: x, scope='rank')\n"
+        "def scale(x, n):\n    return x * n\n\n"
+        "scale(3)\n"
+    )
+    assert "No record" in "".join(run("explain", "scale", "--module", str(script))[1:])
+    assert not list(cache().rglob("*.json"))
+    calling_script = importlib.import_module("calling_script")
+    calling_script.scale(3)
+    (file,) = cache().rglob("*.json")
+    before = file.read_text()
+    script.write_text(script.read_text().replace("x * n", "x / n + 0"))
+    monkeypatch.delitem(sys.modules, "calling_script")
+    linecache.clearcache()
+    assert "would remove 1 record" in run("clear", "--all", "--stale", "--dry-run")[1]
+    assert file.read_text() == before
+    assert "TRITON_DIST_AUTOTUNE" not in os.environ
 
 
 def test_explain_says_key_winner_date_file_and_that_it_is_used(run):

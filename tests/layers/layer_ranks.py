@@ -297,6 +297,52 @@ def two_replicas() -> int:
         return len(net(drawn(1, (6, 40)[mine], 32)))
 
 
+class DynamicCache:
+    """What was seen, as a cache of transformers keeps it."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[torch.Tensor, ...] = ()
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, ...]:
+        new = (k, v)
+        if self.seen:
+            new = tuple(torch.cat(each, 2) for each in zip(self.seen, new, strict=True))
+        self.seen = new
+        return new
+
+
+def caches_of_every_name() -> int:
+    """The last of four tokens, after three that a cache holds, by each name of the cache."""
+    shared = model()
+    with parallelize(shared, max_M=4), torch.no_grad():
+        attention, x = shared.model.layers[0].self_attn, drawn(1, 1, 4, 32)
+        cos_sin = shared.model.rotary_emb(torch.arange(4, device=x.device), x.dtype)
+        whole, _ = attention(x, cos_sin)
+        names = ("past_key_values", "past_key_value", "cache")
+        for name in names:
+            cache = DynamicCache()
+            for rows in (slice(0, 3), slice(3, 4)):
+                at = tuple(each[:, rows] for each in cos_sin)
+                found, _ = attention(x[:, rows], at, **{name: cache})
+            torch.testing.assert_close(found, whole[:, 3:], rtol=1e-4, atol=1e-5)
+    return len(names)
+
+
+class Around(torch.nn.Module):
+    """An adapter that shows the weight of the layer inside."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base(x)
+
+
 class Adapted(torch.nn.Linear):
     """A linear layer with something beside its weight."""
 
@@ -373,6 +419,15 @@ def mistakes() -> list[str]:
     adapted = MLP(32, 48)
     adapted.up_proj = Adapted(32, 48, bias=False)
     refused(lambda: TP_MLP()._init_parameters(adapted))
+    adapted.up_proj = Around(torch.nn.Linear(32, 48, bias=False))
+    refused(lambda: TP_MLP()._init_parameters(adapted))
+    watched = model()
+    watched.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda *_: None)
+    refused(lambda: parallelize(watched, max_M=4))
+    assert type(watched.model.layers[0].mlp) is MLP, "nothing is changed"
+    cos_sin = (drawn(1, 4, 8), drawn(1, 4, 8))
+    refused(lambda: TP_Attn()(drawn(1, 1, 4, 32), cos_sin, mask=torch.zeros(4, 4)))
+    refused(lambda: TP_Attn()(drawn(1, 1, 4, 32), cos_sin, past=DynamicCache()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         TP_Attn()._init_parameters(model(num_key_value_heads=1).model.layers[0].self_attn)

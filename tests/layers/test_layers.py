@@ -45,6 +45,10 @@ def test_prefill_and_decode_with_a_cache_of_a_head_that_ranks_share(on_two_ranks
     assert on_two_ranks(layer_ranks.with_a_cache, 1) == [12, 12]
 
 
+def test_a_cache_by_the_name_of_any_version_of_transformers(on_two_ranks):
+    assert on_two_ranks(layer_ranks.caches_of_every_name) == [3, 3]
+
+
 def test_a_module_in_two_places_stays_one(on_two_ranks):
     assert on_two_ranks(layer_ranks.shared_twice) == [(1, 2)] * 2
 
@@ -85,6 +89,10 @@ def test_mistakes_are_said(on_two_ranks):
         "TP_Attn: q_norm.weight.shape is (32,), expected one of a head, [8]",
         "TP_MoE: bias of the gate is 'there', expected none",
         "TP_MLP: up_proj is 'Adapted', expected a torch.nn.Linear, without a forward of its own",
+        "TP_MLP: up_proj is 'Around', expected a torch.nn.Linear, without a forward of its own",
+        "parallelize: forward hooks of mlp.down_proj is 'there', expected none: the layer that ",
+        "TP_Attn: mask is 'Tensor', expected a mask as attention_mask and one cache as past_key_",
+        "TP_Attn: past is 'DynamicCache', expected a mask as attention_mask and one cache as past_",
     )
     told = "TP_Attn: 1 key-value heads for 2 ranks: 2 ranks keep each head"
     for rank, seen in enumerate(on_two_ranks(layer_ranks.mistakes)):

@@ -136,6 +136,29 @@ class Op:
     def go(self, x, n): return self.act(x)
 op = autotune(S, K)(Op(lambda x: VALUE).go)
 """,
+    "the class that a method is bound to": """
+---
+class Op:
+    @classmethod
+    def apply(cls, x): return cls.go(x)
+class Scale(Op):
+    @staticmethod
+    def go(x): return VALUE
+scale = Scale.apply
+@autotune(S, K)
+def op(x, n): return scale(x)
+""",
+    "what is restored": """
+---
+@autotune(S, K, restore=("x", "y")[:VALUE])
+def op(x, n, y=None): return x
+""",
+    "what resets": """
+---
+def reset(x, n): return VALUE
+@autotune(S, K, reset_fn=reset)
+def op(x, n): return x
+""",
     "a slot": """
 ---
 class Op:

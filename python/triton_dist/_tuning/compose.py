@@ -226,13 +226,15 @@ def autotune(
             return type(fn)(decorate(fn.__func__))
         check_tunable(fn, "autotune", restore)
         keys, known = sized_key(fn, key_fn, rounding, waves_fn)
-        judges = tuple(each for each in (prune_fn, check_fn, vary_fn) if each is not None)
+        deciding = (prune_fn, check_fn, vary_fn, reset_fn)
+        judges = tuple(each for each in deciding if each is not None)
         composer = _Composer(
             scope,
             policy,
             functools.partial(search_for, own=own, ahead=prepare_fn is not None),
             judges,
             version or "",
+            tuple(restore),
             ignore,
             Snapshot([fn, *judges]),
             MemoryStore(),
@@ -292,6 +294,7 @@ class _Composer:
     judges: tuple[Callable[..., object], ...]
     """Functions that decide which configs can win, and what is timed."""
     version: str
+    restore: tuple[str, ...]
     ignore: tuple[str, ...]
     snapshot: Snapshot
     memory: MemoryStore
@@ -318,7 +321,8 @@ class _Composer:
     ) -> Fingerprint:
         judges = source_of(self.judges, self.ignore, self.snapshot)
         source = source_of([function, *space.functions], self.ignore, self.snapshot, space.classes)
-        digest = codec.digest(space.digest, judges.digests)
+        kept = [list(self.restore)] if self.restore else []  # as before for records without it
+        digest = codec.digest(space.digest, judges.digests, *kept)
         return fingerprint_of(ranks, policy, source, judges, digest, self.version)
 
 

@@ -33,6 +33,12 @@ def code_in(container: Any) -> Iterator[Any]:
                 yield item
 
 
+def bound_to(method: types.MethodType) -> type:
+    """The class that ``method`` is bound to, or that of the object."""
+    held = method.__self__
+    return held if isinstance(held, type) else type(held)
+
+
 def closure_of(function: types.FunctionType) -> Iterator[Any]:
     """Values of the closure cells of a function, those that are bound."""
     for cell in function.__closure__ or ():

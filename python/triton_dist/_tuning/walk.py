@@ -21,6 +21,7 @@ from triton_dist._tuning.inspected import (
     ABSENT,
     CONTAINERS,
     attribute,
+    bound_to,
     closure_of,
     code_in,
     configs_of,
@@ -87,7 +88,9 @@ class Walk:
             given = (*value.args, *value.keywords.values())
             made = self._made(*origin) if any(map(may_change, given)) else ""
             return f"{self._partial(value)} {made}".rstrip()
-        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        if isinstance(value, types.MethodType):  # Function.apply runs what its class defines
+            return f"{self.reference(value.__func__)} {self.reference(bound_to(value))}"
+        if isinstance(value, (staticmethod, classmethod)):
             return self.reference(value.__func__)
         if isinstance(value, property):
             return self.reference((value.fget, value.fset))
@@ -102,8 +105,7 @@ class Walk:
         if isinstance(value, enum.Enum):
             return f"{self._class(type(value))}.{value.name}"
         if codec.is_triton_config(value):
-            tree = codec.encode(value, binding=False)
-            return f"{codec.text(tree)} {self._functions_in(value)}"
+            return f"{codec.text(codec.encode(value, binding=False))} {self._functions_in(value)}"
         inside = next((each for each in _WRAPPED if is_code(attribute(value, each))), None)
         if inside is not None:
             return self._wrapped(value, inside, origin)
@@ -174,8 +176,7 @@ class Walk:
         if not holding_class:
             holder, last = origin = literals.home(holder, last)
         name = constants.name(f"{holder.__name__}.{last}" if holding_class else last, holder)
-        where = literals.of_attribute if holding_class else literals.of_global
-        found = where(holder, last, data)
+        found = (literals.of_attribute if holding_class else literals.of_global)(holder, last, data)
         if found is literals.Origin.COMPUTED:
             constants.uncounted[name] = found.value
             return f"{chain} = {self._made(*origin)}"
@@ -227,10 +228,9 @@ class Walk:
 
     def _functions_in(self, value: Any) -> list[str]:
         """Functions that are attributes of ``value``, such as hooks and prune functions."""
-        found = sorted(getattr(value, "__dict__", {}).items())
         return [
             f"{name} {self.reference(item)}"
-            for name, item in found
+            for name, item in sorted(getattr(value, "__dict__", {}).items())
             if isinstance(item, types.FunctionType)
             and name not in _WRAPPED
             and not self._library.has_function(item)

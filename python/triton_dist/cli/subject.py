@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from triton_dist import knobs
 from triton_dist.errors import NoSuchFunction
 
 if TYPE_CHECKING:
@@ -18,7 +22,8 @@ def load(module_name: str, function: str) -> AutoTuner:
     """The tuned ``function``, ``name`` or ``Class.name``, of a module.
 
     Args:
-        module_name: dotted name, or the path of a ``.py`` file; it is imported.
+        module_name: dotted name, or the path of a ``.py`` file; it is imported, and calls on its
+            way tune nothing.
 
     Raises:
         NoSuchFunction: no such module, it fails when it is imported, or has no such tuned function.
@@ -49,13 +54,29 @@ def _module(name: str) -> ModuleType:
     if "" not in sys.path:  # as for a script that is run from here
         sys.path.insert(0, "")
     try:
-        return importlib.import_module(dotted)
+        with _tuning_off():
+            return importlib.import_module(dotted)
     except Exception as error:
         raise NoSuchFunction(
             name,
             f"it cannot be imported: {type(error).__name__}: {error}",
             "Give a dotted name that can be imported from here, or the path of the file",
         ) from error
+
+
+@contextmanager
+def _tuning_off() -> Iterator[None]:
+    """Commands read: a script that calls what it tunes must not change what they are asked."""
+    name = knobs.autotune.variable
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _dotted(path: Path) -> str:

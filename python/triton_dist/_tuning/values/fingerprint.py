@@ -64,7 +64,7 @@ class Fingerprint:
         if self.space != now.space:
             yield Difference(
                 f"config space: its digest was {self.space}, is {now.space}; the configs, their "
-                "order, prune_fn or check_fn changed",
+                "order, prune_fn, check_fn, reset_fn or restore changed",
                 False,
             )
 

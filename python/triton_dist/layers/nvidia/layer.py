@@ -99,11 +99,17 @@ class TensorParallelLayer(torch.nn.Module, ABC):
             raise self._refusal(name, type(module).__name__, expected)
 
     def _linear(
-        self, name: str, linear: torch.nn.Module, shape: tuple[int | None, int | None]
+        self,
+        name: str,
+        linear: torch.nn.Module,
+        shape: tuple[int | None, int | None],
+        may_be_other: bool = False,
     ) -> torch.Tensor:
-        """The weight of a linear layer, which must have ``shape``, where that says a size."""
+        """The weight of a linear layer, which must have ``shape``, where that says a size; of what
+        is known to be one, such as a router, if it ``may_be_other``."""
         weight = getattr(linear, "weight", None)
-        if isinstance(linear, torch.nn.Linear) and type(linear).forward is not _FORWARD:
+        is_trusted = may_be_other and not isinstance(linear, torch.nn.Linear)
+        if type(linear).forward is not _FORWARD and not is_trusted:
             expected = "a torch.nn.Linear, without a forward of its own"
             raise self._refusal(name, type(linear).__name__, expected)
         if not isinstance(weight, torch.Tensor) or weight.ndim != 2:

@@ -78,6 +78,7 @@ def parallelize(
                     ranks=made, sequence_parallel=sequence_parallel, keep_gathered=keep_gathered
                 )
                 layer._init_parameters(child)
+                _check_hooks(name, child)
             found.append((parent, name, layers[child]))
     for family in sorted({_family_of(each) for each in layers} - {"", *_FAMILIES}):
         warn(
@@ -102,6 +103,14 @@ def _check_outputs(module: torch.nn.Module) -> None:
         for name in _NOT_GIVEN:
             if getattr(vars(each).get("config"), name, False):
                 raise _not_given("parallelize", f"module.config.{name}")
+
+
+def _check_hooks(name: str, module: torch.nn.Module) -> None:
+    """Refuse what a module does beside its ``forward``, which would be lost with it."""
+    for within, each in module.named_modules(prefix=name):
+        if each._forward_hooks or each._forward_pre_hooks:
+            expected = "none: the layer that takes its place would not call them"
+            raise InvalidArgument("parallelize", f"forward hooks of {within}", "there", expected)
 
 
 def _check_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

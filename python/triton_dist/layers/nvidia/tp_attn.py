@@ -18,6 +18,10 @@ from triton_dist.runtime.device import current_device
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries, keys and values [batch, tokens, heads, head_dim] to what queries see, likewise."""
 
+_CACHE_NAMES = ("past_key_value", "cache")
+"""Names of ``past_key_values`` in older and newer versions of transformers: a cache that is
+overlooked is a wrong result, and no error."""
+
 
 class TP_Attn(TensorParallelLayer):
     """Attention of LLaMA, Qwen and others: grouped queries, rotary positions, a norm of queries and
@@ -131,9 +135,10 @@ class TP_Attn(TensorParallelLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
-        **unused: Any,
+        **beside: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Called as Hugging Face's attention is; what else a block passes on is not looked at.
+        """Called as Hugging Face's attention is; what else a block passes on is not looked at,
+        but a mask or a cache under another name is refused.
 
         Args:
             hidden_states: [..., hidden], in the layer's mode.
@@ -141,16 +146,23 @@ class TP_Attn(TensorParallelLayer):
                 also where tokens are spread over ranks.
             attention_mask: as of ``scaled_dot_product_attention``; ``None``: causal.
             past_key_values: a cache with ``update(k, v, layer_idx)``, [batch, heads, tokens,
-                head_dim].
+                head_dim]; also as ``past_key_value`` or ``cache``, names of other versions.
 
         Raises:
             InvalidArgument, ContextFinalized: before anything is launched.
         """
+        cache = past_key_values
+        for name, value in beside.items():
+            if value is None:
+                continue
+            if name in _CACHE_NAMES and cache is None:
+                cache = value
+            elif "mask" in name or (hasattr(value, "update") and not isinstance(value, dict)):
+                expected = "a mask as attention_mask and one cache as past_key_values"
+                raise self._refusal(name, type(value).__name__, expected)
         cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            # Under the older of two names too: a cache must not be overlooked.
-            cache = unused.get("past_key_value") if past_key_values is None else past_key_values
             return self._attend(q, k, v, attention_mask, cache)
 
         tokens = position_embeddings[0].shape[-2]

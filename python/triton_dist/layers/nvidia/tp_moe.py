@@ -66,7 +66,7 @@ class TP_MoE(TensorParallelLayer):
         for holder, name in beside:
             if getattr(holder, name, None) is not None:
                 raise self._refusal(f"{name} of the gate", "there", "none")
-        gate = self._linear("gate", source.gate, (len(each), None))
+        gate = self._linear("gate", source.gate, (len(each), None), may_be_other=True)
         self.num_experts, self.hidden_size = gate.shape
         router = source if hasattr(source, "top_k") else source.gate
         self._check_members("gate", router, "top_k")
