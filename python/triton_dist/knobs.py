@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -359,6 +360,20 @@ def get_int_env(variable: str, default: int) -> int:
 def put(variable: str, value: str) -> None:
     """Set ``variable`` for this process and its children."""
     os.environ[variable] = value
+
+
+@contextmanager
+def having(variable: str, value: str) -> Iterator[None]:
+    """Within, the environment has this value; then what it had before."""
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
 
 
 def environment() -> dict[str, str]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,7 +51,8 @@ def _module(name: str) -> ModuleType:
     if "" not in sys.path:  # as for a script that is run from here
         sys.path.insert(0, "")
     try:
-        with _tuning_off():
+        # A script that calls what it tunes must not change what a command is asked.
+        with knobs.having(knobs.autotune.variable, "0"):
             return importlib.import_module(dotted)
     except Exception as error:
         raise NoSuchFunction(
@@ -62,21 +60,6 @@ def _module(name: str) -> ModuleType:
             f"it cannot be imported: {type(error).__name__}: {error}",
             "Give a dotted name that can be imported from here, or the path of the file",
         ) from error
-
-
-@contextmanager
-def _tuning_off() -> Iterator[None]:
-    """Commands read: a script that calls what it tunes must not change what they are asked."""
-    name = knobs.autotune.variable
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _dotted(path: Path) -> str:
