@@ -10,6 +10,7 @@ from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import head_of
 from triton_dist._tuning.engine.pruning import Answer, Pruning
+from triton_dist._tuning.engine.transfer import ASKED
 from triton_dist._tuning.values import (
     Candidates,
     Config,
@@ -118,7 +119,8 @@ def field_of(
 
     Raises:
         NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
-        RankDisagreement: the leader's ``prune_fn`` or ``waves_fn`` raised, which it raises itself.
+        RankDisagreement: the leader's ``prune_fn``, ``safe_fn`` or ``waves_fn`` raised, which it
+            raises itself.
     """
     space, plan = subject.space, _Plan()
     answer = pruning.answer if ranks.is_leader else Answer()
@@ -135,9 +137,9 @@ def field_of(
                 tuple((space.place(each.config), each.reason) for each in answer.dropped),
                 carried,
             )
-        except Exception as error:  # of the user's waves_fn, which it asks
+        except Exception as error:  # of the user's functions that it asks
             failure = error
-            plan = _Plan(failure=f"waves_fn raised {said(error)}", raising="waves_fn")
+            plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
     decided = ranks.decide(Situation("prune_fn"), plan, parts.settings.seconds)
     if failure is not None:
         raise failure

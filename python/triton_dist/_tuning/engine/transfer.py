@@ -42,6 +42,8 @@ from triton_dist.errors import InvalidArgument
 T = TypeVar("T")
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
+ASKED = "safe_fn or waves_fn"
+"""Functions of the user's that are asked about neighbours' configs."""
 _CANDIDATES, _FORESEEN = 6, 4
 """Configs of the neighbours that race: without, and with, known waves."""
 _ALIKE = 0.03
@@ -127,8 +129,8 @@ class Transfer:
         if self.cause is None:
             try:
                 return Prediction(near.predict(key, pruned.listed, timestamp()))
-            except Exception as error:  # of the user's waves_fn
-                self.cause, raised = error, f"waves_fn raised {said(error)}"
+            except Exception as error:  # of one of those
+                self.cause, raised = error, f"{ASKED} raised {said(error)}"
         return Prediction(failure=f"{raised} on rank {self._ranks.named(0)}")
 
     def _usable(self, record: TuningRecord) -> list[Config]:

@@ -84,8 +84,8 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
 
     Raises:
         TuningFrozen: tuning is forbidden on some rank; on every rank.
-        CaptureInProgress: the leader's ``prune_fn`` or ``waves_fn`` raised during a capture; on
-            every rank.
+        CaptureInProgress: the leader's ``prune_fn``, ``safe_fn`` or ``waves_fn`` raised during a
+            capture; on every rank.
         RankDisagreement: ranks came with different functions, keys, config spaces or fingerprints.
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.

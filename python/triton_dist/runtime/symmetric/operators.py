@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem  # registers them
 
 
+@functools.cache  # a call may ask it
 def has_operator(name: str) -> bool:
     """Tell whether this torch has ``torch.ops.symm_mem.<name>``."""
     return hasattr(torch.ops.symm_mem, name)
