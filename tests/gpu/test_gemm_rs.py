@@ -23,3 +23,8 @@ class TestGEMMReduceScatter(SummedGEMM):
 def test_vendor_methods_take_turns_with_ours(on_gpus):
     counts = on_gpus(gemm_rs_ranks.vendor_in_turn, 6)
     assert set(counts) == {24 if torch.cuda.device_count() >= len(counts) else 12}
+
+
+@few_ranks
+def test_garbage_between_launches_that_wait_for_peers_is_left_alone(on_gpus):
+    assert set(on_gpus(gemm_rs_ranks.garbage_between_launches, 4)) == {4}

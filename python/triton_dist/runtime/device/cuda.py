@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import itertools
 import re
 import threading
@@ -28,6 +27,7 @@ from triton_dist.runtime.device.cuda_launch import (
     scratch_bytes,
 )
 from triton_dist.runtime.device.transfer import Step
+from triton_dist.runtime.garbage import uncollected
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import is_interpreting
 
@@ -40,36 +40,6 @@ _QUEUEING_MARGIN = 1.5
 _KEPT_FOR_GRAPHS = 16
 """Part of the GPU's memory that graphs may leave behind."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-
-
-class _Collection:
-    """Captures that forbid collecting garbage now, and whether it was on before the first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collection in here may free what captures
-        self.forbidden, self.was_on = 0, True
-
-
-_collection = _Collection()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within, in however many threads, no garbage is collected. A capture forbids what freeing some
-    of it asks of the driver: symmetric memory of torch 2.11 that lies in a cycle would end the
-    process."""
-    with _collection.lock:
-        if _collection.forbidden == 0:
-            _collection.was_on = gc.isenabled()
-            gc.disable()
-        _collection.forbidden += 1
-    try:
-        yield
-    finally:
-        with _collection.lock:
-            _collection.forbidden -= 1
-            if _collection.forbidden == 0 and _collection.was_on:
-                gc.enable()
 
 
 class CudaDevice:
@@ -215,7 +185,7 @@ class CudaDevice:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # Not `torch.cuda.graph`: it waits without a limit, and leaves its stream current when the
         # capture breaks.
-        with torch.cuda.stream(side), _no_collection():
+        with torch.cuda.stream(side), uncollected():
             # Other threads may go on using the GPU: watchdogs, and tunings of other groups.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:

@@ -30,6 +30,7 @@ from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     GEMMReduceScatterTensorParallelContext,
 )
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.garbage import uncollected
 
 # How many of the tile shapes are tried with pushes, and how many of these in any number of chunks.
 _PUSHED_TILES, _LARGEST_TILES = 7, 3
@@ -141,9 +142,12 @@ class _Pushed(ToOwners):
         rows, stream = ctx.rows_of_rank(call.A.shape[0]), ctx.device.current_stream()
         pushes = ctx.buffer.pushes(rows, call.gemm_config, call.num_chunks)
         try:
-            pushes.fork(stream)
-            self.multiply()
-            pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
+            # A GEMM waits for what peers push, which they push once theirs runs: were all to wait
+            # for their GPUs here, as freeing memory does, they would for ever.
+            with uncollected():
+                pushes.fork(stream)
+                self.multiply()
+                pushes.queue()  # before any other launch: a launch may wait for the GEMM to end
             self.add_deferred()
         finally:  # what they wait for comes even if a wait in the kernel gave up
             pushes.join(stream)
