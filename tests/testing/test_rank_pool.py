@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.errors import RanksFailed
+from triton_dist.testing import rank_pool
 from triton_dist.testing.rank_pool import RankPool
 
 _calls = 0
@@ -77,3 +79,15 @@ def test_a_rank_that_died_between_two_calls_is_a_failure(pool):
     time.sleep(0.2)
     with pytest.raises(RanksFailed, match="SIGKILL"):
         pool.run(count_calls, "NONE", timeout=5, grace=0.5)
+
+
+def test_a_rank_that_cannot_be_killed_is_not_waited_for(monkeypatch):
+    pool = RankPool(1, init=False)
+    (pid,) = pool.run(os.getpid)
+    (rank,) = pool._ranks
+    monkeypatch.setattr(rank.process, "kill", lambda: None)
+    monkeypatch.setattr(rank_pool, "EXIT_SECONDS", 0.2)
+    with pytest.warns(match=f"rank 0, process {pid}, is still there"):
+        pool.close()
+    assert rank.process not in multiprocessing.active_children()
+    os.kill(pid, signal.SIGKILL)

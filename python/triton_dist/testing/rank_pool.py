@@ -16,10 +16,12 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
+from multiprocessing.process import _children  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,7 +104,9 @@ class RankPool:
         """End all ranks; idempotent."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
-            rank.kill()
+            rank.process.kill()
+        for rank in ranks:
+            rank.leave()
         if ranks:
             self._folder.cleanup()
 
@@ -184,10 +188,17 @@ class _Rank:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, rank_process.STACKS_SIGNAL)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.process.close()
+    def leave(self) -> None:
+        """Wait until the process, which was killed, is gone, or let it be: one whose GPU is at work
+        that does not end may stay for as long."""
+        self.process.join(EXIT_SECONDS)
+        if self.process.exitcode is None:
+            what = f"rank {self.rank}, process {self.process.pid}, is still there"
+            why = "the driver may be waiting for a kernel that does not end"
+            warnings.warn(f"{what} {EXIT_SECONDS:.0f} s after it was killed: {why}", stacklevel=2)
+            _children.discard(self.process)  # else this interpreter waits for it at its end
+        else:
+            self.process.close()
         self.messages.close()
 
     def _ending(self) -> str:
