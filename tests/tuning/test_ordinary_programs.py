@@ -308,6 +308,38 @@ def test_a_change_tunes_again_and_nothing_else_does(fingerprint, name):
     assert fingerprint(text, 1) != fingerprint(text, 2)
 
 
+HELPER = """
+@autotune(S, K)
+def helper(x, n): return x
+@autotune(S, K)
+def op(x, n): return helper(x)
+"""
+# ``VALUE`` is in what uses the helper.
+USES = {
+    "a tuning ahead": HELPER + "helper.tune(VALUE)",
+    "a record that is kept": HELPER + "RECORD = helper.tune(VALUE)",
+    "a config that is asked for": HELPER + "width = helper.best_config(VALUE)['n']",
+    "tunings in a loop": HELPER + "for size in (1, VALUE): helper.tune(size)",
+    "a call": HELPER + "helper(VALUE)",
+    "what it is given to": HELPER + "def show(fn, number): pass\nshow(helper, VALUE)",
+    "a tuned method of an object": """
+class Layer:
+    @autotune(S, K)
+    def forward(self, x, n): return x
+layer = Layer()
+@autotune(S, K)
+def op(x, n): return layer.forward(x)
+layer.forward.tune(layer, VALUE)
+""",
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_only_uses_a_tuned_function_does_not_tune_again(fingerprint, name):
+    text = f"---\n{USES[name]}\n"
+    assert fingerprint(text, 1) == fingerprint(text, 2)
+
+
 def test_configs_of_a_helper_that_is_not_called_are_not_asked_for(fingerprint):
     program = """
 ---

@@ -71,13 +71,34 @@ def tuners(node: definitions.Definition, look_up: Callable[[str], Any]) -> froze
     found = set()
     for decorator in normalise.decorators(node):
         callee = decorator.func if isinstance(decorator, ast.Call) else decorator
-        root, *path = (normalise.dotted(callee) or "").split(".")
-        value = look_up(root)
-        for part in path:
-            value = attribute(value, part)
+        value = _resolved(callee, look_up)
         if libraries.is_tuner(str(attribute(value, "__module__"))):
             found.add(decorator)
     return frozenset(found)
+
+
+def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
+    """The statements of ``module`` that made its global ``name``. One that calls a method of a
+    tuned function, as ``record = tuned.tune(x)`` does, uses the function and does not make it."""
+
+    def is_tuned(node: ast.expr) -> bool:
+        value = _resolved(node, lambda root: vars(module).get(root))
+        return libraries.is_tuner(type(attribute(value, "__func__", value)).__module__)
+
+    return [
+        each
+        for each in definitions.makers(module, name)
+        if name in definitions.made_by(each, is_tuned)
+    ]
+
+
+def _resolved(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
+    """The value of a dotted name; ``None`` if it has none."""
+    root, *path = (normalise.dotted(node) or "").split(".")
+    value = look_up(root)
+    for part in path:
+        value = attribute(value, part)
+    return value
 
 
 def configs_of(library: libraries.Libraries, value: Any) -> ConfigSpace | None:

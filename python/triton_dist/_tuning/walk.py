@@ -29,6 +29,7 @@ from triton_dist._tuning.inspected import (
     imported,
     inherited,
     is_code,
+    makers,
     may_change,
     receiver,
     tuners,
@@ -387,7 +388,7 @@ class Walk:
                 "no source has what made it"
             )
         lines = []
-        for statement in definitions.makers(module, name):
+        for statement in makers(module, name):
             lines.append(normalise.statement(statement))
             if id(statement) not in self._names:
                 self._names[id(statement)] = name
