@@ -225,6 +225,37 @@ class Op(Base):
     def op(self, x, n): return super().h(x)
 op = Op.op
 """,
+    "what an inherited method calls of the class that is tuned": """
+---
+class Base:
+    def run(self, x): return self.kernel(x)
+class Op(Base):
+    def kernel(self, x): return VALUE
+    @autotune(S, K)
+    def op(self, x, n): return self.run(x)
+op = Op.op
+""",
+    "an attribute that an inherited method reads of the class that is tuned": """
+---
+class Base:
+    def run(self, x): return self.width
+class Op(Base):
+    width = VALUE
+    @autotune(S, K)
+    def op(self, x, n): return super().run(x)
+op = Op.op
+""",
+    "what super() of a mixin finds": """
+---
+class Base:
+    def h(self, x): return VALUE
+class Mixin:
+    def h(self, x): return super().h(x)
+class Op(Mixin, Base):
+    @autotune(S, K)
+    def op(self, x, n): return self.h(x)
+op = Op.op
+""",
     "a case of singledispatch": """
 ---
 @functools.singledispatch

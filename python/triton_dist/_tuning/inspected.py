@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,8 @@ ABSENT = types.ModuleType("absent")
 """Stands for what is not there."""
 CONTAINERS = (list, set, dict)
 """Types of containers that may change while the program runs."""
+LookUp = Callable[[str], Any]
+"""Gives the value of a name; ``ABSENT`` if there is none."""
 
 
 def code_in(container: Any) -> Iterator[Any]:
@@ -66,7 +69,7 @@ def attributes(value: Any) -> dict[str, Any]:
     return dict(sorted({**there, **getattr(value, "__dict__", {})}.items()))
 
 
-def tuners(node: definitions.Definition, look_up: Callable[[str], Any]) -> frozenset[ast.expr]:
+def tuners(node: definitions.Definition, look_up: LookUp) -> frozenset[ast.expr]:
     """The decorators that are the tuner's own: their arguments are compared by value elsewhere."""
     found = set()
     for decorator in normalise.decorators(node):
@@ -92,7 +95,7 @@ def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
     ]
 
 
-def _resolved(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
+def _resolved(node: ast.expr, look_up: LookUp) -> Any:
     """The value of a dotted name; ``None`` if it has none."""
     root, *path = (normalise.dotted(node) or "").split(".")
     value = look_up(root)
@@ -108,24 +111,39 @@ def configs_of(library: libraries.Libraries, value: Any) -> ConfigSpace | None:
     return space if counts else None
 
 
-def inherited(cls: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Methods that ``super()`` finds from ``cls`` on."""
-    mro = cls.__mro__[1:] if isinstance(cls, type) else ()
+def inherited(cls: Any, receiver: type | None, names: Iterable[str]) -> dict[str, Any]:
+    """Methods that ``super()`` of ``cls`` finds for an object of ``receiver``."""
+    mro = _narrower(cls, receiver).__mro__ if isinstance(cls, type) else ()
+    above = mro[mro.index(cls) + 1 :]
     return {
-        name: next((vars(base)[name] for base in mro if name in vars(base)), None) for name in names
+        name: next((vars(base)[name] for base in above if name in vars(base)), None)
+        for name in names
     }
 
 
+def receiver_of(root: Any) -> type | None:
+    """The class whose methods ``root`` calls by its first parameter, if it is a method."""
+    function = inspect.unwrap(root)
+    if not isinstance(function, types.FunctionType):
+        return None
+    return receiver(function, sys.modules.get(function.__module__), None)[1]
+
+
 def receiver(
-    function: types.FunctionType, module: types.ModuleType | None
+    function: types.FunctionType, module: types.ModuleType | None, of: type | None
 ) -> tuple[str, type | None]:
-    """The name of a method's first parameter, and the class that the method is defined in."""
+    """The name of a method's first parameter, and the class that the method is defined in; or
+    ``of``, where that inherits from it."""
     value: Any = module
     for part in function.__qualname__.split(".")[:-1]:
         value = attribute(value, part)
     if isinstance(value, type) and function.__code__.co_argcount:
-        return function.__code__.co_varnames[0], value
+        return function.__code__.co_varnames[0], _narrower(value, of)
     return "", None
+
+
+def _narrower(cls: type, other: type | None) -> type:
+    return other if other is not None and issubclass(other, cls) else cls
 
 
 def defaults(function: types.FunctionType) -> Mapping[str, Any]:
@@ -148,11 +166,35 @@ def attribute(value: Any, name: str, default: Any = None) -> Any:
 
 
 class Local(NamedTuple):
-    """Object that a function imports when it is called, and the module and its name there."""
+    """Object that is no global of who reads it, and the module and its name there."""
 
     value: Any
     module: types.ModuleType
     attribute: str
+
+
+def looking_up(
+    function: types.FunctionType, local: Mapping[str, Local], own_name: str, owner: type | None
+) -> LookUp:
+    """Looks up names as ``function`` does.
+
+    Args:
+        local: what it imports when it is called.
+        own_name: name of its first parameter, if it is a method of ``owner``.
+    """
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def look_up(root: str) -> Any:
+        if root in cells:
+            try:
+                return cells[root].cell_contents
+            except ValueError:  # not bound yet
+                return None
+        if root in local:
+            return local[root].value
+        return owner if root == own_name else function.__globals__.get(root, ABSENT)
+
+    return look_up
 
 
 def imported(
