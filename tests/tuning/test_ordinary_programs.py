@@ -15,6 +15,12 @@ import dataclasses, enum, functools, types
 from triton_dist.tune import autotune
 S, K = [{"n": 1}, {"n": 2}], lambda *a: 0
 """
+CUSTOM_OP = """
+---
+import torch
+@torch.library.custom_op("ordinary::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor: return x * VALUE
+"""
 # ``VALUE`` is what changes. What stands before the line of dashes is another module.
 PROGRAMS = {
     "a table of another module": """
@@ -255,6 +261,32 @@ class Op(Mixin, Base):
     @autotune(S, K)
     def op(self, x, n): return self.h(x)
 op = Op.op
+""",
+    "an op of torch that is called by its name": CUSTOM_OP
+    + """
+@autotune(S, K)
+def op(x, n): return torch.ops.ordinary.scale(x)
+""",
+    "one of its overloads that a global holds": CUSTOM_OP
+    + """
+scaled = torch.ops.ordinary.scale.default
+@autotune(S, K)
+def op(x, n): return scaled(x)
+""",
+    "one whose name space is imported": CUSTOM_OP
+    + """
+from torch import ops
+@autotune(S, K)
+def op(x, n): return ops.ordinary.scale(x)
+""",
+    "an op of torch with Triton kernels": """
+import torch
+@torch.library.triton_op("ordinary::shift", mutates_args=())
+def shift(x: torch.Tensor) -> torch.Tensor: return x + VALUE
+---
+import elsewhere, torch
+@autotune(S, K)
+def op(x, n): return torch.ops.ordinary.shift(x)
 """,
     "a case of singledispatch": """
 ---

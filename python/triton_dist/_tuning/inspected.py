@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -171,6 +171,22 @@ class Local(NamedTuple):
     value: Any
     module: types.ModuleType
     attribute: str
+
+
+def custom_op(holder: Any, path: Sequence[str]) -> Local | None:
+    """The op of ``torch.library.custom_op``, or ``triton_op``, that is called by its name: ``path``
+    leads from the module ``holder`` to ``torch.ops.space.name``. ``None`` for all else."""
+    if not isinstance(holder, types.ModuleType):
+        return None
+    names = [*holder.__name__.split("."), *path]
+    if names[:2] != ["torch", "ops"] or len(names) < 4:
+        return None
+    # No public function of torch tells. This table is there from torch 2.4 on.
+    known = attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
+    op = known.get("::".join(names[2:4]))
+    function = attribute(op, "_init_fn")
+    module = sys.modules.get(attribute(function, "__module__", ""), ABSENT)
+    return op and Local(op, module, attribute(function, "__name__", ""))
 
 
 def looking_up(

@@ -26,6 +26,7 @@ from triton_dist._tuning.inspected import (
     closure_of,
     code_in,
     configs_of,
+    custom_op,
     defaults,
     imported,
     inherited,
@@ -364,6 +365,8 @@ class Walk:
             value = look_up(root)
             holder: types.ModuleType | type | None
             holder, last = homes.get(root, (module, root))
+            if (op := custom_op(value, path)) is not None:
+                (value, holder, last), path = op, []
             for part in path:
                 if not isinstance(value, (types.ModuleType, type)) or self._library.has(value):
                     break
