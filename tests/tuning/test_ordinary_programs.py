@@ -288,6 +288,27 @@ import elsewhere, torch
 @autotune(S, K)
 def op(x, n): return torch.ops.ordinary.shift(x)
 """,
+    "a kernel that an op of torch has for a device": """
+---
+import torch
+@torch.library.custom_op("ordinary::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor: return x * 1
+@scale.register_kernel("cuda")
+def _(x): return x * VALUE
+@autotune(S, K)
+def op(x, n): return torch.ops.ordinary.scale(x)
+""",
+    "a function that an object registers": """
+---
+class Registry:
+    def __init__(self): self.known = {}
+    def add(self, fn): self.known[fn.__name__] = fn; return fn
+STEPS = Registry()
+@STEPS.add
+def step(x): return VALUE
+@autotune(S, K)
+def op(x, n): return STEPS.known["step"](x)
+""",
     "a case of singledispatch": """
 ---
 @functools.singledispatch

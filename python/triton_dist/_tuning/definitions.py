@@ -202,13 +202,17 @@ def made_by(
     statement: ast.stmt, only_used: Callable[[ast.expr], bool] = lambda node: False
 ) -> set[str]:
     """Names that ``statement`` binds, and those whose value it changes in place: ``A[0] = 1``,
-    ``A.append(1)``, ``fill(A)``.
+    ``A.append(1)``, ``fill(A)``, ``@A.register`` above a definition.
 
     Args:
         only_used: true for what its methods do not change, nor their arguments, nor a function that
             takes it.
     """
-    if isinstance(statement, (Definition, ast.Import, ast.ImportFrom)) or _is_main(statement):
+    if isinstance(statement, Definition):
+        called = [getattr(each, "func", each) for each in statement.decorator_list]
+        methods = [each for each in called if isinstance(each, ast.Attribute)]
+        return {_root(each) for each in methods if not only_used(each.value)}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)) or _is_main(statement):
         return set()
     found: set[str] = set()
     for node in ast.walk(statement):
