@@ -15,6 +15,12 @@ import dataclasses, enum, functools, types
 from triton_dist.tune import autotune
 S, K = [{"n": 1}, {"n": 2}], lambda *a: 0
 """
+CUSTOM_OP = """
+---
+import torch
+@torch.library.custom_op("ordinary::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor: return x * VALUE
+"""
 # ``VALUE`` is what changes. What stands before the line of dashes is another module.
 PROGRAMS = {
     "a table of another module": """
@@ -225,6 +231,84 @@ class Op(Base):
     def op(self, x, n): return super().h(x)
 op = Op.op
 """,
+    "what an inherited method calls of the class that is tuned": """
+---
+class Base:
+    def run(self, x): return self.kernel(x)
+class Op(Base):
+    def kernel(self, x): return VALUE
+    @autotune(S, K)
+    def op(self, x, n): return self.run(x)
+op = Op.op
+""",
+    "an attribute that an inherited method reads of the class that is tuned": """
+---
+class Base:
+    def run(self, x): return self.width
+class Op(Base):
+    width = VALUE
+    @autotune(S, K)
+    def op(self, x, n): return super().run(x)
+op = Op.op
+""",
+    "what super() of a mixin finds": """
+---
+class Base:
+    def h(self, x): return VALUE
+class Mixin:
+    def h(self, x): return super().h(x)
+class Op(Mixin, Base):
+    @autotune(S, K)
+    def op(self, x, n): return self.h(x)
+op = Op.op
+""",
+    "an op of torch that is called by its name": CUSTOM_OP
+    + """
+@autotune(S, K)
+def op(x, n): return torch.ops.ordinary.scale(x)
+""",
+    "one of its overloads that a global holds": CUSTOM_OP
+    + """
+scaled = torch.ops.ordinary.scale.default
+@autotune(S, K)
+def op(x, n): return scaled(x)
+""",
+    "one whose name space is imported": CUSTOM_OP
+    + """
+from torch import ops
+@autotune(S, K)
+def op(x, n): return ops.ordinary.scale(x)
+""",
+    "an op of torch with Triton kernels": """
+import torch
+@torch.library.triton_op("ordinary::shift", mutates_args=())
+def shift(x: torch.Tensor) -> torch.Tensor: return x + VALUE
+---
+import elsewhere, torch
+@autotune(S, K)
+def op(x, n): return torch.ops.ordinary.shift(x)
+""",
+    "a kernel that an op of torch has for a device": """
+---
+import torch
+@torch.library.custom_op("ordinary::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor: return x * 1
+@scale.register_kernel("cuda")
+def _(x): return x * VALUE
+@autotune(S, K)
+def op(x, n): return torch.ops.ordinary.scale(x)
+""",
+    "a function that an object registers": """
+---
+class Registry:
+    def __init__(self): self.known = {}
+    def add(self, fn): self.known[fn.__name__] = fn; return fn
+STEPS = Registry()
+@STEPS.add
+def step(x): return VALUE
+@autotune(S, K)
+def op(x, n): return STEPS.known["step"](x)
+""",
     "a case of singledispatch": """
 ---
 @functools.singledispatch
@@ -306,6 +390,38 @@ def test_a_change_tunes_again_and_nothing_else_does(fingerprint, name):
     text = PROGRAMS[name]
     assert fingerprint(text, 1) == fingerprint(text, 1)
     assert fingerprint(text, 1) != fingerprint(text, 2)
+
+
+HELPER = """
+@autotune(S, K)
+def helper(x, n): return x
+@autotune(S, K)
+def op(x, n): return helper(x)
+"""
+# ``VALUE`` is in what uses the helper.
+USES = {
+    "a tuning ahead": HELPER + "helper.tune(VALUE)",
+    "a record that is kept": HELPER + "RECORD = helper.tune(VALUE)",
+    "a config that is asked for": HELPER + "width = helper.best_config(VALUE)['n']",
+    "tunings in a loop": HELPER + "for size in (1, VALUE): helper.tune(size)",
+    "a call": HELPER + "helper(VALUE)",
+    "what it is given to": HELPER + "def show(fn, number): pass\nshow(helper, VALUE)",
+    "a tuned method of an object": """
+class Layer:
+    @autotune(S, K)
+    def forward(self, x, n): return x
+layer = Layer()
+@autotune(S, K)
+def op(x, n): return layer.forward(x)
+layer.forward.tune(layer, VALUE)
+""",
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_only_uses_a_tuned_function_does_not_tune_again(fingerprint, name):
+    text = f"---\n{USES[name]}\n"
+    assert fingerprint(text, 1) == fingerprint(text, 2)
 
 
 def test_configs_of_a_helper_that_is_not_called_are_not_asked_for(fingerprint):

@@ -142,7 +142,7 @@ def _listing(text: str) -> Listing | None:
     declared = (each.names for each in statements(tree) if isinstance(each, ast.Global))
     listing.assigned_in_functions = frozenset(name for names in declared for name in names)
     for statement in tree.body:
-        for name in _made_by(statement):
+        for name in made_by(statement):
             listing.makers.setdefault(name, []).append(statement)
     return listing
 
@@ -198,10 +198,21 @@ def _collect(node: ast.AST, prefix: str, listing: Listing) -> None:
         _collect(child, inner, listing)
 
 
-def _made_by(statement: ast.stmt) -> set[str]:
+def made_by(
+    statement: ast.stmt, only_used: Callable[[ast.expr], bool] = lambda node: False
+) -> set[str]:
     """Names that ``statement`` binds, and those whose value it changes in place: ``A[0] = 1``,
-    ``A.append(1)``, ``fill(A)``."""
-    if isinstance(statement, (Definition, ast.Import, ast.ImportFrom)) or _is_main(statement):
+    ``A.append(1)``, ``fill(A)``, ``@A.register`` above a definition.
+
+    Args:
+        only_used: true for what its methods do not change, nor their arguments, nor a function that
+            takes it.
+    """
+    if isinstance(statement, Definition):
+        called = [getattr(each, "func", each) for each in statement.decorator_list]
+        methods = [each for each in called if isinstance(each, ast.Attribute)]
+        return {_root(each) for each in methods if not only_used(each.value)}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)) or _is_main(statement):
         return set()
     found: set[str] = set()
     for node in ast.walk(statement):
@@ -210,9 +221,11 @@ def _made_by(statement: ast.stmt) -> set[str]:
         elif isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
             found.add(_root(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            found.add(_root(node.func))
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        found |= {each.id for each in statement.value.args if isinstance(each, ast.Name)}
+            found |= set() if only_used(node.func.value) else {_root(node.func)}
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call) and not only_used(getattr(call.func, "value", call)):
+        given = (each for each in call.args if isinstance(each, ast.Name))
+        found |= {each.id for each in given if not only_used(each)}
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ ABSENT = types.ModuleType("absent")
 """Stands for what is not there."""
 CONTAINERS = (list, set, dict)
 """Types of containers that may change while the program runs."""
+LookUp = Callable[[str], Any]
+"""Gives the value of a name; ``ABSENT`` if there is none."""
 
 
 def code_in(container: Any) -> Iterator[Any]:
@@ -66,18 +69,39 @@ def attributes(value: Any) -> dict[str, Any]:
     return dict(sorted({**there, **getattr(value, "__dict__", {})}.items()))
 
 
-def tuners(node: definitions.Definition, look_up: Callable[[str], Any]) -> frozenset[ast.expr]:
+def tuners(node: definitions.Definition, look_up: LookUp) -> frozenset[ast.expr]:
     """The decorators that are the tuner's own: their arguments are compared by value elsewhere."""
     found = set()
     for decorator in normalise.decorators(node):
         callee = decorator.func if isinstance(decorator, ast.Call) else decorator
-        root, *path = (normalise.dotted(callee) or "").split(".")
-        value = look_up(root)
-        for part in path:
-            value = attribute(value, part)
+        value = _resolved(callee, look_up)
         if libraries.is_tuner(str(attribute(value, "__module__"))):
             found.add(decorator)
     return frozenset(found)
+
+
+def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
+    """The statements of ``module`` that made its global ``name``. One that calls a method of a
+    tuned function, as ``record = tuned.tune(x)`` does, uses the function and does not make it."""
+
+    def is_tuned(node: ast.expr) -> bool:
+        value = _resolved(node, lambda root: vars(module).get(root))
+        return libraries.is_tuner(type(attribute(value, "__func__", value)).__module__)
+
+    return [
+        each
+        for each in definitions.makers(module, name)
+        if name in definitions.made_by(each, is_tuned)
+    ]
+
+
+def _resolved(node: ast.expr, look_up: LookUp) -> Any:
+    """The value of a dotted name; ``None`` if it has none."""
+    root, *path = (normalise.dotted(node) or "").split(".")
+    value = look_up(root)
+    for part in path:
+        value = attribute(value, part)
+    return value
 
 
 def configs_of(library: libraries.Libraries, value: Any) -> ConfigSpace | None:
@@ -87,24 +111,39 @@ def configs_of(library: libraries.Libraries, value: Any) -> ConfigSpace | None:
     return space if counts else None
 
 
-def inherited(cls: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Methods that ``super()`` finds from ``cls`` on."""
-    mro = cls.__mro__[1:] if isinstance(cls, type) else ()
+def inherited(cls: Any, receiver: type | None, names: Iterable[str]) -> dict[str, Any]:
+    """Methods that ``super()`` of ``cls`` finds for an object of ``receiver``."""
+    mro = _narrower(cls, receiver).__mro__ if isinstance(cls, type) else ()
+    above = mro[mro.index(cls) + 1 :]
     return {
-        name: next((vars(base)[name] for base in mro if name in vars(base)), None) for name in names
+        name: next((vars(base)[name] for base in above if name in vars(base)), None)
+        for name in names
     }
 
 
+def receiver_of(root: Any) -> type | None:
+    """The class whose methods ``root`` calls by its first parameter, if it is a method."""
+    function = inspect.unwrap(root)
+    if not isinstance(function, types.FunctionType):
+        return None
+    return receiver(function, sys.modules.get(function.__module__), None)[1]
+
+
 def receiver(
-    function: types.FunctionType, module: types.ModuleType | None
+    function: types.FunctionType, module: types.ModuleType | None, of: type | None
 ) -> tuple[str, type | None]:
-    """The name of a method's first parameter, and the class that the method is defined in."""
+    """The name of a method's first parameter, and the class that the method is defined in; or
+    ``of``, where that inherits from it."""
     value: Any = module
     for part in function.__qualname__.split(".")[:-1]:
         value = attribute(value, part)
     if isinstance(value, type) and function.__code__.co_argcount:
-        return function.__code__.co_varnames[0], value
+        return function.__code__.co_varnames[0], _narrower(value, of)
     return "", None
+
+
+def _narrower(cls: type, other: type | None) -> type:
+    return other if other is not None and issubclass(other, cls) else cls
 
 
 def defaults(function: types.FunctionType) -> Mapping[str, Any]:
@@ -127,11 +166,51 @@ def attribute(value: Any, name: str, default: Any = None) -> Any:
 
 
 class Local(NamedTuple):
-    """Object that a function imports when it is called, and the module and its name there."""
+    """Object that is no global of who reads it, and the module and its name there."""
 
     value: Any
     module: types.ModuleType
     attribute: str
+
+
+def custom_op(holder: Any, path: Sequence[str]) -> Local | None:
+    """The op of ``torch.library.custom_op``, or ``triton_op``, that is called by its name: ``path``
+    leads from the module ``holder`` to ``torch.ops.space.name``. ``None`` for all else."""
+    if not isinstance(holder, types.ModuleType):
+        return None
+    names = [*holder.__name__.split("."), *path]
+    if names[:2] != ["torch", "ops"] or len(names) < 4:
+        return None
+    # No public function of torch tells. This table is there from torch 2.4 on.
+    known = attribute(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
+    op = known.get("::".join(names[2:4]))
+    function = attribute(op, "_init_fn")
+    module = sys.modules.get(attribute(function, "__module__", ""), ABSENT)
+    return op and Local(op, module, attribute(function, "__name__", ""))
+
+
+def looking_up(
+    function: types.FunctionType, local: Mapping[str, Local], own_name: str, owner: type | None
+) -> LookUp:
+    """Looks up names as ``function`` does.
+
+    Args:
+        local: what it imports when it is called.
+        own_name: name of its first parameter, if it is a method of ``owner``.
+    """
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def look_up(root: str) -> Any:
+        if root in cells:
+            try:
+                return cells[root].cell_contents
+            except ValueError:  # not bound yet
+                return None
+        if root in local:
+            return local[root].value
+        return owner if root == own_name else function.__globals__.get(root, ABSENT)
+
+    return look_up
 
 
 def imported(

@@ -40,8 +40,8 @@ def normalised(node: Definition, dropped: frozenset[ast.expr]) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def statement(node: ast.stmt) -> str:
-    """The text of a statement of a module."""
-    return ast.unparse(node)
+    """The text of a statement of a module, without comments and docstrings."""
+    return ast.unparse(_without(node, frozenset()))
 
 
 @functools.lru_cache(maxsize=4096)

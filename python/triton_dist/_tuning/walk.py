@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,17 +20,22 @@ from triton_dist._tuning.constants import Constants, text_of
 from triton_dist._tuning.inspected import (
     ABSENT,
     CONTAINERS,
+    LookUp,
     attribute,
     bound_to,
     closure_of,
     code_in,
     configs_of,
+    custom_op,
     defaults,
     imported,
     inherited,
     is_code,
+    looking_up,
+    makers,
     may_change,
     receiver,
+    receiver_of,
     tuners,
 )
 from triton_dist._tuning.snapshot import Snapshot
@@ -42,7 +47,6 @@ functools.cache and torch.compile; cached_property; torch.library.custom_op."""
 
 _TEXTLESS = (types.FunctionType, type, types.ModuleType, *CONTAINERS)
 """Types of values that are code, or that may change while the program runs."""
-_LookUp = Callable[[str], Any]
 
 
 class Walk:
@@ -54,12 +58,14 @@ class Walk:
         self.texts: dict[str, str] = {}
         self.constants = constants
         self._library, self._snapshot = library, snapshot
+        self._receiver: type | None = None
         self._names: dict[int, str] = {}
         self._namesakes: Counter[str] = Counter()
         self._alive: list[object] = []  # an id means something only while its object lives
 
     def root(self, value: Any) -> None:
         """A function, or what stands for one: a partial, a bound method, a callable object."""
+        self._receiver = receiver_of(value)
         self.reference(value)
         self._state(value)
 
@@ -253,22 +259,12 @@ class Walk:
             return name
         code, module = function.__code__, sys.modules.get(function.__module__)
         node = definitions.definition(code)
-        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        own_name, owner = receiver(function, module)
+        cells = frozenset(code.co_freevars)
+        own_name, owner = receiver(function, module, self._receiver)
         local = imported(self._library, function, node)
-
-        def look_up(root: str) -> Any:
-            if root in cells:
-                try:
-                    return cells[root].cell_contents
-                except ValueError:  # not bound yet
-                    return None
-            if root in local:
-                return local[root].value
-            return owner if root == own_name else function.__globals__.get(root, ABSENT)
-
+        look_up = looking_up(function, local, own_name, owner)
         read, bound = normalise.global_names(code)
-        roots = read | cells.keys() | local.keys() | {own_name}
+        roots = read | cells | local.keys() | {own_name}
         written = {} if node is None else normalise.defaults(node)
         given = [
             self._bound(f"{name}.{each}", value, function)
@@ -286,7 +282,8 @@ class Walk:
             roots |= normalise.header_names(node, dropped)
             found = normalise.chains(node, dropped)
         if "__class__" in cells and node is not None:
-            above = inherited(look_up("__class__"), normalise.called_on_super(node))
+            names = normalise.called_on_super(node)
+            above = inherited(look_up("__class__"), self._receiver, names)
             lines += [f"super().{each} {self.reference(above[each])}" for each in sorted(above)]
         reached = {each for each in found if each.partition(".")[0] in roots - bound} - {own_name}
         in_cells = {each for each in reached if each.partition(".")[0] in cells}
@@ -356,7 +353,7 @@ class Walk:
     def _reached(
         self,
         chains: Iterable[str],
-        look_up: _LookUp,
+        look_up: LookUp,
         module: types.ModuleType | None,
         homes: Mapping[str, tuple[types.ModuleType, str]] = types.MappingProxyType({}),
     ) -> list[str]:
@@ -368,6 +365,8 @@ class Walk:
             value = look_up(root)
             holder: types.ModuleType | type | None
             holder, last = homes.get(root, (module, root))
+            if (op := custom_op(value, path)) is not None:
+                (value, holder, last), path = op, []
             for part in path:
                 if not isinstance(value, (types.ModuleType, type)) or self._library.has(value):
                     break
@@ -387,7 +386,7 @@ class Walk:
                 "no source has what made it"
             )
         lines = []
-        for statement in definitions.makers(module, name):
+        for statement in makers(module, name):
             lines.append(normalise.statement(statement))
             if id(statement) not in self._names:
                 self._names[id(statement)] = name
