@@ -71,6 +71,25 @@ def hooks_that_bind_the_rank() -> Any:
     return counts, dict(fingerprint.bound), dict(fingerprint.uncounted)
 
 
+def partials_in_configs() -> Any:
+    """Tunings of a function whose configs are partials, twice; and what calls and the record of the
+    second have."""
+    for _ in range(2):  # the second time as a later start would
+
+        @autotune([{"act": functools.partial(_scaled, by)} for by in (2, 2, 3)], key_fn=lambda x: x)
+        def op(x: int, act: Callable[[int], int]) -> int:
+            return act(x)
+
+        result = op(5)
+    record = op.tune(5)
+    return result, op.tuning_count, sorted(map(str, record.trials))
+
+
+def _scaled(by: int, x: int) -> int:
+    time.sleep(0.004 if by == 2 else 0.001)
+    return by * x
+
+
 def _hook(rank: int, size: int) -> Callable[[dict[str, Any]], None]:
     def hook(arguments: dict[str, Any]) -> None:
         arguments |= {"rank": rank, "size": size}

@@ -58,6 +58,12 @@ def test_hooks_of_configs_may_bind_the_rank(spawn_ranks):
     assert said == [(counts, bound, uncounted)] * 2
 
 
+def test_partials_as_values_of_configs_are_found_again(spawn_ranks):
+    configs = [f"{{'act': functools.partial(_scaled, {by})}}" for by in (2, 3)]
+    said = spawn_ranks(2, group_ranks.partials_in_configs)
+    assert said == [(15, 0, configs)] * 2
+
+
 def test_a_literal_that_differs_is_named_with_both_values(spawn_ranks):
     for said in spawn_ranks(2, group_ranks.literals_that_differ):
         assert "rank 1: constant: SIZE was 64, is 65" in said
