@@ -29,6 +29,13 @@ def test_a_local_op_waits_for_nobody(spawn_ranks):
     assert spawn_ranks(2, ops.tune_alone_on_one_rank) == [(0, 0), (2, 1)]
 
 
+def test_groups_that_were_destroyed_do_not_stay_in_memory(spawn_ranks):
+    for alive, entries, said in spawn_ranks(2, group_ranks.groups_one_after_another):
+        assert (alive, entries) == ([False] * 3, [1, 1, 1])
+        assert "group is DeviceMesh(" in said
+        assert "expected a process group that this rank belongs to" in said
+
+
 def test_two_groups_tune_at_once(spawn_ranks):
     assert spawn_ranks(4, ops.tune_in_two_groups) == [(1, 1)] * 4
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
-from triton_dist._tuning.engine.choice import Choice
+from triton_dist._tuning.engine.choice import Choice, drop
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
@@ -207,6 +207,14 @@ class AutoTuner(Decorated):
         self._noted, self._calls = set(), 0
         self._world = world
 
+    def _forget_destroyed(self) -> None:
+        """Let go of groups that were destroyed: a program may make many, one after another. Done in
+        first calls, so that a hit costs nothing for it."""
+        is_destroyed = self._surroundings.is_destroyed
+        drop(self._group_hits, is_destroyed)
+        drop(self._ranges, lambda place: is_destroyed(place[0]))
+        drop(self._chosen, lambda place: not place[0].is_current())
+
     def _served(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
@@ -272,6 +280,7 @@ class AutoTuner(Decorated):
                 known = self._resolve(parts, space, call, fixed)
                 self._calls = 0
             if known.record is not None and known.kept:
+                self._forget_destroyed()
                 self._chosen[ranks, key] = known
                 if not fixed:
                     self._most_hits = self._surroundings.most_hits()
