@@ -126,7 +126,8 @@ class AutoTuner(Decorated):
         """Tune ahead for these arguments, or find the cached result; in the latter case the
         function is not called.
 
-        For a method, ``Layer.forward.tune(layer, x)``.
+        For a method, ``Layer.forward.tune(layer, x)``: ``layer.forward.tune`` does not see
+        ``layer``.
 
         Raises:
             CaptureInProgress: and there is no record; tensors that hold no values, as those on the
@@ -351,7 +352,7 @@ class AutoTuner(Decorated):
         try:
             signature.bind(*args, **{**config, **kwargs})
         except TypeError as error:
-            raise TypeError(f"{self._name}(): {error}") from None
+            raise TypeError(f"{self._name}(): {error}{self._without_object(args)}") from None
 
     def _default(self) -> Config:
         if not self.config_space:
