@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import triton
@@ -19,6 +21,7 @@ from tests.contextual.kernels import (
     sum_kernel,
     total,
 )
+from triton_dist._tuning.engine.contextual.opening import as_config
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import TuningWarning
 
@@ -226,6 +229,14 @@ def test_a_hook_that_has_no_stable_text():
     _, result = tune(kernel)
     assert torch.equal(result, 2 * X)
     assert next(iter(kernel.cache.values())).pre_hook is not None
+
+
+def test_what_a_partial_hook_is_given_may_differ_by_rank():
+    def fill(rank, arguments):
+        arguments["y_ptr"].fill_(rank)
+
+    hooked = [triton.Config({}, pre_hook=functools.partial(fill, rank)) for rank in (0, 1)]
+    assert len({as_config(config) for config in hooked}) == 1
 
 
 def test_what_triton_leaves_on_a_tuned_kernel(capsys, monkeypatch):

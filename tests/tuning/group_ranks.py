@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 import triton
+from torch.distributed.device_mesh import DeviceMesh
 
-from triton_dist.errors import TritonDistError
+from triton_dist.errors import InvalidArgument, TritonDistError
 from triton_dist.tune import autotune
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -71,6 +74,25 @@ def hooks_that_bind_the_rank() -> Any:
     return counts, dict(fingerprint.bound), dict(fingerprint.uncounted)
 
 
+def partials_in_configs() -> Any:
+    """Tunings of a function whose configs are partials, twice; and what calls and the record of the
+    second have."""
+    for _ in range(2):  # the second time as a later start would
+
+        @autotune([{"act": functools.partial(_scaled, by)} for by in (2, 2, 3)], key_fn=lambda x: x)
+        def op(x: int, act: Callable[[int], int]) -> int:
+            return act(x)
+
+        result = op(5)
+    record = op.tune(5)
+    return result, op.tuning_count, sorted(map(str, record.trials))
+
+
+def _scaled(by: int, x: int) -> int:
+    time.sleep(0.004 if by == 2 else 0.001)
+    return by * x
+
+
 def _hook(rank: int, size: int) -> Callable[[dict[str, Any]], None]:
     def hook(arguments: dict[str, Any]) -> None:
         arguments |= {"rank": rank, "size": size}
@@ -112,6 +134,31 @@ def choices_and_groups(host: str, port: int) -> Any:
 def _begin(host: str, port: int, world: str) -> None:
     store = dist.PrefixStore(world, dist.TCPStore(host, port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
+
+
+def groups_one_after_another() -> tuple[list[bool], list[int], str]:
+    """Which of three groups are alive after each was used and destroyed, and another one used; how
+    many entries the tuner has then; and what a call over a mesh of one that was destroyed says."""
+    op, groups = tuned(_favours_own), []
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for _ in range(2):
+            op(7, autotune_pg=group)
+        groups.append(weakref.ref(group))
+        dist.destroy_process_group(group)
+        del group
+    said = ""
+    try:
+        op(7, autotune_pg=mesh)
+    except InvalidArgument as error:
+        said = str(error)
+    del mesh
+    op(7, autotune_pg=dist.new_group([0, 1]))
+    time.sleep(1)  # the watchdog's thread looks twice a second
+    gc.collect()
+    tables = (op._group_hits, op._ranges, op._chosen)
+    return [group() is not None for group in groups], [len(each) for each in tables], said
 
 
 def literals_that_differ() -> str:

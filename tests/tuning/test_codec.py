@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import json
 import math
 
@@ -180,6 +181,24 @@ def test_functions_made_in_one_place_differ_by_their_closures():
 )
 def test_values_are_shown_as_they_are_typed(value, shown):
     assert show(codec.encode(value)) == shown
+
+
+def test_a_partial_in_a_config_is_what_it_calls_and_what_it_gives():
+    def partial(*args, **kwargs):
+        return codec.encode(functools.partial(*args, **kwargs), binding=False)
+
+    one = partial(same, 1, reach=(2,), near=3)
+    assert one == partial(functools.partial(same, 1), near=3, reach=(2,))
+    others = [
+        partial(same, 1, reach=(2,), near=4),
+        partial(same, 2, reach=(2,), near=3),
+        partial(same, 1, (2,), near=3),
+        partial(copy.copy, 1, reach=(2,), near=3),
+    ]
+    assert len({codec.text(each) for each in [one, *others]}) == 5
+    assert show(one) == "functools.partial(same, 1, near=3, reach=(2,))"
+    assert show(partial(len)) == "functools.partial(len)"
+    assert not codec.is_exact(functools.partial(len))
 
 
 def test_an_enum_of_a_function_has_a_text():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import triton
@@ -108,6 +110,23 @@ def test_configs_that_differ_in_what_their_hooks_bind_are_several(bound):
         assert codec.digest(config.tree) == config.digest
     again = ConfigSpace(hooked(*bound))
     assert [config.digest for config in again] == [config.digest for config in space]
+
+
+def test_a_partial_is_a_value_whose_functions_and_classes_count():
+    hook = make_hook(8)
+    value = functools.partial(hook, mode=Method.PUSH)
+    candidate = Config({"epilogue": value})
+    assert candidate.arguments()["epilogue"] is value
+    assert (list(candidate.functions()), list(candidate.classes())) == ([hook], [Method])
+    assert candidate == Config({"epilogue": functools.partial(make_hook(8), mode=Method.PUSH)})
+    assert candidate != Config({"epilogue": functools.partial(hook, mode=Method.PULL)})
+    bound = [{"epilogue": functools.partial(make_hook(each))} for each in (8, 16, 8)]
+    assert len(ConfigSpace(bound)) == 2
+
+
+def test_a_partial_of_what_has_no_text_is_refused_with_what_to_do():
+    with pytest.raises(InvalidArgument, match=r"'p' .*functools\.partial of these"):
+        Config({"p": functools.partial(make_hook, torch.zeros(1), object())})
 
 
 @given(configs)

@@ -155,6 +155,17 @@ def test_methods_classmethods_and_staticmethods():
     assert Layer.method.tuning_count == 1
 
 
+def test_tuning_a_bound_method_says_how_to_give_the_object():
+    hint = r"missing .* 'x'. For self it has a int: .* as in Layer\.method\.tune\(self, \.\.\.\)"
+    for ahead in (Layer().method.tune, Layer().method.best_config):
+        with pytest.raises(TypeError, match=hint):
+            ahead(5)
+    with pytest.raises(TypeError, match=r"'x'$"):
+        Layer().method()
+    with pytest.raises(TypeError, match=r"'x'$"):
+        function.tune()
+
+
 def test_a_method_of_a_subclass_is_the_same_tuner():
     class Narrow(Layer):
         factor = 1

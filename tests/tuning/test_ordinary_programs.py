@@ -340,6 +340,29 @@ class Tile:
 @autotune([{"n": Tile(1)}], K)
 def op(x, n): return n.area()
 """,
+    "the function in a partial that is a value of a config": """
+---
+def h(a, x): return x * VALUE
+@autotune([{"n": functools.partial(h, 1)}], K)
+def op(x, n): return n(x)
+""",
+    "an argument of a partial that is a value of a config": """
+---
+def h(a, x): return x * a
+@autotune([{"n": functools.partial(h, VALUE)}], K)
+def op(x, n): return n(x)
+""",
+    "a partial in a dataclass of a closure": """
+---
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    act: object
+def h(*x): return VALUE
+def make(plan):
+    def op(x, n): return plan.act(x)
+    return op
+op = autotune(S, K)(make(Plan(functools.partial(h, 1))))
+""",
     "what a function is given to fill": """
 ---
 TABLE = []

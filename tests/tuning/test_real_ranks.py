@@ -29,6 +29,13 @@ def test_a_local_op_waits_for_nobody(spawn_ranks):
     assert spawn_ranks(2, ops.tune_alone_on_one_rank) == [(0, 0), (2, 1)]
 
 
+def test_groups_that_were_destroyed_do_not_stay_in_memory(spawn_ranks):
+    for alive, entries, said in spawn_ranks(2, group_ranks.groups_one_after_another):
+        assert (alive, entries) == ([False] * 3, [1, 1, 1])
+        assert "group is DeviceMesh(" in said
+        assert "expected a process group that this rank belongs to" in said
+
+
 def test_two_groups_tune_at_once(spawn_ranks):
     assert spawn_ranks(4, ops.tune_in_two_groups) == [(1, 1)] * 4
 
@@ -56,6 +63,12 @@ def test_hooks_of_configs_may_bind_the_rank(spawn_ranks):
     counts, bound, uncounted = [1, 0, 1], {"hook.size": "128"}, {"hook.rank": DIFFERS}
     said = spawn_ranks(2, group_ranks.hooks_that_bind_the_rank)
     assert said == [(counts, bound, uncounted)] * 2
+
+
+def test_partials_as_values_of_configs_are_found_again(spawn_ranks):
+    configs = [f"{{'act': functools.partial(_scaled, {by})}}" for by in (2, 3)]
+    said = spawn_ranks(2, group_ranks.partials_in_configs)
+    assert said == [(15, 0, configs)] * 2
 
 
 def test_a_literal_that_differs_is_named_with_both_values(spawn_ranks):

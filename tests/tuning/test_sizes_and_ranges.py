@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,17 @@ def test_a_size_by_keyword_behind_others_by_place():
         return M
 
     assert step.tune(1, 7, 9, M=2000).at == (2000,)
+
+
+def test_a_size_that_key_fn_returns_beside_the_argument_is_said_once_where_it_is_called():
+    step = autotune(NS, lambda M: Key(M, 7), scope="rank", sizes=("M",))(lambda M, n: n)
+    with pytest.warns(TuningWarning, match="M is an argument, which sizes= adds") as said:
+        step(500)
+    assert [Path(each.filename) for each in said] == [Path(__file__)]
+    assert "Leave it out of what key_fn returns" in str(said[0].message)
+    step(501)
+    step(600)
+    assert step.tuning_count == 2
 
 
 def test_a_key_that_gave_way_to_others_is_at_hand_again(monkeypatch):

@@ -104,6 +104,9 @@ class RankGroup(Protocol):
         call that it is in. ``hint``: what may explain that others do not come, for messages.
         """
 
+    def is_current(self) -> bool:
+        """True until the group is destroyed."""
+
     def leave(self, reason: str, refused: bool = False) -> None:
         """Tell the others, without waiting for them, that this rank sends no more messages here.
         ``refused``: because its own call cannot be made."""

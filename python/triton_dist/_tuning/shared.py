@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from triton_dist import knobs
 from triton_dist._tuning.engine.parts import Common, Settings
@@ -65,12 +67,13 @@ def is_frozen() -> bool:
 
 # A trial that waits for its backward pass is paused by what tunes there.
 watchdog.around = InheritedValue("triton_dist.watches")
-_gates: dict[RankGroup | None, Gate] = {}
+_gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
+"""By ranks, as long as these live."""
 
 
 def gate_of(ranks: RankGroup) -> Gate:
     """The gate of a group. Ranks that are alone share one: they share a device too."""
-    return _gates.setdefault(ranks if ranks.size > 1 else None, Gate())
+    return _gates.setdefault(ranks if ranks.size > 1 else Gate, Gate())
 
 
 def hardware_of(device: Device, ranks: RankGroup) -> str:

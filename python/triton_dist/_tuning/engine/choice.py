@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,3 +31,10 @@ class Choice:
         if config == self.config:
             return self
         return replace(self, config=config, arguments=config.arguments())
+
+
+def drop(table: dict[Any, Any], is_gone: Callable[[Any], bool]) -> None:
+    """Drop the entries of ``table`` whose key is gone; other threads may add some meanwhile."""
+    for key in list(table):
+        if is_gone(key):
+            table.pop(key, None)

@@ -34,6 +34,20 @@ class Decorated:
         """``module.qualname``."""
         return f"{original(self.fn).__module__}.{qualified_name(self.fn)}"
 
+    def _without_object(self, args: tuple[Any, ...]) -> str:
+        """Words on arguments that do not fit because ``tune`` of a bound method was called: that is
+        an attribute of this object, which does not see what the method is bound to."""
+        first = next(iter(inspect.signature(self.fn).parameters), "")
+        name = vars(self).get("__name__", "")
+        if first != "self" or not args or getattr(type(args[0]), name, None) is self:
+            return ""
+        return (
+            f". For self it has a {type(args[0]).__name__}: tune() and best_config() of a method "
+            f"are given the object too, as in {qualified_name(self.fn)}.tune(self, ...)"
+        )
+
+    # No object whose ``tune`` knows the instance: with the cheapest, a subclass of
+    # functools.partial, a hit took 1.00 us instead of 0.86 (an EPYC, Python 3.11, November 2026).
     def __get__(self: Any, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 

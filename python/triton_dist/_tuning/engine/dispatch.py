@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
-from triton_dist._tuning.engine.choice import Choice
+from triton_dist._tuning.engine.choice import Choice, drop
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
@@ -126,7 +126,8 @@ class AutoTuner(Decorated):
         """Tune ahead for these arguments, or find the cached result; in the latter case the
         function is not called.
 
-        For a method, ``Layer.forward.tune(layer, x)``.
+        For a method, ``Layer.forward.tune(layer, x)``: ``layer.forward.tune`` does not see
+        ``layer``.
 
         Raises:
             CaptureInProgress: and there is no record; tensors that hold no values, as those on the
@@ -207,6 +208,14 @@ class AutoTuner(Decorated):
         self._noted, self._calls = set(), 0
         self._world = world
 
+    def _forget_destroyed(self) -> None:
+        """Let go of groups that were destroyed: a program may make many, one after another. Done in
+        first calls, so that a hit costs nothing for it."""
+        is_destroyed = self._surroundings.is_destroyed
+        drop(self._group_hits, is_destroyed)
+        drop(self._ranges, lambda place: is_destroyed(place[0]))
+        drop(self._chosen, lambda place: not place[0].is_current())
+
     def _served(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
     ) -> dict[str, Any] | None:
@@ -272,6 +281,7 @@ class AutoTuner(Decorated):
                 known = self._resolve(parts, space, call, fixed)
                 self._calls = 0
             if known.record is not None and known.kept:
+                self._forget_destroyed()
                 self._chosen[ranks, key] = known
                 if not fixed:
                     self._most_hits = self._surroundings.most_hits()
@@ -342,7 +352,7 @@ class AutoTuner(Decorated):
         try:
             signature.bind(*args, **{**config, **kwargs})
         except TypeError as error:
-            raise TypeError(f"{self._name}(): {error}") from None
+            raise TypeError(f"{self._name}(): {error}{self._without_object(args)}") from None
 
     def _default(self) -> Config:
         if not self.config_space:

@@ -18,6 +18,7 @@ from triton_dist._tuning.protocols import (
     Store,
 )
 from triton_dist._tuning.values import Candidates, Config, ConfigSpace, Key, Origin, Policy, Sizes
+from triton_dist.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,14 @@ class Surroundings:
     """True if ``torch.compile`` looks at the caller: it compiles anew what counts its calls."""
     untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     """Wraps what no compiler of Python, such as ``torch.compile``, is to trace."""
+
+    def is_destroyed(self, process_group: Any) -> bool:
+        """True if the ranks of this ``autotune_pg``, which had some, are gone."""
+        try:
+            self.ranks(process_group)
+        except InvalidArgument:
+            return True
+        return False
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ def encode(value: object, binding: bool = True) -> Tree:
     """``value`` as a tree.
 
     Args:
-        binding: what functions bind counts too, besides their code.
+        binding: what functions bind counts too, besides their code. ``False`` is for values of a
+            config: there a ``functools.partial`` is what it calls with what it gives. Elsewhere it
+            has no text, so that who asks looks at the code in it.
 
     Raises:
         TypeError: a value that has no exact and stable text; says which.
@@ -78,13 +80,16 @@ def encode(value: object, binding: bool = True) -> Tree:
         return inner(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return _encode_function(value, binding)
+    if kind is functools.partial and not binding:
+        given = inner(value.keywords)  # type: ignore[attr-defined]
+        return {"partial": [inner(value.func), *map(inner, value.args)], "keywords": given}  # type: ignore[attr-defined]
     raise TypeError(f"{value!r} of type {kind.__module__}.{kind.__qualname__} has no stable text")
 
 
-def is_exact(value: object) -> bool:
-    """True if ``value`` has a tree, which no other value has."""
+def is_exact(value: object, binding: bool = True) -> bool:
+    """True if ``value`` has a tree, which no other value has; ``binding`` as of :func:`encode`."""
     try:
-        encode(value)
+        encode(value, binding)
     except TypeError:
         return False
     return True

@@ -27,7 +27,7 @@ class Config(Mapping[str, Any]):
 
     Equal configs have equal digests, whatever the order of their names. Of functions in it, such as
     a ``pre_hook``, the code counts: what they bind may differ by rank, and is a constant in the
-    fingerprint.
+    fingerprint. Of a ``functools.partial`` the arguments count as well.
 
     Args:
         number: tells it from others that differ in what their functions bind alone.
@@ -95,6 +95,8 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
             yield from _parts(value.values())
         elif isinstance(value, (tuple, list, set, frozenset)):
             yield from _parts(value)
+        elif isinstance(value, functools.partial):
+            yield from _parts((value.func, value.args, value.keywords))
         else:
             yield value
 
@@ -124,14 +126,15 @@ def _encode(name: str, value: object) -> codec.Tree:
                 f"config_space value {name!r}",
                 value,
                 "a value with a stable text: a number, string, enum, tuple, frozen dataclass, "
-                "triton.Config, function, or an object whose repr tells it from all others",
+                "triton.Config, function, functools.partial of these, or an object whose repr "
+                "tells it from all others",
             ) from None
         return {"object": shown}
 
 
 def _same(one: Any, other: Any) -> bool:
     """True if two values of equal text are one; where they cannot be compared they are not."""
-    if one is other or codec.is_exact(one):
+    if one is other or codec.is_exact(one, binding=False):
         return True
     try:
         equal = one == other

@@ -39,6 +39,9 @@ def show(tree: Tree) -> str:
         return f"{_short(body)}({fields})"
     if tag == "namedtuple":
         return f"{_short(body)}({_comma(tree['items'])})"
+    if tag == "partial":
+        named = [f"{show(name)[1:-1]}={show(item)}" for name, item in tree["keywords"]["dict"]]
+        return f"functools.partial({', '.join([_comma(body), *named])})"
     if tag == "range":
         return f"range({_comma(body)})"
     if tag in ("class", "function"):

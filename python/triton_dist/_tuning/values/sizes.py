@@ -18,7 +18,8 @@ from typing import Any
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.config import Config
 from triton_dist._tuning.values.key import Key, qualified_name
-from triton_dist.errors import InvalidArgument
+from triton_dist._warn import warn
+from triton_dist.errors import InvalidArgument, TuningWarning
 
 _ALIGNED = 32
 Rounding = Callable[[int], int]
@@ -58,12 +59,18 @@ class Sizes:
     Args:
         rounding: by the name of each size, what gives the end of its range.
         waves_fn: as of ``tune.autotune``.
+        are_added: they are arguments, which stand in the key beside what ``key_fn`` returns.
     """
 
     def __init__(
-        self, function: str, rounding: Mapping[str, Rounding], waves_fn: WavesFn | None = None
+        self,
+        function: str,
+        rounding: Mapping[str, Rounding],
+        waves_fn: WavesFn | None = None,
+        are_added: bool = False,
     ) -> None:
         self.function, self.rounding, self._waves_fn = function, dict(rounding), waves_fn
+        self._may_be_twice = are_added
 
     def range_of(self, key: Any) -> Any:
         """``key`` with each size at the end of its range.
@@ -71,7 +78,17 @@ class Sizes:
         Raises:
             InvalidArgument: a size is no int or negative, or the key has no field of that name.
         """
-        missing = self.rounding.keys() - {name for _, name, _ in self._fields(key)}
+        names = [name for _, name, _ in self._fields(key)]
+        if self._may_be_twice and len(names) > len(self.rounding):
+            twice = ", ".join(name for name in self.rounding if names.count(name) > 1)
+            warn(
+                f"{self.function}: {twice} is an argument, which sizes= adds to the key, and a "
+                "field of what key_fn returns as well. So the key holds it twice, and the exact "
+                "size chooses no config within a range. Leave it out of what key_fn returns.",
+                TuningWarning,
+            )
+            self._may_be_twice = False  # said once
+        missing = self.rounding.keys() - set(names)
         if missing:
             expected = f"a named tuple with the fields {', '.join(sorted(self.rounding))}, of sizes"
             raise InvalidArgument(self.function, "the result of key_fn", key, expected)
@@ -237,9 +254,10 @@ def sized_key(
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin does not tell
         parameters = {}  # type: ignore[assignment]
-    if all(name in parameters for name in rounding):
+    are_added = all(name in parameters for name in rounding)
+    if are_added:
         key_fn = _with_arguments(function, key_fn, list(rounding))
-    return key_fn, Sizes(qualified_name(function), rounding, waves_fn)
+    return key_fn, Sizes(qualified_name(function), rounding, waves_fn, are_added)
 
 
 def _with_arguments(

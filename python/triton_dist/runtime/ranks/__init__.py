@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +71,10 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
     # One object a group and process: its step counter must advance alike on all ranks.
     known = _groups.get(members.group_name)
     if known is None or known.process_group is not members:
+        # Names are not used again: a program that makes and destroys groups would keep them all.
+        for name, ranks in list(_groups.items()):
+            if not ranks.is_current():
+                _groups.pop(name, None)
         known = _groups[members.group_name] = ProcessGroupRanks(members)
     return known
 
@@ -86,7 +91,8 @@ def process_group_of(group: Any) -> dist.ProcessGroup | None:
         return dist.group.WORLD if dist.is_initialized() else None
     members = group
     if isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is not None:
-        members = group.get_group()
+        with suppress(RuntimeError):  # its group was destroyed
+            members = group.get_group()
     # What ``new_group`` gives to a rank that is left out is a number.
     if not isinstance(members, dist.ProcessGroup) or members not in distributed_c10d._world.pg_map:
         expected = "a process group that this rank belongs to, a 1-D DeviceMesh of one, or None"

@@ -34,6 +34,9 @@ class SoloRank:
     ) -> SoloRank:
         return self
 
+    def is_current(self) -> bool:
+        return True
+
     def leave(self, reason: str, refused: bool = False) -> None:
         pass
 

@@ -96,6 +96,10 @@ class StoreRanks:
             "local_world_size": str(knobs.local_world_size.get()),
         }
 
+    def is_current(self) -> bool:
+        """True: nobody destroys these ranks."""
+        return True
+
     def meeting_seconds(self) -> float:
         """Limit of the first message of a conversation, unless its caller gives another."""
         return knobs.autotune_meeting_timeout.get() or 1800.0

@@ -7,6 +7,7 @@ candidates the leader has.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,9 @@ from triton_dist.errors import NoValidConfig, TuningFrozen, TuningWarning
 
 
 def as_config(config: Any) -> Config:
-    """A ``triton.Config`` as the tuner's; a hook that has no stable text counts by its name."""
-    try:
-        codec.encode(config.pre_hook, binding=False)
-    except TypeError:
+    """A ``triton.Config`` as the tuner's; a hook that has no stable text, or is a partial, which
+    may bind the rank, counts by its name."""
+    if isinstance(config.pre_hook, functools.partial) or not codec.is_exact(config.pre_hook, False):
         bare = copy.copy(config)
         bare.pre_hook = None
         hook = getattr(config.pre_hook, "__qualname__", type(config.pre_hook).__qualname__)
