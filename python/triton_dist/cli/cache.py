@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,8 +24,15 @@ from triton_dist.errors import NewerSchema, NoSuchRecord
 
 
 def user_store() -> FileStore:
-    """The user's own records, ``TRITON_DIST_CACHE_DIR``."""
-    return FileStore(knobs.cache_dir.get())
+    """The user's own records.
+
+    Raises:
+        InvalidKnob: ``TRITON_DIST_CACHE_DIR`` is a file. (A tuner does without the folder.)
+    """
+    store, folder = FileStore(knobs.cache_dir.get()), knobs.cache_dir
+    if os.path.isfile(store.root.parent):
+        raise knobs.InvalidKnob(folder.variable, str(folder.get()), "a folder, and it is a file")
+    return store
 
 
 def all_stores() -> LayeredStore:
@@ -113,7 +121,10 @@ def in_file(path: Path) -> StoredRecord:
         return StoredRecord(read(path), str(path))
     except (NewerSchema, ValueError) as error:
         raise NoSuchRecord(
-            str(path), f"it is no tuning record: {error}", "`triton-dist list FUNCTION` names some"
+            str(path),
+            f"it is no tuning record, or a damaged one: {error}",
+            "If it is damaged, delete it: its key is tuned again. `triton-dist list FUNCTION` "
+            "names others",
         ) from error
 
 

@@ -49,12 +49,13 @@ def add_to(verbs: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     folder = arguments.cache or knobs.cache_dir.get()
     if bool(arguments.command) != arguments.kernels:
+    store = FileStore(folder) if arguments.cache else cache.user_store()
         arguments.fail("kernels are those that a command loads: --kernels --out FILE -- COMMAND")
     if not arguments.kernels and len(arguments.function) != 1:
         arguments.fail("one FUNCTION is needed, or --kernels")
     chosen: list[TuningRecord] = []
     for name in arguments.function:
-        found = [stored.record for stored in cache.records_of(FileStore(folder), name)]
+        found = [stored.record for stored in cache.records_of(store, name)]
         if not found:
             print(f"No record of {name} in {folder}.")
             return 1

@@ -143,11 +143,11 @@ class ReadOnlyStore:
 
     def _unreadable(self, path: Path, reason: str) -> None:
         if _OURS.fullmatch(path.name):  # else somebody else's, and none of our business
-            self._damaged(path, reason)
+            self._damaged(path, f"it is damaged ({reason})")
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Called for a file that is no record, or not the one that its name says."""
-        self._warn(path, f"is not used: {reason}")
+        self._warn(path, f"is not used: {reason}. Delete it, or write it anew")
 
     def _warn(self, path: Path, what: str) -> None:
         """Said once a file; a program may look it up for each of many keys and groups."""
