@@ -228,7 +228,7 @@ def names(tree: object) -> object:
             "records: always_failed: count parameter value; by_rank configs: config digest ms "
             "parameters samples to_best; dropped failures: count first kind; file fixed function "
             "hardware importance "
-            "key ms price seconds shipped timestamp winner within_1_percent",
+            "key ms price seconds settings shipped timestamp winner within_1_percent",
         ),
         (
             "diff gemm gemm --key 4096",
