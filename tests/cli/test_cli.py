@@ -213,8 +213,26 @@ def test_a_damaged_file_is_a_warning_without_a_line_of_code(run):
     file.write_text("{")
     status, _, err = run("list")
     assert status == 0
-    assert err.startswith(f"triton-dist: tuning record {file} is not used")
-    assert len(err.splitlines()) == 1
+    assert err.startswith(f"triton-dist: tuning record {file} is not used: it is damaged (")
+    aside = f"{file.name}.damaged"
+    assert err.endswith(f"It is now {aside}, which you may delete; its key is tuned again\n")
+    status, _, err = run("show", str(file.with_name(aside).rename(file)))
+    assert status == 2
+    assert err.startswith(f"triton-dist: {file}: it is no tuning record, or a damaged one: ")
+    assert "If it is damaged, delete it: its key is tuned again. " in err
+
+
+@pytest.mark.parametrize(
+    "words", ["list", "show work", "status", "clear --all", "explain work", "pack work --out x"]
+)
+def test_a_cache_folder_that_is_a_file_is_a_mistake(run, monkeypatch, tmp_path, words):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(file))
+    status, _, err = run(*words.split())
+    assert status == 2
+    said = f"TRITON_DIST_CACHE_DIR='{file}', expected a folder, and it is a file\n"
+    assert err == f"triton-dist: environment variable {said}"
 
 
 def test_list_has_a_line_for_each_record(run):
@@ -413,6 +431,8 @@ def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
         main([verb, "--help"])
     out = capsys.readouterr().out
     assert f"usage: triton-dist {verb} " in out
+    usage = out.partition("\n\n")[0]
+    assert ("-- COMMAND" in usage) == (verb in ("debug", "pack", "profile"))
     assert f"\n  triton-dist {verb}" in out
     assert max(map(len, out.splitlines())) <= 80
 

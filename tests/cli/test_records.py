@@ -209,7 +209,7 @@ def test_none_and_a_file_that_is_no_record(run, tmp_path, verb):
     (tmp_path / "some.json").write_text("{}")
     status, _, err = run(verb, str(tmp_path / "some.json"))
     assert status == 2
-    assert "some.json: it is no tuning record: " in err
+    assert "some.json: it is no tuning record, or a damaged one: " in err
 
 
 def names(tree: object) -> object:
@@ -228,7 +228,7 @@ def names(tree: object) -> object:
             "records: always_failed: count parameter value; by_rank configs: config digest ms "
             "parameters samples to_best; dropped failures: count first kind; file fixed function "
             "hardware importance "
-            "key ms price seconds shipped timestamp winner within_1_percent",
+            "key ms price seconds settings shipped timestamp winner within_1_percent",
         ),
         (
             "diff gemm gemm --key 4096",

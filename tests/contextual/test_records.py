@@ -44,6 +44,15 @@ def test_a_later_process_calls_once():
     assert len(records()) == 2
 
 
+def test_a_debugging_run_replaces_no_record_of_another(monkeypatch):
+    assert start(16, 32)[0] == 4
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert [start(16, 32)[0] for _ in range(2)] == [4, 0]
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    assert start(16, 32)[0] == 0
+    assert len(records()) == 2
+
+
 def test_a_record_can_be_read():
     start(16, 32)
     (path,) = records()

@@ -10,14 +10,19 @@ import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.runtime.debugging import standing, waiting
+from triton_dist.runtime.debugging.job import job_folder
 from triton_dist.runtime.device import current_device
 
 SIZE = 64
 
 
 def comes_late(come: str) -> bool:
-    """Rank 1 makes its second call once the file ``come`` is there; True if results are right."""
+    """Rank 1 makes its second call once the file ``come`` is there; True if results are right.
+
+    Beside that file comes one with the name of the job's folder: other jobs may be about.
+    """
     standing.start()
+    Path(come).with_name(job_folder().name).touch()
     stop = waiting.Waiting(judges=False).start()
     rank, device = dist.get_rank(), current_device()
     A = torch.full((SIZE, SIZE), rank + 1.0, dtype=torch.float16, device=device.torch_device)

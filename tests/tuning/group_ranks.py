@@ -10,12 +10,17 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import triton
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.contextual.kernels import autotuned, configs, scale, scale_kernel
+from triton_dist._tuning.engine import watchdog
+from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TritonDistError
 from triton_dist.tune import autotune
 
@@ -180,3 +185,35 @@ def literals_that_differ() -> str:
     except TritonDistError as error:
         return str(error)
     return ""
+
+
+def fails_before_a_collective(contextual: bool) -> str:
+    """Rank 1 raises in what is tuned, where rank 0 is in a collective: what the latter says.
+
+    Rank 1 comes to the collective afterwards, so that rank 0 need not be ended.
+    """
+    said: list[str] = []
+    watchdog._say = said.append
+    total = torch.ones(4)
+
+    def function() -> None:
+        if dist.get_rank() == 1:
+            raise FileNotFoundError("no shard 1")
+        dist.all_reduce(total)
+
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda: 0)
+    def called(n: int) -> None:
+        function()
+
+    kernel = autotuned(scale_kernel, configs(16, 32))
+
+    @contextual_autotune(is_dist=True, n_repeat=1, n_warmup=1)
+    def around() -> None:
+        scale(kernel, torch.ones(64))
+        function()
+
+    with suppress(Exception):
+        (around if contextual else called)()
+    if dist.get_rank() == 1:
+        dist.all_reduce(total)
+    return said[0] if said else ""

@@ -341,7 +341,7 @@ def test_a_damaged_file_is_tuned_again(text):
     tuned(1)
     cache_files()[0].write_text(text)
     tuned.clear()
-    with pytest.warns(errors.CacheWarning, match="tuning again"):
+    with pytest.warns(errors.CacheWarning, match="is tuned again"):
         assert tuned(1) == (1, 1)
     assert tuned.tuning_count == 2
     tuned.clear()

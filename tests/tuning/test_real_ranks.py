@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
 from tests.tuning import group_ranks, ops
@@ -53,6 +54,16 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
     waited, _ = spawn_ranks(2, ops.only_rank_0_calls, env=env, timeout=30)
     assert waited.startswith("TuningTimeout: rank 0: tuning of tests.tuning.ops.collective, first")
     assert "rank(s) 1 did not arrive" in waited
+
+
+@pytest.mark.parametrize("contextual", [False, True])
+def test_a_rank_in_a_collective_names_the_one_that_failed_before_it(spawn_ranks, contextual):
+    limits = ("AUTOTUNE_TIMEOUT", "COMPILE_TIMEOUT")
+    env = {f"TRITON_DIST_{limit}": "1.5" for limit in limits}
+    said, _ = spawn_ranks(2, group_ranks.fails_before_a_collective, contextual, env=env, timeout=60)
+    assert "rank(s) 1 did not arrive within 1.5 s: rank 1 failed: " in said
+    assert "FileNotFoundError: no shard 1" in said
+    assert "rank 0 is stuck in the user's code, where it may wait for the other" in said
 
 
 def test_values_that_differ_by_rank_refuse_nothing_and_are_tuned_once(spawn_ranks):

@@ -124,6 +124,10 @@ class RankGroup(Protocol):
     def gather(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         """Every rank's value, ordered by rank, on every rank."""
 
+    def others(self) -> tuple[Mapping[int, object], Mapping[int, str]]:
+        """Values of ranks that have come to the next message before this one, and reasons for which
+        others cannot come there. For any thread; the message need not be about to be sent."""
+
     def line_up(self) -> None:
         """After a ``gather`` to which all ranks came: let the ranks' devices go on together with
         what is queued next. Does not block the host.

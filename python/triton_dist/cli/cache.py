@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,13 +19,20 @@ from triton_dist._tuning.store import (
     interrupted,
 )
 from triton_dist._tuning.store.readonly import read
-from triton_dist._tuning.values import Key, StoredRecord
+from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.errors import NewerSchema, NoSuchRecord
 
 
 def user_store() -> FileStore:
-    """The user's own records, ``TRITON_DIST_CACHE_DIR``."""
-    return FileStore(knobs.cache_dir.get())
+    """The user's own records.
+
+    Raises:
+        InvalidKnob: ``TRITON_DIST_CACHE_DIR`` is a file. (A tuner does without the folder.)
+    """
+    store, folder = FileStore(knobs.cache_dir.get()), knobs.cache_dir
+    if os.path.isfile(store.root.parent):
+        raise knobs.InvalidKnob(folder.variable, str(folder.get()), "a folder, and it is a file")
+    return store
 
 
 def all_stores() -> LayeredStore:
@@ -48,7 +56,9 @@ def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """The options that choose among a function's records: see :func:`chosen`."""
     parser.add_argument("--key", metavar="TEXT", help="records whose key has TEXT in it")
-    parser.add_argument("--on", metavar="TEXT", help="records whose hardware has TEXT in it")
+    parser.add_argument(
+        "--on", metavar="TEXT", help="records whose hardware, or settings, have TEXT in them"
+    )
 
 
 def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
@@ -66,11 +76,19 @@ def chosen(asked: str, arguments: argparse.Namespace) -> list[StoredRecord]:
 
 def fitting(records: Iterable[StoredRecord], arguments: argparse.Namespace) -> list[StoredRecord]:
     """Those that ``--key`` and ``--on`` leave."""
-    found = [each for each in records if (arguments.on or "") in each.record.key.hardware]
+    found = [each for each in records if (arguments.on or "") in made_on(each.record)]
+    found = [each for each in found if made_on(each.record) == arguments.on] or found
     if arguments.key is None:
         return found
     whole = [each for each in found if str(each.record.key) == arguments.key]
     return whole or [each for each in found if arguments.key in str(each.record.key)]
+
+
+def made_on(record: TuningRecord) -> str:
+    """Hardware of a record; with the settings that it was tuned under, which tell records of one
+    key apart."""
+    settings = "" if record.shipped else record.fingerprint.settings
+    return record.key.hardware + f", under {settings}" * bool(settings)
 
 
 def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
@@ -82,7 +100,7 @@ def only(asked: str, found: Sequence[StoredRecord]) -> StoredRecord:
     if len(found) == 1:
         return found[0]
     some = "".join(
-        f"\n  {each.record.key}\n    on {each.record.key.hardware}\n    {each.where}"
+        f"\n  {each.record.key}\n    on {made_on(each.record)}\n    {each.where}"
         for each in found[:_SOME]
     )
     more = f"\n  and {len(found) - _SOME} more" if len(found) > _SOME else ""
@@ -113,7 +131,10 @@ def in_file(path: Path) -> StoredRecord:
         return StoredRecord(read(path), str(path))
     except (NewerSchema, ValueError) as error:
         raise NoSuchRecord(
-            str(path), f"it is no tuning record: {error}", "`triton-dist list FUNCTION` names some"
+            str(path),
+            f"it is no tuning record, or a damaged one: {error}",
+            "If it is damaged, delete it: its key is tuned again. `triton-dist list FUNCTION` "
+            "names others",
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         for path in gone:
             path.unlink(missing_ok=True)
-    (_print_json if arguments.json else _print)(arguments, dict(sorted(gone.items())), left)
+    if arguments.json:
+        _print_json(arguments, dict(sorted(gone.items())), left)
+    else:
+        settings = {Path(where): record.fingerprint.settings for record, where in records}
+        _print(arguments, dict(sorted(gone.items())), left, settings)
     return 0 if gone or arguments.all else 1
 
 
@@ -113,11 +118,17 @@ def _judge(
     return judges[name]
 
 
-def _print(arguments: argparse.Namespace, gone: dict[Path, Any], left: dict[str, str]) -> None:
+def _print(
+    arguments: argparse.Namespace,
+    gone: dict[Path, Any],
+    left: dict[str, str],
+    settings: Mapping[Path, str],
+) -> None:
     for file, why in left.items():
         print(f"{file}: left alone, {why}")
     for path in (path for path, kind in gone.items() if kind != "log"):
-        print(path)
+        under = settings.get(path)
+        print(f"{path}, tuned under {under}" if under else path)
     counts = {kind: list(gone.values()).count(kind) for kind in _THINGS}
     parts = [counted(n, _THINGS[kind]) for kind, n in counts.items() if n or kind != "journal"]
     done = "would remove" if arguments.dry_run else "removed"

@@ -126,6 +126,6 @@ def _tree(group: Sequence[StoredRecord]) -> dict[str, Any]:
 def _place(stored: StoredRecord) -> str:
     record = stored.record
     triton = record.fingerprint.software.get("triton")
-    parts = [record.key.hardware, *([f"triton {triton}"] if triton else [])]
+    parts = [cache.made_on(record), *([f"triton {triton}"] if triton else [])]
     parts += [f"version {record.fingerprint.version}"] if record.fingerprint.version else []
     return "; ".join([*parts, "shipped" if record.shipped else record.timestamp])

@@ -116,7 +116,7 @@ def _compared(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -
     judge, explained = Judge(tuned, ranks), []
     for key in _keys(store, tuned.origin()):
         taken = ""
-        for record, where in store.find(key):
+        for record, where in store.find(judge.under(key)):
             found = judge.validity(record, key)
             reasons = found.reasons or ((f"{taken} comes first",) if taken else ())
             taken = taken or ("" if reasons else where)
@@ -179,7 +179,7 @@ def _heading(record: TuningRecord, where: str) -> list[str]:
         tuned += record.fingerprint.version
     return [
         f"{record.key.full_name}, key {record.key}",
-        f"  on      {record.key.hardware}",
+        f"  on      {cache.made_on(record)}",
         f"  winner  {best}, {best.outcome.median:.4f} ms",  # type: ignore[union-attr]
         f"  tuned   {tuned}",
         *([f"  how     {record.carried}"] if record.carried else []),

@@ -88,7 +88,7 @@ _LAST = ("ms", "samples", "failure", "message")
 
 def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
     key, outcome = record.key, trial.outcome
-    row = {"function": key.full_name, "key": str(key), "hardware": key.hardware}
+    row = {"function": key.full_name, "key": str(key), "hardware": cache.made_on(record)}
     row |= {f"{n}'" if n in (*row, *_LAST) else n: v for n, v in parameters(trial.config).items()}
     if isinstance(outcome, Failure):
         return row | {"ms": "", "samples": 0, "failure": outcome.kind, "message": outcome.message}

@@ -36,17 +36,30 @@ class Judge:
     def validity(self, record: TuningRecord, key: Key) -> Validity:
         """Reasons for and against ``record`` for a call with this key."""
         space = self._space(key)
-        live = self._live(space)
+        return self._validity(record, self._live(space), space)
+
+    def _validity(self, record: TuningRecord, live: Fingerprint, space: ConfigSpace) -> Validity:
         topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
         now = dataclasses.replace(live, topology=topology)
         return validity(record, now, space, knobs.autotune_version_check.get())
 
     def is_stale(self, record: TuningRecord) -> bool | None:
         """True if no call on this hardware can use ``record`` again; ``None`` if it was made on
-        other hardware, of which nothing is known here."""
+        other hardware, of which nothing is known here. A call under the settings that ``record``
+        was made under can."""
         if record.fingerprint.hardware.get("gpu") != self._whole.hardware.get("gpu"):
             return None
-        return bool(self.validity(record, record.key).reasons)
+        space = self._space(record.key)
+        live = self._live(space)
+        made = record.fingerprint.software
+        settings = {"settings": made["settings"]} if "settings" in made else {}
+        software = {name: fact for name, fact in live.software.items() if name != "settings"}
+        live = dataclasses.replace(live, software=software | settings)
+        return bool(self._validity(record, live, space).reasons)
+
+    def under(self, key: Key) -> Key:
+        """The key by which a call here looks for records."""
+        return key.under(self._live(self._space(key)))
 
     def _live(self, space: ConfigSpace) -> Fingerprint:
         whole = space is self._tuned.config_space

@@ -52,7 +52,7 @@ def _lines(
     groups: dict[str, dict[str, list[list[str]]]] = {}
     for stored in records:
         key = stored.record.key
-        of = groups.setdefault(key.full_name, {}).setdefault(key.hardware, [])
+        of = groups.setdefault(key.full_name, {}).setdefault(cache.made_on(stored.record), [])
         of.append(_block(stored) if in_full else [_line(stored)])
     for each in begun:
         name = each.key.full_name if each.key is not None else each.path.parent.name
@@ -105,6 +105,7 @@ def tree_of(stored: StoredRecord) -> dict[str, Any]:
         "function": record.key.full_name,
         "key": str(record.key),
         "hardware": record.key.hardware,
+        "settings": record.fingerprint.settings,
         "winner": str(record.best),
         "ms": record.best.outcome.median,  # type: ignore[union-attr]
         "timestamp": record.timestamp,

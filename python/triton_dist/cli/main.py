@@ -28,7 +28,7 @@ from triton_dist.cli import (
     status,
     tune_model,
 )
-from triton_dist.cli.verb import split
+from triton_dist.cli.verb import show_commands, split
 from triton_dist.errors import CacheWarning, TritonDistError
 
 _USAGE_ERROR = 2
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:
         verb.add_to(verbs)
+    show_commands()
     words, command = split(sys.argv[1:] if arguments is None else arguments)
     parsed = parser.parse_args(words)
     if command:

@@ -29,9 +29,10 @@ def add_to(verbs: Any) -> None:
         "used where it lies in packs/ of a folder of TRITON_DIST_AUTOTUNE_READONLY_DIRS, under a "
         "name that begins with that of the function and a dot, by a function of the same module "
         "that declares the same version. Of several records of a key, and of several versions, the "
-        "latest counts. With --kernels COMMAND is run, with tuning forbidden, and FILE gets every "
-        "kernel that its processes load besides the winners of any number of functions; its name "
-        "ends with .tdpack.",
+        "latest counts; one that was tuned under settings, as a debugging run is, only where "
+        "there is no other. With --kernels COMMAND is run, with tuning forbidden, and FILE gets "
+        "every kernel that its processes load besides the winners of any number of functions; its "
+        "name ends with .tdpack.",
         examples=[
             "pack matmul --out packs/matmul.H200.json",
             "pack matmul --kernels --out model.tdpack -- python warm_up.py",
@@ -48,13 +49,14 @@ def add_to(verbs: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     folder = arguments.cache or knobs.cache_dir.get()
+    store = FileStore(folder) if arguments.cache else cache.user_store()
     if bool(arguments.command) != arguments.kernels:
         arguments.fail("kernels are those that a command loads: --kernels --out FILE -- COMMAND")
     if not arguments.kernels and len(arguments.function) != 1:
         arguments.fail("one FUNCTION is needed, or --kernels")
     chosen: list[TuningRecord] = []
     for name in arguments.function:
-        found = [stored.record for stored in cache.records_of(FileStore(folder), name)]
+        found = [stored.record for stored in cache.records_of(store, name)]
         if not found:
             print(f"No record of {name} in {folder}.")
             return 1

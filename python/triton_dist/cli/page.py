@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from triton_dist._tuning.values.analysis import Timed, shown
-from triton_dist.cli import diff, plots
+from triton_dist.cli import cache, diff, plots
 from triton_dist.cli.show import spread
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _about(subject: Subject) -> Iterator[str]:
         [],
         [
             ["winner", _code(str(record.best)), f"{found.winner.ms:.4f} ms"],
-            ["on", escape(record.key.hardware), ""],
+            ["on", escape(cache.made_on(record)), ""],
             ["tuned", escape(record.timestamp), f"in {record.seconds:.1f} s"],
             ["file", _code(where), ""],
             *([["how", escape(record.carried), ""]] if record.carried else []),

@@ -63,6 +63,7 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "function": record.key.full_name,
         "key": str(record.key),
         "hardware": record.key.hardware,
+        "settings": record.fingerprint.settings,
         "timestamp": record.timestamp,
         "seconds": record.seconds,
         "shipped": record.shipped,
@@ -88,7 +89,7 @@ def _code(stored: StoredRecord) -> str:
     """The winner as an argument of ``tune.autotune``, which then has nothing to tune."""
     record = stored.record
     return (
-        f"# {record.key.full_name}, key {record.key}, {record.key.hardware}: "
+        f"# {record.key.full_name}, key {record.key}, {cache.made_on(record)}: "
         f"{Analysis(record).winner.ms:.4f} ms\nconfig_space=[{record.best}],"
     )
 
@@ -109,7 +110,7 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     found = Analysis(record)
     age = f"{text.age(record.timestamp)} ago, in {record.seconds:.1f} s"
     yield f"{record.key.full_name}, key {record.key}"
-    yield f"  on      {record.key.hardware}"
+    yield f"  on      {cache.made_on(record)}"
     yield f"  tuned   {record.timestamp}, {'shipped' if record.shipped else age}"
     if record.carried:
         yield f"  how     {record.carried}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 COLUMNS = 80
-_WITH_COMMAND: set[str] = set()
+_WITH_COMMAND: dict[str, argparse.ArgumentParser] = {}
 
 
 def add_verb(
@@ -38,8 +38,16 @@ def add_verb(
     )
     parser.set_defaults(run=run)
     if takes_command:
-        _WITH_COMMAND.add(name)
+        _WITH_COMMAND[name] = parser
     return parser
+
+
+def show_commands() -> None:
+    """Let the usage of verbs that take a command say so. Called when they have their arguments."""
+    for parser in _WITH_COMMAND.values():
+        usage = parser.format_usage().removeprefix("usage: ").rstrip()
+        indent = " " * len(f"usage: {parser.prog} ")
+        parser.usage = f"{usage}\n{indent}[-- COMMAND ...]".replace("%", "%%")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

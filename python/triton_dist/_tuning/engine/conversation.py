@@ -145,13 +145,26 @@ class Conversation:
         return at.config
 
     def stuck(self, at: Situation, seconds: float, how: str) -> TuningTimeout:
-        """This rank is; what is to blame will not be tried again."""
+        """This rank is; what is to blame will not be tried again. If others failed, ended or are
+        stopped, this one may wait for them, in a collective: they are named first."""
         at = replace(at, config=self.accused(at))
-        own = self.named(self.rank)
-        error = self._timeout(at, [own], seconds, {own: how})
+        own, because = self.named(self.rank), self._failed()
+        missing = list(because) or [own]
+        because[own] = f"{how}, where it may wait for the other" if because else how
+        error = self._timeout(at, missing, seconds, because)
         if at.config is not None:
-            self.quarantine(at.config, Failure("timeout", error.summary, int(own)))
+            self.quarantine(at.config, Failure("timeout", error.summary, int(missing[0])))
         return error
+
+    def _failed(self) -> dict[int, str]:
+        """Other ranks that failed, as they say themselves, or that cannot come."""
+        values, because = self._ranks.others()
+        known = dict(because)
+        for rank, value in values.items():
+            failure = value if isinstance(value, Failure) else getattr(value, "failure", None)
+            if failure is not None:
+                known[rank] = f"failed: {failure.message}"
+        return {self.named(rank): why for rank, why in sorted(known.items())}
 
     def _say(self, at: Situation, message: Callable[[], T]) -> T:
         try:

@@ -133,10 +133,10 @@ class _FirstCall:
         subject, parts = self._subject, self._parts
         key = Key.of(subject.origin, self._call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
-        stored = parts.store.find(key.binding(fingerprint.bound))
+        stored = parts.store.find(key.under(fingerprint))
         own = own_record(stored, lambda record: self._judge(record, fingerprint))
         meeting = self._meet(key, fingerprint, own)
-        key = key.binding(meeting.fingerprint.bound)
+        key = key.under(meeting.fingerprint)
         report = Report(parts, key, self._ranks.clock)
 
         if meeting.holder is not None:

@@ -26,7 +26,8 @@ COLUMNS = 200  # a result on one line
 
 
 def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
-    """The last record of each key, of the version that was tuned last.
+    """The last record of each key, of the version that was tuned last. One that was tuned under
+    settings, as by a debugging run, counts only where there is no other.
 
     Args:
         found: records of one function on one model of GPU, at least one.
@@ -34,8 +35,9 @@ def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
     Raises:
         NoSuchFunction: the function declares no version.
     """
-    ordered = sorted(found, key=lambda record: record.timestamp)
-    version = ordered[-1].fingerprint.version
+    by_time = sorted(found, key=lambda record: record.timestamp)
+    ordered = sorted(by_time, key=lambda record: not record.fingerprint.settings)
+    version = by_time[-1].fingerprint.version
     if not version:
         raise NoSuchFunction(
             name,

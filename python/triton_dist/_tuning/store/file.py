@@ -50,16 +50,22 @@ class FileStore(ReadOnlyStore):
     def _damaged(self, path: Path, reason: str) -> None:
         """Rename the file, so that it is met once and can still be examined."""
         aside = path.with_name(path.name + ".damaged")
-        kept = "It stays, because the folder cannot be locked"
+        kept = "It stays, because the folder cannot be locked: delete it"
         try:
             with _locked(path.parent) as locked:
                 if locked and _is_damaged(path):
                     os.replace(path, aside)
                 if locked:
-                    kept = f"It is now {aside.name}"
+                    kept = f"It is now {aside.name}, which you may delete"
         except OSError as error:
-            kept = f"It stays ({error})"
-        self._warn(path, f"is not used: {reason}. {kept}; tuning again")
+            kept = f"It stays ({error}): delete it"
+        self._warn(path, f"is not used: {reason}. {kept}; its key is tuned again")
+
+    def _refuse(self, use: str, path: Path, what: str) -> None:
+        folder = self.root.parent
+        if os.path.isfile(folder):
+            what += f". Set TRITON_DIST_CACHE_DIR to a folder: {folder} is a file"
+        super()._refuse(use, path, what)
 
 
 def _is_damaged(path: Path) -> bool:

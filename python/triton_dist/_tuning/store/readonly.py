@@ -2,13 +2,14 @@
 shipped.
 
 ``<root>/autotune/<function name>/<digest of the key>-<place>.json``, one readable JSON file a
-record. The *place* stands for the function's module and signature and for the schema: it says which
-record a new one replaces, not which one answers. So
+record. The *place* stands for the function's module, signature and bound values, for settings of
+the environment, and for the schema: it says which record a new one replaces, not which one answers.
+So
 
 - a key is answered by every file with its digest; what a record depends on decides whether it can
   be used. A module that was renamed finds what was tuned under its old name;
-- two functions of one name, and two versions of triton_dist with different schemas, keep a file
-  each and do not overwrite one another's.
+- two functions of one name, two versions of triton_dist with different schemas, and a run with
+  debugging on and one without keep a file each and do not overwrite one another's.
 """
 
 from __future__ import annotations
@@ -143,11 +144,11 @@ class ReadOnlyStore:
 
     def _unreadable(self, path: Path, reason: str) -> None:
         if _OURS.fullmatch(path.name):  # else somebody else's, and none of our business
-            self._damaged(path, reason)
+            self._damaged(path, f"it is damaged ({reason})")
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Called for a file that is no record, or not the one that its name says."""
-        self._warn(path, f"is not used: {reason}")
+        self._warn(path, f"is not used: {reason}. Delete it, or write it anew")
 
     def _warn(self, path: Path, what: str) -> None:
         """Said once a file; a program may look it up for each of many keys and groups."""

@@ -23,6 +23,9 @@ class Difference(NamedTuple):
 DIFFERS = "differs by rank"
 """Reason for which a constant that a function binds does not count."""
 
+_OWN_SETTING = "TRITON_DEFAULT_FP_FUSION=true"
+"""Default of all supported versions of Triton; set wherever kernels are compiled."""
+
 _CONSTANTS = ("literal", "bound", "uncounted")
 
 
@@ -71,6 +74,13 @@ class Fingerprint:
     def diff(self, now: Fingerprint) -> list[str]:
         """A sentence for each difference, naming the field and both values."""
         return [difference.sentence for difference in self.compare(now)]
+
+    @property
+    def settings(self) -> str:
+        """Variables that are set and change code or its speed, such as ``CUDA_LAUNCH_BLOCKING=1``,
+        separated by ``", "``; without the one that triton_dist sets itself."""
+        given = self.software.get("settings", "").split(", ")
+        return ", ".join(each for each in given if each != _OWN_SETTING)
 
     @property
     def constants(self) -> dict[str, str]:
@@ -159,6 +169,8 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
         return f"source: {name} changed, its digest was {old}, is {new}"
     if group == "constant":
         return f"constant: {name} was {old or 'not read'}, is {new or 'not read'}"
+    if name == "settings":
+        return f"settings: they were {old or 'none'}, are {new or 'none'}"
     return f"{group}: {name} was {old or 'not recorded'}, is {new or 'not known'}"
 
 

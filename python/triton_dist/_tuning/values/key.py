@@ -6,13 +6,15 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from triton_dist._tuning.values import codec
+from triton_dist._tuning.values.fingerprint import Fingerprint
 from triton_dist._tuning.values.show import show
 from triton_dist.errors import InvalidArgument
 
@@ -101,13 +103,18 @@ class Key:
                 f"({error}); to_hashable(tensor) makes one from a tensor",
             ) from None
 
-    def binding(self, bound: Mapping[str, str]) -> Key:
-        """This key for a function that binds such values: functions of one factory keep a record
-        each."""
-        if not bound:
-            return self
-        values = ", ".join(f"{name}={text}" for name, text in sorted(bound.items()))
-        return replace(self, signature=f"{self.signature}; binds {values}")
+    def under(self, found: Fingerprint) -> Key:
+        """This key where a tuning depends on ``found``: functions of one factory, which bind other
+        values, keep a record each, and so do runs under other settings."""
+        about = self.signature
+        if found.bound:
+            about += "; binds " + ", ".join(
+                f"{n}={text}" for n, text in sorted(found.bound.items())
+            )
+        if found.settings:
+            # A path may be another one at each start, and would leave a file each time.
+            about += "; under " + re.sub(r"=[^,]*/[^,]*", "=(a path)", found.settings)
+        return replace(self, signature=about)
 
     @cached_property
     def digest(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ class Mailbox:
             if now >= look:
                 missing = [rank for rank, name in names.items() if not client.check([name])]
                 farewell: Left | None = self.find(left)
-                gone, stopped = self._gone(missing)
+                gone, stopped = self.gone(missing)
                 if missing and (farewell or gone):
                     raise Absent(missing, farewell, gone, now - begin)
                 if stopped and stops < patience():
@@ -142,7 +142,7 @@ class Mailbox:
             with suppress(RuntimeError):  # a store written in Python may not be able to
                 client.delete_key(name)
 
-    def _gone(self, missing: list[int]) -> tuple[dict[int, str], dict[int, str]]:
+    def gone(self, missing: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
         """Ranks on this host that have ended, and those that are stopped."""
         gone, stopped = {}, {}
         for rank in missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -42,6 +42,9 @@ class SoloRank:
 
     def note(self, function: str, text: str) -> None:
         pass
+
+    def others(self) -> tuple[dict[int, Any], dict[int, str]]:
+        return {}, {}
 
     def meet(self, phase: str, value: T, seconds: float | None = None) -> list[T]:
         return [value]

@@ -220,6 +220,19 @@ class StoreRanks:
             hold()
         self.line_up()
 
+    def others(self) -> tuple[dict[int, Any], dict[int, str]]:
+        values: dict[int, Any] = {}
+        why: dict[int, str] = {}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        with suppress(dist.DistError):
+            for rank in others:
+                entry = self._mailbox.find(self._name(self._step + 1, rank))
+                if entry is not None:
+                    values[rank] = entry[1]
+            gone, stopped = self._mailbox.gone([rank for rank in others if rank not in values])
+            why = gone | stopped
+        return values, why
+
     def line_up(self) -> None:
         """Nothing: these ranks queue no work."""
 

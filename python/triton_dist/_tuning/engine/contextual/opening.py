@@ -83,7 +83,7 @@ def open_context(
     found = OwnRecord(None, "its key has no text that another process would understand")
     if context.can_persist:
         strict, configs = parts.settings.strict, ConfigSpace(own.configs.values())
-        stored = parts.store.find(key)
+        stored = parts.store.find(key.under(fingerprint))
         found = own_record(stored, lambda record: validity(record, fingerprint, configs, strict))
     verdict = found.verdict
     if found.record is None:
@@ -98,7 +98,7 @@ def open_context(
     if own.failure is not None:
         raise messages.lose(own.failure)
     meeting = Meeting(messages, context.name, arrivals)
-    context.key = key.binding(meeting.fingerprint.bound)
+    context.key = key.under(meeting.fingerprint)
     return _begun(context, own, meeting, found, parts, messages, call)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from triton_dist._tuning.engine.attempt import text_of
+from triton_dist._tuning.engine.attempt import failure_of, text_of
 from triton_dist._tuning.engine.contextual.context import Context, shown, triton_key
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.launch import Launch
@@ -177,9 +177,10 @@ class Session:
             self._messages.lose(error)
             return
         ending = Situation(f"end of call {self._turn.number}, which raised {text_of(error)}")
+        own = failure_of(error, "launch", int(self._messages.named(self._messages.rank)))
         # Ranks that did not raise the same get an error that says who did: each has its own.
         with suppress(RankTimeout, RankDisagreement):
-            self._messages.gather(ending, None)
+            self._messages.gather(ending, own)
         self._messages.lose(error)
 
     def _same(self, everyone: list[list[Stepped]]) -> None:
