@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from triton_dist import knobs
@@ -156,16 +156,11 @@ def _tree(each: _Explained) -> dict[str, Any]:
 def _keys(store: LayeredStore, origin: Origin) -> Iterator[Key]:
     """The keys that records of this function have, as a tuner would look for them."""
     seen = set()
-    full_name = f"{origin.module}.{origin.function}"
-    for record, _ in store.records():
-        if record.key.function in (origin.function, full_name):
-            key = Key(
-                origin.function,
-                record.key.text,
-                record.key.hardware,
-                origin.module,
-                origin.signature,
-            )
+    for function in (origin.function, f"{origin.module}.{origin.function}"):
+        asked = Key(function, "", "", origin.module, origin.signature)
+        for record, _ in store.records_of(asked):
+            text, hardware = record.key.text, record.key.hardware
+            key = replace(asked, function=origin.function, text=text, hardware=hardware)
             if key not in seen:
                 seen.add(key)
                 yield key

@@ -128,18 +128,23 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
     if tree["pack"] > PACK_FORMAT:
         raise NewerSchema(tree["pack"], PACK_FORMAT)
     try:
-        for name, config in tree["configs"].items():
-            if codec.digest(config)[:_DIGITS] != name:
+        # Results have most configs in common: each one's digest is made once.
+        digests = {name: codec.digest(config) for name, config in tree["configs"].items()}
+        for name, digest in digests.items():
+            if digest[:_DIGITS] != name:
                 raise ValueError(f"the digest of config {name} does not fit")
         for group in tree["groups"]:
             for result in group["results"]:
-                yield _record(tree, group, result)
+                yield _record(tree, group, result, digests)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _record(
-    tree: Mapping[str, Any], group: Mapping[str, Any], result: Mapping[str, Any]
+    tree: Mapping[str, Any],
+    group: Mapping[str, Any],
+    result: Mapping[str, Any],
+    digests: Mapping[str, str],
 ) -> TuningRecord:
     configs, best = tree["configs"], float(result["ms"])
     # The winner was preferred to those that are as fast within noise: it comes first, and they are
@@ -164,7 +169,7 @@ def _record(
         ),
         fingerprint=fingerprint,
         trials=tuple(
-            Trial(codec.digest(configs[name]), configs[name], Measurement((ms,), 0))
+            Trial(digests[name], configs[name], Measurement((ms,), 0))
             for name, ms in measured.items()
         ),
         timestamp=str(group["date"]),
