@@ -19,6 +19,7 @@ _SHARDED = "kernels/common/gemm/sharded.py"
 _ROUTING = "kernels/common/moe/routing.py"
 _SAME_IDS = "kernels/common/moe/same_ids.py"
 _PRODUCT = "kernels/common/moe/product.py"
+_PUSHES = "kernels/nvidia/gemm_reduce_scatter/ways.py"
 _FIRST_USE = "kernels/common/moe/first_use.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
 _COLUMNS = "kernels/common/moe/columns.py"
@@ -407,6 +408,13 @@ MUTANTS = (
         "        lock.acquire(poll_interval=0.01)\n",
         "        pass\n",
         STORE,
+    ),
+    Mutant(
+        "wait: what peers wait for is queued before any garbage is collected",
+        _PUSHES,
+        "with uncollected():",
+        "if True:",
+        GEMM_RS,
     ),
     Mutant(
         "store: a temporary file of a writer at work stays",
