@@ -209,8 +209,9 @@ class AutoTuner(Decorated):
         self._world = world
 
     def _forget_destroyed(self) -> None:
-        """Let go of groups that were destroyed: a program may make many, one after another. Done in
-        first calls, so that a hit costs nothing for it."""
+        """Let go of groups that were destroyed: a program may make many, one after another. Done at
+        the first key of a group, so that hits, and first calls of other keys, cost nothing for it.
+        """
         is_destroyed = self._surroundings.is_destroyed
         drop(self._group_hits, is_destroyed)
         drop(self._ranges, lambda place: is_destroyed(place[0]))
@@ -277,11 +278,12 @@ class AutoTuner(Decorated):
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
                 agreed = tuple(key for group, key in self._chosen if group == ranks)
+                if not agreed:
+                    self._forget_destroyed()
                 call = Call(args, kwargs, key, self._calls, traced, sizes, agreed)
                 known = self._resolve(parts, space, call, fixed)
                 self._calls = 0
             if known.record is not None and known.kept:
-                self._forget_destroyed()
                 self._chosen[ranks, key] = known
                 if not fixed:
                     self._most_hits = self._surroundings.most_hits()
