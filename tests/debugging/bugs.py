@@ -131,6 +131,14 @@ def reset():
 
 
 @jit
+def kernel_either(flag, FIRST: tl.constexpr):
+    if FIRST:
+        dl.wait(flag, 1, 1)  # here: first
+    else:
+        dl.wait(flag, 1, 1)  # here: second
+
+
+@jit
 def kernel_circle(flag, table, peer):
     dl.wait(flag, 1, 1)  # here: circle
     dl.notify(dl.symm_at(flag, table, peer), 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 import torch
 
 from tests.debugging import bugs
+from triton_dist.runtime.debugging.faults import WaitNeverEnds
 from triton_dist.runtime.debugging.modes import CHECKS
 
 SAID = {
@@ -70,6 +72,25 @@ def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
             assert said in text
     else:
         assert kind == ("WaitTimeout" if finds == "waits" else "")
+
+
+def test_a_wait_is_told_where_it_is_and_not_where_the_last_one_was(monkeypatch):
+    monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.01")
+    flags = {"flag": ((1,), torch.int32)}
+    with bugs.checking("waits"), bugs.symmetric.allocate("bugs", flags) as memory:
+        for bug, other in (("first", "second"), ("second", "first")):
+            with pytest.raises(WaitNeverEnds) as raised:
+                bugs.kernel_either[(1,)](memory["flag"].local, bug == "first")
+            assert f"{bugs.__file__}:{bugs.line_of(bug)}: waits for" in str(raised.value)
+            assert f"{bugs.__file__}:{bugs.line_of(other)}: " not in str(raised.value)
+
+
+@pytest.mark.parametrize(("as_of", "ends"), [(9.0, False), (11.0, False), (12.0, True)])
+def test_a_wait_ends_by_what_others_told_since_it_began(as_of, ends, monkeypatch):
+    monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", 2.0)
+    this = {"pid": os.getpid(), "stands_since": 10.0, "as_of": 20.0}
+    other = {"pid": os.getpid(), "stands_since": 1.0, "as_of": as_of}
+    assert bugs.waiting._nobody_is_left({0: this, 1: other}) is ends
 
 
 def test_bugs_between_ranks(two_ranks):

@@ -63,7 +63,7 @@ class Waiting:
 
     def __init__(self, judges: bool = True, tells: bool = True) -> None:
         self._judges, self._tells = judges, tells
-        self._waits: dict[Any, dict[str, Any]] = {}
+        self._waits: dict[int, dict[str, Any]] = {}  # by thread
         self._told: OrderedDict[str, str] = OrderedDict()
         self._moved = self._judged = time.monotonic()
         self._host: FrameType | None = None
@@ -114,26 +114,30 @@ class Waiting:
         latest = int(np.argmin((seen - value).handle.data))
         address = int(ptr.handle.data.flat[latest])
         expected, found = int(value) >> places, int(seen.handle.data.flat[latest]) >> places
-        key, now = (threading.get_ident(), address, expected), time.monotonic()
-        wait = self._waits.get(key)
-        if wait is None or wait["seen"] != found or now - wait["looked"] > _FRESH_SECONDS:
-            wait = {"at": str(site()), "flag": flag_at(address), "expected": expected}
-            wait["writer"] = standing.writer_of(address)
-            wait |= {"seen": found, "looked": now}  # whole, before the thread that tells sees it
-            self._waits[key], self._moved = wait, now
+        thread, now = threading.get_ident(), time.monotonic()  # it runs one program at a time
+        stands: dict[str, Any] = {"at": str(site()), "flag": flag_at(address)}
+        stands |= {"expected": expected, "seen": found}
+        wait = self._waits.get(thread)
+        if (
+            wait is None
+            or not stands.items() <= wait.items()
+            or now - wait["looked"] > _FRESH_SECONDS
+        ):
+            wait = stands | {"writer": standing.writer_of(address), "looked": now}
+            self._waits[thread], self._moved = wait, now  # whole, for the thread that tells
         wait["looked"] = now
         if overdue or (self._judges and now - self._judged > _TELL_SECONDS):
             self._judged = now
             states = self._states()
-            if overdue or _nobody_is_left(states, now):
+            if overdue or _nobody_is_left(states):
                 message = _report(wait, states, overdue)
                 raise WaitNeverEnds(message, _rank(), wait["flag"], expected, found)
 
     def _state(self) -> dict[str, Any]:
         now = time.monotonic()
-        for key, wait in list(self._waits.items()):
+        for thread, wait in list(self._waits.items()):
             if now - wait["looked"] > _FRESH_SECONDS:
-                self._waits.pop(key, None)
+                self._waits.pop(thread, None)
                 self._moved = now
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is not self._host:
@@ -142,6 +146,7 @@ class Waiting:
         in_kernel = bool(self._waits)
         return {
             "rank": _rank(),
+            "as_of": now,
             "pid": os.getpid(),
             "waits": list(self._waits.values()),
             "told": dict(self._told),
@@ -191,14 +196,20 @@ def _is_gone(state: dict[str, Any]) -> bool:
     return not runs(state["pid"])
 
 
-def _nobody_is_left(states: dict[int, dict[str, Any] | None], now: float) -> bool:
+def _nobody_is_left(states: dict[int, dict[str, Any] | None]) -> bool:
+    """True if all have been seen to stand still over the same ``QUIET_SECONDS``: what a rank told
+    before another one came to its wait may be over."""
+    since: list[float] = []
+    until: list[float] = []
     for state in states.values():
         if state is None:
             return False
-        since = state["stands_since"]
-        if not _is_gone(state) and (since is None or now - since < QUIET_SECONDS):
-            return False
-    return True
+        if not _is_gone(state):
+            if state["stands_since"] is None:
+                return False
+            since.append(state["stands_since"])
+            until.append(state["as_of"])
+    return min(until) - max(since) >= QUIET_SECONDS
 
 
 def _report(wait: dict[str, Any], states: dict[int, dict[str, Any] | None], overdue: bool) -> str:
