@@ -74,15 +74,18 @@ def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
         assert kind == ("WaitTimeout" if finds == "waits" else "")
 
 
-def test_a_wait_is_told_where_it_is_and_not_where_the_last_one_was(monkeypatch):
+def test_a_wait_is_told_as_itself_and_not_as_the_one_before(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.01")
-    flags = {"flag": ((1,), torch.int32)}
+    flags, since = {"flag": ((1,), torch.int32)}, []
     with bugs.checking("waits"), bugs.symmetric.allocate("bugs", flags) as memory:
-        for bug, other in (("first", "second"), ("second", "first")):
+        notes = bugs.waiting.waits.on_look.__self__
+        for bug, other in (("first", "second"), ("second", "first"), ("second", "first")):
             with pytest.raises(WaitNeverEnds) as raised:
                 bugs.kernel_either[(1,)](memory["flag"].local, bug == "first")
             assert f"{bugs.__file__}:{bugs.line_of(bug)}: waits for" in str(raised.value)
             assert f"{bugs.__file__}:{bugs.line_of(other)}: " not in str(raised.value)
+            since.append(notes._state()["stands_since"])
+    assert sorted(set(since)) == since, "each began anew, though the last two are at one line"
 
 
 @pytest.mark.parametrize(("as_of", "ends"), [(9.0, False), (11.0, False), (12.0, True)])

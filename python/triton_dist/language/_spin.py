@@ -44,7 +44,7 @@ def _spin_interpreted(
     stops.stop_if_asked()
     overdue = stops.is_overdue(deadline, waits.interpreted_limit_seconds())
     if waits.on_look is not None:
-        waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, overdue)
+        waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
     if overdue:
         latest = int(np.argmin((seen - value).handle.data))  # of a block
         places = SIZE_BITS if sized else 0

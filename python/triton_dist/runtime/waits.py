@@ -30,10 +30,10 @@ _POLLS_PER_SECOND = 2_000_000
 _limits: list[float] = []
 
 
-on_look: Callable[[Any, Any, Any, int, bool], None] | None = None
+on_look: Callable[[Any, Any, Any, int, int, bool], None] | None = None
 """Told of each look in vain of an interpreted wait, if kernels are checked: pointers, what is seen
-and what is awaited as the kernel has them, bits of a flag that carry a size, and whether the wait
-is overdue."""
+and what is awaited as the kernel has them, bits of a flag that carry a size, how often the wait has
+looked before, and whether it is overdue."""
 
 
 on_publish: Callable[[], None] | None = None

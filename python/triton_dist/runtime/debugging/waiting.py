@@ -105,8 +105,8 @@ class Waiting:
     def after(self, access: Access, values: Any) -> None:
         """Nothing: it does not matter what a flag was."""
 
-    def look(self, ptr: Any, seen: Any, value: Any, places: int, overdue: bool) -> None:
-        """Note a look at a flag in vain; the lowest of a block.
+    def look(self, ptr: Any, seen: Any, value: Any, places: int, looks: int, overdue: bool) -> None:
+        """Note a look at a flag in vain, after ``looks`` of the same wait; the lowest of a block.
 
         Raises:
             WaitNeverEnds: nobody is left to set it, or the wait is ``overdue``.
@@ -115,15 +115,17 @@ class Waiting:
         address = int(ptr.handle.data.flat[latest])
         expected, found = int(value) >> places, int(seen.handle.data.flat[latest]) >> places
         thread, now = threading.get_ident(), time.monotonic()  # it runs one program at a time
-        stands: dict[str, Any] = {"at": str(site()), "flag": flag_at(address)}
-        stands |= {"expected": expected, "seen": found}
         wait = self._waits.get(thread)
+        # A wait may be for what the last one was for, at the same line: it is another all the same.
         if (
             wait is None
-            or not stands.items() <= wait.items()
+            or looks == 0
+            or (wait["address"], wait["seen"]) != (address, found)
             or now - wait["looked"] > _FRESH_SECONDS
         ):
-            wait = stands | {"writer": standing.writer_of(address), "looked": now}
+            wait = {"at": str(site()), "flag": flag_at(address), "address": address}
+            wait |= {"expected": expected, "seen": found, "looked": now}
+            wait["writer"] = standing.writer_of(address)
             self._waits[thread], self._moved = wait, now  # whole, for the thread that tells
         wait["looked"] = now
         if overdue or (self._judges and now - self._judged > _TELL_SECONDS):
