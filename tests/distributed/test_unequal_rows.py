@@ -7,6 +7,17 @@ import pytest
 
 from tests.distributed import unequal_rows_ranks
 from tests.distributed.unequal_rows_ranks import OPS
+from triton_dist import tune
+
+
+@pytest.mark.parametrize(
+    "options", [{"way": "serial", "reduction": "one_shot"}, {"way": "serial"}, {}], ids=str
+)
+def test_ranks_of_one_range_take_one_kernel(spawn_ranks, options):
+    rows, limit = (49, 51), {"TRITON_DIST_WAIT_TIMEOUT": "60"}
+    assert tune.fine_bucket(rows[0]) == tune.fine_bucket(rows[1])
+    told = spawn_ranks(2, unequal_rows_ranks.at_a_threshold, rows, options, env=limit)
+    assert told == [dict(enumerate(rows))] * 2
 
 
 @pytest.mark.parametrize("name", list(OPS))
@@ -15,7 +26,7 @@ def test_every_rank_learns_who_came_with_what(spawn_ranks, name, rows):
     op, size = OPS[name], len(rows)
     of_a = [each * (1 if op.gathers else size) for each in rows]
     by_rank = spawn_ranks(
-        size, unequal_rows_ranks.unequal, name, rows, env={"TRITON_DIST_WAIT_TIMEOUT": "60"}
+        size, unequal_rows_ranks.unequal, name, rows, env={"TRITON_DIST_WAIT_TIMEOUT": "20"}
     )
     for rank, said in enumerate(by_rank):
         assert len(said) == len(op.ways)

@@ -4,9 +4,11 @@ ranks and on GPUs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from tests.distributed import gemm_ar_calls, gemm_rs_calls
 from tests.distributed.ag_gemm_calls import default_tiles, uniform
 from triton_dist.errors import RankDisagreement
+from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
@@ -27,6 +30,7 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
     gemm_rs,
 )
+from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_ar_ways
 from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
@@ -146,6 +150,31 @@ def unequal(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
             for rows in (mine[1], mine[0]):
                 check(rows)
     return said
+
+
+def at_a_threshold(mine: Sequence[int], options: Mapping[str, Any]) -> dict[int, object]:
+    """What a rank learns of rows with a size between them from which on ``gemm_ar`` takes another
+    kernel."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    between = sum(mine) * N * torch.float16.itemsize // 2
+    with ExitStack() as patches, OPS["gemm_ar"].create(rank, size) as ctx:
+        for module, name in (
+            (sums, "PACKETS_UP_TO"),
+            (sums, "TWO_SHOT_FROM"),
+            (gemm_ar_ways, "_TWO_SHOT_FROM"),
+        ):
+            patches.enter_context(mock.patch.object(module, name, between))
+
+        def call(rows: int) -> torch.Tensor:
+            A, B = torch.ones(rows, 1).half(), torch.ones(1, N).half()
+            return gemm_ar.fn(A, B, ctx, gemm_config=default_tiles(), **options)
+
+        assert call(mine[0]).eq(size).all()
+        with pytest.raises(RankDisagreement) as told:
+            _settled(call, mine[rank], ctx)
+        ctx.reset()
+        assert call(mine[1]).eq(size).all()
+    return told.value.by_rank
 
 
 def _settled(call: Callable[[int], object], rows: int, ctx: Any) -> None:

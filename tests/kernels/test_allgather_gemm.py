@@ -49,6 +49,19 @@ def test_a_world_of_one_is_a_plain_product():
     assert len(LAYOUTS) >= len(AllGatherMethod), "a method was left out"
 
 
+@pytest.mark.parametrize("local_copy", [True, False])
+def test_all_rows_go_to_memory_apart_from_the_own_ones(local_copy):
+    with create_ag_gemm_context(32, 32, 64, torch.float16, 0, 1) as ctx:
+        A, B = torch.ones(16, 64).half(), torch.ones(64, 32).half()
+        own, apart = (A, ctx.symm_workspace[:16])[:: 1 if local_copy else -1]
+        ctx.own_rows(16).fill_(1)
+        options = {"gemm_config": default_tiles(), "local_copy": local_copy}
+        with pytest.raises(InvalidArgument, match='gathered is "memory of the own rows\'"'):
+            ag_gemm.fn(A, B, ctx, gathered=own, **options)
+        assert ag_gemm.fn(A, B, ctx, gathered=apart.fill_(0), **options).eq(64).all()
+        assert apart.eq(1).all()
+
+
 def test_the_first_config_is_the_default_of_all_arguments():
     first = config_space()[0]
     assert first["way"] == "full_mesh_push"

@@ -293,10 +293,6 @@ class ExchangeBuffer:
         self.guard.begin()
         self._last = phases, num_ctas, num_pieces, sources
 
-    def end(self) -> None:
-        """After the launch; raises what :meth:`run` does."""
-        self.guard.end()
-
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
         Collective."""

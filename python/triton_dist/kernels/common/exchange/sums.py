@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+import triton
 import triton.language as tl
 
 from triton_dist._jit import jit
@@ -202,13 +203,14 @@ class SumBuffer(ExchangeBuffer):
         num_pieces: int | None = None,
     ) -> Iterator[tuple[slice, Exchange]]:
         """Describe each launch, and which elements it sums."""
-        elements, nbytes = product.numel(), product.nbytes
+        elements, item_bytes = product.numel(), product.element_size()
+        # Ranks with other rows of the same range launch the same kernel: then they find out.
+        nbytes = triton.next_power_of_2(product.shape[0]) * product.shape[1] * item_bytes
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
         in_packets = one_shot and nbytes <= PACKETS_UP_TO
         default = PACKET_SHAPE if in_packets else DEFAULT_SHAPE
         shape = shape_of(num_ctas, block_bytes, 1 if one_shot else num_pieces, default)
         size = folded(product.shape[0])
-        item_bytes = product.element_size()
         step = most_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):
             total = min(step, elements - first)

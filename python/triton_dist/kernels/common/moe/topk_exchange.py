@@ -160,7 +160,7 @@ class RoutedSums(NamedTuple):
         buffer.launcher.run(
             (kernel_topk_exchange, alike, dtypes), lambda: self._launch(buffer, out, whole), tensors
         )
-        buffer.end()
+        buffer.guard.end()
         return out
 
     def compile(self, buffer: ExchangeBuffer, whole: bool) -> None:

@@ -58,6 +58,9 @@ class SummingCall(OpCall):
 
     def __post_init__(self) -> None:
         self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
+        if not 1 <= self.num_chunks <= MAX_CHUNKS:  # there are flags for so many
+            expected = f"1 to {MAX_CHUNKS}"
+            raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
 
     @staticmethod
     @abstractmethod
@@ -132,17 +135,10 @@ class SummingCall(OpCall):
         return accept(ctx.accepted, signature, function, checks, key)
 
     def check_tiles(self) -> None:
-        """Refuse a call that has no tiles, or chunks that no row block has."""
+        """Refuse a call that has no tiles."""
         if not isinstance(self.gemm_config, triton.Config):
             expected = f"a triton.Config for way={self.chosen.name!r}"
             raise InvalidArgument(self.kind.function, "gemm_config", self.gemm_config, expected)
-        self.check_chunks()
-
-    def check_chunks(self) -> None:
-        """Refuse a number of chunks for which there are no flags."""
-        if not 1 <= self.num_chunks <= MAX_CHUNKS:
-            expected = f"1 to {MAX_CHUNKS}"
-            raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
 
     def check_rows(self, most: int) -> None:
         """Refuse more rows than the memory of the way holds."""

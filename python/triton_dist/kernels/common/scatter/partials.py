@@ -109,16 +109,13 @@ def chunks_of_row_block(config: triton.Config, rows: int, N: int, num_chunks: in
     each = int(triton.cdiv(tiles_m, num_chunks))
     group = min(tile["GROUP_SIZE_M"], each)
     each = int(triton.cdiv(each, group)) * group
-    firsts = range(0, tiles_m, each)
-    ends = [min(first + each, tiles_m) for first in firsts]
+    spans = [(first, min(first + each, tiles_m)) for first in range(0, tiles_m, each)]
     block = tile["BLOCK_SIZE_M"]
     return Chunks(
         each,
         group,
-        tuple(
-            min(end * block, rows) - first * block for first, end in zip(firsts, ends, strict=True)
-        ),
-        tuple((end - first) * tiles_n for first, end in zip(firsts, ends, strict=True)),
+        tuple(min(end * block, rows) - first * block for first, end in spans),
+        tuple((end - first) * tiles_n for first, end in spans),
     )
 
 

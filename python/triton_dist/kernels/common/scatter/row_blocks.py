@@ -147,14 +147,8 @@ class PartialsBuffer(InSlots):
             addresses[self.rank] = partials.local.data_ptr() + own_part
             counters = self.slots.of_slot(slot, "counters").local
             targets = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
-            flags = torch.tensor(
-                [
-                    counters[row_block * MAX_CHUNKS].data_ptr()
-                    for row_block in range(self.num_ranks)
-                ],
-                dtype=torch.int64,
-                device=counters.device,
-            )
+            firsts = [each.data_ptr() for each in counters.view(self.num_ranks, MAX_CHUNKS)]
+            flags = torch.tensor(firsts, dtype=torch.int64, device=counters.device)
         to = Slot(
             partials.local, self.slot_stride, targets, flags, arrivals.local,
             self.slots.epoch_of(slot), self.slots.of_slot(slot, "deferred").local,

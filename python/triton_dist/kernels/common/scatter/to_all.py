@@ -183,7 +183,7 @@ def copy_sums(
     copy: bool,
 ) -> Launch:
     """The launch that brings to C [M, N] what the GEMM ``scattered_gemm(…, to)`` on each peer adds,
-    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int32 [tile, rank].
+    as it arrives in ``sums``, a matrix like C; its flags are ``arrivals``, int64 [tile, rank].
 
     Without ``copy`` it only waits until all is there; then C is ``sums``.
     """

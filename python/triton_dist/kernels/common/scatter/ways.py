@@ -16,10 +16,7 @@ from triton_dist.kernels.common.op import AskedWay
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
 from triton_dist.kernels.common.scatter.one_launch import exchanged_gemm, programs_of
-from triton_dist.kernels.common.scatter.partials import (
-    Scattering,
-    tiles_of_row_block,
-)
+from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import add_deferred
 from triton_dist.runtime.device import current_device
 
@@ -136,7 +133,7 @@ class Exchanged:
             {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
             alive=(call.looks, call.gemm_config),
         )  # fmt: skip
-        buffer.end()
+        buffer.guard.end()
         return C
 
     def compile(self) -> None:
@@ -194,8 +191,8 @@ class Overlapped(SummingWay[C], Generic[C]):
     def run(self, call: C) -> torch.Tensor:
         ctx, units, awaited = call.ctx, self.units(call), False
         ctx.buffer.slots.take(call.A.shape[0], copied=self.copied)
-        ctx.sleep(call.straggler_option)
         try:
+            ctx.sleep(call.straggler_option)
             scattered = self.scattered(call)
             scattered.run()
             awaited = True  # an own tile waits for each peer
@@ -216,6 +213,12 @@ class Overlapped(SummingWay[C], Generic[C]):
 class InOneLaunch(SummingWay[C], Generic[C]):
     """One launch that multiplies, sends, waits and adds."""
 
+    tunables = ("gemm_config", "persistent")
+    launches: ClassVar[type[Exchanged]] = Exchanged
+    to_owners: ClassVar[bool] = False
+    pass_on: ClassVar[bool] = False
+    """As of ``Exchanged``."""
+
     def compile(self, call: C) -> None:
         self.exchanged(call).compile()
 
@@ -224,9 +227,9 @@ class InOneLaunch(SummingWay[C], Generic[C]):
         result: torch.Tensor = call.ctx.buffer.slots.beside(self.exchanged(call).run)
         return result
 
-    @abstractmethod
     def exchanged(self, call: C) -> Exchanged:
         """Describe the launch."""
+        return self.launches(call, call.ctx.exchange, self.to_owners, self.pass_on)
 
 
 class WholeProduct(SummingWay[C], Generic[C]):

@@ -13,9 +13,9 @@ Flags are copied from device memory, this rank's epoch. So flag writes need no S
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ MAX_CHUNKS = 8
 """Most chunks of a shard: along its rows, in a fused method along K."""
 MAX_COMM_SMS = 32
 """Programs of a consumer that send."""
-T = TypeVar("T")
 _PUSHED_FLAGS = MAX_CHUNKS * MAX_COMM_SMS  # of a rank
 _GAVE_UP = epochs.GAVE_UP
 
@@ -90,10 +89,6 @@ class Slot:
     forward: Sequence[torch.Tensor]
     one: torch.Tensor
 
-    def chunk_rows(self, num_chunks: int) -> int:
-        """Rows that share a flag."""
-        return rows_of_chunk(self.rows, num_chunks)
-
 
 def rows_of_chunk(rows: int, num_chunks: int) -> int:
     """Rows that share a flag when a shard of ``rows`` rows is cut in ``num_chunks``."""
@@ -110,7 +105,7 @@ def schedule(
 
 def _chunks(slot: Slot, step: int, num_streams: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
     """(stream, chunk, first row, end) of a shard's chunks, after ``step`` other shards."""
-    size = slot.chunk_rows(num_chunks)
+    size = rows_of_chunk(slot.rows, num_chunks)
     starts = range(0, slot.rows, size)
     for chunk, first in enumerate(starts):
         stream = (step * len(starts) + chunk) % num_streams
@@ -246,10 +241,6 @@ class AllGatherBuffer(InSlots):
             plan = self._plans[key] = _Plan(gathered, self._expects("pushed", flags, _PUSHED_FLAGS))
         self._started = plan
         return plan.gathered
-
-    def beside(self, call: Callable[[], T]) -> T:
-        """``call()``, which gathers in memory of its own: see ``EpochSlots.beside``."""
-        return self.slots.beside(call)
 
     def describe(self, rows: int, num_chunks: int, num_comm_sms: int = 0) -> GatheredShards:
         """Rows and flags that a consumer of shards of ``rows`` rows reads in the current slot; with

@@ -160,22 +160,22 @@ def check_operands(
 
 
 def check_gathered(
-    gathered: torch.Tensor, A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
+    gathered: torch.Tensor, own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
 ) -> None:
-    """Refuse a tensor that cannot take all rows of A, those of this rank.
+    """Refuse a tensor that cannot take all rows, beside ``own``, those of this rank.
 
     Raises:
         InvalidArgument: the call cannot work.
     """
 
     def checks() -> Iterator[Check]:
-        shape = (A.shape[0] * ctx.num_ranks, ctx.K)
+        shape = (own.shape[0] * ctx.num_ranks, ctx.K)
         good = tuple(gathered.shape) == shape and gathered.is_contiguous()
         yield "gathered.shape", tuple(gathered.shape), good, f"[M, K] = {shape}, contiguous"
         yield from kind_checks(ctx.dtype, ctx.symm_workspace.device, gathered=gathered)
         first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
-        apart = A.data_ptr() + A.nbytes <= first or last <= A.data_ptr()
-        yield "gathered", "memory of A's", apart, "memory of its own"
+        apart = own.data_ptr() + own.nbytes <= first or last <= own.data_ptr()
+        yield "gathered", "memory of the own rows'", apart, "memory of its own"
 
     refusal = first_refusal("ag_gemm", checks())
     if refusal is not None:

@@ -109,7 +109,8 @@ def ag_gemm(
         num_comm_sms: SMs that send in ``"fused_push"`` (tuned); default 16. Programs of the
             all-gather in ``"serial"`` (tuned); default: by size. No other way takes SMs.
         method: older name of the way, which is that of its value.
-        gathered: [M, K], contiguous, to be given ``all_gather(A)`` too: a copy on this rank.
+        gathered: [M, K], contiguous, to be given ``all_gather(A)`` too: a copy on this rank, in
+            memory apart from the own rows. On all ranks or on none.
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,

@@ -63,15 +63,15 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         self.operands = check_operands(self.A, self.B, self.ctx)
+        self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
+        """[M_per_rank, K], this rank's shard."""
         if self.gathered is not None:
-            check_gathered(self.gathered, self.A, self.ctx)
+            check_gathered(self.gathered, self.own, self.ctx)
         if not 1 <= self.num_chunks <= MAX_CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         if self.num_streams < 1:
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
         self.chosen = WAYS[self.way or WAYS.asked(self.method or self.ctx.all_gather_method) or ""]
-        self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
-        """[M_per_rank, K], this rank's shard."""
         self.chosen.check(self)
 
 
@@ -114,8 +114,8 @@ class _Tiled(AskedWay[Call, Sizes]):
     def run(self, call: Call) -> torch.Tensor:
         buffer, awaited = call.ctx.buffer, False
         gathered = self.start(call)
-        call.ctx.sleep(call.straggler_option)
         try:
+            call.ctx.sleep(call.straggler_option)
             C = _empty_product(call)
             self._consume(call, C, gathered)
             if call.gathered is not None:
@@ -188,7 +188,10 @@ class Push(CopyEngine):
             yield *each, 1, 1
         yield from super().candidates()
         specialized = spaces.warp_specialized_tiles()
-        for tiles in (*specialized, *(split_k_tiles() if _has_descriptors() else ())):
+        for tiles in (
+            *specialized,
+            *(split_k_tiles() if current_device().prefers_descriptors else ()),
+        ):
             yield tiles, True, 1, 1
         for tiles in specialized[:_CHUNKED_SPECIALIZED]:
             for num_chunks in _CHUNKS_OF_SPECIALIZED:
@@ -212,7 +215,9 @@ class FusedPush(_Tiled):
     tunables = ("gemm_config", "persistent", "num_chunks", "num_comm_sms")
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
-        for tiles, num_comm_sms, num_chunks in fused_tiles() if _has_descriptors() else ():
+        for tiles, num_comm_sms, num_chunks in (
+            fused_tiles() if current_device().prefers_descriptors else ()
+        ):
             yield tiles, True, num_chunks, num_comm_sms
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
@@ -249,7 +254,7 @@ class _Whole(AskedWay[Call, Sizes]):
             if call.gathered is not None:
                 call.gathered.copy_(own)
             return torch.matmul(own, B)
-        return ctx.buffer.beside(lambda: self.multiply(call, own, B))
+        return ctx.buffer.slots.beside(lambda: self.multiply(call, own, B))
 
     @abstractmethod
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -346,11 +351,6 @@ def fits_serial(A: torch.Tensor, num_comm_sms: int | None, num_ranks: int) -> bo
     if num_comm_sms is None or num_comm_sms == _SERIAL_COMM_SMS[-1]:  # something has to be left
         return True
     return shard_bytes > num_comm_sms // 2 * _SMALL_BLOCK
-
-
-def _has_descriptors() -> bool:
-    """Tell whether kernels on descriptors run here, as interpreted ones do."""
-    return current_device().prefers_descriptors or current_device().interprets
 
 
 def _empty_product(call: Call) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange.buffer import (
@@ -30,12 +31,7 @@ from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.to_all import TwoShots
-from triton_dist.kernels.common.scatter.ways import (
-    Exchanged,
-    InOneLaunch,
-    Overlapped,
-    WholeProduct,
-)
+from triton_dist.kernels.common.scatter.ways import InOneLaunch, Overlapped, WholeProduct
 from triton_dist.kernels.common.symmetric_sums import sums_symmetric_memory, two_shot_all_reduce
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
@@ -65,7 +61,6 @@ class Call(SummingCall):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.chosen = WAYS[self.way or self.asked(self.method) or BySize.name]
-        self.check_chunks()
         if self.ctx.num_ranks == 1:  # a plain product
             self.chosen = WAYS[Collective.name]
         self.chosen.check(self)
@@ -93,7 +88,8 @@ class BySize(Way[Call, SummingSizes]):
 
     def check(self, call: Call) -> None:
         M, ctx = call.A.shape[0], call.ctx
-        few = ctx.one_shot_rows >= M and M * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
+        most = triton.next_power_of_2(M)  # the same of ranks with other rows of one range
+        few = ctx.one_shot_rows >= M and most * ctx.N * call.A.element_size() < _TWO_SHOT_FROM
         call.chosen = WAYS[OneShot.name if few else TwoShot.name]
         call.chosen.check(call)
 
@@ -106,9 +102,6 @@ class OneShot(InOneLaunch[Call]):
     4 MB."""
 
     name = "one_shot"
-    tunables = ("gemm_config", "persistent")
-    to_owners = False
-    exchange: ClassVar[type[Exchanged]] = Exchanged
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.of_both_kinds(spaces.tiles_to_all)
@@ -121,17 +114,11 @@ class OneShot(InOneLaunch[Call]):
         call.check_rows(call.ctx.one_shot_rows)
         call.check_tiles()
 
-    def exchanged(self, call: Call) -> Exchanged:
-        return self.exchange(
-            call, call.ctx.exchange, to_owners=self.to_owners, pass_on=self.to_owners
-        )
-
 
 class OneShotInPackets(OneShot):
     """The same in words that need no flag after them: for very few rows."""
 
-    name = "one_shot_in_packets"
-    exchange = InPackets
+    name, launches = "one_shot_in_packets", InPackets
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         low = spaces.LOW
@@ -151,7 +138,7 @@ class TwoShotInOneLaunch(OneShot):
     all is multiplied."""
 
     name = "two_shot_in_one_launch"
-    to_owners = True
+    to_owners = pass_on = True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         all_tiles = spaces.get_config_space

@@ -18,12 +18,7 @@ from triton_dist.kernels.common.op import Ways
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.partials import Scatter
 from triton_dist.kernels.common.scatter.to_owners import ToOwners
-from triton_dist.kernels.common.scatter.ways import (
-    Exchanged,
-    InOneLaunch,
-    Overlapped,
-    WholeProduct,
-)
+from triton_dist.kernels.common.scatter.ways import InOneLaunch, Overlapped, WholeProduct
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.context import (
     EXCHANGED_BYTES,
@@ -113,7 +108,7 @@ class OneLaunch(InOneLaunch[Call]):
     So all of them add, once all is multiplied; a tile has rows of several ranks, so that B is read
     once; and nothing comes before the kernel or after it."""
 
-    name, tunables = "one_launch", ("gemm_config", "persistent")
+    name, to_owners = "one_launch", True
 
     def candidates(self) -> Iterator[tuple[Any, ...]]:
         return spaces.of_both_kinds(spaces.tiles_to_owners)
@@ -127,9 +122,6 @@ class OneLaunch(InOneLaunch[Call]):
         call.check_rows(call.ctx.exchanged_rows)
         if call.ctx.num_ranks == 1:  # which exchanges nothing
             call.chosen = WAYS[Fused.name]
-
-    def exchanged(self, call: Call) -> Exchanged:
-        return Exchanged(call, call.ctx.exchange, to_owners=True)
 
 
 class _Pushed(ToOwners):
@@ -204,7 +196,6 @@ class Serial(WholeProduct[Call]):
 
     def check(self, call: Call) -> None:
         call.check_sum()
-        call.check_chunks()
         call.check_rows(call.ctx.exchanged_rows)
         shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
 

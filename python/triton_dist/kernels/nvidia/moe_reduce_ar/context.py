@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import Check
@@ -71,7 +72,9 @@ class MoEReduceARContext(MoESumContext):
     def _gathering(self, rows: torch.Tensor, M: int) -> tuple[Exchange, torch.Tensor]:
         """Describe the launch that gathers what ranks have added, and where it goes: whole shares,
         of which the last may end behind M."""
-        shape = _LARGE_SHAPE if rows.nbytes >= _LARGE_FROM else untuned()
+        most = triton.next_power_of_2(M)  # the same of ranks with other rows of one range
+        is_large = most * rows.shape[1] * rows.element_size() >= _LARGE_FROM * self.num_ranks
+        shape = _LARGE_SHAPE if is_large else untuned()
         return gathering(rows, self.num_ranks, shape, M)
 
 
