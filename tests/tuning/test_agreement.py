@@ -12,6 +12,7 @@ from triton_dist.errors import (
     CaptureInProgress,
     NoValidConfig,
     RankDisagreement,
+    TritonDistError,
     TuningAborted,
     TuningTimeout,
     TuningWarning,
@@ -332,7 +333,7 @@ def test_reset_comes_before_each_run():
     solo.cost = lambda rank, config: log.append("run") or 1.0
     solo.tuned.tune(1)
     runs = 3 * (1 + 1 + 3)
-    assert log == ["reset", "run"] * runs
+    assert log == ["reset", "run"] * runs + ["reset"]
 
 
 def test_a_reset_that_fails_on_one_rank_fails_the_config_and_hangs_nobody():
@@ -347,6 +348,20 @@ def test_a_reset_that_fails_on_one_rank_fails_the_config_and_hangs_nobody():
     assert together(ranks) == [(1, {"n": 1})] * 2
     first = ranks[0].tuned.tune(1).trials[0].outcome
     assert first == Failure("launch", "RuntimeError: no memory to reset", 1)
+
+
+def test_a_reset_that_fails_after_the_last_run_is_told_to_all_ranks():
+    count = []
+
+    def reset(x):
+        count.append(1)
+        if len(count) == 3 * (1 + 1 + 3) + 1:
+            raise RuntimeError("no memory to reset")
+
+    ranks = group(2, hooks=(Hooks(reset=lambda x: None), Hooks(reset=reset)))
+    for message in messages(together(ranks), TritonDistError):
+        assert "reset_fn failed after the last run of a tuning, on rank 1" in message
+        assert "no memory to reset" in message
 
 
 def wrong_for(n, how):

@@ -363,6 +363,18 @@ def test_a_changed_space_or_prune_fn_is_tuned_again():
         assert changed.tuning_count == 1
 
 
+@pytest.mark.parametrize(
+    "undone", [{"restore": ("x",)}, {"reset_fn": lambda x: x.zero_()}], ids=["restore", "reset_fn"]
+)
+def test_the_first_call_starts_from_what_was_undone(undone):
+    @autotune([{"n": 1}, {"n": 2}], lambda x: 0, **undone)
+    def add(x, n):
+        return x.add_(1)
+
+    assert [add(torch.zeros(1)).item() for _ in "12"] == [1, 1]
+    assert add.tuning_count == 1
+
+
 def test_check_fn_rejects_on_real_tensors():
     def run(x, factor):
         return x * factor

@@ -99,7 +99,7 @@ def autotune(
         recover_fn: ``recover_fn(*args, **kwargs)``, on all ranks, after a config failed that may
             have launched on some of them.
         reset_fn: ``reset_fn(*args, **kwargs)``, before each run while tuning, outside of the timed
-        part.
+            part, and after the last.
         check_fn: ``check_fn(output, reference)``, returns ``False`` or raises to reject a config;
             the reference is the output of the first config that ran.
         timing: ``"events"``, the device's timer around each run; ``"graph"``, around replays of the

@@ -22,7 +22,13 @@ from triton_dist._tuning.engine.sampler import Sampler
 from triton_dist._tuning.engine.varied import Arguments
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
 from triton_dist._tuning.values.show import said
-from triton_dist.errors import RankDisagreement, TuningAborted, TuningTimeout, WaitTimeout
+from triton_dist.errors import (
+    RankDisagreement,
+    TritonDistError,
+    TuningAborted,
+    TuningTimeout,
+    WaitTimeout,
+)
 
 _KINDS: dict[str, FailureKind] = {
     "TimeoutError": "timeout",
@@ -70,6 +76,7 @@ class Attempts:
         self._ahead, self._settle, self._restorer = ahead, settle, restorer
         self._sampled = sampled
         self._ready: set[str] = set()
+        self._has_run = False
         self._sampler = Sampler(
             parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle, self._reset
         )
@@ -81,6 +88,23 @@ class Attempts:
     def measured_before(self, config: Config) -> None:
         """An earlier start measured ``config``; its output is the reference if it was the first."""
         self._first_measured = self._first_measured or config
+
+    def undo_the_last(self) -> None:
+        """Bring back what the last run has changed, before the call that is waited for.
+
+        Raises:
+            TritonDistError: on all ranks, if ``reset_fn`` failed on one.
+        """
+        if self._subject.hooks.reset is None or not self._has_run:
+            return
+        at = Situation("reset after the last run")
+        failure = self._vote(at, "launch", lambda: self._user(at, self._reset))
+        if isinstance(failure, Failure):
+            raise TritonDistError(
+                f"{self._subject.name}: reset_fn failed after the last run of a tuning, on rank "
+                f"{failure.rank}: {failure.message}. What the run has changed is still so: mend "
+                "reset_fn, and start again; what was measured is kept"
+            )
 
     def attempt(self, request: Request, label: str) -> Outcome:
         """Prepare, run once and check, at the first request of a config; then measure.
@@ -124,6 +148,7 @@ class Attempts:
 
     def _first_run_of(self, config: Config, label: str) -> Failure | None:
         """``None`` when it can be measured."""
+        self._has_run = True
         at, arguments = Situation(f"run {label}", config), config.arguments()
         voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
         if isinstance(voted, Failure):

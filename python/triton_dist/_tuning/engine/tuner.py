@@ -346,6 +346,7 @@ class _FirstCall:
                 report.tried(label, request, outcome, together)
                 if search is not None:
                     search.tell(request, outcome)
+            attempts.undo_the_last()
 
     def _prepare(self, config: Config) -> None:
         prepare = self._subject.hooks.prepare
