@@ -147,12 +147,32 @@ def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, name, said):
     assert said in err
 
 
-def test_a_module_that_fails_when_it_is_imported_is_said(run, tmp_path):
-    (tmp_path / "broken_ops.py").write_text("1 / 0\n")
-    status, _, err = run("explain", "f", "--module", str(tmp_path / "broken_ops.py"))
-    assert status == 2
-    assert "ZeroDivisionError" in err
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("broken_ops", "1 / 0", "ZeroDivisionError"),
+        ("ending_ops", "import sys; sys.exit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_module_that_fails_when_it_is_imported_is_said(run, tmp_path, name, text, said):
+    (tmp_path / f"{name}.py").write_text(f"{text}\n")
+    status, out, err = run("explain", "f", "--module", str(tmp_path / f"{name}.py"))
+    assert (status, out) == (2, "")
+    assert said in err
     sys.path.remove(str(tmp_path))
+
+
+def test_what_the_locale_cannot_write_is_escaped(run, tmp_path, monkeypatch):
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stderr", plain)
+    assert main(["explain", "f", "--module", "größe"]) == 2
+    assert b"gr\\xf6\\xdfe" in plain.buffer.getvalue()
+
+
+def test_a_closed_output_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == "triton-dist: standard output is closed\n"
 
 
 @pytest.mark.parametrize(

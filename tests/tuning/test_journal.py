@@ -164,6 +164,21 @@ def test_a_second_job_tunes_without_a_journal_and_disturbs_nothing(path):
     assert entries(path) == [entry(0), entry(1)]
 
 
+def test_a_child_of_a_fork_does_not_lead(path):
+    """It may outlive its parent, as a worker of a data loader does."""
+    (journal, _), (reads, writes) = begun(path), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writes)
+        os.read(reads, 1)  # until the parent is done
+        os._exit(0)
+    journal.append(entry(0))
+    journal.close()
+    assert entries(path) == [entry(0)], "the lock is free, though the child lives"
+    os.close(writes)
+    os.waitpid(child, 0)
+
+
 def test_a_follower_removes_its_own_file_and_never_a_leaders(path):
     write(path, entry(0))
     FileJournal(path).remove()

@@ -96,6 +96,7 @@ def mutate(path, value):
         mutate(["fingerprint"], None),
         mutate(["fingerprint", "extra"], {}),
         mutate(["fingerprint", "hardware"], "text"),
+        mutate(["fingerprint", "hardware"], {"gpu": [None]}),
         mutate(["fingerprint", "space"], {}),
         mutate(["trials"], []),
         mutate(["trials"], 3),

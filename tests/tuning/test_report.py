@@ -100,6 +100,26 @@ def test_the_table_without_a_default_or_a_spread():
     assert lines[4] == "  1 x timeout, the first: late"
 
 
+class _Gone:
+    """Standard error that nobody reads any more."""
+
+    def isatty(self):
+        return False
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    flush = write
+
+
+@pytest.mark.parametrize("stderr", [None, _Gone()], ids=["none", "closed"])
+def test_no_call_fails_for_a_report_that_cannot_be_written(tmp_path, capsys, monkeypatch, stderr):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    _, results = tuned_ranks(tmp_path, verbose=True)
+    assert results == [(1, {"n": 1})]
+    assert capsys.readouterr().out == ""
+
+
 def test_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
@@ -69,6 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for verb in VERBS:
         verb.add_to(verbs)
     show_commands()
+    if sys.stdout is None:
+        print("triton-dist: standard output is closed", file=sys.stderr)
+        return _USAGE_ERROR
+    for stream in (sys.stdout, sys.stderr):  # keys may hold what a locale cannot write
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     words, command = split(sys.argv[1:] if arguments is None else arguments)
     parsed = parser.parse_args(words)
     if command:

@@ -54,7 +54,7 @@ def _module(name: str) -> ModuleType:
         # A script that calls what it tunes must not change what a command is asked.
         with knobs.having(knobs.autotune.variable, "0"):
             return importlib.import_module(dotted)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise NoSuchFunction(
             name,
             f"it cannot be imported: {type(error).__name__}: {error}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -79,7 +80,7 @@ class Report:
             reason=reason,
             policy=dict(policy.facts()),
         )
-        if self._aloud and sys.stderr.isatty():
+        if self._aloud and sys.stderr is not None and sys.stderr.isatty():
             self._bar = _bar()
             self._task = self._bar.add_task("", total=self._total)
         return self
@@ -177,8 +178,9 @@ class Report:
             return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        elif sys.stderr is not None:  # a service may have none
+            with suppress(OSError, ValueError):  # or one that nobody reads any more
+                print(text, file=sys.stderr, flush=True)
 
 
 def _bar() -> Any:

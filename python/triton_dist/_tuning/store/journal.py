@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,19 @@ _CRASHES = 2
 """So many starts may end in a config before it is not tried any more."""
 
 
+_journals: weakref.WeakSet[FileJournal] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a child of a fork, which would hold the lock as long as it lives: a start after the end of
+    its parent would find it held."""
+    for journal in list(_journals):
+        journal.leave()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
 class FileJournal:
     """The journal of one key, at ``path``. What the disk refuses is not kept: nothing raises."""
 
@@ -42,6 +56,7 @@ class FileJournal:
         """Open and locked while this process leads the tuning."""
         self._disk: ThreadPoolExecutor | None = None
         self._syncing: Future[None] | None = None
+        _journals.add(self)
 
     def quarantined(self, head: codec.Tree) -> Mapping[str, Failure]:
         digest, stuck = codec.digest(head), self._crashed(head)
@@ -123,6 +138,12 @@ class FileJournal:
             self._sync()
             os.close(self._file)
             self._file = None
+
+    def leave(self) -> None:
+        """Close it without a word, in a process that does not lead the tuning."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = self._disk = self._syncing = None
 
     def _add(self, line: codec.Tree) -> None:
         if self._file is None:

@@ -265,6 +265,8 @@ def _read_trial(tree: Mapping[str, Any]) -> Trial:
 def _read_fingerprint(tree: Mapping[str, Any], schema: int) -> Fingerprint:
     fingerprint = Fingerprint(**tree) if schema >= 3 else OlderFingerprint(**tree)
     for name, facts in tree.items():
-        if not isinstance(facts, str if name in ("space", "version") else dict):
+        is_text = name in ("space", "version")
+        texts = (facts,) if is_text else (*facts, *facts.values()) if type(facts) is dict else (0,)
+        if not all(isinstance(each, str) for each in texts):
             raise ValueError(f"its fingerprint has {name} {facts!r}")
     return fingerprint
