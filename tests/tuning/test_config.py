@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import triton
+import triton.language as tl
 from hypothesis import given
 
 from tests.tuning.strategies import Method, configs
@@ -155,6 +156,27 @@ def test_an_object_with_a_repr_of_its_own_is_a_value():
 def test_an_object_without_one_is_refused():
     with pytest.raises(InvalidArgument, match=r"config_space value 'p'.*stable text"):
         Config({"p": object()})
+
+
+def test_types_and_kernels_of_triton_are_values_of_its_configs():
+    @triton.jit
+    def act(x):
+        return x
+
+    parts = {"ACC": tl.float32, "ACT": act}
+    one, same, other = (
+        Config({"c": triton.Config(each)})
+        for each in (parts, dict(parts), parts | {"ACC": tl.int8})
+    )
+    assert one == same != other
+    assert list(one.functions()) == [act.fn]
+    assert "'ACC': triton.fp32" in str(one)
+    assert "'ACT': act" in str(one)
+
+
+def test_the_part_of_a_triton_config_that_has_no_text_is_named():
+    with pytest.raises(InvalidArgument, match=r"config_space value 'c: ACT'.*stable text"):
+        Config({"c": triton.Config({"ACT": object()})})
 
 
 def test_a_space_is_evaluated_once_when_it_is_looked_at():

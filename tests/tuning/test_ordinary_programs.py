@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from typing import Any
 
 import pytest
+import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.triton_compat import software_versions
+from triton_dist.tune import constant
 
 HEAD = """
 import dataclasses, enum, functools, types
@@ -251,6 +255,99 @@ class Op(Base):
     def op(self, x, n): return super().run(x)
 op = Op.op
 """,
+    "code that a method keeps in its object": """
+---
+class Act:
+    def __call__(self, x): return x + VALUE
+class Op:
+    def __init__(self): self.act = Act()
+    @autotune(S, K)
+    def op(self, x, n): return self.act(x)
+op = Op.op
+""",
+    "data that a method keeps in its object": """
+---
+class Base:
+    def fill(self, x): self.width, self.x = VALUE, x
+class Op(Base):
+    @autotune(S, K)
+    def op(self, x, n): return self.width
+op = Op.op
+""",
+    "what a function sets by global": """
+---
+WIDTH = 0
+def set_up(width):
+    global WIDTH
+    WIDTH = width * VALUE
+set_up(2)
+@autotune(S, K)
+def op(x, n): return WIDTH
+""",
+    "an attribute of a function": """
+---
+def scale(x): return x * scale.factor
+scale.factor = VALUE
+@autotune(S, K)
+def op(x, n): return scale(x)
+""",
+    "a list in a constexpr": """
+---
+import triton.language as tl
+SIZES = tl.constexpr([VALUE])
+@autotune(S, K)
+def op(x, n): return SIZES.value[0]
+""",
+    "types in a constexpr": """
+---
+import triton.language as tl
+TYPES = tl.constexpr((tl.float32,) * VALUE)
+@autotune(S, K)
+def op(x, n): return TYPES.value
+""",
+    "a type of Triton in a constexpr": """
+---
+import triton.language as tl
+def type_of(value): return {1: tl.float32, 2: tl.float16}[value]
+ACC = tl.constexpr(type_of(VALUE))
+@autotune(S, K)
+def op(x, n): return ACC.value
+""",
+    "a type of Triton in a closure": """
+---
+import triton.language as tl
+def make(acc):
+    @autotune(S, K)
+    def op(x, n): return acc
+    return op
+op = make({1: tl.float32, 2: tl.float16}[VALUE])
+""",
+    "data beside code in a tuple": """
+---
+def f(x): return x
+TABLE = ((f, {"num_warps": VALUE}),)
+@autotune(S, K)
+def op(x, n): return TABLE[0][0](x, **TABLE[0][1])
+""",
+    "data beside code in a tuple of a closure": """
+---
+def f(x): return x
+def make(table):
+    @autotune(S, K)
+    def op(x, n): return table[0](x, **table[1])
+    return op
+op = make((f, {"num_warps": VALUE}))
+""",
+    "a list that is marked as a constant": """
+import os
+os.environ["ORDINARY"] = "VALUE"
+---
+import elsewhere, os
+from triton_dist.tune import constant
+TILES = constant([int(os.environ["ORDINARY"])])
+@autotune(S, K)
+def op(x, n): return TILES[0]
+""",
     "what super() of a mixin finds": """
 ---
 class Base:
@@ -323,6 +420,14 @@ def op(x, n): return h(x)
 def h(x): return VALUE
 @autotune([{"n": (h, 1)}, {"n": (h, 2)}], K)
 def op(x, n): return n[0](x)
+""",
+    "a kernel that is a value of a triton.Config": """
+---
+import triton
+@triton.jit
+def act(x): return x * VALUE
+@autotune([{"c": triton.Config({"ACT": act})}], K)
+def op(x, c): return x
 """,
     "an enum that is a value of a config": """
 ---
@@ -457,6 +562,12 @@ def helper(x, m): return x
 def op(x, n): return helper(x) if x else x
 """
     assert fingerprint(program, 1) != fingerprint(program, 2)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), types.SimpleNamespace(), [object()]])
+def test_what_has_no_text_is_no_constant(value):
+    with pytest.raises(InvalidArgument, match=r"constant: value is .*, expected numbers, texts"):
+        constant(value)
 
 
 @pytest.mark.parametrize(

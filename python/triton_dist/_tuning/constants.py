@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from triton_dist._tuning.values import codec
 from triton_dist._tuning.values.show import show
+from triton_dist.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -26,7 +27,16 @@ def constant(value: T) -> T:
 
     ``MODE = constant(os.environ["MODE"])`` in a module: a change of the variable tunes again. All
     ranks must have the same.
+
+    Raises:
+        InvalidArgument: a value without a text that is the same at every start, such as a tensor.
     """
+    try:
+        if not _holds_code(value):  # code counts by its source
+            text_of(value)
+    except TypeError:
+        expected = "numbers, texts, dtypes, and tuples, lists, sets, dicts of these"
+        raise InvalidArgument("constant", "value", value, expected) from None
     return value
 
 

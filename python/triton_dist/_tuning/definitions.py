@@ -28,7 +28,7 @@ class Listing:
     codes: dict[tuple[int, str], list[types.CodeType]] = field(default_factory=dict)
     """By the same. Several lambdas may be on one line."""
     makers: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    """The statements of the module that bind or change a name, by that name."""
+    """The statements that bind or change a global, by its name."""
     statements: list[ast.stmt] = field(default_factory=list)
     """All of the module, in order."""
     assigned_in_functions: frozenset[str] = frozenset()
@@ -56,20 +56,45 @@ def definition(item: types.CodeType | type) -> Definition | None:
 
 
 def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
-    """The top-level statements of ``module`` that bind ``name`` or change what it holds."""
+    """The statements that bind the global ``name`` of ``module``, or change what it holds."""
     listing = listing_of_module(module)
     return [] if listing is None else listing.makers.get(name, [])
 
 
-def attributes_set(module: types.ModuleType, name: str) -> list[ast.stmt]:
+def attributes_set(module: types.ModuleType | None, name: str) -> list[ast.stmt]:
     """The top-level statements that assign to an attribute of ``name``: ``Class.method = f``."""
     return [
         statement
-        for statement in makers(module, name)
+        for statement in (() if module is None else makers(module, name))
         if isinstance(statement, ast.Assign)
         and any(isinstance(each, ast.Attribute) for each in statement.targets)
         and any(_root(each) == name for each in statement.targets)
     ]
+
+
+def set_by_methods(cls: type, name: str) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
+    """The statements in methods of ``cls`` that assign to the attribute ``name`` of the object,
+    ``self.name = value``, each with the names that are the method's own."""
+    node = definition(cls)
+    for method in () if node is None else node.body:
+        if isinstance(method, Definition) and not isinstance(method, ast.ClassDef):
+            given = [*method.args.posonlyargs, *method.args.args]
+            own = given[0].arg if given else ""
+            inside = [each for each in ast.walk(method) if isinstance(each, (ast.Name, ast.arg))]
+            local = frozenset(
+                each.arg if isinstance(each, ast.arg) else each.id
+                for each in inside
+                if isinstance(each, ast.arg) or isinstance(each.ctx, ast.Store)
+            )
+            for statement in statements(method):
+                if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and any(
+                    isinstance(each, ast.Attribute)
+                    and isinstance(each.ctx, ast.Store)
+                    and each.attr == name
+                    and _root(each) == own
+                    for each in ast.walk(statement)
+                ):
+                    yield statement, local
 
 
 def listing_of_module(module: types.ModuleType | None) -> Listing | None:
@@ -144,7 +169,22 @@ def _listing(text: str) -> Listing | None:
     for statement in tree.body:
         for name in made_by(statement):
             listing.makers.setdefault(name, []).append(statement)
+    for function in statements(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            _collect_globals(function, listing)
     return listing
+
+
+def _collect_globals(function: ast.AST, listing: Listing) -> None:
+    """Find the statements of a function that bind a global, which it declares."""
+    inside = list(statements(function))
+    declared = {name for each in inside if isinstance(each, ast.Global) for name in each.names}
+    for each in inside if declared else ():
+        if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            for name in made_by(each) & declared:
+                known = listing.makers.setdefault(name, [])
+                if each not in known:  # in a function inside another one
+                    known.append(each)
 
 
 def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -44,6 +44,9 @@ _STRUCTURE = (
 )
 """Expressions that are literals if all their parts are."""
 
+_OF_LIBRARIES = ("torch", "triton.language.core")
+"""Modules of types whose values have names: ``torch.int8``, ``tl.int8``."""
+
 _PURE = frozenset(
     {
         *(abs, bool, bytes, complex, dict, float, frozenset, int, len, list, max, min, pow, range),
@@ -74,6 +77,17 @@ def of_attribute(cls: type, name: str, value: object) -> Origin:
         return Origin.UNKNOWN
     module = sys.modules.get(owner.__module__)
     return _Judge().of_bindings(tuple(_bindings(node.body, name)), module, value)
+
+
+def is_marked(holder: object, name: str) -> bool:
+    """True if ``constant`` marks what the global ``name`` of ``holder``, a module, is bound to."""
+    module, name = home(holder if isinstance(holder, types.ModuleType) else None, name)
+    bindings = _bindings_of(definitions.listing_of_module(module), name)
+    return any(
+        isinstance(node, ast.Call)
+        and getattr(_resolve(node.func, module), "marks_a_constant", False)
+        for node, _ in bindings
+    )
 
 
 def is_literal(node: ast.expr, module: types.ModuleType | None) -> bool:
@@ -166,7 +180,7 @@ class _Judge:
         if type(holder).__name__ == "constexpr" or isinstance(holder, enum.Enum):
             return self.is_literal(node.value, module)  # its .value
         value = getattr(holder, node.attr, None)
-        if isinstance(value, enum.Enum) or type(value).__module__ == "torch":
+        if isinstance(value, enum.Enum) or type(value).__module__ in _OF_LIBRARIES:
             return True
         if isinstance(holder, types.ModuleType):
             if libraries.is_library(holder.__name__):

@@ -59,7 +59,9 @@ class Snapshot:
 
     def _keep(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, CONTAINERS) and len(value) <= _MOST_ITEMS:
+            if isinstance(value, tuple):
+                self._keep(value)
+            elif isinstance(value, CONTAINERS) and len(value) <= _MOST_ITEMS:
                 self._containers[id(value)] = value, _data_of(value)
 
     def _keep_state(self, root: Any, holder: Any) -> None:

@@ -5,13 +5,13 @@ Which of that counts, and what for, :mod:`~triton_dist._tuning.source` says.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import functools
 import sys
 import types
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ from triton_dist._tuning.inspected import (
 )
 from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.values import codec, qualified_name
+from triton_dist._tuning.visited import Visited
 
 _WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
 """Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
@@ -59,9 +60,7 @@ class Walk:
         self.constants = constants
         self._library, self._snapshot = library, snapshot
         self._receiver: type | None = None
-        self._names: dict[int, str] = {}
-        self._namesakes: Counter[str] = Counter()
-        self._alive: list[object] = []  # an id means something only while its object lives
+        self._visited = Visited()
 
     def root(self, value: Any) -> None:
         """A function, or what stands for one: a partial, a bound method, a callable object."""
@@ -107,7 +106,7 @@ class Walk:
         if isinstance(value, type):
             return self._class(value)
         if type(value).__name__ == "constexpr":
-            return self.reference(value.value)
+            return self.reference(value.value, origin)
         if isinstance(value, enum.Enum):
             return f"{self._class(type(value))}.{value.name}"
         if codec.is_triton_config(value):
@@ -118,7 +117,7 @@ class Walk:
         if dataclasses.is_dataclass(value):
             return self._dataclass(value, origin)
         if isinstance(value, tuple):
-            return f"({', '.join(map(self.reference, value))})"
+            return f"({', '.join(map(self.reference, value))}) {self._made(*origin)}".rstrip()
         if isinstance(value, CONTAINERS):
             code = sorted(map(self.reference, code_in(value)))
             return f"{type(value).__name__} {self._made(*origin)} {code}"
@@ -173,8 +172,9 @@ class Walk:
             return ""
         origin = (None if holding_class else holder, last)
         data = value.value if type(value).__name__ == "constexpr" else value
+        is_marked = isinstance(data, CONTAINERS) and literals.is_marked(holder, last)
         try:
-            text = "" if isinstance(data, _TEXTLESS) else text_of(data)
+            text = "" if isinstance(data, _TEXTLESS) and not is_marked else text_of(data)
         except TypeError:
             text = ""
         if not text or (holding_class and isinstance(data, enum.Enum)):
@@ -194,15 +194,14 @@ class Walk:
         """By its fields; a global that may change while the program runs, by how it was made."""
         cls = self._class(type(value))
         made = "" if value.__dataclass_params__.frozen else self._made(*origin)
-        if made or id(value) in self._names:  # one that leads back to itself
+        if made or self._visited.name(value):  # one that leads back to itself
             return f"{cls} {made}"
-        self._names[id(value)] = cls
-        self._alive.append(value)
+        self._visited.add(value, cls)
         fields = [
             self._bound(f"{cls}.{f.name}", getattr(value, f.name), value)
             for f in dataclasses.fields(value)
         ]
-        del self._names[id(value)]
+        self._visited.leave(value)
         return f"{cls} {fields}"
 
     def _wrapped(self, value: Any, inside: str, origin: tuple[Any, str]) -> str:
@@ -254,9 +253,10 @@ class Walk:
                 if inner is None
                 else f"{self.reference(inner)} {by_type or ''}".rstrip()
             )
-        name, known = self._name(function)
+        name, known = self._visited.enter(function)
         if known:
             return name
+        self.texts[name] = ""  # taken, while what it reaches is visited
         code, module = function.__code__, sys.modules.get(function.__module__)
         node = definitions.definition(code)
         cells = frozenset(code.co_freevars)
@@ -291,6 +291,8 @@ class Walk:
             lines += filter(None, [self._cell(f"{name}.{cell}", cell, look_up(cell), function)])
         homes = {each: (found.module, found.attribute) for each, found in local.items()}
         lines += self._reached(reached - in_cells, look_up, module, homes)
+        for statement in definitions.attributes_set(module, function.__qualname__):
+            lines += self._statement(statement, function.__name__, sys.modules[function.__module__])
         self.texts[name] = "\n".join(lines)
         return name
 
@@ -305,9 +307,10 @@ class Walk:
         module = sys.modules.get(cls.__module__)
         if module is None or self._library.has_module(module.__name__):
             return f"{cls.__module__}.{cls.__qualname__}"
-        name, known = self._name(cls)
+        name, known = self._visited.enter(cls)
         if known:
             return name
+        self.texts[name] = ""
         node = definitions.definition(cls)
         if node is None:
             self.texts[name] = "\n".join(self._members(cls))
@@ -334,22 +337,6 @@ class Walk:
                 with suppress(TypeError):
                     yield f"{name} = {text_of(member)}"
 
-    def _name(self, item: Any) -> tuple[str, bool]:
-        """A unique name, and whether ``item`` was visited before."""
-        known = self._names.get(id(item))
-        if known is not None:
-            return known, True
-        # A wrapper has the name of what it wraps; its code has its own.
-        own = item.__code__.co_name if hasattr(item, "__wrapped__") else item.__qualname__
-        base = own.rpartition("<locals>.")[2]
-        self._namesakes[base] += 1
-        count = self._namesakes[base]
-        name = base if count == 1 else f"{base}#{count}"
-        self._names[id(item)] = name
-        self._alive.append(item)
-        self.texts[name] = ""  # taken, while what it reaches is visited
-        return name, False
-
     def _reached(
         self,
         chains: Iterable[str],
@@ -359,7 +346,7 @@ class Walk:
     ) -> list[str]:
         """A line for each name that leads to code or a constant. ``homes``: module and name there
         of those that are no globals of ``module``."""
-        lines = []
+        lines: list[str] = []
         for chain in sorted(chains):
             root, *path = chain.split(".")
             value = look_up(root)
@@ -374,6 +361,8 @@ class Walk:
                 value = attribute(value, part, ABSENT)
             if value is not ABSENT:
                 lines.append(self._read(chain, value, holder, last))
+            elif isinstance(holder, type) and last == path[-1]:
+                lines += self._set_by_methods(holder, last)
         return [line for line in lines if line]
 
     def _made(self, module: types.ModuleType | None, name: str) -> str:
@@ -385,14 +374,27 @@ class Walk:
             self.constants.uncounted[self.constants.name(name, module)] = (
                 "no source has what made it"
             )
-        lines = []
+        lines: list[str] = []
         for statement in makers(module, name):
-            lines.append(normalise.statement(statement))
-            if id(statement) not in self._names:
-                self._names[id(statement)] = name
-                self._alive.append(statement)
-                reached = {
-                    each for each in normalise.chains(statement) if each.partition(".")[0] != name
-                }
-                lines += self._reached(reached, lambda root: vars(module).get(root, ABSENT), module)
+            lines += self._statement(statement, name, module)
         return "\n".join(lines)
+
+    def _set_by_methods(self, cls: type, name: str) -> Iterator[str]:
+        """The statements of methods that set an attribute of the object: ``self.kernel = k``."""
+        for base in cls.__mro__:
+            module = sys.modules.get(base.__module__)
+            if module is not None and not self._library.has_module(module.__name__):
+                for statement, local in definitions.set_by_methods(base, name):
+                    yield from self._statement(statement, name, module, local)
+
+    def _statement(
+        self, statement: ast.stmt, name: str, module: types.ModuleType, local: Container[str] = ()
+    ) -> Iterator[str]:
+        """A statement of ``module`` that makes ``name``, and what it reaches; ``local``: names in
+        it that are no globals."""
+        yield normalise.statement(statement)
+        if self._visited.name(statement) is None:
+            self._visited.add(statement, name)
+            roots = {each: each.partition(".")[0] for each in normalise.chains(statement)}
+            reached = {each for each, root in roots.items() if root != name and root not in local}
+            yield from self._reached(reached, lambda root: vars(module).get(root, ABSENT), module)

@@ -72,6 +72,8 @@ def encode(value: object, binding: bool = True) -> Tree:
         return {"range": _range(value)}  # type: ignore[arg-type]
     if kind.__module__ == "torch" and kind.__name__ in _OF_TORCH:
         return {kind.__name__: str(value)}
+    if kind.__module__ == "triton.language.core" and kind.__name__ in _OF_TRITON:
+        return {"dtype": f"triton.{value}"}
     if (
         kind.__module__ == "numpy"
         and hasattr(value, "item")
@@ -80,6 +82,8 @@ def encode(value: object, binding: bool = True) -> Tree:
         return inner(value.item())
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return _encode_function(value, binding)
+    if is_triton_kernel(value):
+        return {"kernel": _encode_function(value.fn, binding)}  # type: ignore[attr-defined]
     if kind is functools.partial and not binding:
         given = inner(value.keywords)  # type: ignore[attr-defined]
         return {"partial": [inner(value.func), *map(inner, value.args)], "keywords": given}  # type: ignore[attr-defined]
@@ -141,7 +145,14 @@ def is_triton_config(value: object) -> bool:
     )
 
 
+def is_triton_kernel(value: object) -> bool:
+    """True for what ``triton.jit`` makes of a function."""
+    is_of_triton = type(value).__module__.startswith("triton.")
+    return is_of_triton and isinstance(getattr(value, "fn", None), types.FunctionType)
+
+
 _OF_TORCH = frozenset({"dtype", "device", "layout", "memory_format"})
+_OF_TRITON = frozenset({"dtype", "pointer_type", "block_type"})
 
 
 def _range(value: range) -> list[int]:

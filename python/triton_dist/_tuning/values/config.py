@@ -72,10 +72,13 @@ class Config(Mapping[str, Any]):
         return {name: _own(value) for name, value in self._values.items()}
 
     def functions(self) -> Iterator[Callable[..., Any]]:
-        """The functions in it (values, and pre-hooks of a ``triton.Config``): their source counts
-        too."""
-        found = _parts(self._values.values())
-        yield from (each for each in found if isinstance(each, types.FunctionType))
+        """The functions in it (values, those of Triton kernels, and pre-hooks of a
+        ``triton.Config``): their source counts too."""
+        for each in _parts(self._values.values()):
+            if isinstance(each, types.FunctionType):
+                yield each
+            elif codec.is_triton_kernel(each):
+                yield each.fn
 
     def classes(self) -> Iterator[type]:
         """The classes in it, and those of its enums and dataclasses: their source counts too."""
@@ -119,6 +122,8 @@ def _encode(name: str, value: object) -> codec.Tree:
     try:
         return codec.encode(value, binding=False)
     except TypeError:
+        if codec.is_triton_config(value):
+            _check_parts(name, value)
         shown = repr(value)
         if " at 0x" in shown:  # the default repr: another text in each process
             raise InvalidArgument(
@@ -130,6 +135,13 @@ def _encode(name: str, value: object) -> codec.Tree:
                 "tells it from all others",
             ) from None
         return {"object": shown}
+
+
+def _check_parts(name: str, config: Any) -> None:
+    """Name the part of a ``triton.Config`` that has no text."""
+    for part, value in {**vars(config), **config.kwargs}.items():
+        if part != "kwargs":
+            _encode(f"{name}: {part}", value)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -44,6 +44,8 @@ def show(tree: Tree) -> str:
         return f"functools.partial({', '.join([_comma(body), *named])})"
     if tag == "range":
         return f"range({_comma(body)})"
+    if tag == "kernel":
+        return show(body)
     if tag in ("class", "function"):
         return _short(body)
     if tag == "bytes":
