@@ -12,9 +12,9 @@ from tests.architecture.source import PACKAGE
 
 # Files that an op reaches, and their lines.
 MOST = {
-    "allgather_gemm": (20, 5225),
-    "gemm_reduce_scatter": (23, 5200),
-    "gemm_allreduce": (25, 5850),
+    "allgather_gemm": (20, 5210),
+    "gemm_reduce_scatter": (23, 5180),
+    "gemm_allreduce": (25, 5830),
     "gemm": (10, 2500),
     "grouped_gemm": (14, 3145),
     "allgather_group_gemm": (24, 5645),
