@@ -61,11 +61,11 @@ def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
     return [] if listing is None else listing.makers.get(name, [])
 
 
-def attributes_set(module: types.ModuleType | None, name: str) -> list[ast.stmt]:
+def attributes_set(module: types.ModuleType, name: str) -> list[ast.stmt]:
     """The top-level statements that assign to an attribute of ``name``: ``Class.method = f``."""
     return [
         statement
-        for statement in (() if module is None else makers(module, name))
+        for statement in makers(module, name)
         if isinstance(statement, ast.Assign)
         and any(isinstance(each, ast.Attribute) for each in statement.targets)
         and any(_root(each) == name for each in statement.targets)
@@ -77,24 +77,20 @@ def set_by_methods(cls: type, name: str) -> Iterator[tuple[ast.stmt, frozenset[s
     ``self.name = value``, each with the names that are the method's own."""
     node = definition(cls)
     for method in () if node is None else node.body:
-        if isinstance(method, Definition) and not isinstance(method, ast.ClassDef):
-            given = [*method.args.posonlyargs, *method.args.args]
-            own = given[0].arg if given else ""
-            inside = [each for each in ast.walk(method) if isinstance(each, (ast.Name, ast.arg))]
-            local = frozenset(
-                each.arg if isinstance(each, ast.arg) else each.id
-                for each in inside
-                if isinstance(each, ast.arg) or isinstance(each.ctx, ast.Store)
-            )
-            for statement in statements(method):
-                if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and any(
-                    isinstance(each, ast.Attribute)
-                    and isinstance(each.ctx, ast.Store)
-                    and each.attr == name
-                    and _root(each) == own
-                    for each in ast.walk(statement)
-                ):
-                    yield statement, local
+        if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        inside = list(ast.walk(method))
+        given = [each.arg for each in inside if isinstance(each, ast.arg)]
+        names = [each for each in inside if isinstance(each, ast.Name)]
+        local = frozenset(given + [each.id for each in names if isinstance(each.ctx, ast.Store)])
+        for statement in statements(method) if given else ():
+            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and any(
+                isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and (_root(each), each.attr) == (given[0], name)
+                for each in ast.walk(statement)
+            ):
+                yield statement, local
 
 
 def listing_of_module(module: types.ModuleType | None) -> Listing | None:

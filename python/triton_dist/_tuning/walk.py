@@ -291,8 +291,9 @@ class Walk:
             lines += filter(None, [self._cell(f"{name}.{cell}", cell, look_up(cell), function)])
         homes = {each: (found.module, found.attribute) for each, found in local.items()}
         lines += self._reached(reached - in_cells, look_up, module, homes)
-        for statement in definitions.attributes_set(module, function.__qualname__):
-            lines += self._statement(statement, function.__name__, sys.modules[function.__module__])
+        if module is not None:
+            for statement in definitions.attributes_set(module, function.__qualname__):
+                lines += self._statement(statement, function.__name__, module)
         self.texts[name] = "\n".join(lines)
         return name
 
@@ -374,10 +375,8 @@ class Walk:
             self.constants.uncounted[self.constants.name(name, module)] = (
                 "no source has what made it"
             )
-        lines: list[str] = []
-        for statement in makers(module, name):
-            lines += self._statement(statement, name, module)
-        return "\n".join(lines)
+        each = (self._statement(statement, name, module) for statement in makers(module, name))
+        return "\n".join(line for lines in each for line in lines)
 
     def _set_by_methods(self, cls: type, name: str) -> Iterator[str]:
         """The statements of methods that set an attribute of the object: ``self.kernel = k``."""
