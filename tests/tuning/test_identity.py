@@ -200,6 +200,23 @@ def test_a_global_that_is_computed_does_not_count_and_is_listed(program, kind):
         assert fingerprint["uncounted"]["RANK"] == "it is computed when the program runs"
 
 
+PLACES = {
+    "a path": "from pathlib import Path\nROOT = Path(__file__).parent\n",
+    "a text": "ROOT = __file__\n",
+    "in the function": "def root(): return __file__\nROOT = root\n",
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_copy_of_a_program_elsewhere_uses_the_same_records(program, kind, tmp_path, monkeypatch):
+    body = PLACES[kind] + "def op(x, n): return ROOT\nops = [tuned(op)]"
+    assert program.start(body) == [1]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.syspath_prepend(str(elsewhere))
+    assert Program(elsewhere).start(body) == [0]
+
+
 CHANGING = """
 def make(begin):
     def op(x, n): return begin

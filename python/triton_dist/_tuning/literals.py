@@ -54,6 +54,12 @@ _PURE = frozenset(
     }
 )
 
+_OF_IMPORT = frozenset(
+    {"__file__", "__cached__", "__path__", "__name__", "__package__", "__spec__"}
+)
+"""Globals that an import makes: where a copy of the module lies, and what started it, is not what
+it does."""
+
 
 class Origin(enum.Enum):
     """Source of a value."""
@@ -141,12 +147,9 @@ class _Judge:
         if module is None or listing is None or (module.__name__, name) in self._seen:
             return Origin.UNKNOWN
         self._seen.add((module.__name__, name))
-        if name in listing.assigned_in_functions:
+        if name in listing.assigned_in_functions or name in _OF_IMPORT:
             return Origin.COMPUTED
-        found = self.of_bindings(_bindings_of(listing, name), module, value)
-        if found is not Origin.UNKNOWN:
-            return found
-        return Origin.UNKNOWN
+        return self.of_bindings(_bindings_of(listing, name), module, value)
 
     def of_bindings(
         self, bindings: _Bindings, module: types.ModuleType | None, value: object
