@@ -166,12 +166,14 @@ def test_a_second_job_tunes_without_a_journal_and_disturbs_nothing(path):
 
 def test_a_child_of_a_fork_does_not_lead(path):
     """It may outlive its parent, as a worker of a data loader does."""
-    (journal, _), (reads, writes) = begun(path), os.pipe()
+    (journal, _), (reads, writes), (awaits, says) = begun(path), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writes)
+        os.write(says, b"!")
         os.read(reads, 1)  # until the parent is done
         os._exit(0)
+    os.read(awaits, 1)  # it runs
     journal.append(entry(0))
     journal.close()
     assert entries(path) == [entry(0)], "the lock is free, though the child lives"

@@ -484,7 +484,306 @@ Op.h = h
 @autotune(S, K)
 def op(x, n): return Op().h(x)
 """,
+    "a table of a class that is tuned": """
+---
+class Op:
+    BLOCKS = {"small": VALUE}
+    @autotune(S, K)
+    def op(self, x, n): return self.BLOCKS["small"]
+op = Op.op
+""",
+    "a constant of a class that another one is made of": """
+---
+class Op:
+    BLOCK = VALUE
+    CHUNK = BLOCK * 2
+    @autotune(S, K)
+    def op(self, x, n): return self.CHUNK
+op = Op.op
+""",
+    "code in a slot": """
+---
+def h(x): return VALUE
+class Op:
+    __slots__ = ("kernel",)
+    def __init__(self): self.kernel = h
+    @autotune(S, K)
+    def op(self, x, n): return self.kernel(x)
+op = Op.op
+""",
+    "code that a method puts into a table": """
+---
+def h(x): return VALUE
+class Op:
+    def __init__(self):
+        self.kernels = {}
+        self.kernels["h"] = h
+    @autotune(S, K)
+    def op(self, x, n): return self.kernels["h"](x)
+op = Op.op
+""",
+    "code that a method has under another name": """
+---
+def h(x): return VALUE
+class Op:
+    def __init__(self):
+        kernel = h
+        self.kernel = kernel
+    @autotune(S, K)
+    def op(self, x, n): return self.kernel(x)
+op = Op.op
+""",
+    "code that the base is given": """
+---
+def h(x): return VALUE
+class Base:
+    def __init__(self, kernel): self.kernel = kernel
+class Op(Base):
+    def __init__(self): super().__init__(h)
+    @autotune(S, K)
+    def op(self, x, n): return self.kernel(x)
+op = Op.op
+""",
+    "a method of a constant": """
+---
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int
+    def grid(self, x): return x // self.block * VALUE
+CFG = Config(64)
+@autotune(S, K)
+def op(x, n): return CFG.grid(x)
+""",
+    "a method of a named tuple in a closure": """
+---
+from typing import NamedTuple
+class Config(NamedTuple):
+    block: int
+    def grid(self, x): return x // self.block * VALUE
+def make(config):
+    def op(x, n): return config.grid(x)
+    return op
+op = autotune(S, K)(make(Config(64)))
+""",
+    "a kernel in a dataclass of a closure": """
+---
+import triton
+@triton.jit
+def kernel(p): p + VALUE
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    kernel: object
+def make(spec):
+    def op(x, n): spec.kernel[(1,)](x)
+    return op
+op = autotune(S, K)(make(Spec(kernel)))
+""",
+    "a function in a dataclass that is a value of a config": """
+---
+def h(x): return VALUE
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    run: object
+@autotune([{"n": Variant(h)}], K)
+def op(x, n): return n.run(x)
+""",
+    "code in a frozenset": """
+---
+def h(x): return VALUE
+ACTS = frozenset({h})
+@autotune(S, K)
+def op(x, n): return [act(x) for act in ACTS]
+""",
+    "what a class in a function closes over": """
+---
+def make(scale):
+    class Act:
+        def run(self, x): return x * scale
+    def op(x, n): return Act().run(x)
+    return op
+op = autotune(S, K)(make(VALUE))
+""",
+    "an import inside a method": """
+def h(x): return VALUE
+---
+class Act:
+    def run(self, x):
+        from elsewhere import h
+        return h(x)
+@autotune(S, K)
+def op(x, n): return Act().run(x)
+""",
+    "a function of a module that a lambda calls": """
+def h(x): return VALUE
+---
+import elsewhere
+act = lambda x: elsewhere.h(x)
+@autotune(S, K)
+def op(x, n): return act(x)
+""",
+    "the first of two classes of one name": """
+---
+try:
+    import torch
+    class Act:
+        def run(self, x): return VALUE
+except ImportError:
+    class Act:
+        def run(self, x): return 0
+@autotune(S, K)
+def op(x, n): return Act().run(x)
+""",
+    "what a function puts into a table": """
+---
+CFG = {}
+def set_up(): CFG["block"] = VALUE
+set_up()
+@autotune(S, K)
+def op(x, n): return CFG["block"]
+""",
+    "the object of a method in a global": """
+---
+class Scale:
+    def __init__(self, factor): self.factor = factor
+    def run(self, x): return x * self.factor
+run = Scale(VALUE).run
+@autotune(S, K)
+def op(x, n): return run(x)
+""",
+    "a program with a table whose items are attributes": """
+---
+class Table(dict):
+    __getattr__ = dict.__getitem__
+CFG = Table(block=64)
+@autotune(S, K)
+def op(x, n): return VALUE, CFG.block
+""",
+    "a program with an object that has every attribute": """
+---
+class Lazy:
+    def __getattr__(self, name): return Lazy()
+LAZY = Lazy()
+@autotune(S, K)
+def op(x, n): return VALUE, LAZY.a
+""",
+    "a program with an import that fails": """
+raise RuntimeError("no such hardware")
+---
+@autotune(S, K)
+def op(x, n):
+    if n > 1: import elsewhere
+    return VALUE
+""",
 }  # fmt: skip
+
+# ``use`` is what calls do: the same function before and after.
+USED = {
+    "a counter of a class": """
+class Stats: calls = 0
+def use(): Stats.calls = Stats.calls + 1
+@autotune(S, K)
+def op(x, n): return use(), Stats.calls
+""",
+    "a counter of another module": """
+import elsewhere
+def use(): elsewhere.step = elsewhere.step + 1
+@autotune(S, K)
+def op(x, n): return use(), elsewhere.step
+""",
+    "kernels that are made when they are wanted": """
+KERNELS = {}
+def make(n):
+    def kernel(x): return x * n
+    return kernel
+def use(n=3):
+    if n not in KERNELS: KERNELS[n] = make(n)
+    return KERNELS[n]
+@autotune(S, K)
+def op(x, n): return use(n)(x)
+""",
+    "a workspace of a class": """
+import torch
+class Workspace:
+    it = None
+    @classmethod
+    def get(cls):
+        if cls.it is None: cls.it = torch.ones(4)
+        return cls.it
+use = Workspace.get
+@autotune(S, K)
+def op(x, n): return Workspace.get() * x
+""",
+    "a workspace of a module": """
+import torch
+_it = None
+def use():
+    global _it
+    if _it is None: _it = torch.ones(4)
+    return _it
+@autotune(S, K)
+def op(x, n): return use() * x
+""",
+    "a dataclass of a closure": """
+@dataclasses.dataclass
+class Stats:
+    calls: int = 0
+def make(stats):
+    def op(x, n): stats.calls += 1
+    return op, lambda: setattr(stats, "calls", 5)
+op, use = make(Stats())
+op = autotune(S, K)(op)
+""",
+}
+
+# What ranks, or starts, have of their own is no part of the function.
+OF_A_RANK = {
+    "an object of rank 0": """
+class Writer:
+    def write(self, x): pass
+WRITER = Writer() if RANK == 0 else None
+@autotune(S, K)
+def op(x, n): return WRITER and WRITER.write(x)
+""",
+    "a number beside code in a tuple": """
+def h(x): return x
+ENTRY = (h, RANK)
+@autotune(S, K)
+def op(x, n): return ENTRY[0](x)
+""",
+    "a hook of rank 0": """
+HOOKS = []
+def hook(x): return x
+if RANK == 0: HOOKS.append(hook)
+@autotune(S, K)
+def op(x, n): return [each(x) for each in HOOKS]
+""",
+    "a context manager of rank 0": """
+import contextlib
+PROFILER = contextlib.ExitStack() if RANK == 0 else contextlib.nullcontext()
+@autotune(S, K)
+def op(x, n):
+    with PROFILER: return x
+""",
+    "a dataclass with a tensor": """
+import torch
+@dataclasses.dataclass(frozen=True)
+class State:
+    weight: torch.Tensor
+    log: str
+STATE = State(torch.ones(2), f"log-{RANK}")
+@autotune(S, K)
+def op(x, n): return STATE.weight * x
+""",
+    "closures in the order of hashes": """
+def make(k):
+    def kernel(x): return x, k
+    return kernel
+names = ["fp16", "bf16", "fp8"]
+TABLE = {k: make(k) for k in (names if RANK == 0 else reversed(names))}
+@autotune(S, K)
+def op(x, n): return TABLE["fp8"](x)
+""",
+}
 
 
 @pytest.fixture
@@ -492,7 +791,7 @@ def fingerprint(tmp_path, monkeypatch):
     """A function: all of a program's source that a record of its ``op`` depends on."""
     count = 0
 
-    def of(text: str, value: int) -> Any:
+    def of(text: str, value: int, use: bool = False) -> Any:
         nonlocal count
         count += 1
         folder = tmp_path / str(count)
@@ -505,7 +804,10 @@ def fingerprint(tmp_path, monkeypatch):
             patched.delitem(sys.modules, "elsewhere", raising=False)
             patched.delitem(sys.modules, "program", raising=False)
             importlib.invalidate_caches()
-            found = importlib.import_module("program").op.fingerprint()
+            module = importlib.import_module("program")
+            if use:
+                module.use()
+            found = module.op.fingerprint()
             for name in ("elsewhere", "program"):
                 sys.modules.pop(name, None)
         return found.source, found.literal, found.bound, found.space
@@ -518,6 +820,22 @@ def test_a_change_tunes_again_and_nothing_else_does(fingerprint, name):
     text = PROGRAMS[name]
     assert fingerprint(text, 1) == fingerprint(text, 1)
     assert fingerprint(text, 1) != fingerprint(text, 2)
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_calls_leave_behind_does_not_tune_again(fingerprint, name):
+    text = f"step = 0\n---\n{USED[name]}"
+    assert fingerprint(text, 0) == fingerprint(text, 0, use=True)
+
+
+@pytest.mark.parametrize("name", OF_A_RANK)
+def test_ranks_that_differ_in_what_they_hold_have_one_function(fingerprint, monkeypatch, name):
+    text = f"---\nimport os\nRANK = int(os.environ['RANK'])\n{OF_A_RANK[name]}"
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        found.append(fingerprint(text, 0))
+    assert found[0] == found[1]
 
 
 HELPER = """

@@ -416,6 +416,18 @@ def test_what_lies_beside_installed_packages_is_followed(tmp_path, monkeypatch):
         del sys.modules["ops_beside"]
 
 
+@pytest.mark.parametrize("place", ["sched.py", "my-packages/team/ops_of_ours.py"])
+def test_what_has_a_name_like_those_of_libraries_is_followed(tmp_path, monkeypatch, place):
+    file = tmp_path / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("def helper(x): return x\n")
+    monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.delitem(sys.modules, file.stem, raising=False)
+    helper = importlib.import_module(file.stem).helper
+    assert "helper" in all_of([lambda x: helper(x)])
+    del sys.modules[file.stem]
+
+
 def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(str(tmp_path))

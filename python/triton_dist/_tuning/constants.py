@@ -10,6 +10,7 @@ Three kinds, told apart because ranks and starts differ in some of them and mean
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -87,9 +88,21 @@ def text_of(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({codec.digest(text)[:8]})"
 
 
-def _holds_code(value: Any) -> bool:
+def _holds_code(value: Any) -> Any:
     if isinstance(value, (tuple, list, set, frozenset)):
         return any(map(_holds_code, value))
     if isinstance(value, dict):
         return any(map(_holds_code, value.values()))
-    return callable(value) or hasattr(value, "fn")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cls: Any = type(value)
+        held = (getattr(value, each.name, None) for each in dataclasses.fields(value))
+        # One that may change has no text, and may hold itself.
+        return cls.__dataclass_params__.frozen and any(map(_holds_code, held))
+    return callable(value) or has_own(value, "fn")
+
+
+def has_own(value: object, name: str) -> bool:
+    """True if ``value`` or its class has the attribute; one that ``__getattr__`` makes up is
+    none."""
+    held = getattr(value, "__dict__", ())
+    return name in held or any(name in vars(cls) for cls in type(value).__mro__)

@@ -13,8 +13,18 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+from triton_dist._tuning.making import (
+    SIMPLE,
+    Definition,
+    calls_super,
+    dotted_name,
+    made_by,
+    names_in,
+    root_of,
+    stored_by,
+)
 
 
 @dataclass(eq=False)
@@ -23,8 +33,8 @@ class Listing:
 
     functions: dict[tuple[int, str], Definition] = field(default_factory=dict)
     """By the line of the first decorator, or of ``def``, and name: as code objects have them."""
-    classes: dict[str, Definition] = field(default_factory=dict)
-    """By qualified name."""
+    classes: dict[str, list[Definition]] = field(default_factory=dict)
+    """By qualified name; several, of which the program chooses one."""
     codes: dict[tuple[int, str], list[types.CodeType]] = field(default_factory=dict)
     """By the same. Several lambdas may be on one line."""
     makers: dict[str, list[ast.stmt]] = field(default_factory=dict)
@@ -33,7 +43,8 @@ class Listing:
     """All of the module, in order."""
     assigned_in_functions: frozenset[str] = frozenset()
     """Names that some function declares ``global``."""
-
+    stored_in_functions: frozenset[str] = frozenset()
+    """Dotted names to which some function assigns, or whose value it changes in place."""
     namesakes: dict[str, list[types.CodeType]] = field(default_factory=dict)
     """Code in the order of the file, by the names of all that it is inside of."""
 
@@ -52,7 +63,14 @@ def definition(item: types.CodeType | type) -> Definition | None:
         return None if listing is None else listing.functions.get(_place(item))
     file = _file(sys.modules.get(item.__module__))
     listing = _listing_of(file, lambda: _codes(item, file), item)
-    return None if listing is None else listing.classes.get(item.__qualname__)
+    found = [] if listing is None else listing.classes.get(item.__qualname__, [])
+    lines = {
+        code.co_firstlineno
+        for value in vars(item).values()
+        if (code := _code_of(getattr(value, "__func__", value))) is not None
+    }
+    inside = (each for each in found if lines & {*range(each.lineno, (each.end_lineno or 0) + 1)})
+    return next(inside, found[-1]) if found else None
 
 
 def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
@@ -68,29 +86,81 @@ def attributes_set(module: types.ModuleType, name: str) -> list[ast.stmt]:
         for statement in makers(module, name)
         if isinstance(statement, ast.Assign)
         and any(isinstance(each, ast.Attribute) for each in statement.targets)
-        and any(_root(each) == name for each in statement.targets)
+        and any(root_of(each) == name for each in statement.targets)
     ]
 
 
-def set_by_methods(cls: type, name: str) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
-    """The statements in methods of ``cls`` that assign to the attribute ``name`` of the object,
-    ``self.name = value``, each with the names that are the method's own."""
+def set_in_body(cls: type, name: str) -> list[ast.stmt]:
+    """The statements in the body of ``cls`` that bind its attribute ``name``, or change it."""
     node = definition(cls)
-    for method in () if node is None else node.body:
-        if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        inside = list(ast.walk(method))
-        given = [each.arg for each in inside if isinstance(each, ast.arg)]
-        names = [each for each in inside if isinstance(each, ast.Name)]
-        local = frozenset(given + [each.id for each in names if isinstance(each.ctx, ast.Store)])
-        for statement in statements(method) if given else ():
-            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and any(
-                isinstance(each, ast.Attribute)
-                and isinstance(each.ctx, ast.Store)
-                and (_root(each), each.attr) == (given[0], name)
-                for each in ast.walk(statement)
-            ):
-                yield statement, local
+    return [
+        each
+        for each in (() if node is None else node.body)
+        if not isinstance(each, Definition) and name in made_by(each)
+    ]
+
+
+def set_by_methods(
+    cls: type, name: str, is_set_above: bool
+) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
+    """The statements in methods of ``cls`` that assign to the attribute ``name`` of the object,
+    ``self.name = value``, or change its value in place, and those that make local names in them;
+    each with the names that are the method's own.
+
+    Args:
+        is_set_above: a base sets it, perhaps to what ``super().__init__(value)`` gives.
+    """
+    node = definition(cls)
+    for own, local, simple in () if node is None else _methods(node):
+        setting = [
+            each
+            for each in simple
+            if f"{own}.{name}" in each.stored or (is_set_above and each.calls_super)
+        ]
+        used = frozenset[str]().union(*(each.read for each in setting)) & local
+        for each in simple:
+            if each in setting or each.bound & used:
+                yield each.node, local
+
+
+class _Simple(NamedTuple):
+    """A statement without others inside."""
+
+    node: ast.stmt
+    stored: frozenset[str]
+    read: frozenset[str]
+    bound: frozenset[str]
+    calls_super: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _methods(node: ast.AST) -> list[tuple[str, frozenset[str], list[_Simple]]]:
+    """First parameter, own names and statements of each method of a class."""
+    found = []
+    for method in getattr(node, "body", ()):
+        given = [each.arg for each in ast.walk(method) if isinstance(each, ast.arg)]
+        if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) and given:
+            simple = [
+                _Simple(
+                    each,
+                    frozenset(stored_by(each)),
+                    names_in(each, ast.Load),
+                    names_in(each, ast.Store),
+                    calls_super(each),
+                )
+                for each in statements(method)
+                if isinstance(each, SIMPLE)
+            ]
+            local = frozenset(given) | names_in(method, ast.Store)
+            found.append((given[0], local, simple))
+    return found
+
+
+def stored_in_functions(module: types.ModuleType | None) -> frozenset[str]:
+    """Dotted names, ``state.step`` or ``cls.calls``, that functions of ``module`` assign to or
+    change in place."""
+    listing = listing_of_module(module)
+    return frozenset() if listing is None else listing.stored_in_functions
 
 
 def listing_of_module(module: types.ModuleType | None) -> Listing | None:
@@ -142,9 +212,16 @@ def _file(module: types.ModuleType | None) -> str:
 
 def _codes(holder: type | types.ModuleType, file: str) -> list[types.CodeType]:
     """Code from ``file`` that ``holder`` has."""
-    codes = [getattr(value, "__code__", None) for value in list(vars(holder).values())]
-    found = [code for code in codes if isinstance(code, types.CodeType)]
-    return [code for code in found if code.co_filename == file]
+    codes = map(_code_of, list(vars(holder).values()))
+    return [code for code in codes if code is not None and code.co_filename == file]
+
+
+def _code_of(value: object) -> types.CodeType | None:
+    try:
+        code = getattr(value, "__code__", None)
+    except Exception:  # objects with a __getattr__ of their own
+        return None
+    return code if isinstance(code, types.CodeType) else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -171,16 +248,34 @@ def _listing(text: str) -> Listing | None:
     return listing
 
 
-def _collect_globals(function: ast.AST, listing: Listing) -> None:
-    """Find the statements of a function that bind a global, which it declares."""
+def _collect_globals(function: ast.FunctionDef | ast.AsyncFunctionDef, listing: Listing) -> None:
+    """Find the statements of a function that bind a global, which it declares, or change what one
+    holds; and all names that it stores to."""
     inside = list(statements(function))
     declared = {name for each in inside if isinstance(each, ast.Global) for name in each.names}
-    for each in inside if declared else ():
-        if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            for name in made_by(each) & declared:
-                known = listing.makers.setdefault(name, [])
-                if each not in known:  # in a function inside another one
-                    known.append(each)
+    simple = [each for each in inside if isinstance(each, SIMPLE)]
+    stored = [set(stored_by(each)) for each in simple]
+    local = {each.arg for each in ast.walk(function) if isinstance(each, ast.arg)}
+    local |= names_in(function, ast.Store) - declared
+    for each, changed in zip(simple, stored, strict=True):
+        made = made_by(each) & declared if not isinstance(each, ast.Expr) else set()
+        roots = {name.partition(".")[0] for name in changed} & listing.makers.keys()
+        for name in made | roots - local:
+            known = listing.makers.setdefault(name, [])
+            if each not in known:  # in a function inside another one
+                known += [each, *_calls_of(function, listing)]
+    listing.stored_in_functions |= {name for changed in stored for name in changed}
+
+
+def _calls_of(function: ast.FunctionDef | ast.AsyncFunctionDef, listing: Listing) -> list[ast.stmt]:
+    """The statements of the module that call ``function`` and nothing else, as ``set_up()``."""
+    return [
+        each
+        for each in listing.statements
+        if isinstance(each, ast.Expr)
+        and isinstance(each.value, ast.Call)
+        and dotted_name(each.value.func) == function.name
+    ]
 
 
 def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -225,52 +320,10 @@ def _collect(node: ast.AST, prefix: str, listing: Listing) -> None:
     for child in (each for _, block in blocks(node) for each in block):
         inner = prefix
         if isinstance(child, ast.ClassDef):
-            listing.classes[prefix + child.name] = child
+            listing.classes.setdefault(prefix + child.name, []).append(child)
             inner = f"{prefix}{child.name}."
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
             listing.functions[first, child.name] = child
             inner = f"{prefix}{child.name}.<locals>."
         _collect(child, inner, listing)
-
-
-def made_by(
-    statement: ast.stmt, only_used: Callable[[ast.expr], bool] = lambda node: False
-) -> set[str]:
-    """Names that ``statement`` binds, and those whose value it changes in place: ``A[0] = 1``,
-    ``A.append(1)``, ``fill(A)``, ``@A.register`` above a definition.
-
-    Args:
-        only_used: true for what its methods do not change, nor their arguments, nor a function that
-            takes it.
-    """
-    if isinstance(statement, Definition):
-        called = [getattr(each, "func", each) for each in statement.decorator_list]
-        methods = [each for each in called if isinstance(each, ast.Attribute)]
-        return {_root(each) for each in methods if not only_used(each.value)}
-    if isinstance(statement, (ast.Import, ast.ImportFrom)) or _is_main(statement):
-        return set()
-    found: set[str] = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
-            found.add(_root(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            found |= set() if only_used(node.func.value) else {_root(node.func)}
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if isinstance(call, ast.Call) and not only_used(getattr(call.func, "value", call)):
-        given = (each for each in call.args if isinstance(each, ast.Name))
-        found |= {each.id for each in given if not only_used(each)}
-    return found
-
-
-def _is_main(statement: ast.stmt) -> bool:
-    """``if __name__ == "__main__":`` runs in scripts alone."""
-    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""

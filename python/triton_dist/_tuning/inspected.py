@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import collections
+import dataclasses
+import enum
+import functools
 import inspect
 import sys
 import types
@@ -10,30 +14,104 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from triton_dist._tuning import definitions, libraries, normalise
-from triton_dist._tuning.constants import text_of
+from triton_dist._tuning import definitions, libraries, making, normalise
+from triton_dist._tuning.constants import has_own, text_of
 from triton_dist._tuning.values import ConfigSpace, original
 
 ABSENT = types.ModuleType("absent")
 """Stands for what is not there."""
 CONTAINERS = (list, set, dict)
 """Types of containers that may change while the program runs."""
+COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
+"""Types of values that hold others."""
+CODE = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType),
+    *(functools.partial, functools.partialmethod, property, staticmethod, classmethod),
+)
+"""Types of values that are code themselves."""
+WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
+"""Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
+functools.cache and torch.compile; cached_property; torch.library.custom_op."""
 LookUp = Callable[[str], Any]
 """Gives the value of a name; ``ABSENT`` if there is none."""
 
 
-def code_in(container: Any) -> Iterator[Any]:
-    """Functions, kernels and other code in a container, and in those inside it."""
-    seen, ahead = {id(container)}, [container]
+def code_in(holder: Any) -> Iterator[Any]:
+    """Functions, kernels and other code in a container or dataclass, and in those inside it."""
+    seen, ahead = {id(holder)}, [holder]
     while ahead:
-        inside = ahead.pop()
-        for item in list(inside.values()) if isinstance(inside, dict) else inside:
-            if isinstance(item, (*CONTAINERS, tuple)):
+        for item in _items(ahead.pop()):
+            if isinstance(item, COLLECTIONS) or is_object_with_fields(item):
                 if id(item) not in seen:
                     seen.add(id(item))
                     ahead.append(item)
             elif is_code(item):
                 yield item
+
+
+def _items(holder: Any) -> list[Any]:
+    if isinstance(holder, COLLECTIONS):
+        return ordered(holder)
+    return list(fields_of(holder).values())
+
+
+def ordered(holder: Any) -> list[Any]:
+    """Items of a collection: of a dict, the values; of a set, code in the order of the text, since
+    that of hashes is another one in each process."""
+    if isinstance(holder, (set, frozenset)):
+        return sorted(holder, key=_place)
+    if isinstance(holder, (dict, types.MappingProxyType)):
+        return [item for _, item in sorted(holder.items(), key=lambda each: _text(each[0]))]
+    return list(holder)
+
+
+def _place(item: Any) -> tuple[Any, ...]:
+    code = attribute(item, "__code__")
+    if not isinstance(code, types.CodeType):
+        return (str(attribute(item, "__qualname__", "")), 0, b"", [_text(item)])
+    cells = [_text(each) for each in closure_of(item)]
+    return (item.__qualname__, code.co_firstlineno, code.co_code, cells)
+
+
+def _text(item: Any) -> str:
+    """A text to sort by, which holds no address."""
+    is_plain = isinstance(item, (str, bytes, int, float, complex, enum.Enum, type(None)))
+    return f"{type(item).__name__} {item!r}" if is_plain else type(item).__name__
+
+
+def is_object_with_fields(value: Any) -> bool:
+    """True for an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of an object of a dataclass, by name."""
+    return {each.name: attribute(value, each.name) for each in dataclasses.fields(value)}
+
+
+def types_in(data: Any) -> Iterator[type]:
+    """Types of the data that may have methods, each once: enums, dataclasses, named tuples."""
+    found: dict[type, None] = {}
+    seen, ahead = {id(data)}, [data]
+    while ahead:
+        each = ahead.pop()
+        is_named = isinstance(each, tuple) and hasattr(type(each), "_fields")
+        if is_named or isinstance(each, enum.Enum) or is_object_with_fields(each):
+            found[type(each)] = None
+        if isinstance(each, COLLECTIONS) or is_object_with_fields(each):
+            new = [item for item in _items(each) if id(item) not in seen]
+            seen.update(map(id, new))
+            ahead += new
+    yield from sorted(found, key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+def inner_code(value: Any) -> str | None:
+    """The attribute of a kernel or a wrapper that has the function inside. One that ``__getattr__``
+    makes up is none."""
+    for name in WRAPPED:
+        if has_own(value, name) and is_code(attribute(value, name)):
+            return name
+    return None
 
 
 def bound_to(method: types.MethodType) -> type:
@@ -47,6 +125,20 @@ def closure_of(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):
             yield cell.cell_contents
+
+
+def cells_of(cls: type) -> dict[str, Any]:
+    """Values in the closures of the methods of ``cls``, by name: of a class in a function."""
+    found: dict[str, Any] = {}
+    for member in vars(cls).values():
+        function = attribute(member, "fget", None) or attribute(member, "__func__", member)
+        if isinstance(function, types.FunctionType):
+            names = function.__code__.co_freevars
+            for name, cell in zip(names, function.__closure__ or (), strict=True):
+                with suppress(ValueError):
+                    found[name] = cell.cell_contents
+    found.pop("__class__", None)
+    return found
 
 
 def may_change(value: Any) -> bool:
@@ -69,7 +161,7 @@ def attributes(value: Any) -> dict[str, Any]:
     return dict(sorted({**there, **getattr(value, "__dict__", {})}.items()))
 
 
-def tuners(node: definitions.Definition, look_up: LookUp) -> frozenset[ast.expr]:
+def tuners(node: making.Definition, look_up: LookUp) -> frozenset[ast.expr]:
     """The decorators that are the tuner's own: their arguments are compared by value elsewhere."""
     found = set()
     for decorator in normalise.decorators(node):
@@ -91,7 +183,7 @@ def makers(module: types.ModuleType, name: str) -> list[ast.stmt]:
     return [
         each
         for each in definitions.makers(module, name)
-        if name in definitions.made_by(each, is_tuned)
+        if name in making.made_by(each, is_tuned) or name not in making.made_by(each)
     ]
 
 
@@ -155,7 +247,7 @@ def defaults(function: types.FunctionType) -> Mapping[str, Any]:
 def is_code(value: Any) -> bool:
     """True if ``value`` is a function, or a Triton kernel or its wrapper, which cannot be called
     but launched."""
-    return callable(value) or hasattr(value, "fn")
+    return callable(value) or has_own(value, "fn")
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
@@ -214,11 +306,10 @@ def looking_up(
 
 
 def imported(
-    library: libraries.Libraries, function: types.FunctionType, node: definitions.Definition | None
+    library: libraries.Libraries, package: str, node: making.Definition | None
 ) -> dict[str, Local]:
-    """Objects that a function imports when it is called, by their names there. Their modules
-    are imported now, as they will be then."""
-    package = function.__globals__.get("__package__") or ""
+    """Objects that a function of ``package`` imports when it is called, by their names there. Their
+    modules are imported now, as they will be then."""
     found: dict[str, Local] = {}
     for each in normalise.imports(node) if node is not None else ():
         module = library.imported(each.module, each.level, package)

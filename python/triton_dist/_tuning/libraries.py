@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import re
 import sys
 import sysconfig
 import types
@@ -17,6 +18,7 @@ _TUNER = "triton_dist._tuning"  # how a result was found does not change what wa
 _SHIPPING = ("triton_dist.packs", "triton_dist._archive", "triton_dist.runtime.compiling")
 """Nor does where a kernel was compiled."""
 _JIT = "triton_dist._jit"  # a kernel's options are in the text of its decorator
+_INSTALLED = re.compile("/(?:site|dist)-packages/")
 _LIBRARIES = frozenset({"torch", "triton", "numpy"})  # also when they are built in a source tree
 
 
@@ -29,7 +31,12 @@ class Libraries:
     """
 
     def __init__(self, own: Iterable[str | None]) -> None:
-        self._own = {_OWN} | {(name or "").partition(".")[0] for name in own}
+        names = [name or "" for name in own]
+        # Of ``python -m package.module``, where the module is called "__main__".
+        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+        started = getattr(spec, "name", "") if "__main__" in names else ""
+        self._own = {_OWN} | {name.partition(".")[0] for name in (*names, started)}
+        self._own_files = {_file_of(name) for name in names} - {""}
         self._modules: dict[str, bool] = {}
         self._files: dict[str, bool] = {}
 
@@ -54,18 +61,19 @@ class Libraries:
         top = name.partition(".")[0]
         if is_tuner(name) or name == _JIT or name.startswith(_SHIPPING):
             return True
-        if top in _LIBRARIES or top in sys.stdlib_module_names:
+        file = _file_of(name)
+        if top in _LIBRARIES:
             return True
-        if top in self._own:
-            return False
-        return self._has_file(getattr(sys.modules.get(name), "__file__", None) or "")
+        if top in sys.stdlib_module_names and (not file or file.startswith(_stdlib())):
+            return True  # another one of that name is the program's
+        return top not in self._own and self._has_file(file)
 
     def imported(self, name: str, level: int = 0, package: str = "") -> types.ModuleType | None:
         """The module that ``import`` finds; ``None`` for a library's, and if there is none."""
         try:
             full = importlib.util.resolve_name("." * level + name, package)
             return None if self.has_module(full) else importlib.import_module(full)
-        except (ImportError, ValueError):
+        except (Exception, SystemExit):  # of a module that cannot run here
             return None
 
     def _has_file(self, file: str) -> bool:
@@ -75,9 +83,11 @@ class Libraries:
         return known
 
     def _is_installed(self, file: str) -> bool:
-        _, installed, inside = file.rpartition("-packages/")  # site-packages, dist-packages
-        if installed:
-            return _top(inside) not in self._own
+        if file in self._own_files:
+            return False
+        installed = _INSTALLED.split(file)
+        if len(installed) > 1:
+            return _top(installed[-1]) not in self._own
         return file.startswith(_stdlib()) or self._is_in_target(file)
 
     def _is_in_target(self, file: str) -> bool:
@@ -115,6 +125,11 @@ def _top(path: str) -> str:
     return path.partition("/")[0].removesuffix(".py")
 
 
+def _file_of(module: str) -> str:
+    return getattr(sys.modules.get(module), "__file__", None) or ""
+
+
 @functools.cache
-def _stdlib() -> str:
-    return sysconfig.get_paths()["stdlib"] + "/"
+def _stdlib() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(paths[each] + "/" for each in ("stdlib", "platstdlib"))

@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from triton_dist._tuning import definitions, libraries
+from triton_dist._tuning import definitions, libraries, making
 
 _Binding = ast.expr | ast.ImportFrom | None
 """The expression that a statement binds a name to; ``None``: no single one."""
@@ -216,7 +216,7 @@ def _bindings(
 ) -> Iterator[tuple[_Binding, bool]]:
     """Everything that binds ``name``, and whether the program decides if it does."""
     for statement in statements:
-        if isinstance(statement, definitions.Definition):
+        if isinstance(statement, making.Definition):
             if statement.name == name:
                 yield None, conditional
         elif isinstance(statement, ast.Assign):

@@ -9,7 +9,8 @@ import functools
 import types
 from typing import NamedTuple
 
-from triton_dist._tuning.definitions import Definition, blocks, statements, with_inner
+from triton_dist._tuning.definitions import blocks, statements, with_inner
+from triton_dist._tuning.making import Definition
 
 
 class Import(NamedTuple):
@@ -147,6 +148,23 @@ def global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
             elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 bound.add(instruction.argval)
     return frozenset(read), frozenset(bound)
+
+
+@functools.lru_cache(maxsize=4096)
+def chains_of_code(code: types.CodeType) -> frozenset[str]:
+    """Dotted names that ``code`` reads, as ``chains``: of what has no source, such as a lambda."""
+    found, chain = set(), ""
+    for inner in with_inner(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+                chain = instruction.argval
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+                chain = f"{chain}.{instruction.argval}"
+            else:
+                chain = ""
+                continue
+            found.add(chain)
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from triton_dist._tuning.constants import text_of
-from triton_dist._tuning.inspected import CONTAINERS, attributes, closure_of
+from triton_dist._tuning.inspected import (
+    CONTAINERS,
+    attributes,
+    closure_of,
+    fields_of,
+    is_object_with_fields,
+)
 
 _MOST_ITEMS = 10_000
 _DEEPEST = 5
@@ -30,8 +36,8 @@ class Snapshot:
             self._take(root)
 
     def container(self, value: Any) -> str | None:
-        """The text that ``value``, a list, set or dict, had; ``None`` if it was not there yet, is
-        very long, or has none."""
+        """The text that ``value`` had, a list, set, dict or mutable dataclass; ``None`` if it was
+        not there yet, is very long, or is something else."""
         known = self._containers.get(id(value))
         return None if known is None else known[1]
 
@@ -63,6 +69,8 @@ class Snapshot:
                 self._keep(value)
             elif isinstance(value, CONTAINERS) and len(value) <= _MOST_ITEMS:
                 self._containers[id(value)] = value, _data_of(value)
+            elif is_object_with_fields(value) and not value.__dataclass_params__.frozen:
+                self._containers[id(value)] = value, _data_of(fields_of(value))
 
     def _keep_state(self, root: Any, holder: Any) -> None:
         label, texts, code = type(holder).__name__, {}, {}

@@ -6,9 +6,7 @@ Which of that counts, and what for, :mod:`~triton_dist._tuning.source` says.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import enum
-import functools
 import sys
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -17,50 +15,40 @@ from typing import Any
 
 from triton_dist._tuning import definitions, libraries, literals, normalise
 from triton_dist._tuning.constants import Constants, text_of
+from triton_dist._tuning.held import Held
 from triton_dist._tuning.inspected import (
     ABSENT,
+    CODE,
     CONTAINERS,
     LookUp,
     attribute,
-    bound_to,
-    closure_of,
-    code_in,
-    configs_of,
+    cells_of,
     custom_op,
     defaults,
     imported,
     inherited,
-    is_code,
+    inner_code,
     looking_up,
     makers,
-    may_change,
     receiver,
     receiver_of,
     tuners,
 )
 from triton_dist._tuning.snapshot import Snapshot
-from triton_dist._tuning.values import codec, qualified_name
-from triton_dist._tuning.visited import Visited
 
-_WRAPPED = ("fn", "__wrapped__", "func", "_init_fn")
-"""Attributes in which callables keep the function inside: Triton's kernels and tuned functions;
-functools.cache and torch.compile; cached_property; torch.library.custom_op."""
-
-_TEXTLESS = (types.FunctionType, type, types.ModuleType, *CONTAINERS)
-"""Types of values that are code, or that may change while the program runs."""
+_CHANGES = "it changes as the program runs"
+Holder = types.ModuleType | type | None
 
 
-class Walk:
+class Walk(Held):
     """Depth first, in the order of names, so that all ranks and processes get the same names."""
 
     def __init__(
         self, library: libraries.Libraries, constants: Constants, snapshot: Snapshot
     ) -> None:
+        super().__init__(library, constants, snapshot)
         self.texts: dict[str, str] = {}
-        self.constants = constants
-        self._library, self._snapshot = library, snapshot
         self._receiver: type | None = None
-        self._visited = Visited()
 
     def root(self, value: Any) -> None:
         """A function, or what stands for one: a partial, a bound method, a callable object."""
@@ -68,178 +56,48 @@ class Walk:
         self.reference(value)
         self._state(value)
 
-    def _state(self, value: Any) -> None:
-        """Visit what a callable object, or the object that a method is bound to, held."""
-        for name, text in self._snapshot.state(value).items():
-            if not self.constants.ignores(name):
-                self.constants.bound[self.constants.name(name, value)] = text
-        for name, item in self._snapshot.code(value).items():
-            if text := self._bound(name, item, value):
-                self.constants.bound[f"code of {self.constants.name(name, value)}"] = text
-
-    def reference(
-        self, value: Any, origin: tuple[types.ModuleType | None, str] = (None, "")
+    def _read(
+        self, chain: str, value: Any, holder: Any, last: str, reader: types.ModuleType | None
     ) -> str:
-        """Visit ``value`` if it is code; returns a text that stands for it.
-
-        Args:
-            origin: module and name of the global that holds it, for values that may change while
-                the program runs: the statements that made it count, not what it holds at the
-                moment.
-        """
-        if isinstance(value, types.ModuleType):
-            return ""
-        if isinstance(value, functools.partial):
-            given = (*value.args, *value.keywords.values())
-            made = self._made(*origin) if any(map(may_change, given)) else ""
-            return f"{self._partial(value)} {made}".rstrip()
-        if isinstance(value, types.MethodType):  # Function.apply runs what its class defines
-            return f"{self.reference(value.__func__)} {self.reference(bound_to(value))}"
-        if isinstance(value, (staticmethod, classmethod)):
-            return self.reference(value.__func__)
-        if isinstance(value, property):
-            return self.reference((value.fget, value.fset))
-        if isinstance(value, types.FunctionType):
-            # Of what made ``helper = make([1])``, the list is not known otherwise.
-            made = self._made(*origin) if any(map(may_change, closure_of(value))) else ""
-            return f"{self._function(value)} {made}".rstrip()
-        if isinstance(value, type):
-            return self._class(value)
-        if type(value).__name__ == "constexpr":
-            return self.reference(value.value, origin)
-        if isinstance(value, enum.Enum):
-            return f"{self._class(type(value))}.{value.name}"
-        if codec.is_triton_config(value):
-            return f"{codec.text(codec.encode(value, binding=False))} {self._functions_in(value)}"
-        inside = next((each for each in _WRAPPED if is_code(attribute(value, each))), None)
-        if inside is not None:
-            return self._wrapped(value, inside, origin)
-        if dataclasses.is_dataclass(value):
-            return self._dataclass(value, origin)
-        if isinstance(value, tuple):
-            return f"({', '.join(map(self.reference, value))}) {self._made(*origin)}".rstrip()
-        if isinstance(value, CONTAINERS):
-            code = sorted(map(self.reference, code_in(value)))
-            return f"{type(value).__name__} {self._made(*origin)} {code}"
-        if type(value).__module__ == "torch" and type(value).__name__ == "device":
-            return f"device {value.type}"  # which one differs by rank
-        try:
-            return codec.text(codec.encode(value))
-        except TypeError:
-            return f"{self._class(type(value))} {self._made(*origin)}"
-
-    def _partial(self, value: functools.partial[Any]) -> str:
-        label = qualified_name(value).rpartition(".")[2]
-        given = [*enumerate(value.args), *sorted(value.keywords.items())]
-        self._state(value.func)
-        bound = [self._bound(f"{label}.{name}", item, value) for name, item in given]
-        return f"partial {self.reference(value.func)} {list(filter(None, bound))}"
-
-    def _bound(self, name: str, value: Any, holder: object) -> str:
-        """A value that ``holder`` binds: its data is a constant, its code is the text."""
-        constants = self.constants
-        name = constants.name(name, holder)
-        if constants.ignores(name):
-            return ""
-        if type(value).__name__ == "constexpr":
-            value = value.value
-        if isinstance(value, CONTAINERS):
-            text = self._snapshot.container(value)
-            if text is None:
-                constants.uncounted[name] = f"a {type(value).__name__}, which may change"
-            else:
-                constants.bound[name] = text
-            return self.reference(value)
-        with suppress(TypeError):
-            constants.bound[name] = text_of(value)
-            return self._class(type(value)) if isinstance(value, enum.Enum) else ""
-        if isinstance(value, tuple):
-            items = [self._bound(f"{name}.{i}", item, value) for i, item in enumerate(value)]
-            return f"({', '.join(items)})"
-        if not (
-            is_code(value)
-            or dataclasses.is_dataclass(value)
-            or isinstance(value, (type, types.ModuleType, property))
-        ):
-            constants.uncounted[name] = f"a {type(value).__name__}, of which the class counts"
-        return self.reference(value)
-
-    def _read(self, chain: str, value: Any, holder: Any, last: str) -> str:
-        """A value that code reads under a dotted name: a global of module ``holder``, or an
-        attribute of that class."""
+        """A value that code of module ``reader`` reads under a dotted name: a global of module
+        ``holder``, or an attribute of that class."""
         constants, holding_class = self.constants, isinstance(holder, type)
         if constants.ignores(last):
             return ""
-        origin = (None if holding_class else holder, last)
         data = value.value if type(value).__name__ == "constexpr" else value
+        if isinstance(data, CODE) or inner_code(data) is not None:
+            return f"{chain} = {self.reference(value, (holder, last))}"
+        if not holding_class:
+            holder, last = literals.home(holder, last)
+        found = (literals.of_attribute if holding_class else literals.of_global)(holder, last, data)
         is_marked = isinstance(data, CONTAINERS) and literals.is_marked(holder, last)
         try:
-            text = "" if isinstance(data, _TEXTLESS) and not is_marked else text_of(data)
+            text = "" if isinstance(data, CONTAINERS) and not is_marked else text_of(data)
         except TypeError:
             text = ""
-        if not text or (holding_class and isinstance(data, enum.Enum)):
-            return f"{chain} = {self.reference(value, origin)}"
-        if not holding_class:
-            holder, last = origin = literals.home(holder, last)
         name = constants.name(f"{holder.__name__}.{last}" if holding_class else last, holder)
-        found = (literals.of_attribute if holding_class else literals.of_global)(holder, last, data)
-        if found is literals.Origin.COMPUTED:
-            constants.uncounted[name] = found.value
-            return f"{chain} = {self._made(*origin)}"
+        changes = self._changes(chain, holder, last, reader)
+        if changes or found is literals.Origin.COMPUTED or isinstance(data, CONTAINERS) > is_marked:
+            if text:
+                constants.uncounted[name] = found.value if not changes else _CHANGES
+            self.visit(data, getattr(holder, "__module__", None) or holder.__name__)
+            return f"{chain} = {self._made(holder, last)}"
+        if not text or (holding_class and isinstance(data, enum.Enum)):
+            return f"{chain} = {self.reference(value, (holder, last))}"
         known = constants.literal if found is literals.Origin.LITERAL else constants.bound
         known[name] = text
-        return f"{chain} = {self._class(type(data))}" if isinstance(data, enum.Enum) else ""
+        types_of_data = self._types(data)
+        return f"{chain} = {types_of_data}" if types_of_data else ""
 
-    def _dataclass(self, value: Any, origin: tuple[types.ModuleType | None, str]) -> str:
-        """By its fields; a global that may change while the program runs, by how it was made."""
-        cls = self._class(type(value))
-        made = "" if value.__dataclass_params__.frozen else self._made(*origin)
-        if made or self._visited.name(value):  # one that leads back to itself
-            return f"{cls} {made}"
-        self._visited.add(value, cls)
-        fields = [
-            self._bound(f"{cls}.{f.name}", getattr(value, f.name), value)
-            for f in dataclasses.fields(value)
-        ]
-        self._visited.leave(value)
-        return f"{cls} {fields}"
-
-    def _wrapped(self, value: Any, inside: str, origin: tuple[Any, str]) -> str:
-        """A Triton kernel (compiled or interpreted), its ``autotune`` or ``heuristics``, or another
-        wrapper: the function inside, and beside it what changes its code."""
-        text = f"{self.reference(attribute(value, inside))} {self._functions_in(value)}"
-        configs = attribute(value, "configs")
-        if isinstance(configs, list) and all(map(codec.is_triton_config, configs)):
-            text += f" configs {[self.reference(config) for config in configs]}"
-        heuristics = attribute(value, "values")
-        if isinstance(heuristics, dict):
-            computed = [(name, self.reference(heuristics[name])) for name in sorted(heuristics)]
-            text += f" heuristics {computed}"
-        text += self._space(value)
-        return f"{text} {self._made(*origin)}"  # triton.jit(noinline=True)(function)
-
-    def _space(self, value: Any) -> str:
-        """The configs of a tuned function that code calls; each rank may have others, alone."""
-        space = configs_of(self._library, value)
-        if space is None:
-            return ""
-        name = self.constants.name(f"configs of {qualified_name(value)}", value)
-        if space.maker is not None:  # not asked: perhaps the function is never called
-            if not isinstance(space.maker, (types.FunctionType, functools.partial)):
-                self.constants.uncounted[name] = "made by an object, of which the class counts"
-            return f" space {self.reference(space.maker)}"
-        self.constants.bound[name] = space.digest
-        return f" space {[self.reference(each) for each in (*space.functions, *space.classes)]}"
-
-    def _functions_in(self, value: Any) -> list[str]:
-        """Functions that are attributes of ``value``, such as hooks and prune functions."""
-        return [
-            f"{name} {self.reference(item)}"
-            for name, item in sorted(getattr(value, "__dict__", {}).items())
-            if isinstance(item, types.FunctionType)
-            and name not in _WRAPPED
-            and not self._library.has_function(item)
-        ]
+    @staticmethod
+    def _changes(chain: str, holder: Any, last: str, reader: types.ModuleType | None) -> bool:
+        """True for what functions assign to: ``Class.calls``, ``cls.calls``, ``module.calls``."""
+        stored = definitions.stored_in_functions(reader)
+        if not isinstance(holder, type):
+            return "." in chain and chain in stored
+        stored |= definitions.stored_in_functions(sys.modules.get(holder.__module__))
+        bases = (each.__name__ for each in holder.__mro__)
+        return not stored.isdisjoint([chain, f"cls.{last}", *(f"{each}.{last}" for each in bases)])
 
     def _function(self, function: types.FunctionType) -> str:
         inner = getattr(function, "__wrapped__", None)
@@ -261,7 +119,8 @@ class Walk:
         node = definitions.definition(code)
         cells = frozenset(code.co_freevars)
         own_name, owner = receiver(function, module, self._receiver)
-        local = imported(self._library, function, node)
+        package = function.__globals__.get("__package__") or ""
+        local = imported(self._library, package, node)
         look_up = looking_up(function, local, own_name, owner)
         read, bound = normalise.global_names(code)
         roots = read | cells | local.keys() | {own_name}
@@ -275,7 +134,7 @@ class Walk:
         lines += [] if inner is None else [self.reference(inner)]
         if node is None:
             lines.append(normalise.bytecode(code))
-            found: Iterable[str] = roots
+            found: Iterable[str] = roots | normalise.chains_of_code(code)
         else:
             dropped = tuners(node, look_up)
             lines.append(normalise.normalised(node, dropped))
@@ -317,15 +176,24 @@ class Walk:
             self.texts[name] = "\n".join(self._members(cls))
             return name
 
+        cells = cells_of(cls)
+        local = imported(self._library, getattr(module, "__package__", None) or "", node)
+
         def look_up(root: str) -> Any:
-            return vars(module).get(root, ABSENT)
+            here = local[root].value if root in local else vars(module).get(root, ABSENT)
+            return cells.get(root, here)
 
         dropped = tuners(node, look_up)
         lines, chains = [normalise.normalised(node, dropped)], normalise.chains(node, dropped)
+        in_cells = {each.partition(".")[0] for each in chains} & cells.keys()
+        for cell in sorted(in_cells):
+            lines.append(f"{cell} = {self._bound(f'{name}.{cell}', cells[cell], cls)}")
+        reached = {each for each in chains if each.partition(".")[0] not in in_cells}
         for statement in definitions.attributes_set(module, cls.__qualname__):
             lines.append(normalise.statement(statement))
-            chains |= normalise.chains(statement)
-        self.texts[name] = "\n".join([*lines, *self._reached(chains, look_up, module)])
+            reached |= normalise.chains(statement)
+        homes = {each: (found.module, found.attribute) for each, found in local.items()}
+        self.texts[name] = "\n".join([*lines, *self._reached(reached, look_up, module, homes)])
         return name
 
     def _members(self, cls: type) -> Iterator[str]:
@@ -343,7 +211,7 @@ class Walk:
         chains: Iterable[str],
         look_up: LookUp,
         module: types.ModuleType | None,
-        homes: Mapping[str, tuple[types.ModuleType, str]] = types.MappingProxyType({}),
+        homes: Mapping[str, tuple[types.ModuleType | type, str]] = types.MappingProxyType({}),
     ) -> list[str]:
         """A line for each name that leads to code or a constant. ``homes``: module and name there
         of those that are no globals of ``module``."""
@@ -361,14 +229,16 @@ class Walk:
                 holder, last = value, part
                 value = attribute(value, part, ABSENT)
             if value is not ABSENT:
-                lines.append(self._read(chain, value, holder, last))
-            elif isinstance(holder, type) and last == path[-1]:
+                lines.append(self._read(chain, value, holder, last, module))
+            if isinstance(holder, type) and path and last == path[-1]:
                 lines += self._set_by_methods(holder, last)
         return [line for line in lines if line]
 
-    def _made(self, module: types.ModuleType | None, name: str) -> str:
-        """The statements that made a global, and what they reach."""
-        module, name = literals.home(module, name)
+    def _made(self, holder: Holder, name: str) -> str:
+        """The statements that made a global, or an attribute of a class, and what they reach."""
+        if isinstance(holder, type):
+            return "\n".join(self._made_in_body(holder, name))
+        module, name = literals.home(holder, name)
         if module is None or self._library.has_module(module.__name__):
             return ""
         if definitions.listing_of_module(module) is None:
@@ -378,22 +248,43 @@ class Walk:
         each = (self._statement(statement, name, module) for statement in makers(module, name))
         return "\n".join(line for lines in each for line in lines)
 
+    def _made_in_body(self, cls: type, name: str) -> Iterator[str]:
+        owner = next((base for base in cls.__mro__ if name in vars(base)), cls)
+        module = sys.modules.get(owner.__module__)
+        if module is not None and not self._library.has_module(module.__name__):
+            for statement in definitions.set_in_body(owner, name):
+                yield from self._statement(statement, name, module, owner=owner)
+
     def _set_by_methods(self, cls: type, name: str) -> Iterator[str]:
         """The statements of methods that set an attribute of the object: ``self.kernel = k``."""
-        for base in cls.__mro__:
+        is_set = False
+        for base in reversed(cls.__mro__):
             module = sys.modules.get(base.__module__)
             if module is not None and not self._library.has_module(module.__name__):
-                for statement, local in definitions.set_by_methods(base, name):
+                found = list(definitions.set_by_methods(base, name, is_set))
+                is_set = is_set or bool(found)
+                for statement, local in found:
                     yield from self._statement(statement, name, module, local)
 
     def _statement(
-        self, statement: ast.stmt, name: str, module: types.ModuleType, local: Container[str] = ()
+        self,
+        statement: ast.stmt,
+        name: str,
+        module: types.ModuleType,
+        local: Container[str] = (),
+        owner: type | None = None,
     ) -> Iterator[str]:
-        """A statement of ``module`` that makes ``name``, and what it reaches; ``local``: names in
-        it that are no globals."""
+        """A statement of ``module``, or of the body of ``owner``, that makes ``name``, and what it
+        reaches; ``local``: names in it that are no globals."""
         yield normalise.statement(statement)
         if self._visited.name(statement) is None:
             self._visited.add(statement, name)
             roots = {each: each.partition(".")[0] for each in normalise.chains(statement)}
             reached = {each for each, root in roots.items() if root != name and root not in local}
-            yield from self._reached(reached, lambda root: vars(module).get(root, ABSENT), module)
+            body = {} if owner is None else vars(owner)
+            homes = {each: (owner, each) for each in body if owner is not None}
+
+            def look_up(root: str) -> Any:
+                return body.get(root, vars(module).get(root, ABSENT))
+
+            yield from self._reached(reached, look_up, module, homes)

@@ -100,6 +100,9 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
             yield from _parts(value)
         elif isinstance(value, functools.partial):
             yield from _parts((value.func, value.args, value.keywords))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield value
+            yield from _parts(getattr(value, f.name, None) for f in dataclasses.fields(value))
         else:
             yield value
 
