@@ -61,10 +61,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def positive(word: str) -> int:
     """An argument that is a number of something, 1 or more."""
-    try:
-        number = int(word)
-    except ValueError:
-        number = 0
+    number = int(word) if word.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{word!r}: expected an integer, 1 or more")
     return number
