@@ -5,12 +5,14 @@ set -euo pipefail
 usage() {
     cat <<'END'
 Usage: bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS OF SCRIPT]
+       bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] -m MODULE [ARGUMENTS OF MODULE]
 
 Runs SCRIPT in one process per rank with torchrun. Uses the current python3 if it has all that is
 needed, else sets up .venv in the repository first. With NVIDIA GPUs there is one rank per GPU, or with
 --share-gpus more; without, 2 ranks on the CPU, where Triton's interpreter runs the same kernels.
 
-SCRIPT is looked for as given; a bare name then in tests/ and python/triton_dist/test/*/.
+SCRIPT is looked for as given; a bare name then in tests/ and python/triton_dist/test/*/. With -m
+MODULE each rank runs a module, as python -m does.
 
   --nproc_per_node=N     ranks on this host (also --nproc_per_node N, --nproc-per-node)
   --share-gpus           several ranks on each GPU where there are more ranks than GPUs; to see that
@@ -21,11 +23,13 @@ Options before SCRIPT that are not listed here go to torchrun: --max-restarts=1,
 
 Environment:
   TRITON_DIST_DEVICE=cpu   CPU ranks although there are GPUs; cuda: fail if there are none
+  TRITON_DIST_SHARE_GPUS=1 as --share-gpus, where there are GPUs
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                            several hosts: run the same command on each, with its own NODE_RANK
   TORCHRUN                 replaces torchrun; may be several words: "compute-sanitizer torchrun"
-  PYTHON                   the Python to use, or to make .venv with
+  PYTHON                   the Python to use, or to make .venv with; left out if it does not run
   TRITON_VERSION           an environment of its own with this version of Triton
+  PIP_EXTRA_INDEX_URL, ... pip's own, for when .venv is set up
 END
 }
 
@@ -35,7 +39,7 @@ END
 
 nproc=${ARNOLD_WORKER_GPU:-}
 options=()
-case ${TRITON_DIST_SHARE_GPUS:-} in 1 | true | on | yes) share=asked ;; *) share="" ;; esac
+share="" took=""
 is_path=1 # of what follows the options; a module or another program is not looked for
 while (($# > 0)); do
     case $1 in
@@ -58,6 +62,7 @@ while (($# > 0)); do
         -*) # every other option of torchrun takes a value
             (($# > 1)) || die "$1 needs a value after it"
             options+=("$1" "$2")
+            took=" ($1 took $2 as its value)"
             shift
             ;;
         *) break ;;
@@ -68,7 +73,13 @@ case $nproc in
     '' | gpu | cpu | auto) ;; # the words are torchrun's
     *[!0-9]* | 0*) die "--nproc_per_node=$nproc is no number of ranks: give 1 or more" ;;
 esac
-(($# > 0)) || die "which script? See: bash scripts/launch.sh --help"
+read -r asked <<<"${TRITON_DIST_SHARE_GPUS:-}" # without the blanks around it
+case ${asked,,} in
+    1 | true | on | yes) share=${share:-asked} ;;
+    '' | 0 | false | off | no) ;;
+    *) die "TRITON_DIST_SHARE_GPUS=$asked, expected 0 or 1" ;;
+esac
+(($# > 0)) || die "which script?$took See: bash scripts/launch.sh --help"
 
 script=$1
 shift
@@ -114,6 +125,14 @@ else
 fi
 
 nnodes=${NNODES:-${ARNOLD_WORKER_NUM:-1}}
+node_rank=${NODE_RANK:-${ARNOLD_ID:-0}}
+if [[ " ${options[*]}" != *" --nnodes"* ]]; then # with which torchrun has another number than this
+    [[ $nnodes =~ ^([0-9]+:)?[1-9][0-9]*$ ]] || die "NNODES=$nnodes, expected the number of hosts"
+    last=$((${nnodes##*:} - 1)) # torchrun takes MIN:MAX too
+    if [[ ! $node_rank =~ ^[0-9]+$ ]] || ((10#$node_rank > last)); then
+        die "NODE_RANK=$node_rank, expected 0 to $last: set NNODES, the number of hosts"
+    fi
+fi
 master_port=${MASTER_PORT:-${ARNOLD_WORKER_0_PORT:-}}
 master_port=${master_port%%,*} # schedulers may hand out a list of ports
 if [[ -z $master_port ]]; then
@@ -128,7 +147,7 @@ fi
 
 command=(
     "${torchrun[@]}"
-    --nnodes="$nnodes" --node_rank="${NODE_RANK:-${ARNOLD_ID:-0}}" --nproc_per_node="$nproc"
+    --nnodes="$nnodes" --node_rank="$node_rank" --nproc_per_node="$nproc"
     --master_addr="$master_addr" --master_port="$master_port"
     "${options[@]}" "$script" "$@"
 )

@@ -68,7 +68,7 @@ def _flag(raw: str) -> bool:
 
 def _positive(raw: str) -> float:
     value = float(raw)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError(raw)
     return value
 

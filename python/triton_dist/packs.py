@@ -9,6 +9,7 @@ packs.use("step.tdpack")                 # elsewhere, before the first call
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from triton_dist._tuning.store import LayeredStore
 from triton_dist._tuning.store.archive import contents_of, merged, own_records
 from triton_dist._tuning.values import Key
 from triton_dist._warn import warn
-from triton_dist.errors import NoSuchFunction, TuningWarning
+from triton_dist.errors import InvalidArgument, NoSuchFunction, TuningWarning
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.compiling.recorder import Recorder
@@ -105,9 +106,12 @@ def use(path: str | Path) -> None:
     ``TRITON_DIST_AUTOTUNE_READONLY_DIRS`` are used without it.
 
     Raises:
+        InvalidArgument: ``path`` is no path.
         PackRefused: it is damaged, of a later format, or no pack.
         OSError: it cannot be read.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgument("packs.use", "path", path, "the path of a pack")
     _archive.use(Path(path))
     shipped.install()
     shipped.prepare()

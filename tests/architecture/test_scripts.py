@@ -173,7 +173,8 @@ def test_a_driver_without_gpus_means_cpu(launch: Launcher) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ([], {}, "which script?"),
+        ([], {}, "which script? See"),
+        (["--bogus", "x.py"], {}, "which script? (--bogus took x.py as its value) See"),
         (["missing.py"], {}, "missing.py: no such file here"),
         (["no/such.py"], {}, "no/such.py: no such file"),
         (["--nproc_per_node"], {}, "needs a number"),
@@ -182,6 +183,11 @@ def test_a_driver_without_gpus_means_cpu(launch: Launcher) -> None:
         (["--nproc_per_node=-1", "script.py"], {}, "give 1 or more"),
         (["script.py"], {"TRITON_DIST_DEVICE": "cuda"}, "there is no GPU: there is no nvidia-smi"),
         (["script.py"], {"TRITON_DIST_DEVICE": "tpu"}, "expected auto, cuda or cpu"),
+        (["script.py"], {"TRITON_DIST_SHARE_GPUS": "maybe"}, "=maybe, expected 0 or 1"),
+        (["script.py"], {"NODE_RANK": "1"}, "NODE_RANK=1, expected 0 to 0: set NNODES, the number"),
+        (["script.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1, expected 0 to 0"),
+        (["script.py"], {"NODE_RANK": "08", "NNODES": "8"}, "NODE_RANK=08, expected 0 to 7"),
+        (["script.py"], {"NNODES": "two"}, "NNODES=two, expected the number of hosts"),
         (["script.py"], {"NNODES": "2"}, "needs MASTER_PORT"),
         (["script.py"], {"NNODES": "2", "MASTER_PORT": "1"}, "needs MASTER_ADDR"),
     ],
@@ -223,9 +229,10 @@ def test_with_enough_gpus_nothing_is_shared(launch: Launcher) -> None:
 
 def test_the_variable_asks_for_it_too(launch: Launcher) -> None:
     launch.gpus(1)
-    asked = {"TRITON_DIST_SHARE_GPUS": "1"}
+    asked = {"TRITON_DIST_SHARE_GPUS": " True"}
     handed_over = launch.handed_over("--nproc_per_node=3", "script.py", **asked)
     assert option(handed_over, "nproc_per_node") == "3"
+    assert launch.exported()["TRITON_DIST_SHARE_GPUS"] == "1"
     handed_over = launch.handed_over("script.py", TRITON_DIST_DEVICE="cpu", **asked)
     assert option(handed_over, "nproc_per_node") == "2"
 
@@ -304,6 +311,11 @@ def test_help_needs_nothing(launch: Launcher) -> None:
     result = launch("--help", PYTHON="/nowhere")
     assert result.returncode == 0
     assert "--nproc_per_node=N" in result.stdout
+    page = (ROOT / "docs" / "reference" / "launch.md").read_text()
+    names = r"-m MODULE|\b(?:TRITON_|NNODES|NODE_|MASTER_|TORCHRUN|PYTHON|PIP_)[A-Z_]*"
+    assert set(re.findall(names, result.stdout)) == set(re.findall(names, page)) - {
+        "TRITON_INTERPRET"  # which the launcher sets
+    }
 
 
 @pytest.fixture

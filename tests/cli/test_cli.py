@@ -176,12 +176,26 @@ def test_a_closed_output_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["dance"], ["explain"], ["clear"], ["clear", "f", "--all"]]
+    ("line", "said"),
+    [
+        ("", "required: VERB"),
+        ("dance", "invalid choice: 'dance'"),
+        ("explain", "required: FUNCTION"),
+        ("clear", "required"),
+        ("clear f --all", "not allowed"),
+        ("explain f --world-size -3", "--world-size: '-3': expected an integer, 1 or more"),
+        ("replay f --seeds 0", "--seeds: '0': expected an integer, 1 or more"),
+        ("replay f --tries ten", "--tries: 'ten': expected an integer, 1 or more"),
+        ("compare f --cache /not/there", "--cache: '/not/there': there is no such folder"),
+        ("debug interp", "a command is needed: debug MODE -- COMMAND"),
+        ("debug attach", "attach needs a RANK: debug attach RANK"),
+    ],
 )
-def test_a_command_that_is_none_has_status_2(arguments):
+def test_a_command_that_is_none_has_status_2(capsys, line, said):
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(line.split())
     assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_explain_uses_what_a_tuner_would_from_read_only_folders(run, monkeypatch, tmp_path):
@@ -445,7 +459,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("verb", [verb.__name__.rpartition(".")[2] for verb in VERBS])
-def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
+def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lacks(verb, capsys):
     verb = {"listing": "list", "tune_model": "tune-model"}.get(verb, verb)
     with pytest.raises(SystemExit):
         main([verb, "--help"])
@@ -455,6 +469,11 @@ def test_the_help_of_a_verb_has_a_command_to_try(verb, capsys):
     assert ("-- COMMAND" in usage) == (verb in ("debug", "pack", "profile"))
     assert f"\n  triton-dist {verb}" in out
     assert max(map(len, out.splitlines())) <= 80
+    pages = [ROOT / f"docs/reference/{page}.md" for page in ("cli", "cli-records", "LLM")]
+    heading = "Tune ahead" if verb == "tune-model" else verb
+    whole = "".join(page.read_text() for page in pages)
+    section = whole.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert [each for each in re.findall(r"--[a-z][-a-z_]*", usage) if each not in section] == []
 
 
 def test_only_explain_needs_torch():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-import pytest
-
 from triton_dist.cli.main import main
 from triton_dist.runtime.debugging import sanitizer
 
@@ -106,9 +104,3 @@ def test_a_mode_that_would_find_nothing_is_refused_before_the_command(capfd, mon
     }.items():
         assert main(["debug", mode, "--", "false"]) == 2
         assert said in capfd.readouterr().err
-
-
-def test_a_command_is_needed(capfd):
-    with pytest.raises(SystemExit):
-        main(["debug", "interp"])
-    assert "debug MODE -- COMMAND" in capfd.readouterr().err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.profiling import (
     get_torch_prof_ctx,
@@ -25,6 +27,13 @@ def test_perf_func_gives_the_last_output_and_the_mean():
     output, milliseconds = perf_func(work, iters=5, warmup_iters=2)
     assert output == len(calls) == 7
     assert 10 <= milliseconds < 60
+
+
+@pytest.mark.parametrize("timed", [perf_func, perf_func_with_l2_reset])
+def test_no_call_has_no_mean(timed):
+    for iters in (0, -1, 1.5):
+        with pytest.raises(InvalidArgument, match=f"{timed.__name__}: iters is {iters}, expected"):
+            timed(pytest.fail, iters, warmup_iters=1)
 
 
 def test_the_cache_is_flushed_before_each_call_and_outside_of_its_time(monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
 
@@ -46,6 +47,12 @@ def test_integers_fill_their_range(dtype):
     span = limits.max - limits.min
     assert values.min() < limits.min + 0.05 * span
     assert values.max() > limits.max - 0.05 * span
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, "float16"])
+def test_a_dtype_without_a_range_is_refused(dtype):
+    with pytest.raises(InvalidArgument, match="expected a floating or integer torch"):
+        rand_tensor([2], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.runtime.exact_memory import exact_memory
-from triton_dist.errors import RankDisagreement, SymmetricMemoryFull
+from triton_dist.errors import InvalidArgument, RankDisagreement, SymmetricMemoryFull
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.ranks import group_for
@@ -98,6 +98,14 @@ def test_alone_it_is_plain_memory():
         assert region.pointers.tolist() == [region.local.data_ptr()]
         assert describe_address(region.local.data_ptr() + 4) == "alone.flags[1]"
         memory.barrier()
+
+
+@pytest.mark.parametrize(
+    "asked", [((2,), "int32"), (2, torch.int32), ((2.0,), torch.int32), ((-1,), torch.int32), (2,)]
+)
+def test_a_region_that_is_none_is_refused(asked):
+    with pytest.raises(InvalidArgument, match=r"regions\['x'\] is .* expected a shape and a torch"):
+        symmetric.allocate("odd", {"y": ((1,), torch.int8), "x": asked})
 
 
 def ask_for_something_else(what):

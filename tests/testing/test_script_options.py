@@ -48,6 +48,10 @@ def test_older_options_mean_what_they_meant(parse, script, line, meant):
     assert parse(script, line) == parse(script, meant)
 
 
+def test_a_range_of_rows_has_its_last(parse):
+    assert [*parse("test_gemm_rs", "--M_range 8-16-4")["M_range"]] == [8, 12, 16]
+
+
 def test_all_gather_does_both_cases_unless_told(parse):
     assert [parse("test_all_gather", line)["case"] for line in ("", "--case perf")] == [
         None,
@@ -61,6 +65,13 @@ def test_all_gather_does_both_cases_unless_told(parse):
         ("test_gemm_ar", "33 1024", "2 sizes, expected three, M N K, or none"),
         ("test_gemm_rs", "--dtype int8", "invalid choice: 'int8'"),
         ("test_ag_gemm", "--foo", "unrecognized arguments: --foo"),
+        ("test_gemm_rs", "--verify-iters 0", "--verify-iters: '0': expected an integer, 1 or more"),
+        ("test_gemm_rs", "--M_range 8-4-1", "--M_range: '8-4-1': expected FIRST-LAST-STEP, 1 <="),
+        ("test_gemm_rs", "--M_range 5-x-1", "--M_range: '5-x-1': expected FIRST-LAST-STEP"),
+        ("test_gemm_rs", "--M_range 1-2-0", "--M_range: '1-2-0': expected FIRST-LAST-STEP"),
+        ("test_allreduce", "--iters 0", "--iters: '0': expected an integer, 1 or more"),
+        ("test_allreduce", "--verify_shapes 0", "--verify_shapes: '0': expected an integer"),
+        ("test_allreduce", "--alignment 0", "--alignment: '0': expected an integer, 1 or more"),
     ],
 )
 def test_mistakes_end_with_a_sentence(parse, capsys, script, line, said):

@@ -258,8 +258,9 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(InvalidArgument, match="world_size is 0"):
-        spawn_ranks(0, numbers, 1)
+    for number in (0, "2", 1.5):
+        with pytest.raises(InvalidArgument, match=f"world_size is {number!r}, expected an int, 1"):
+            spawn_ranks(number, numbers, 1)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="device is 'tpu'"):
         spawn_ranks(1, numbers, 1, device="tpu")
     with pytest.raises(InvalidArgument, match="top of a module"):

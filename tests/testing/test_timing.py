@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.vendor import all_gather_matmul, all_gather_rows
 from triton_dist.testing.timing import Samples, captured, interleaved
 
@@ -37,6 +38,11 @@ def test_candidates_take_turns_and_the_slowest_rank_counts(spawn_ranks):
     assert [len(sample.milliseconds) for sample in samples.values()] == [3, 3]
     assert 4 <= samples["short"].median < 15
     assert 20 <= samples["long"].median < 60
+
+
+def test_no_round_has_no_samples():
+    with pytest.raises(InvalidArgument, match="rounds is 0, expected an int, 1 or more"):
+        interleaved({"call": pytest.fail}, rounds=0)
 
 
 def test_median_and_quartiles():

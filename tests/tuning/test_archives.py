@@ -21,7 +21,7 @@ from triton_dist import _archive, packs
 from triton_dist._archive import FORMAT, Contents, Pack, PackedKernel, sha256
 from triton_dist._tuning.store import PackStore
 from triton_dist._tuning.store.archive import contents_of, merged, records_of, verified
-from triton_dist.errors import CacheWarning, NoSuchFunction, PackRefused
+from triton_dist.errors import CacheWarning, InvalidArgument, NoSuchFunction, PackRefused
 from triton_dist.runtime.compiling import shipped
 from triton_dist.tune import autotune
 
@@ -263,6 +263,8 @@ def test_what_is_no_file_is_refused_too(pack_at, tmp_path):
     folder.mkdir()
     with pytest.raises(PackRefused, match="no regular file"):
         packs.use(folder)
+    with pytest.raises(InvalidArgument, match="path is None, expected the path of a pack"):
+        packs.use(None)
     with pytest.raises(FileNotFoundError):
         packs.use(tmp_path / "none.tdpack")
 

@@ -84,7 +84,14 @@ def test_a_small_product_is_listed_in_the_order_of_itertools():
 
 @pytest.mark.parametrize(
     ("parameters", "where"),
-    [({}, None), ({"a": ()}, None), ({"a": (1, 1)}, None), ([1], None), ({"a": (1,)}, 5)],
+    [
+        ({}, None),
+        ({"a": ()}, None),
+        ({"a": (1, 1)}, None),
+        ({"a": 3}, None),
+        ([1], None),
+        ({"a": (1,)}, 5),
+    ],
 )
 def test_what_is_no_product_is_refused(parameters, where):
     with pytest.raises(InvalidArgument):

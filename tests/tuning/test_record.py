@@ -144,6 +144,12 @@ def test_a_tensor_key_comes_back_with_its_types(dtype):
     assert str(Key.of("f", value, "fake")) == str(value)
 
 
+def test_an_optional_tensor_has_a_key_and_nothing_else():
+    assert to_hashable(None) is None
+    with pytest.raises(InvalidArgument, match="tensor is 'x', expected a tensor, or None"):
+        to_hashable("x")
+
+
 def test_a_tensor_as_key_is_refused_with_the_way_out():
     with pytest.raises(InvalidArgument, match="to_hashable"):
         Key.of("f", torch.zeros(1), "fake")
@@ -165,9 +171,10 @@ def test_a_bucket_with_half_steps(n, rounded):
     assert bucket(rounded, half_steps_from=256) == rounded
 
 
-def test_a_negative_size_has_no_bucket():
-    with pytest.raises(InvalidArgument, match="n is -1"):
-        bucket(-1)
+@pytest.mark.parametrize("n", [-1, 4096 / 2, float("nan"), "8", None])
+def test_what_is_no_size_has_no_bucket(n):
+    with pytest.raises(InvalidArgument, match=f"bucket: n is {n!r}, expected an int, 0 or more"):
+        bucket(n)
 
 
 def test_a_policy_names_what_is_set():

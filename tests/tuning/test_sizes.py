@@ -99,8 +99,9 @@ def test_ranges_up_to_16384_are_about_three_hundred():
         1055, 1056, 1088, 2175, 2176, 2176
     ]  # fmt: skip
     assert fine_bucket(0) == 0
-    with pytest.raises(InvalidArgument, match="n is -1"):
-        fine_bucket(-1)
+    for wrong in (-1, 2048.0, "8"):
+        with pytest.raises(InvalidArgument, match=f"n is {wrong!r}, expected an int, 0 or more"):
+            fine_bucket(wrong)
 
 
 def test_a_range_is_tuned_once_and_its_other_sizes_cost_no_word():

@@ -166,7 +166,8 @@ def test_a_key_that_gave_way_to_others_is_at_hand_again(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-1"])
-def test_the_time_of_a_race_is_a_number(monkeypatch, value):
-    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_TRANSFER_MS", value)
-    with pytest.raises(InvalidKnob, match="TRITON_DIST_AUTOTUNE_TRANSFER_MS"):
+@pytest.mark.parametrize("knob", ["TRANSFER_MS", "TIMEOUT"])
+def test_times_are_numbers(monkeypatch, knob, value):
+    monkeypatch.setenv(f"TRITON_DIST_AUTOTUNE_{knob}", value)
+    with pytest.raises(InvalidKnob, match=f"TRITON_DIST_AUTOTUNE_{knob}='{value}', expected"):
         autotune(NS, lambda x: x, scope="rank")(lambda x, n: n)(1)

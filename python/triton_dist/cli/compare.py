@@ -6,14 +6,13 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.values import StoredRecord
 from triton_dist._tuning.values.analysis import Analysis, elsewhere
 from triton_dist.cli import cache, text
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.verb import add_verb, counted, folder
 
 
 def add_to(verbs: Any) -> None:
@@ -33,7 +32,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("function", metavar="FUNCTION", help="its name, or with its module")
     cache.add_choice(parser)
     parser.add_argument(
-        "--cache", type=Path, action="append", default=[], metavar="DIR",
+        "--cache", type=folder, action="append", default=[], metavar="DIR",
         help="a folder of records to look into besides; any number of times",
     )  # fmt: skip
     parser.add_argument(
@@ -47,9 +46,9 @@ def add_to(verbs: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     found = cache.chosen(arguments.function, arguments)
-    for folder in arguments.cache:
+    for place in arguments.cache:
         known = {stored.where for stored in found}
-        more = cache.records_of(ReadOnlyStore(folder), arguments.function)
+        more = cache.records_of(ReadOnlyStore(place), arguments.function)
         found += [each for each in cache.fitting(more, arguments) if each.where not in known]
     keys: dict[str, list[StoredRecord]] = {}
     for stored in found:

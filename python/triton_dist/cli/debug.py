@@ -25,7 +25,8 @@ def add_to(verbs: Any) -> None:
         description="Runs COMMAND with TRITON_DIST_DEBUG=MODE and all that the mode needs: interp "
         "(or some of its checks, as interp:bounds,interp:waits) on CPU ranks; on GPUs assert, a "
         "mode of Triton (consan, iisan, fpsan), or a tool of compute-sanitizer (memcheck, "
-        "initcheck, racecheck, synccheck), with a report of each process. A mode that would find "
+        "initcheck, racecheck, synccheck), with a report of each process; on both agree, which "
+        "compares what ranks come to a call with. A mode that would find "
         "nothing here is refused, with the reason and the nearest that can. A command that runs "
         "in mode attach or where can be looked into meanwhile: `attach RANK` is the pdb of a rank "
         "that stands at a dl.breakpoint, or in a dl.wait; `where` says what each rank waits for.",
@@ -42,7 +43,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("rank", nargs="?", type=int, help="of attach: of the world")
     parser.add_argument("--job", help="of attach and where, if several run: the port of its ranks")
     parser.add_argument(
-        "--wait", type=float, default=60.0, help="of attach: seconds for it to stop"
+        "--wait", type=float, default=60.0, help="of attach: seconds for it to stop; default: 60"
     )
     parser.add_argument("--reports", type=Path, help="folder for those of compute-sanitizer")
     parser.set_defaults(fail=parser.error, command=[])
@@ -59,6 +60,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return debug_job.where(arguments.job)
     if not arguments.command and words == ("attach",) and arguments.rank is not None:
         return debug_job.attach(arguments.rank, arguments.job, arguments.wait)
+    if not arguments.command and words == ("attach",):
+        arguments.fail("attach needs a RANK: debug attach RANK")
     if not arguments.command or not words:
         arguments.fail("a command is needed: debug MODE -- COMMAND")
     told = {knobs.debug.variable: ",".join(words)}

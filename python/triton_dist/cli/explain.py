@@ -13,7 +13,7 @@ from triton_dist._tuning.store import LayeredStore
 from triton_dist._tuning.values import Key, Origin, StoredRecord, TuningRecord
 from triton_dist.cli import cache, listing, subject
 from triton_dist.cli.judge import Judge
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.verb import add_verb, counted, positive
 from triton_dist.errors import NoSuchFunction
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def add_to(verbs: Any) -> None:
     )
     parser.add_argument("--module", help="where the function is: a dotted name or a .py file")
     parser.add_argument(
-        "--world-size", type=int, help="ranks that tune together; default: as recorded"
+        "--world-size", type=positive, help="ranks that tune together; default: as recorded"
     )
     parser.add_argument(
-        "--local-world-size", type=int, help="ranks on this host; default: as recorded"
+        "--local-world-size", type=positive, help="ranks on this host; default: as recorded"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triton_dist.cli import cache, export
-from triton_dist.cli.verb import add_verb, counted
+from triton_dist.cli.verb import add_verb, counted, positive
 from triton_dist.errors import NoSuchRecord
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def add_to(verbs: Any) -> None:
         help=f"default: {','.join(_SEARCHES)}",
     )
     parser.add_argument(
-        "--tries", type=int, default=200, metavar="N", help="configs to try; default: 200"
+        "--tries", type=positive, default=200, metavar="N", help="configs to try; default: 200"
     )
-    parser.add_argument("--seeds", type=int, default=8, metavar="N", help="orders; default: 8")
+    parser.add_argument("--seeds", type=positive, default=8, metavar="N", help="orders; default: 8")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

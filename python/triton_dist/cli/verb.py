@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 COLUMNS = 80
@@ -56,6 +57,21 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(words), []
     end = words.index("--")
     return list(words[:end]), list(words[end + 1 :])
+
+
+def positive(word: str) -> int:
+    """An argument that is a number of something, 1 or more."""
+    number = int(word) if word.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word!r}: expected an integer, 1 or more")
+    return number
+
+
+def folder(word: str) -> Path:
+    """An argument that is a folder, which is there."""
+    if not Path(word).expanduser().is_dir():
+        raise argparse.ArgumentTypeError(f"{word!r}: there is no such folder")
+    return Path(word)
 
 
 def counted(number: int, thing: str) -> str:

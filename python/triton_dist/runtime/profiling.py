@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 
 T = TypeVar("T")
@@ -18,7 +19,11 @@ def perf_func(func: Callable[[], T], iters: int, warmup_iters: int) -> tuple[T, 
 
     One timed region around all ``iters`` calls after ``warmup_iters`` untimed ones, caches warm:
     the steady state. Returns the last output and the milliseconds of one call.
+
+    Raises:
+        InvalidArgument: ``iters`` is below 1.
     """
+    _refuse_none("perf_func", iters)
     device = current_device()
     for _ in range(warmup_iters):
         func()
@@ -38,7 +43,11 @@ def perf_func_with_l2_reset(
     """Mean time of calls on this rank, each after the last-level cache was flushed.
 
     Only the calls are timed. Returns the last output and the milliseconds of one call.
+
+    Raises:
+        InvalidArgument: ``iters`` is below 1.
     """
+    _refuse_none("perf_func_with_l2_reset", iters)
     device = current_device()
     timers = [device.timer() for _ in range(iters)]
     for _ in range(warmup_iters):
@@ -50,6 +59,11 @@ def perf_func_with_l2_reset(
         timer.stop()
     device.synchronize()
     return output, sum(timer.milliseconds() for timer in timers) / iters
+
+
+def _refuse_none(function: str, iters: int) -> None:
+    if not isinstance(iters, int) or iters < 1:
+        raise InvalidArgument(function, "iters", iters, "an int, 1 or more")
 
 
 def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:

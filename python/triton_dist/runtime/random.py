@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 
 Size = int | Callable[[], int]
@@ -32,7 +33,12 @@ def rand_tensor(
     """Uniform in [-1, 1) for floating dtypes, over the dtype's range for integers.
 
     ``device``: default: the one that this process runs kernels on.
+
+    Raises:
+        InvalidArgument: ``dtype`` is neither.
     """
+    if not isinstance(dtype, torch.dtype) or dtype == torch.bool or dtype.is_complex:
+        raise InvalidArgument("rand_tensor", "dtype", dtype, "a floating or integer torch.dtype")
     device = current_device().torch_device if device is None else device
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from triton_dist import knobs
@@ -13,6 +13,18 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names of dtypes and torch's."""
 _UNTIL_ENDED = 60.0
 """Seconds; the launcher ends this process long before, as soon as rank 0 has ended."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a number of something, ``least`` or more."""
+
+    def number(word: str) -> int:
+        value = int(word) if word.isdecimal() else -1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{word!r}: expected an integer, {least} or more")
+        return value
+
+    return number
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -47,11 +59,15 @@ class ScriptParser(argparse.ArgumentParser):
             type=lambda name: DTYPES.get(name, name), help="also by short names such as bf16",
         )  # fmt: skip
 
-    def add_rounds(self, iters: int, warmup: int) -> None:
-        """``--iters`` and ``--warmup``, by either of two names."""
-        self.add_argument("--iters", type=int, default=iters, help="rounds that count")
+    def add_rounds(self, iters: int, warmup: int, least: int = 1) -> None:
+        """``--iters``, ``least`` or more, and ``--warmup``, by either of two names."""
+        self.add_argument("--iters", type=at_least(least), default=iters, help="rounds that count")
         self.add_argument(
-            "--warmup", "--warmup_iters", type=int, default=warmup, help="rounds before those"
+            "--warmup",
+            "--warmup_iters",
+            type=at_least(0),
+            default=warmup,
+            help="rounds before those",
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:

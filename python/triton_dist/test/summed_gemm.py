@@ -16,7 +16,7 @@ from triton_dist.kernels.common.gemm_case import Shape, SummedGEMMCase
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.options import ScriptParser
+from triton_dist.test.options import ScriptParser, at_least
 from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
@@ -46,7 +46,7 @@ def make_parser(description: str | None) -> ScriptParser:
     parser.add_argument("--trans_b", action=flag, default=True, help="B column-major")
     parser.add_argument("--autotune", action=flag, default=True)
     parser.add_argument("--profile", action="store_true", help="write a trace of 20 calls to prof/")
-    parser.add_argument("--verify-iters", type=int, default=5, help="rounds of check")
+    parser.add_argument("--verify-iters", type=at_least(1), default=5, help="rounds of check")
     parser.add_argument("--persistent", action=flag, help="fix the kind of kernel; default: tuned")
     parser.add_argument("--has_bias", action="store_true")
     parser.add_argument("--seed", type=int, default=42, help="of the data")

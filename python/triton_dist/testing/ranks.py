@@ -46,11 +46,13 @@ def spawn_ranks(
             imported before any; takes some seconds.
 
     Raises:
+        InvalidArgument: ``world_size`` is no number of ranks, ``device`` is another, or ``fn`` is
+            not at the top of a module.
         RanksFailed: some rank raised, died or was stuck; has each one's traceback.
     """
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("spawn_ranks", "device", device, "'cpu' or 'cuda'")
-    if world_size < 1:
-        raise InvalidArgument("spawn_ranks", "world_size", world_size, "at least 1")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise InvalidArgument("spawn_ranks", "world_size", world_size, "an int, 1 or more")
     pool = RankPool(world_size, env or {}, device, share_gpus, init, poison_empty, fresh, timeout)
     return pool.run(fn, *args, timeout=timeout, grace=grace, last=True)

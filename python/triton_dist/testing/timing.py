@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
@@ -52,7 +53,12 @@ def interleaved(
     """Time each candidate once a round, in turn, so that drift of clocks and power hits all alike.
 
     Before each sample the cache is flushed and the ranks are lined up. Collective over ``group``.
+
+    Raises:
+        InvalidArgument: ``rounds`` is below 1.
     """
+    if not isinstance(rounds, int) or rounds < 1:
+        raise InvalidArgument("interleaved", "rounds", rounds, "an int, 1 or more")
     device, ranks = current_device(), group_for(group)
     device.flush_cache()  # what it needs is allocated before ranks wait for one another
     own: dict[str, list[float]] = {name: [] for name in candidates}

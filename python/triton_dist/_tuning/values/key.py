@@ -165,9 +165,19 @@ def _module_name(name: str) -> str:
     return spec.name if spec is not None else os.path.abspath(file) if file else name
 
 
-def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-    """``(shape, strides, dtype)`` of a tensor: the usual part of a key."""
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any] | None:
+    """``(shape, strides, dtype)`` of a tensor: the usual part of a key; ``None`` for ``None``, an
+    optional tensor that is not there.
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    if tensor is None:
+        return None
+    try:
+        return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    except (AttributeError, TypeError):
+        raise InvalidArgument("to_hashable", "tensor", tensor, "a tensor, or None") from None
 
 
 def bucket(n: int, half_steps_from: int | None = None) -> int:
@@ -181,11 +191,14 @@ def bucket(n: int, half_steps_from: int | None = None) -> int:
             2049 to 3072. Where a tuning for 4096 serves 2100 badly, at the price of more tunings.
 
     Raises:
-        InvalidArgument: ``n`` is negative.
+        InvalidArgument: ``n`` is negative, or no int.
     """
-    if n < 0:
-        raise InvalidArgument("bucket", "n", n, "a size, 0 or more")
-    rounded = 1 << (n - 1).bit_length() if n > 0 else 0
+    try:
+        rounded = 1 << (n - 1).bit_length() if n != 0 else 0
+    except (AttributeError, TypeError):
+        rounded = None
+    if rounded is None or n < 0:
+        raise InvalidArgument("bucket", "n", n, "an int, 0 or more")
     half_step = rounded // 4 * 3
     fits_half_step = half_steps_from is not None and half_steps_from < n <= half_step
     return half_step if fits_half_step else rounded

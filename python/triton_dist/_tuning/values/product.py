@@ -34,7 +34,8 @@ class Product(ConfigSpace):
         where: called with a dict of values by name, truthy keeps it. Cheap: it is asked often.
 
     Raises:
-        InvalidArgument: there is no parameter, or one without values, or with one value twice.
+        InvalidArgument: there is no parameter, or one without values, with one value twice, or
+            whose values are one thing that cannot be listed.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Product(ConfigSpace):
             raise InvalidArgument("Product", "parameters", parameters, "values by name")
         if where is not None and not callable(where):
             raise InvalidArgument("Product", "where", where, "a function of a dict, or None")
-        self.values = {name: tuple(values) for name, values in parameters.items()}
+        self.values = {name: _listed(name, values) for name, values in parameters.items()}
         self.where = where
         self._places = {name: _places(name, values) for name, values in self.values.items()}
 
@@ -223,6 +224,12 @@ class Unlisted:
 
 
 Candidates = Sequence[Config] | Unlisted
+
+
+def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise InvalidArgument("Product", f"parameters[{name!r}]", values, "a list of values")
+    return tuple(values)
 
 
 def _places(name: str, values: Sequence[Any]) -> dict[str, int]:

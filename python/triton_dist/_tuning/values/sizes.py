@@ -41,11 +41,14 @@ def fine_bucket(n: int) -> int:
     sees 296 ranges up to 16384.
 
     Raises:
-        InvalidArgument: ``n`` is negative.
+        InvalidArgument: ``n`` is negative, or no int.
     """
-    if n < 0:
-        raise InvalidArgument("fine_bucket", "n", n, "a size, 0 or more")
-    below = (n - 1).bit_length() - 1  # 2 ** below < n <= 2 ** (below + 1)
+    try:
+        below = (n - 1).bit_length() - 1  # 2 ** below < n <= 2 ** (below + 1)
+    except (AttributeError, TypeError):
+        below = None
+    if below is None or n < 0:
+        raise InvalidArgument("fine_bucket", "n", n, "an int, 0 or more")
     if n <= 16:
         return 1 << below + 1 if n > 0 else 0
     step = 1 << max(4, min(5, below - 2), 7 * (below > 10), below - 5)

@@ -32,6 +32,7 @@ def allocate(
         group: whose ranks share it; default: the world, or this process alone.
 
     Raises:
+        InvalidArgument: a region is no shape and dtype.
         RankDisagreement: ranks ask for different regions.
         SymmetricMemoryFull: on every rank, when some rank has too little memory.
         DeviceUnavailable: on every rank, when ranks that share a GPU cannot share its memory.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime import addresses
 
 # Regions start on their own 512 bytes: more than TMA (16) and a cache line (128) ask for, and flags
@@ -27,14 +30,27 @@ class Layout:
     @classmethod
     def of(cls, name: str, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
         offset, slots = 0, []
-        for region, (shape, dtype) in regions.items():
-            slots.append((region, offset, tuple(shape), dtype))
+        for region, asked in regions.items():
+            shape, dtype = _checked(region, asked)
+            slots.append((region, offset, shape, dtype))
             nbytes = math.prod(shape) * dtype.itemsize
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return cls(name, max(offset, _ALIGNMENT), tuple(slots))
 
     def describe(self) -> str:
         return f"{self.name}: " + ", ".join(f"{n} {list(s)} {d}" for n, _, s, d in self.slots)
+
+
+def _checked(region: str, asked: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    try:
+        shape, dtype = asked
+        sizes = tuple(map(operator.index, shape))
+    except (TypeError, ValueError):
+        sizes, dtype = (), None
+    if not isinstance(dtype, torch.dtype) or min(sizes, default=0) < 0:
+        expected = "a shape and a torch.dtype, such as ((4,), torch.int32)"
+        raise InvalidArgument("symmetric.allocate", f"regions[{region!r}]", asked, expected)
+    return sizes, dtype
 
 
 @dataclass(frozen=True)

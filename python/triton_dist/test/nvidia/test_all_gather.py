@@ -35,7 +35,7 @@ def get_args() -> argparse.Namespace:
     parser = ScriptParser(__doc__, ("check", "perf"), default=None)
     parser.add_argument("--max_nbytes", type=int, default=16 << 20, help="of the largest result")
     parser.add_dtype("bfloat16")
-    parser.add_rounds(iters=15, warmup=3)
+    parser.add_rounds(iters=15, warmup=3, least=0)  # 0: the check alone
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=42, help="of the data")
     args = parser.parse_args()

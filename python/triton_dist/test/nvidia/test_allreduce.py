@@ -26,7 +26,7 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.kernels.nvidia.allreduce.case import CASE, IN_PLACE
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.options import ScriptParser
+from triton_dist.test.options import ScriptParser, at_least
 from triton_dist.test.report import NO_TIMES, report_passed
 from triton_dist.test.utils import assert_allclose, assert_bitwise_equal, dtype_named
 from triton_dist.testing.timing import captured, interleaved
@@ -49,10 +49,14 @@ def get_args() -> argparse.Namespace:
     parser.add_other_name("--stress", "check")
     parser.add_argument("--max_nbytes", type=int, default=4 << 20, help="of the largest tensor")
     parser.add_rounds(iters=10, warmup=5)
-    parser.add_argument("--verify_shapes", type=int, default=25, help="sizes in a round of check")
-    parser.add_argument("--verify_hang", type=int, default=100, help="calls back to back")
+    parser.add_argument(
+        "--verify_shapes", type=at_least(1), default=25, help="sizes in a round of check"
+    )
+    parser.add_argument("--verify_hang", type=at_least(0), default=100, help="calls back to back")
     parser.add_argument("--seed", type=int, default=40, help="of sizes, data and stragglers")
-    parser.add_argument("--alignment", type=int, default=16, help="sizes are multiples of it")
+    parser.add_argument(
+        "--alignment", type=at_least(1), default=16, help="sizes are multiples of it"
+    )
     parser.add_argument("--method", choices=get_allreduce_methods(), help="default: tuned")
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(

@@ -25,7 +25,10 @@ def get_args() -> argparse.Namespace:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("-M", "--M", type=int, default=8192, help="global number of rows")
     parser.add_argument(
-        "--M_range", help="FIRST-LAST-STEP: several M instead, such as 1024-8192-1024"
+        "--M_range",
+        type=_rows,
+        metavar="FIRST-LAST-STEP",
+        help="several M instead, such as 1024-8192-1024",
     )
     parser.add_argument("-N", "--N", type=int, default=8192, help="columns of B")
     parser.add_argument("-K", "--K", type=int, default=28672, help="global K")
@@ -34,14 +37,22 @@ def get_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _rows(word: str) -> range:
+    try:
+        first, last, step = map(int, word.split("-"))
+        rows = range(first, last + 1, step)
+    except ValueError:
+        rows = range(0)
+    if not rows or rows[0] < 1:
+        raise argparse.ArgumentTypeError(f"{word!r}: expected FIRST-LAST-STEP, 1 <= FIRST <= LAST")
+    return rows
+
+
 def shapes(args: argparse.Namespace) -> list[Shape]:
     """As the command line asks for, scaled on CPU ranks; M and K are cut to multiples of the
     ranks."""
     size, scale = dist.get_world_size(), 1 if is_cuda() else CPU_SCALE
-    rows = [args.M]
-    if args.M_range:
-        first, last, step = map(int, args.M_range.split("-"))
-        rows = list(range(first, last + 1, step))
+    rows = args.M_range or [args.M]
     N, K = max(1, args.N // scale), max(1, args.K // scale // size) * size
     return [Shape(max(1, M // scale // size) * size, N, K) for M in rows]
 
@@ -61,8 +72,7 @@ def check(
     for _ in range(args.verify_iters):
         data = make_operands(script(args), args, shape)
         summed_gemm.check(script(args), args, data, ctx)
-    if args.verify_iters:
-        summed_gemm.report_config(script(args), args, data, ctx)
+    summed_gemm.report_config(script(args), args, data, ctx)
     report_check(args, shape)
 
 
