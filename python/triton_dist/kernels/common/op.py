@@ -173,7 +173,7 @@ def op(
             rank."""
             signature.bind_partial(*args, **kwargs).arguments["ctx"].reset()
 
-        return tuned(
+        tuner = tuned(
             config_space=ways.config_space,
             key_fn=key_fn,
             prune_fn=prune,
@@ -185,6 +185,8 @@ def op(
             safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
             **settings,
         )(fn)
+        tuner.unsaid = ("way",)  # the first is an op's own default, unless a context has another
+        return tuner
 
     return decorate
 

@@ -107,7 +107,9 @@ class ShardsCall(OpCall):
 
     def __post_init__(self) -> None:
         self.check(self.x, self.ctx, self.output)
-        self.chosen = self.ways[self.way or self.ways.asked(self.method) or Push.name]
+        if self.method is not None:
+            self.way = self.ways.asked(self.method)
+        self.chosen = self.ways[self.way or Push.name]
         self.shape = shape_of(self.num_ctas, self.block_bytes, self.num_pieces)
 
     @staticmethod

@@ -71,7 +71,9 @@ class Call(OpCall):
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         if self.num_streams < 1:
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
-        self.chosen = WAYS[self.way or WAYS.asked(self.method or self.ctx.all_gather_method) or ""]
+        if self.method is not None:  # the way may be that of a config that is not tuned
+            self.way = WAYS.asked(self.method)
+        self.chosen = WAYS[self.way or WAYS.asked(self.ctx.all_gather_method) or ""]
         self.chosen.check(self)
 
 
@@ -318,6 +320,9 @@ class AsyncTP(Collective):
     """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
 
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+
+    def check(self, call: Call) -> None:
+        vendor.check_async_tp("ag_gemm", vendor.ALL_GATHER_MATMUL, call.ctx.num_ranks)
 
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return vendor.async_tp_matmul(own, B, call.ctx.group, call.gathered)

@@ -73,7 +73,9 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         check_tensors(self.x, self.ctx, self.output)
-        self.chosen = WAYS[self.way or way_of(self.method, self.algorithm) or BySize.name]
+        if self.method is not None or self.algorithm is not None:
+            self.way = way_of(self.method, self.algorithm)
+        self.chosen = WAYS[self.way or BySize.name]
         self.shape = DEFAULT_SHAPE
         self.chosen.check(self)
 

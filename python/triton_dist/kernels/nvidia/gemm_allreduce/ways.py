@@ -60,7 +60,9 @@ class Call(SummingCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.chosen = WAYS[self.way or self.asked(self.method) or BySize.name]
+        if self.method is not None:
+            self.way = self.asked(self.method)
+        self.chosen = WAYS[self.way or BySize.name]
         if self.ctx.num_ranks == 1:  # a plain product
             self.chosen = WAYS[Collective.name]
         self.chosen.check(self)

@@ -48,8 +48,9 @@ class Call(SummingCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = self.way or self.asked(self.method, self.fuse_scatter)
-        self.chosen = WAYS[asked or Fused.name]
+        if self.method is not None or self.fuse_scatter is not None:
+            self.way = self.asked(self.method, self.fuse_scatter)
+        self.chosen = WAYS[self.way or Fused.name]
         self.adds = self.sums_on_arrival(self.ctx, self.reduce_st)
         self.chosen.check(self)
 
@@ -234,6 +235,9 @@ class AsyncTP(Collective):
     """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
 
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+
+    def check(self, call: Call) -> None:
+        vendor.check_async_tp("gemm_rs", vendor.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return vendor.async_tp_matmul_scatter(A, B, call.ctx.group)
