@@ -191,14 +191,14 @@ class Serial(WholeProduct[Call]):
             yield shape.num_pieces, shape.num_ctas, shape.block_bytes
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+        shape = shape_of("gemm_rs", config["num_ctas"], config["block_bytes"], config["num_chunks"])
         shard_bytes = sizes.nbytes // sizes.num_ranks
         return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(shape, shard_bytes)
 
     def check(self, call: Call) -> None:
         call.check_sum()
         call.check_rows(call.ctx.exchanged_rows)
-        shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+        shape_of("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.B.shape[1]))
@@ -211,7 +211,7 @@ class Serial(WholeProduct[Call]):
         return rows
 
     def _exchange(self, call: Call, product: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        shape = shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+        shape = shape_of("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
         return scattering(product, call.ctx.num_ranks, shape)
 
 
