@@ -164,5 +164,6 @@ def check_output(
     first, begin = output.data_ptr(), x.data_ptr()
     # Tensors that hold no values are all at 0.
     if 0 < first < begin + x.nbytes and begin < first + output.nbytes and begin - first != place:
-        expected = "memory of its own" if place is None else f"its own, or with x at byte {place}"
-        raise InvalidArgument(function, "output", "memory that x has a part of", expected)
+        allowed = "" if place is None else f", or x at its byte {place}"
+        expected = f"memory apart from x{allowed}"
+        raise InvalidArgument(function, "output", "memory that x shares", expected)
