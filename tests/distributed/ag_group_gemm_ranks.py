@@ -325,7 +325,7 @@ def bad_calls() -> dict[str, tuple[str, str, int]]:
         ):
             for name, changes in bad.items():
                 arguments = {**operands, "ctx": ctx, **changes}
-                fixed = {"way", "gather", "num_groups", "num_chunks", "num_comm_sms"}
+                fixed = {"way", "gemm_config", "gather", "num_groups", "num_chunks", "num_comm_sms"}
                 tuned = not fixed & set(changes)
                 for op in (ag_group_gemm.fn, ag_group_gemm)[: 1 + tuned]:
                     try:

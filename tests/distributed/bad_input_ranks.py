@@ -50,6 +50,10 @@ def bad_contexts(num_ranks: int, rank: int) -> dict[str, dict[str, Any]]:
         "K": {"K": 0},
         "dtype": {"dtype": torch.float64},
         "dtype (integers)": {"dtype": torch.int8},
+        "K (half of an odd number)": {"K": K / 2},
+        "max_M (a list)": {"max_M": [ROWS]},
+        "num_local_ranks": {"num_local_ranks": None},
+        "all_gather_method": {"all_gather_method": "ring_push_1d"},
     }
 
 
@@ -102,7 +106,7 @@ def every_bad_call() -> dict[str, tuple[str, str, int]]:
     for name, changes in bad_calls(dist.get_world_size()).items():
         arguments = {"A": like_a(), "B": like_b(), "ctx": calls.ctx} | changes
         schedule = set(arguments) - {"A", "B", "ctx"}
-        untuned = refusal(lambda a=arguments: ag_gemm.fn(gemm_config=default_tiles(), **a))
+        untuned = refusal(lambda a=arguments: ag_gemm.fn(**{"gemm_config": default_tiles()} | a))
         options = {"autotune_allow_arg_overwrite": True, "autotune": False} if schedule else {}
         tuned = untuned if schedule else refusal(lambda a=arguments, o=options: ag_gemm(**a, **o))
         assert isinstance(untuned, InvalidArgument), name

@@ -298,7 +298,7 @@ def every_bad_call(name: str, shape: GroupedShape) -> dict[str, tuple[str, str, 
                 arguments = {**good, "ctx": ctx, "gemm_config": grouped_tiles()[0]} | changes
                 error = refusal(lambda a=arguments: case.op.fn(**a))
                 seen[which] = (error.argument, str(error), len(count.names))
-                if not {"way", "gemm_config", "reduction"} & set(changes):
+                if not {"way", "gemm_config", "num_chunks", "reduction"} & set(changes):
                     del arguments["gemm_config"]
                     options = {"autotune": not which.endswith(".device")}
                     told = refusal(lambda a=arguments, o=options: case.op(**a, **o))

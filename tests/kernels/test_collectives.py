@@ -151,7 +151,7 @@ def test_shapes_stay_within_what_a_launch_can_have():
         assert 1 <= shape.num_pieces <= MAX_PIECES
         assert shape.num_warps * 32 * 16 <= shape.block_bytes
     assert Shape(1, 512).num_warps == 1
-    assert shape_of(None, None, None).num_pieces == 1
+    assert shape_of("all_reduce", None, None, None).num_pieces == 1
     assert [shard_elements(n) for n in (1, 128, 129)] == [128, 128, 256]
 
 
@@ -190,6 +190,29 @@ def test_a_key_has_the_way_that_is_named(op):
             *(key_fn(x, ctx, method=each) for each in METHODS[op] if each.value in methods_of(op)),
         ]
     assert len(set(keys)) == 1 + len(methods_of(op))
+
+
+@EACH_OP
+def test_an_output_that_shares_memory_with_x_is_refused(op):
+    memory, run = torch.rand(64), OPS[op][0].fn
+    with OPS[op][1](1 << 14, 0, 1, 1) as ctx:
+        for output in (memory[16:48], memory[:32]):
+            with pytest.raises(InvalidArgument, match=r"output is .* expected memory apart"):
+                run(memory[8:40], ctx, output=output)
+        run(memory[:32], ctx, output=memory[32:])
+        if op == "reduce_scatter":
+            with pytest.raises(InvalidArgument, match=r"expected memory apart from x$"):
+                run(memory, ctx, output=memory)
+        else:
+            run(memory, ctx, output=memory)
+
+
+def test_a_method_that_no_tuning_tries_here_says_how_to_run_it():
+    with (
+        OPS["all_gather"][1](1 << 14, 0, 1, 1) as ctx,
+        pytest.raises(InvalidArgument, match=r"method is .*COLLECTIVE, expected a way that a tun"),
+    ):
+        OPS["all_gather"][0](torch.ones(4), ctx, method=GatherMethod.COLLECTIVE)
 
 
 def test_a_method_and_another_algorithm_are_refused():

@@ -12,7 +12,10 @@ import torch.distributed as dist
 from triton_dist.errors import ContextFinalized, InvalidArgument, SymmetricMemoryFull
 from triton_dist.kernels.nvidia import (
     ag_gemm,
+    all_gather,
+    all_reduce,
     create_ag_gemm_context,
+    create_ag_group_gemm_context,
     create_all_gather_ctx,
     create_allreduce_ctx,
     create_gemm_ar_context,
@@ -20,6 +23,10 @@ from triton_dist.kernels.nvidia import (
     create_moe_ar_context,
     create_moe_rs_context,
     create_reduce_scatter_ctx,
+    gemm_ar,
+    gemm_rs,
+    reduce_scatter,
+    run_moe_reduce_rs,
 )
 from triton_dist.runtime import addresses, symmetric
 from triton_dist.runtime.symmetric import host
@@ -126,6 +133,56 @@ def test_operands_that_kernels_would_misread_are_refused():
             ag_gemm(A, B.resolve_neg(), ctx, gathered=A, autotune=False)
 
 
-def test_a_size_that_is_no_number_is_refused():
-    with pytest.raises(InvalidArgument, match="expected sizes that are ints"):
-        create_gemm_ar_context("8", 8, 0, 1, 1, torch.float32)
+GOOD = {
+    create_ag_gemm_context: {"max_M": 8, "N": 8, "K": 8, "dtype": FP16, "num_local_ranks": 1},
+    create_gemm_rs_context: {"max_M": 8, "N": 8, "output_dtype": FP16, "local_world_size": 1},
+    create_gemm_ar_context: {"max_M": 8, "N": 8, "output_dtype": FP16, "local_world_size": 1},
+    create_allreduce_ctx: {"workspace_nbytes": 64, "local_world_size": 1},
+    create_all_gather_ctx: {"workspace_nbytes": 64, "local_world_size": 1},
+    create_moe_rs_context: {
+        "max_token_num": 16, "hidden_dim": 8, "num_experts": 4, "topk": 2, "input_dtype": FP16,
+        "local_world_size": 1,
+    },
+    create_ag_group_gemm_context: {
+        "max_ntokens": 8, "N_per_rank": 8, "K": 8, "num_experts": 4, "topk": 2, "dtype": FP16,
+        "num_local_ranks": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("create", GOOD)
+@pytest.mark.parametrize("value", [8.0, "8", None, [8], True])
+def test_a_size_that_is_no_whole_number_is_refused(create, value):
+    good = {"rank": 0, **GOOD[create]}
+    good["num_ranks" if "num_local_ranks" in good else "world_size"] = 1
+    for name in good:
+        if not name.endswith("dtype"):
+            with pytest.raises(InvalidArgument) as refusal:
+                create(**{**good, name: value})
+            assert refusal.value.argument == name
+            assert refusal.value.expected == "an int"
+
+
+def test_a_context_of_another_op_is_refused():
+    made = {op: create(0, 1) for op, create in CREATE.items()}
+    made["all_reduce"] = create_allreduce_ctx(64, 0, 1, 1)
+    x, ids = torch.ones(8, 8).half(), torch.zeros(8, 2, dtype=torch.int32)
+    for op, operands in {
+        ag_gemm: (x, x),
+        gemm_rs: (x, x),
+        gemm_ar: (x, x),
+        all_reduce: (x[0],),
+        all_gather: (x[0],),
+        reduce_scatter: (x[0],),
+        run_moe_reduce_rs: (torch.ones(16, 8).half(), torch.ones(4, 8, 8).half(), ids, ids.half()),
+    }.items():
+        own = op.__name__.removeprefix("run_").replace("moe_reduce", "moe")
+        for name, ctx in made.items():
+            for other in (type(ctx), *([] if name == own else [ctx])):
+                for call in (op, op.fn):
+                    with pytest.raises(
+                        InvalidArgument, match=r"a context that create_.*\(…\) made"
+                    ):
+                        call(*operands, other)
+    for ctx in made.values():
+        ctx.finalize()

@@ -96,6 +96,17 @@ def test_operands_that_do_not_go_together_are_refused(a, b, message, options):
         matmul(A, B, **options)
 
 
+def test_what_is_no_tensor_and_no_tiles_is_refused():
+    good = torch.ones(4, 4)
+    for bad in (None, 5, [1.0]):
+        for call in (matmul, matmul.fn):
+            with pytest.raises(InvalidArgument, match=r"A is .* expected a tensor"):
+                call(bad, good, **({} if call is matmul else {"gemm_config": tiles()}))
+    for bad in (None, triton.Config({}), {"BLOCK_SIZE_K": 64}):
+        with pytest.raises(InvalidArgument, match="gemm_config is"):
+            matmul.fn(good, good, bad)
+
+
 def test_operands_on_another_device_are_refused():
     A, B = torch.ones(4, 8), torch.ones(8, 4, device="meta")
     with pytest.raises(InvalidArgument, match=r"B\.device is"):

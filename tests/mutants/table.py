@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "bound: no more chunks than there are flags for",
         _SUMMING,
-        "if not 1 <= self.num_chunks <= MAX_CHUNKS:",
-        "if not 0 <= self.num_chunks <= MAX_CHUNKS + 1:",
+        "_CHUNKS = range(1, MAX_CHUNKS + 1)",
+        "_CHUNKS = range(0, MAX_CHUNKS + 2)",
         ("tests/distributed/test_bad_input.py", *GEMM_RS),
     ),
     Mutant(

@@ -45,6 +45,7 @@ class AutoTuner(Decorated):
         sizes: those in its keys; ``None`` without.
         safe_kind: ``safe_fn``, or a function that calls none safe.
         tuning_count: how many tunings this process did; a cached result is none.
+        unsaid: names of the default config that a call without tuning leaves to the function.
     """
 
     _kind = "autotuned"
@@ -67,6 +68,7 @@ class AutoTuner(Decorated):
         self.config_space = config_space
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
+        self.unsaid: tuple[str, ...] = ()
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
@@ -192,6 +194,8 @@ class AutoTuner(Decorated):
             return self.fn(*args, **kwargs, **served)
         if not autotune or self._surroundings.is_off():
             arguments = self._off(kwargs, process_group, allow_overwrite, autotune).arguments()
+            for name in self.unsaid:
+                arguments.pop(name, None)
         elif self._surroundings.is_traced((args, kwargs)):
             self._fixed(kwargs, allow_overwrite)
             arguments = self._untuned("while it is traced").arguments()

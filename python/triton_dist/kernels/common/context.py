@@ -3,6 +3,7 @@ the operands that GEMMs across ranks accept."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -168,9 +169,11 @@ def agree_to_create(
     except TypeError as error:  # of comparing what is no number: the others are told, too
         refusal = InvalidArgument(function, "an argument", str(error), "sizes that are ints")
     ranks = group_for(group)
-    answers = ranks.gather(
-        f"creation of {a_context} context", (*asked.values(), str(refusal or ""))
-    )
+    # What cannot be compared was refused: the others get it as text.
+    values = [
+        each if isinstance(each, numbers.Integral | str) else repr(each) for each in asked.values()
+    ]
+    answers = ranks.gather(f"creation of {a_context} context", (*values, str(refusal or "")))
     if refusal is not None:
         raise refusal
     if len(set(answers)) > 1:
@@ -193,6 +196,17 @@ def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | N
     return None
 
 
+def int_checks(**sizes: object) -> Iterator[Check]:
+    """Checks that arguments are whole numbers, made before they are compared to any."""
+    for name, size in sizes.items():
+        yield name, size, is_int(size), "an int"
+
+
+def is_int(number: object) -> bool:
+    """Tell whether an argument is a whole number, in Python or of a library, and no truth value."""
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
+
+
 def group_checks(size_name: str, num_ranks: int, rank: int, group: Group) -> Iterator[Check]:
     """Checks of the caller's idea of its group; ``size_name``: the argument ``num_ranks``."""
     ranks = group_for(group)
@@ -201,18 +215,22 @@ def group_checks(size_name: str, num_ranks: int, rank: int, group: Group) -> Ite
     yield "rank", rank, rank == ranks.rank, f"{ranks.rank}, this process's rank in the group"
 
 
-def buffer_of(ctx: OpContext[B], function: str, creator: str) -> B:
-    """``ctx.buffer``.
+def buffer_of(ctx: Any, kind: type[OpContext[B]], function: str, creator: str) -> B:
+    """``ctx.buffer``, of a context of ``kind``, or of what stands in for one.
 
     Raises:
-        InvalidArgument: it is no context; ``creator`` makes one.
+        InvalidArgument: it is no such context; ``creator`` makes one.
         ContextFinalized: it has none any more.
     """
-    try:
-        return ctx.buffer
-    except AttributeError:
+    if isinstance(ctx, kind):
+        if ctx._buffer is None:
+            raise ContextFinalized(kind.__name__)
+        return ctx._buffer
+    if isinstance(ctx, OpContext | type) or not hasattr(ctx, "buffer"):
         expected = f"a context that {creator}(…) made, on all ranks"
-        raise InvalidArgument(function, "ctx", ctx, expected) from None
+        raise InvalidArgument(function, "ctx", ctx, expected)
+    buffer: B = ctx.buffer
+    return buffer
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
@@ -243,12 +261,25 @@ def kernel_checks(dtype_name: str, dtype: torch.dtype) -> Iterator[Check]:
     yield dtype_name, dtype, dtype in DTYPES, DTYPE_NAMES
 
 
-def signature_of(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """All of tensors that decides whether they can be operands, apart from their addresses."""
-    return tuple(
-        x is not None and (x.shape, x.stride(), x.dtype, x.device, is_differentiated(x), x.is_neg())
-        for x in tensors
-    )
+def signature_of(aligned: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """All of tensors that decides whether they can be operands, apart from their addresses; of
+    ``aligned``, one of them, also whether TMA can begin at its address. Of what is no tensor, what
+    none has, so that the call is checked."""
+    try:
+        looks = tuple(
+            x is not None
+            and (x.shape, x.stride(), x.dtype, x.device, is_differentiated(x), x.is_neg())
+            for x in tensors
+        )
+        return looks, aligned.data_ptr() % 16
+    except (AttributeError, TypeError):
+        return (None,)
+
+
+def tensor_checks(**tensors: object) -> Iterator[Check]:
+    """Checks that arguments are tensors, made before their attributes are looked at."""
+    for name, tensor in tensors.items():
+        yield name, tensor, isinstance(tensor, torch.Tensor), "a tensor"
 
 
 class ProductKey(NamedTuple):

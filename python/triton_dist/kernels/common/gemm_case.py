@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import triton
 
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.context import ProductKey
@@ -132,6 +133,13 @@ class GEMMCase(Case[Shape]):
         other = torch.bfloat16 if A.dtype is not torch.bfloat16 else torch.float16
         step = 1 if self.any_rows or not self.sums_over_ranks else num_ranks
         return {
+            "A": {"A": None},
+            "A (of another library)": {"A": A.cpu().numpy()},
+            "B": {"B": 2},
+            "straggler_option": {"straggler_option": (0,)},
+            "straggler_option (before now)": {"straggler_option": (0, -1)},
+            "num_chunks (a text)": {"num_chunks": "2"},
+            "gemm_config": {"gemm_config": triton.Config({})},
             "A.dtype": {"A": A.to(other)},
             "A.dtype (integers)": {"A": A.int()},
             "B.dtype": {"B": B.to(other)},
@@ -214,6 +222,7 @@ class SummedGEMMCase(GEMMCase):
         N = B.shape[1]
         return {
             **bad,
+            "bias": {"bias": [1.0]},
             "bias.dtype": {"bias": B.new_ones(N).to(bad["B.dtype"]["B"].dtype)},
             "bias.device": {"bias": B.new_ones(N).to("meta")},
             "bias.shape": {"bias": B.new_ones(N + 1)},

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import triton
 
 from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
@@ -295,6 +296,12 @@ class SummedRoutesCase(RoutedCase):
             "expert_weight": choices.new_zeros(more, topk),
         }
         return {
+            "x": {"x": None},
+            "weights": {"weights": weights.cpu().numpy()},
+            "expert_weight": {"expert_weight": 1.0},
+            "num_chunks": {"num_chunks": 0},
+            "num_chunks (a text)": {"num_chunks": "2"},
+            "gemm_config (no tiles)": {"gemm_config": triton.Config({})},
             "x.dtype": {"x": x.to(other)},
             "x.dtype (integers)": {"x": x.int()},
             "x.device": {

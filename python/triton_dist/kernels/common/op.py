@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
+import triton
 
 from triton_dist import tune
 from triton_dist.errors import InvalidArgument
 
 C = TypeVar("C", bound="OpCall")
 S = TypeVar("S")
+
+_ASKING = ("method", "algorithm", "fuse_scatter")
+"""Older keywords that name a way."""
 
 
 class Way(ABC, Generic[C, S]):
@@ -107,6 +111,12 @@ class Ways(dict[str, Way[C, S]]):
             raise InvalidArgument(self.function, "method", method, expected)
         return str(method.value)
 
+    def has_candidates(self, name: str, sizes: S) -> bool:
+        """Tell whether the way ``name`` is worth trying at all for calls of a key."""
+        way = self[name]
+        configs = (dict(zip(way.tunables, each, strict=True)) for each in way.candidates())
+        return any(way.suits({"way": name, **config}, sizes) for config in configs)
+
     def config_space(self) -> list[dict[str, Any]]:
         """Configs of all ways; the first is the default."""
         return [
@@ -114,6 +124,41 @@ class Ways(dict[str, Way[C, S]]):
             for way in self.values()
             for values in way.candidates()
         ]
+
+
+def check_straggler(function: str, option: object) -> None:
+    """Refuse a ``straggler_option`` that says neither who sleeps nor how long.
+
+    Raises:
+        InvalidArgument: it is not two whole numbers.
+    """
+    match option:
+        case (int(), int(cycles)) if cycles >= 0:
+            return
+    expected = "None, or (rank, cycles): two ints, cycles from 0 on"
+    raise InvalidArgument(function, "straggler_option", option, expected)
+
+
+def check_tiles(function: str, config: Any, way: str | None = None) -> None:
+    """Refuse a ``gemm_config`` that has no tiles of a product.
+
+    Raises:
+        InvalidArgument: says what it lacks.
+    """
+    try:
+        config.kwargs["BLOCK_SIZE_K"]
+    except (AttributeError, KeyError):
+        raise refused_tiles(function, config, way) from None
+
+
+def refused_tiles(function: str, config: object, way: str | None = None) -> InvalidArgument:
+    """Return the error of such a ``gemm_config``."""
+    if not isinstance(config, triton.Config):
+        expected = "a triton.Config" if way is None else f"a triton.Config for way={way!r}"
+        return InvalidArgument(function, "gemm_config", config, expected)
+    missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
+    expected = f"one with {', '.join(sorted(missing))}"
+    return InvalidArgument(function, "gemm_config", str(config), expected)
 
 
 class OpCall:
@@ -138,6 +183,7 @@ def op(
     key_fn: Callable[..., Any],
     version: str,
     key_sizes: Sequence[str] = (),
+    agree_fn: Callable[..., object] = lambda *_, **__: "",
     **settings: Any,
 ) -> Callable[[Callable[..., Any]], tune.AutoTuner]:
     """Decorate the function of an op's ``op.py``, whose parameters are the fields of ``call``.
@@ -148,8 +194,8 @@ def op(
     Args:
         sizes: ``sizes(*args, **kwargs)`` returns what ``Way.suits`` receives, the same for all
             calls of a key, since a winner serves all of them.
-        key_sizes: ``sizes`` of ``tune.autotune``. key_fn, settings: of ``tune.autotune``, such as
-            ``scope="rank"`` for an op of one rank, which has no context.
+        key_sizes: ``sizes`` of ``tune.autotune``. key_fn, agree_fn, settings: of ``tune.autotune``,
+            such as ``scope="rank"`` for an op of one rank, which has no context.
         version: another one when results that are shipped (records/) must not be used any more.
     """
 
@@ -168,16 +214,31 @@ def op(
             bound.apply_defaults()
             call(**bound.arguments).compile()
 
+        def agree(*args: Any, **kwargs: Any) -> object:
+            """Refuse at the first call of a key what would make every candidate of it fail."""
+            given = signature.bind_partial(*args, **kwargs).arguments
+            if given.get("straggler_option") is not None:
+                check_straggler(ways.function, given["straggler_option"])
+            found = sizes(*args, **kwargs)
+            asked = getattr(found, "asked", None)
+            if asked is not None and not ways.has_candidates(asked, found):
+                by = next(name for name in _ASKING if given.get(name) is not None)
+                expected = f"a way that a tuning tries here: {ways.function}.fn(…, way={asked!r}) "
+                expected += "or autotune=False runs it all the same"
+                raise InvalidArgument(ways.function, by, given[by], expected)
+            return agree_fn(*args, **kwargs)
+
         def recover(*args: Any, **kwargs: Any) -> None:
             """Bring the context of all ranks back to one state after a candidate failed on some
             rank."""
             signature.bind_partial(*args, **kwargs).arguments["ctx"].reset()
 
-        return tuned(
+        tuner = tuned(
             config_space=ways.config_space,
             key_fn=key_fn,
             prune_fn=prune,
             prepare_fn=prepare,
+            agree_fn=agree,
             recover_fn=recover if "ctx" in signature.parameters else None,
             timing="graph",  # as in serving; streams of a library overlap there, whatever the host
             version=version,
@@ -185,6 +246,8 @@ def op(
             safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
             **settings,
         )(fn)
+        tuner.unsaid = ("way",)  # the first is an op's own default, unless a context has another
+        return tuner
 
     return decorate
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric.operators import group_name, has_operator
 
@@ -43,6 +44,17 @@ def candidates_here(operator: str) -> list[VendorMethod]:
     run our kernels, and where an interpreted kernel would never win; nor where ranks share a GPU,
     and the collective would go through the host."""
     return methods_here(operator) if current_device().has_nccl else []
+
+
+def check_async_tp(function: str, operator: str, num_ranks: int) -> None:
+    """Refuse a call over several ranks that only ``operator`` could make, where it is not.
+
+    Raises:
+        InvalidArgument: of the argument ``way``.
+    """
+    if num_ranks > 1 and VendorMethod.ASYNC_TP not in methods_here(operator):
+        expected = f"another one here: torch's {operator} is on GPUs alone, in builds that have it"
+        raise InvalidArgument(function, "way", VendorMethod.ASYNC_TP.value, expected)
 
 
 def has_async_tp(group: dist.ProcessGroup | None = None, operator: str = ALL_GATHER_MATMUL) -> bool:

@@ -10,7 +10,7 @@ Arguments that are the same for every GEMM across ranks:
         unit stride in one dimension and multiples of 16 bytes in the other; pointers serve others.
     ctx: from the op's ``create_…_context``.
     way: the algorithm (tuned). Older keywords of an op are names of a way too; tuned with one of
-        them, the tuning is of that way.
+        them, the tuning is of that way. Where nothing is tuned they go before ``way``.
     gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
     straggler_option: (rank, cycles): that rank sleeps so long in the call, for tests.
 

@@ -117,6 +117,8 @@ class CollectiveCase(Case[Size]):
         columns = x.new_ones(x.numel(), 2)
         other = torch.float16 if x.dtype is not torch.float16 else torch.bfloat16
         return {
+            "x": {"x": None},
+            "x (of another library)": {"x": x.cpu().numpy()},
             "x.dtype": {"x": x.int()},
             "x.device": {"x": x.to("meta")},
             "x.stride()": {"x": columns[:, 0]},
@@ -125,6 +127,8 @@ class CollectiveCase(Case[Size]):
             "output.device": {"output": x.to("meta")},
             "output.shape": {"output": x[:3]},
             "output.stride()": {"output": columns[:, 0]},
+            "output": {"output": "output"},
+            "straggler_option": {"straggler_option": {}},
             "method": {"method": "one_shot"},
             "way": {"way": "ring"},
         }

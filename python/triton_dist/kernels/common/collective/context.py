@@ -19,6 +19,7 @@ from triton_dist.kernels.common.context import (
     first_refusal,
     gradient_check,
     group_checks,
+    int_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import (
     VECTOR_BYTES,
@@ -87,6 +88,12 @@ def create(
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
+        yield from int_checks(
+            workspace_nbytes=workspace_nbytes,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+        )
         yield from group_checks("world_size", world_size, rank, group)
         yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
@@ -113,7 +120,13 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
     Raises:
         InvalidArgument: the call cannot work.
     """
-    if tensor.dtype not in DTYPES:
+    try:
+        is_known = tensor.dtype in DTYPES
+    except (AttributeError, TypeError):
+        is_known = False
+    if not is_known:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(function, argument, tensor, "a tensor")
         raise InvalidArgument(function, f"{argument}.dtype", tensor.dtype, DTYPE_NAMES)
     if tensor.device != device:
         expected = f"the context's {device}"
@@ -130,9 +143,15 @@ def check_tensor(function: str, argument: str, tensor: torch.Tensor, device: tor
 
 
 def check_output(
-    function: str, output: torch.Tensor, x: torch.Tensor, numel: int, device: torch.device
+    function: str,
+    output: torch.Tensor,
+    x: torch.Tensor,
+    numel: int,
+    device: torch.device,
+    place: int | None = None,
 ) -> None:
-    """The same for a tensor that the caller gives for the result of ``numel`` elements.
+    """The same for a tensor that the caller gives for the result of ``numel`` elements. It shares
+    no memory with x, unless x is all its bytes from ``place`` on that x has.
 
     Raises:
         InvalidArgument: the call cannot work.
@@ -142,3 +161,9 @@ def check_output(
         raise InvalidArgument(function, "output.dtype", output.dtype, f"x's {x.dtype}")
     if output.numel() != numel:
         raise InvalidArgument(function, "output.shape", tuple(output.shape), f"{numel} elements")
+    first, begin = output.data_ptr(), x.data_ptr()
+    # Tensors that hold no values are all at 0.
+    if 0 < first < begin + x.nbytes and begin < first + output.nbytes and begin - first != place:
+        allowed = "" if place is None else f", or x at its byte {place}"
+        expected = f"memory apart from x{allowed}"
+        raise InvalidArgument(function, "output", "memory that x shares", expected)

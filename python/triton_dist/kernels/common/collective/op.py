@@ -32,7 +32,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_bytes,
     untuned,
 )
-from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
+from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler
 from triton_dist.kernels.common.peers import folded
 from triton_dist.runtime.device import current_device
 
@@ -107,8 +107,12 @@ class ShardsCall(OpCall):
 
     def __post_init__(self) -> None:
         self.check(self.x, self.ctx, self.output)
-        self.chosen = self.ways[self.way or self.ways.asked(self.method) or Push.name]
-        self.shape = shape_of(self.num_ctas, self.block_bytes, self.num_pieces)
+        if self.straggler_option is not None:
+            check_straggler(self.ways.function, self.straggler_option)
+        if self.method is not None:
+            self.way = self.ways.asked(self.method)
+        self.chosen = self.ways[self.way or Push.name]
+        self.shape = shape_of(self.ways.function, self.num_ctas, self.block_bytes, self.num_pieces)
 
     @staticmethod
     @abstractmethod

@@ -96,25 +96,26 @@ def small_shape(nbytes: int) -> Shape:
 
 @functools.cache
 def shape_of(
+    function: str,
     num_ctas: int | None,
     block_bytes: int | None,
     num_pieces: int | None,
     default: Shape = DEFAULT_SHAPE,
 ) -> Shape:
-    """The shape of tunables; what is ``None`` is as in ``default``, untuned.
+    """The shape of tunables of ``function``; what is ``None`` is as in ``default``, untuned.
 
     Raises:
         InvalidArgument: a number that no launch can have.
     """
     asked = {"num_ctas": num_ctas, "block_bytes": block_bytes, "num_pieces": num_pieces}
     shape = replace(untuned(default), **{name: n for name, n in asked.items() if n is not None})
-    if not 1 <= shape.num_ctas <= MAX_CTAS:
-        raise InvalidArgument("shape_of", "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
-    if shape.block_bytes < 512 or shape.block_bytes & (shape.block_bytes - 1):
-        expected = "a power of two from 512 on"
-        raise InvalidArgument("shape_of", "block_bytes", shape.block_bytes, expected)
-    if not 1 <= shape.num_pieces <= MAX_PIECES:
-        raise InvalidArgument("shape_of", "num_pieces", shape.num_pieces, f"1 to {MAX_PIECES}")
+    if shape.num_ctas not in range(1, MAX_CTAS + 1):
+        raise InvalidArgument(function, "num_ctas", shape.num_ctas, f"1 to {MAX_CTAS}")
+    nbytes = shape.block_bytes
+    if not isinstance(nbytes, int) or nbytes < 512 or nbytes & (nbytes - 1):
+        raise InvalidArgument(function, "block_bytes", nbytes, "a power of two from 512 on")
+    if shape.num_pieces not in range(1, MAX_PIECES + 1):
+        raise InvalidArgument(function, "num_pieces", shape.num_pieces, f"1 to {MAX_PIECES}")
     return shape
 
 

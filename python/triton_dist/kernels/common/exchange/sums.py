@@ -209,7 +209,7 @@ class SumBuffer(ExchangeBuffer):
         one_shot = nbytes < TWO_SHOT_FROM if reduction is None else reduction == ONE_SHOT
         in_packets = one_shot and nbytes <= PACKETS_UP_TO
         default = PACKET_SHAPE if in_packets else DEFAULT_SHAPE
-        shape = shape_of(num_ctas, block_bytes, 1 if one_shot else num_pieces, default)
+        shape = shape_of("gemm_ar", num_ctas, block_bytes, 1 if one_shot else num_pieces, default)
         size = folded(product.shape[0])
         step = most_elements(self.sum_nbytes, item_bytes, self.num_ranks, one_shot, in_packets)
         for first in range(0, elements, step):

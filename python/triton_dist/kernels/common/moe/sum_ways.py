@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.launch import Launch
@@ -27,7 +26,7 @@ from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
 from triton_dist.kernels.common.moe.summing import COLLECTIVE, MoESumContext, SumCall, SumSizes
 from triton_dist.kernels.common.moe.topk_exchange import TOPK_EXCHANGE, RoutedSums
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.common.op import Way
+from triton_dist.kernels.common.op import Way, check_tiles
 from triton_dist.runtime.device import current_device
 
 _CHUNKS = (1, 2, 4, 8)
@@ -175,9 +174,7 @@ class SumWay(Way[SumCall, SumSizes]):
     def check(self, call: SumCall) -> None:
         function = call.kind.function
         if self.product is TiledProduct:
-            if not isinstance(call.tiles, triton.Config):
-                expected = f"a triton.Config for way={self.name!r}"
-                raise InvalidArgument(function, "gemm_config", call.tiles, expected)
+            check_tiles(function, call.tiles, self.name)
         elif not fits_library(call.key.N, call.key.K, call.key.dtype, call.key.layout):
             expected = "another one for K, N or strides that are no multiples of 16 bytes"
             raise InvalidArgument(function, "way", self.name, expected)
@@ -208,7 +205,11 @@ class Chunks(SumWay):
 
     def check(self, call: SumCall) -> None:
         super().check(call)
-        if not 1 <= call.chunks <= call.ctx.n_chunks_max:
+        try:
+            fits = 1 <= call.chunks <= call.ctx.n_chunks_max
+        except TypeError:
+            fits = False
+        if not fits:
             expected = f"1 to the context's n_chunks_max = {call.ctx.n_chunks_max}"
             raise InvalidArgument(call.kind.function, "num_chunks", call.chunks, expected)
 

@@ -24,9 +24,11 @@ from triton_dist.kernels.common.context import (
     first_refusal,
     gradient_check,
     group_checks,
+    int_checks,
     kernel_checks,
     kind_checks,
     signature_of,
+    tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer
 from triton_dist.kernels.common.moe.columns import Columns, PushedColumns, columns_of
@@ -145,6 +147,11 @@ def create(
     members = process_group_of(group)
 
     def checks() -> Iterator[Check]:
+        yield from int_checks(
+            rank=rank, world_size=world_size, local_world_size=local_world_size,
+            max_token_num=max_token_num, hidden_dim=hidden_dim, num_experts=num_experts, topk=topk,
+            n_chunks_max=n_chunks_max,
+        )  # fmt: skip
         yield from group_checks("world_size", world_size, rank, members)
         yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield "topk", topk, 1 <= topk <= MOST_TOPK, f"1 to {MOST_TOPK}"
@@ -213,6 +220,9 @@ def route_checks(
     topk: int | None,
 ) -> Iterator[Check]:
     """Checks of operands without a context; ``topk`` is ``None`` if any will do."""
+    yield from tensor_checks(
+        x=x, weights=weights, chosen_experts=chosen_experts, expert_weight=expert_weight
+    )
     ids = tuple(chosen_experts.shape)
     expected = f"[M, topk{'' if topk is None else f' = {topk}'}], at least one token"
     good = len(ids) == 2 and ids[0] >= 1 and 1 <= ids[1] <= MOST_TOPK and topk in (None, ids[1])
@@ -272,7 +282,8 @@ class SumCall(OpCall):
         check_fixed(self.ctx, self.n_chunks, self.config)
         self.tiles = self.config or self.gemm_config
         """Tiles of the product, where it is ours."""
-        self.chunks = self.n_chunks or self.num_chunks or 1
+        given = self.num_chunks if self.n_chunks is None else self.n_chunks
+        self.chunks = 1 if given is None else given
         self.chosen = self.ways[self.way or next(iter(self.ways))]
         self.chosen.check(self)
 
@@ -296,7 +307,7 @@ class SumCall(OpCall):
             InvalidArgument, ContextFinalized: the call cannot work.
         """
         function = cls.kind.function
-        device = buffer_of(ctx, function, cls.kind.creator).slots.epoch.device
+        device = buffer_of(ctx, cls.kind, function, cls.kind.creator).slots.epoch.device
         routing = chosen_experts, expert_weight
 
         def checks() -> Iterator[Check]:
@@ -313,7 +324,7 @@ class SumCall(OpCall):
             layout = weights_layout(weights)
             return SumKey(M, N, K, E, topk, x.dtype, layout, ctx.num_ranks, ctx.n_chunks_max)
 
-        signature = (signature_of(x, weights, *routing), weights.data_ptr() % 16)
+        signature = signature_of(weights, x, weights, *routing)
         return accept(ctx.accepted, signature, function, checks, key)
 
     @classmethod
@@ -418,7 +429,7 @@ def summed_routes(
     Raises:
         InvalidArgument: before anything is launched.
     """
-    E = weights.shape[0] if weights.ndim else 0
+    E = len(weights) if isinstance(weights, torch.Tensor) and weights.ndim else 0
     refusal = first_refusal(
         function, route_checks(x, weights, chosen_experts, expert_weight, E, None)
     )

@@ -21,14 +21,17 @@ from triton_dist.kernels.common.context import (
     kind_checks,
     layout_of,
     signature_of,
+    tensor_checks,
 )
 from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_kind, suits_rows
-from triton_dist.kernels.common.op import OpCall
+from triton_dist.kernels.common.op import OpCall, check_straggler, refused_tiles
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     SummingContext,
     chunks_of_row_block,
 )
+
+_CHUNKS = range(1, MAX_CHUNKS + 1)
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
@@ -58,7 +61,9 @@ class SummingCall(OpCall):
 
     def __post_init__(self) -> None:
         self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
-        if not 1 <= self.num_chunks <= MAX_CHUNKS:  # there are flags for so many
+        if self.straggler_option is not None:
+            check_straggler(self.kind.function, self.straggler_option)
+        if self.num_chunks not in _CHUNKS:  # there are flags for so many
             expected = f"1 to {MAX_CHUNKS}"
             raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
 
@@ -111,9 +116,10 @@ class SummingCall(OpCall):
             InvalidArgument, ContextFinalized: the call cannot work.
         """
         function = cls.kind.function
-        device = buffer_of(ctx, function, cls.kind.creator).slots.epoch.device
+        device = buffer_of(ctx, cls.kind, function, cls.kind.creator).slots.epoch.device
 
         def checks() -> Iterator[Check]:
+            yield from tensor_checks(A=A, B=B, **({} if bias is None else {"bias": bias}))
             is_matrix = A.ndim == 2 and A.shape[1] >= 1
             yield "A.shape", tuple(A.shape), is_matrix, "[M, K_per_rank]"
             (M, K), N = A.shape, ctx.N
@@ -131,14 +137,15 @@ class SummingCall(OpCall):
             (M, K), contiguous = A.shape, A.is_contiguous()
             return ProductKey(M, ctx.N, K, A.dtype, layout_of(B), contiguous, ctx.num_ranks)
 
-        signature = (signature_of(A, B, bias), B.data_ptr() % 16)
-        return accept(ctx.accepted, signature, function, checks, key)
+        return accept(ctx.accepted, signature_of(B, A, B, bias), function, checks, key)
 
     def check_tiles(self) -> None:
         """Refuse a call that has no tiles."""
-        if not isinstance(self.gemm_config, triton.Config):
-            expected = f"a triton.Config for way={self.chosen.name!r}"
-            raise InvalidArgument(self.kind.function, "gemm_config", self.gemm_config, expected)
+        try:
+            self.gemm_config.kwargs["BLOCK_SIZE_K"]  # type: ignore[union-attr]
+        except (AttributeError, KeyError):
+            name = self.chosen.name
+            raise refused_tiles(self.kind.function, self.gemm_config, name) from None
 
     def check_rows(self, most: int) -> None:
         """Refuse more rows than the memory of the way holds."""

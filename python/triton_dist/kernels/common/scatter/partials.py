@@ -27,6 +27,7 @@ from triton_dist.kernels.common.context import (
     GEMMContext,
     agree_to_create,
     group_checks,
+    int_checks,
     kernel_checks,
 )
 from triton_dist.runtime.ranks import Group, process_group_of
@@ -200,6 +201,9 @@ def create(
     members, more = process_group_of(group), dict(asked or {})
 
     def checks() -> Iterator[Check]:
+        yield from int_checks(
+            max_M=max_M, N=N, rank=rank, world_size=world_size, local_world_size=local_world_size
+        )
         yield from group_checks("world_size", world_size, rank, members)
         yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield kind.rows_check("max_M", max_M, world_size)

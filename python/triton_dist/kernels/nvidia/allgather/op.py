@@ -77,7 +77,8 @@ def create_all_gather_ctx(
 
 
 def _check(x: torch.Tensor, ctx: AllGatherContext, output: torch.Tensor | None) -> None:
-    device = buffer_of(ctx, "all_gather", "create_all_gather_ctx").device.torch_device
+    buffer = buffer_of(ctx, AllGatherContext, "all_gather", "create_all_gather_ctx")
+    device = buffer.device.torch_device
     collective_context.check_tensor("all_gather", "x", x, device)
     if x.ndim < 1:
         raise InvalidArgument("all_gather", "x.shape", tuple(x.shape), "[M, …]")
@@ -89,7 +90,8 @@ def _check(x: torch.Tensor, ctx: AllGatherContext, output: torch.Tensor | None) 
         raise InvalidArgument("all_gather", "x.nbytes", x.nbytes, expected)
     if output is not None:
         numel = x.numel() * ctx.num_ranks
-        collective_context.check_output("all_gather", output, x, numel, device)
+        place = ctx.rank * x.nbytes
+        collective_context.check_output("all_gather", output, x, numel, device, place)
 
 
 class Call(ShardsCall):
@@ -130,7 +132,7 @@ def all_gather(
         x: [M, …], fp16, bf16 or fp32, contiguous, of the same shape on every rank. 16 bytes move at
             a time where it begins on 16 bytes and has a multiple of 16 elements.
         ctx: from ``create_all_gather_ctx``.
-        output: where all goes, contiguous; x is not a part of it, or the one where it goes.
+        output: where all goes, contiguous; x is the part of it where it goes, or apart from it.
         way: the algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"``, see the module
             (tuned); default: ``"push"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).

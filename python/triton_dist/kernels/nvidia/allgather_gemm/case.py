@@ -114,6 +114,8 @@ class AllGatherGEMMCase(GEMMCase):
             "num_chunks": {"num_chunks": 0},
             "num_chunks (many)": {"num_chunks": MAX_CHUNKS + 1},
             "num_streams": {"num_streams": 0},
+            "num_streams (a text)": {"num_streams": "2"},
+            "gathered": {"gathered": 1},
             "method": {"method": "full_mesh_push"},
             "way": {"way": "ring"},
             "gathered.shape": {"gathered": A.new_ones(rows, K + 1)},

@@ -16,10 +16,12 @@ from triton_dist.kernels.common.context import (
     buffer_of,
     first_refusal,
     group_checks,
+    int_checks,
     kernel_checks,
     kind_checks,
     layout_of,
     signature_of,
+    tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.gemm.launch import SplitMemory
@@ -113,12 +115,17 @@ def create_ag_gemm_context(
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
+        yield from int_checks(
+            max_M=max_M, N=N, K=K, rank=rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks
+        )
         yield from group_checks("num_ranks", num_ranks, rank, group)
         expected = f"a positive multiple of num_ranks = {num_ranks}"
         for name, size in (("max_M", max_M), ("N", N)):
             yield name, size, size >= num_ranks and size % num_ranks == 0, expected
         yield "K", K, K >= 1, "at least 1"
         yield from kernel_checks("dtype", dtype)
+        good = isinstance(all_gather_method, AllGatherMethod)
+        yield "all_gather_method", all_gather_method, good, "an AllGatherMethod"
 
     asked = {"max_M": max_M, "N": N, "K": K, "dtype": str(dtype)}
     agree_to_create("create_ag_gemm_context", "an AllGather-GEMM", asked, checks(), group)
@@ -135,9 +142,10 @@ def check_operands(
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
     """
-    buffer = buffer_of(ctx, "ag_gemm", "create_ag_gemm_context")
+    buffer = buffer_of(ctx, AllGatherGEMMTensorParallelContext, "ag_gemm", "create_ag_gemm_context")
 
     def checks() -> Iterator[Check]:
+        yield from tensor_checks(A=A, B=B)
         is_shard = A.ndim == 2 and A.shape[1] == ctx.K
         yield "A.shape", tuple(A.shape), is_shard, f"[M_per_rank, K = {ctx.K}]"
         expected = f"[M_per_rank, K = {ctx.K}] with at least one row"
@@ -155,8 +163,7 @@ def check_operands(
         M, N, size = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=size)
 
-    signature = (signature_of(A, B), B.data_ptr() % 16)
-    return accept(ctx.accepted, signature, "ag_gemm", checks, key)
+    return accept(ctx.accepted, signature_of(B, A, B), "ag_gemm", checks, key)
 
 
 def check_gathered(
@@ -177,7 +184,10 @@ def check_gathered(
         apart = own.data_ptr() + own.nbytes <= first or last <= own.data_ptr()
         yield "gathered", "memory of the own rows'", apart, "memory of its own"
 
-    refusal = first_refusal("ag_gemm", checks())
+    try:
+        refusal = first_refusal("ag_gemm", checks())
+    except AttributeError:
+        refusal = first_refusal("ag_gemm", tensor_checks(gathered=gathered))
     if refusal is not None:
         raise refusal
 

@@ -13,6 +13,7 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.context import is_int
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, Exchange, Shape, small_shape
 from triton_dist.kernels.common.exchange.kernels import gathering
 from triton_dist.kernels.common.gemm import spaces
@@ -24,7 +25,7 @@ from triton_dist.kernels.common.gemm.launch import (
     split_k_tiles,
 )
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
-from triton_dist.kernels.common.op import AskedWay, OpCall, Ways
+from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler, refused_tiles
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
@@ -37,6 +38,7 @@ from triton_dist.kernels.nvidia.allgather_gemm.context import (
 from triton_dist.runtime.device import current_device
 
 _DEFAULT_COMM_SMS = 16
+_CHUNKS, _COMM_SMS, _FEW = (range(1, most + 1) for most in (MAX_CHUNKS, MAX_COMM_SMS, 8))
 _CHUNKS_OF_SPECIALIZED, _CHUNKED_SPECIALIZED = (2, 4), 2
 # Programs of an all-gather before the product, and bytes that one moves at a time.
 _SERIAL_COMM_SMS = (128, 64, 32, 16, 8)
@@ -63,15 +65,19 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         self.operands = check_operands(self.A, self.B, self.ctx)
+        if self.straggler_option is not None:
+            check_straggler("ag_gemm", self.straggler_option)
         self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
         """[M_per_rank, K], this rank's shard."""
         if self.gathered is not None:
             check_gathered(self.gathered, self.own, self.ctx)
-        if not 1 <= self.num_chunks <= MAX_CHUNKS:
+        if self.num_chunks not in _CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
-        if self.num_streams < 1:
+        if self.num_streams not in _FEW and not (is_int(self.num_streams) and self.num_streams > 0):
             raise InvalidArgument("ag_gemm", "num_streams", self.num_streams, "at least 1")
-        self.chosen = WAYS[self.way or WAYS.asked(self.method or self.ctx.all_gather_method) or ""]
+        if self.method is not None:  # the way may be that of a config that is not tuned
+            self.way = WAYS.asked(self.method)
+        self.chosen = WAYS[self.way or WAYS.asked(self.ctx.all_gather_method) or ""]
         self.chosen.check(self)
 
 
@@ -104,9 +110,10 @@ class _Tiled(AskedWay[Call, Sizes]):
         return fits_shape(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
 
     def check(self, call: Call) -> None:
-        if call.gemm_config is None:
-            expected = f"a triton.Config for way={self.name!r}"
-            raise InvalidArgument("ag_gemm", "gemm_config", None, expected)
+        try:
+            call.gemm_config.kwargs["BLOCK_SIZE_K"]  # type: ignore[union-attr]
+        except (AttributeError, KeyError):
+            raise refused_tiles("ag_gemm", call.gemm_config, self.name) from None
 
     def compile(self, call: Call) -> None:
         self._consumer(call, _empty_product(call), self.describe(call)).compile()
@@ -228,7 +235,7 @@ class FusedPush(_Tiled):
         most = min(MAX_COMM_SMS, call.ctx.device.num_sms - 1)
         if call.num_comm_sms is None:
             call.num_comm_sms = min(_DEFAULT_COMM_SMS, most)
-        if not 1 <= call.num_comm_sms <= most:
+        if call.num_comm_sms not in _COMM_SMS or call.num_comm_sms > most:
             raise InvalidArgument("ag_gemm", "num_comm_sms", call.num_comm_sms, f"1 to {most}")
 
     def describe(self, call: Call) -> GatheredShards:
@@ -319,6 +326,9 @@ class AsyncTP(Collective):
 
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
 
+    def check(self, call: Call) -> None:
+        vendor.check_async_tp("ag_gemm", vendor.ALL_GATHER_MATMUL, call.ctx.num_ranks)
+
     def multiply(self, call: Call, own: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return vendor.async_tp_matmul(own, B, call.ctx.group, call.gathered)
 
@@ -334,7 +344,7 @@ def shape_for(shard_bytes: int, num_comm_sms: int | None, num_chunks: int) -> Sh
     """
     if num_comm_sms is None:
         num_comm_sms = small_shape(shard_bytes).num_ctas
-    elif not 1 <= num_comm_sms <= MAX_CTAS:
+    elif not (is_int(num_comm_sms) and 1 <= num_comm_sms <= MAX_CTAS):
         raise InvalidArgument("ag_gemm", "num_comm_sms", num_comm_sms, f"1 to {MAX_CTAS}")
     share = -(-shard_bytes // (num_comm_sms * num_chunks))
     block_bytes = min(_LARGE_BLOCK, max(_SMALL_BLOCK, 1 << (share - 1).bit_length()))

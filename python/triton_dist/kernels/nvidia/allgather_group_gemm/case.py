@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, tolerance, uniform
@@ -145,6 +146,11 @@ class AllGatherGroupGEMMCase(RoutedCase):
         (rows, K), (E, _, N), (M, topk) = a.shape, b.shape, ids.shape
         other = torch.bfloat16 if a.dtype is not torch.bfloat16 else torch.float16
         return {
+            "a": {"a": None},
+            "full_topk_ids": {"full_topk_ids": ids.tolist()},
+            "straggler_option": {"straggler_option": "4"},
+            "num_groups (a text)": {"num_groups": "1"},
+            "gemm_config": {"gemm_config": triton.Config({})},
             "a.dtype": {"a": a.to(other)},
             "b.dtype": {"b": b.to(other)},
             "a.device": {"a": a.to("meta")},

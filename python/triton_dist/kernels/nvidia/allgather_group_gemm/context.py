@@ -16,9 +16,11 @@ from triton_dist.kernels.common.context import (
     agree_to_create,
     buffer_of,
     group_checks,
+    int_checks,
     kernel_checks,
     kind_checks,
     signature_of,
+    tensor_checks,
 )
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, bytes_of_parts
 from triton_dist.kernels.common.moe.product import weights_layout
@@ -136,6 +138,11 @@ def create_ag_group_gemm_context(
     tile = dict(zip(_TILE, (BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, GROUP_SIZE_M), strict=True))
 
     def checks() -> Iterator[Check]:
+        yield from int_checks(
+            max_ntokens=max_ntokens, N_per_rank=N_per_rank, K=K, num_experts=num_experts, topk=topk,
+            rank=rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks, **tile, stages=stages,
+            num_warps=num_warps,
+        )  # fmt: skip
         yield from group_checks("num_ranks", num_ranks, rank, group)
         expected = f"a positive multiple of num_ranks = {num_ranks}"
         fits = max_ntokens >= num_ranks and max_ntokens % num_ranks == 0
@@ -176,9 +183,15 @@ def check_operands(
         InvalidArgument: the call cannot work.
         ContextFinalized: the context has no memory any more.
     """
-    buffer = buffer_of(ctx, "ag_group_gemm", "create_ag_group_gemm_context")
+    buffer = buffer_of(
+        ctx,
+        MoEAllGatherGroupGEMMTensorParallelContext,
+        "ag_group_gemm",
+        "create_ag_group_gemm_context",
+    )
 
     def checks() -> Iterator[Check]:
+        yield from tensor_checks(a=a, b=b, full_topk_ids=full_topk_ids)
         expected = f"[M_per_rank, K = {ctx.K}] with at least one row"
         good = a.ndim == 2 and a.shape[1] == ctx.K and a.shape[0] >= 1
         yield "a.shape", tuple(a.shape), good, expected
@@ -200,5 +213,5 @@ def check_operands(
         M, (E, K, N) = full_topk_ids.shape[0], b.shape
         return RoutedKey(M, N, K, E, ctx.topk, a.dtype, weights_layout(b), buffer.num_ranks)
 
-    signature = (signature_of(a, b, full_topk_ids), b.data_ptr() % 16)
+    signature = signature_of(b, a, b, full_topk_ids)
     return accept(ctx.accepted, signature, "ag_group_gemm", checks, key)

@@ -32,7 +32,7 @@ from triton_dist.kernels.common.moe.rows import (
 )
 from triton_dist.kernels.common.moe.same_ids import compare_ids
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.op import OpCall, Way, Ways, check_straggler, check_tiles
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import (
     MAX_CHUNKS,
@@ -59,6 +59,7 @@ _MOST_PLACED = 16384
 # highest at least, and others are not tried with groups.
 _ROWS_OF_GROUP = 128
 _HIGH, _COMM_SMS = 64, 16
+_GROUPS = range(1, MOST_GROUPS + 1)
 # A few tiles are enough to see whether an order of rows is worth it.
 _FIRST_USE_TILES = {"BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8, "PROGRAMS": 1}
 
@@ -81,7 +82,10 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         self.key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids)
+        if self.straggler_option is not None:
+            check_straggler("ag_group_gemm", self.straggler_option)
         self.tiles = self.gemm_config or self.ctx.gemm_config
+        check_tiles("ag_group_gemm", self.tiles)
         self.chosen = chosen = WAYS[self.way or Arrivals.name]
         assert isinstance(chosen, _Gathering)
         self.gather = self.gather or chosen.gathers[0]
@@ -163,7 +167,7 @@ class Arrivals(_Gathering):
         return (is_worth_it or current_device().interprets) and suits_tiles(config, sizes)
 
     def check(self, call: Call) -> None:
-        if not 1 <= call.num_groups <= MOST_GROUPS:
+        if call.num_groups not in _GROUPS:
             expected = f"1 to {MOST_GROUPS}"
             raise InvalidArgument("ag_group_gemm", "num_groups", call.num_groups, expected)
 
@@ -240,7 +244,7 @@ class FirstUse(_Gathering):
             ("num_chunks", call.num_chunks, MOST_CHUNKS),
             ("num_comm_sms", call.num_comm_sms, most),
         ):
-            if not 1 <= value <= limit:
+            if value not in range(1, limit + 1):
                 raise InvalidArgument("ag_group_gemm", argument, value, f"1 to {limit}")
 
     def compile(self, call: Call) -> None:

@@ -90,7 +90,7 @@ def all_reduce(
         x: fp16, bf16 or fp32, contiguous, of any shape. 16 bytes move at a time where it begins on
             16 bytes and has a multiple of 16 elements.
         ctx: from ``create_allreduce_ctx``.
-        output: where the sum goes, contiguous; may be x itself.
+        output: where the sum goes, contiguous; x itself, or memory apart from it.
         way: the algorithm: ``"one_shot"``, ``"two_shot"``, ``"double_tree"``, ``"collective"`` or
             ``"by_size"``, see the module (tuned); default: ``"by_size"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).

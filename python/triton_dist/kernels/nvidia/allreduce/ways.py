@@ -35,7 +35,7 @@ from triton_dist.kernels.common.exchange.sums import (
     one_shot_bytes,
 )
 from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
-from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways
+from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways, check_straggler
 from triton_dist.kernels.common.peers import folded
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
 from triton_dist.runtime import waits
@@ -73,17 +73,22 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         check_tensors(self.x, self.ctx, self.output)
-        self.chosen = WAYS[self.way or way_of(self.method, self.algorithm) or BySize.name]
+        if self.straggler_option is not None:
+            check_straggler("all_reduce", self.straggler_option)
+        if self.method is not None or self.algorithm is not None:
+            self.way = way_of(self.method, self.algorithm)
+        self.chosen = WAYS[self.way or BySize.name]
         self.shape = DEFAULT_SHAPE
         self.chosen.check(self)
 
 
 def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor | None) -> None:
     """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
-    device = buffer_of(ctx, "all_reduce", "create_allreduce_ctx").device.torch_device
+    buffer = buffer_of(ctx, AllReduceContext, "all_reduce", "create_allreduce_ctx")
+    device = buffer.device.torch_device
     collective_context.check_tensor("all_reduce", "x", x, device)
     if output is not None:
-        collective_context.check_output("all_reduce", output, x, x.numel(), device)
+        collective_context.check_output("all_reduce", output, x, x.numel(), device, 0)
 
 
 def way_of(method: object, algorithm: AllReduceMethod | None = None) -> str | None:
@@ -191,7 +196,7 @@ class _Exchanged(_Way):
 
     def check(self, call: Call) -> None:
         super().check(call)
-        call.shape = shape_of(call.num_ctas, call.block_bytes, call.num_pieces)
+        call.shape = shape_of("all_reduce", call.num_ctas, call.block_bytes, call.num_pieces)
 
     def compile(self, call: Call) -> None:
         """Compile the first of several launches."""
@@ -253,7 +258,7 @@ class OneShot(_Exchanged):
         if call.packets is None:
             call.packets = call.x.nbytes <= PACKETS_UP_TO
         default = PACKET_SHAPE if call.packets else DEFAULT_SHAPE
-        call.shape = shape_of(call.num_ctas, call.block_bytes, 1, default)
+        call.shape = shape_of("all_reduce", call.num_ctas, call.block_bytes, 1, default)
 
     def num_shards(self, num_ranks: int) -> int:
         return 1

@@ -17,11 +17,21 @@ from triton_dist.kernels.common.gemm.spaces import (
     warp_specialized_tiles,
 )
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.op import tuned
+from triton_dist.kernels.common.op import check_tiles, tuned
 from triton_dist.runtime.device import current_device
 
 
 def _check(A: torch.Tensor, B: torch.Tensor) -> None:
+    try:
+        _check_matrices(A, B)
+    except (AttributeError, TypeError):
+        for name, matrix in (("A", A), ("B", B)):
+            if not isinstance(matrix, torch.Tensor):
+                raise InvalidArgument("matmul", name, matrix, "a tensor") from None
+        raise
+
+
+def _check_matrices(A: torch.Tensor, B: torch.Tensor) -> None:
     if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0]:
         raise InvalidArgument(
             "matmul", "B", tuple(B.shape), f"[K, N] for an A of {tuple(A.shape)} = [M, K]"
@@ -78,6 +88,7 @@ def _launch(
 ) -> tuple[torch.Tensor, Launch]:
     _check(A, B)
     C = torch.empty(A.shape[0], B.shape[1], dtype=A.dtype, device=A.device)
+    check_tiles("matmul", config)
     return C, sharded_gemm(A, B, C, config, num_sms=current_device().num_sms, persistent=persistent)
 
 

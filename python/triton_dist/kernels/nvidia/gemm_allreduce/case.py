@@ -63,7 +63,9 @@ class GEMMAllReduceCase(SummedGEMMCase):
             **super().bad_calls(good, num_ranks),
             "way": {"way": "three_shot"},
             "method": {"method": "two_shot"},
-            "gemm_config": {"gemm_config": None, "method": two_shot},
+            "gemm_config (none)": {"gemm_config": None, "method": two_shot},
+            "num_ctas": {"way": "serial", "num_ctas": "2"},
+            "block_bytes": {"way": "serial", "block_bytes": 1000},
             "reduction": {"way": "serial", "reduction": "double_tree"},
         }
 

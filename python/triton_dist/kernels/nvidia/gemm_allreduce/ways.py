@@ -60,7 +60,9 @@ class Call(SummingCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.chosen = WAYS[self.way or self.asked(self.method) or BySize.name]
+        if self.method is not None:
+            self.way = self.asked(self.method)
+        self.chosen = WAYS[self.way or BySize.name]
         if self.ctx.num_ranks == 1:  # a plain product
             self.chosen = WAYS[Collective.name]
         self.chosen.check(self)
@@ -197,14 +199,14 @@ class Serial(WholeProduct[Call]):
             nbytes = -(-nbytes // sizes.num_ranks)
         elif nbytes > one_shot_bytes(sizes.num_ranks):
             return False
-        shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+        shape = shape_of("gemm_ar", config["num_ctas"], config["block_bytes"], config["num_chunks"])
         return is_worth_trying(shape, nbytes)
 
     def check(self, call: Call) -> None:
         if call.reduction not in (None, *_SERIAL):
             expected = f"None or one of {', '.join(map(repr, _SERIAL))}"
             raise InvalidArgument("gemm_ar", "reduction", call.reduction, expected)
-        shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+        shape_of("gemm_ar", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.ctx.N))

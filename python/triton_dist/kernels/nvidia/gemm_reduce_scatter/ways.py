@@ -48,8 +48,9 @@ class Call(SummingCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = self.way or self.asked(self.method, self.fuse_scatter)
-        self.chosen = WAYS[asked or Fused.name]
+        if self.method is not None or self.fuse_scatter is not None:
+            self.way = self.asked(self.method, self.fuse_scatter)
+        self.chosen = WAYS[self.way or Fused.name]
         self.adds = self.sums_on_arrival(self.ctx, self.reduce_st)
         self.chosen.check(self)
 
@@ -190,14 +191,14 @@ class Serial(WholeProduct[Call]):
             yield shape.num_pieces, shape.num_ctas, shape.block_bytes
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        shape = shape_of(config["num_ctas"], config["block_bytes"], config["num_chunks"])
+        shape = shape_of("gemm_rs", config["num_ctas"], config["block_bytes"], config["num_chunks"])
         shard_bytes = sizes.nbytes // sizes.num_ranks
         return sizes.nbytes <= EXCHANGED_BYTES and is_worth_trying(shape, shard_bytes)
 
     def check(self, call: Call) -> None:
         call.check_sum()
         call.check_rows(call.ctx.exchanged_rows)
-        shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+        shape_of("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
 
     def compile(self, call: Call) -> None:
         product = call.A.new_empty((call.A.shape[0], call.B.shape[1]))
@@ -210,7 +211,7 @@ class Serial(WholeProduct[Call]):
         return rows
 
     def _exchange(self, call: Call, product: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        shape = shape_of(call.num_ctas, call.block_bytes, call.num_chunks)
+        shape = shape_of("gemm_rs", call.num_ctas, call.block_bytes, call.num_chunks)
         return scattering(product, call.ctx.num_ranks, shape)
 
 
@@ -234,6 +235,9 @@ class AsyncTP(Collective):
     """torch's async tensor parallelism, on GPUs, in builds of torch that have it."""
 
     name, method = VendorMethod.ASYNC_TP.value, VendorMethod.ASYNC_TP
+
+    def check(self, call: Call) -> None:
+        vendor.check_async_tp("gemm_rs", vendor.MATMUL_REDUCE_SCATTER, call.ctx.num_ranks)
 
     def multiply(self, call: Call, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         return vendor.async_tp_matmul_scatter(A, B, call.ctx.group)

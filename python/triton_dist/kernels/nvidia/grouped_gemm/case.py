@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
@@ -120,6 +121,10 @@ class GroupedGEMMCase(RoutedCase):
         (M, K), N = A.shape, B.shape[2]
         other = torch.bfloat16 if A.dtype is not torch.bfloat16 else torch.float16
         return {
+            "A": {"A": None},
+            "B": {"B": "B"},
+            "topk_ids": {"topk_ids": ids.tolist()},
+            "gemm_config (no tiles)": {"gemm_config": triton.Config({})},
             "A.dtype": {"A": A.int()},
             "B.dtype": {"B": B.to(other)},
             "B.device": {"B": B.to("meta")},

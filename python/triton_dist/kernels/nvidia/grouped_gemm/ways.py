@@ -17,6 +17,7 @@ from triton_dist.kernels.common.context import (
     accept,
     gradient_check,
     signature_of,
+    tensor_checks,
 )
 from triton_dist.kernels.common.launch import Bounded, Launch
 from triton_dist.kernels.common.moe.product import grouped_product, weights_layout
@@ -32,7 +33,7 @@ from triton_dist.kernels.common.moe.rows import (
     suits_library,
 )
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
-from triton_dist.kernels.common.op import OpCall, Way, Ways
+from triton_dist.kernels.common.op import OpCall, Way, Ways, check_tiles
 from triton_dist.runtime.device import current_device
 
 ORDERS = ("route", "sorted")
@@ -49,6 +50,7 @@ def checks(
     activation: object,
 ) -> Iterator[Check]:
     """Checks of a call; of its ids they raise at once, since the others need them."""
+    yield from tensor_checks(A=A, B=B, topk_ids=topk_ids)
     check_ids("grouped_gemm", topk_ids, B.shape[0] if B.ndim == 3 else 1)
     device = current_device().torch_device.type
     yield "A.dtype", A.dtype, A.dtype in DTYPES, DTYPE_NAMES
@@ -113,7 +115,7 @@ class GroupedKey(NamedTuple):
             rows = "token" if len(A) == M else "route"
             return cls(M, N, K, E, topk, A.dtype, weights_layout(B), rows, order, activation)
 
-        looks = signature_of(A, B, topk_ids), B.data_ptr() % 16, current_device().torch_device
+        looks = signature_of(B, A, B, topk_ids), current_device().torch_device
         return accept(
             _ACCEPTED,
             (*looks, order, activation),
@@ -161,9 +163,7 @@ class Tiled(Way[Call, GroupedKey]):
         return suits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
 
     def check(self, call: Call) -> None:
-        if call.gemm_config is None:
-            expected = f"a triton.Config for way={self.name!r}"
-            raise InvalidArgument("grouped_gemm", "gemm_config", None, expected)
+        check_tiles("grouped_gemm", call.gemm_config, self.name)
 
     def compile(self, call: Call) -> None:
         _, blocks, product = self._launches(call)

@@ -79,7 +79,8 @@ def create_reduce_scatter_ctx(
 
 
 def _check(x: torch.Tensor, ctx: ReduceScatterContext, output: torch.Tensor | None) -> None:
-    device = buffer_of(ctx, "reduce_scatter", "create_reduce_scatter_ctx").device.torch_device
+    buffer = buffer_of(ctx, ReduceScatterContext, "reduce_scatter", "create_reduce_scatter_ctx")
+    device = buffer.device.torch_device
     collective_context.check_tensor("reduce_scatter", "x", x, device)
     if x.ndim < 1 or x.shape[0] % ctx.num_ranks:
         expected = f"a first dimension that is a multiple of world_size = {ctx.num_ranks}"
@@ -134,7 +135,7 @@ def reduce_scatter(
             ``x[r * M / world size:]``. 16 bytes move at a time where x begins on 16 bytes and a
             shard has a multiple of 16 elements.
         ctx: from ``create_reduce_scatter_ctx``.
-        output: where the shard goes, contiguous; not a part of x.
+        output: where the shard goes, contiguous; in memory apart from x.
         way: the algorithm: ``"push"``, ``"copy_engine"`` or ``"collective"``, see the module
             (tuned); default: ``"push"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
