@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ import torch
 import triton
 
 from tests.architecture.source import ROOT
+from triton_dist._tuning import libraries
 from triton_dist._tuning.source import source_of
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
 
@@ -314,7 +316,7 @@ def test_library_code_is_not_followed():
     def op(x):
         return json.dumps(x), pytest.approx(x)
 
-    assert set(all_of([op])) == {"op"}
+    assert set(all_of([op])) == {"op", "library pytest"}
 
 
 def even(n):
@@ -399,6 +401,29 @@ def test_an_installed_package_is_followed_if_the_function_is_of_it(install, tmp_
         assert set(all_of([op])) == {"op"}
     finally:
         del sys.modules["installed_ops"]
+
+
+def test_another_version_of_a_library_is_seen(tmp_path, monkeypatch):
+    folder = site_packages(tmp_path)
+    monkeypatch.syspath_prepend(str(folder))
+    module = importlib.import_module("installed_ops")
+    helper, found = module.helper, []
+
+    def op(x):
+        return helper(x) + module.op(x)
+
+    for version in ("1.0", "2.0"):
+        lists = folder / f"installed_ops-{version}.dist-info"
+        lists.mkdir()
+        (lists / "METADATA").write_text(f"Name: installed-ops\nVersion: {version}\n")
+        libraries.version_of.cache_clear()
+        found.append(all_of([op]))
+        shutil.rmtree(lists)
+    libraries.version_of.cache_clear()
+    del sys.modules["installed_ops"]
+    assert found[0].keys() == {"op", "library installed_ops"} == found[1].keys()
+    assert found[0]["op"] == found[1]["op"]
+    assert found[0]["library installed_ops"] != found[1]["library installed_ops"]
 
 
 def test_what_lies_beside_installed_packages_is_followed(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import sysconfig
 import types
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 _OWN = "triton_dist"
@@ -98,6 +99,19 @@ class Libraries:
             if inside != file and _top(inside) in _installed_in(folder):
                 return _top(inside) not in self._own
         return False
+
+
+@functools.cache
+def version_of(package: str) -> str:
+    """The distribution that a package at the top of a path is of, and its version; "" for what is
+    not installed by itself. Those of torch and Triton stand in every record."""
+    if package in _LIBRARIES or package in sys.stdlib_module_names:
+        return ""
+    try:
+        return f"{package} {metadata.version(package)}"
+    except (metadata.PackageNotFoundError, ValueError):
+        names = metadata.packages_distributions().get(package, [])
+        return ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names)))
 
 
 def is_library(module: str) -> bool:

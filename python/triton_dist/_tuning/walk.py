@@ -102,6 +102,7 @@ class Walk(Held):
     def _function(self, function: types.FunctionType) -> str:
         inner = getattr(function, "__wrapped__", None)
         if self._library.has_function(function):
+            self._library_of(function.__module__ or "")
             of_types = getattr(function, "registry", {})  # functools.singledispatch
             by_type = sorted(
                 f"{each.__qualname__} {self.reference(of_types[each])}" for each in of_types
@@ -155,6 +156,12 @@ class Walk(Held):
                 lines += self._statement(statement, function.__name__, module)
         self.texts[name] = "\n".join(lines)
         return name
+
+    def _library_of(self, module: str) -> None:
+        """Note the version of the library that code reaches, which stands for its source."""
+        package = module.partition(".")[0]
+        if version := libraries.version_of(package):
+            self.texts.setdefault(f"library {package}", version)
 
     def _cell(self, name: str, cell: str, value: Any, function: types.FunctionType) -> str:
         if cell in normalise.rebound_cells(function.__code__):
@@ -228,6 +235,9 @@ class Walk(Held):
                     break
                 holder, last = value, part
                 value = attribute(value, part, ABSENT)
+            if isinstance(value, (types.ModuleType, type)) and self._library.has(value):
+                named = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+                self._library_of(named)
             if value is not ABSENT:
                 lines.append(self._read(chain, value, holder, last, module))
             if isinstance(holder, type) and path and last == path[-1]:
