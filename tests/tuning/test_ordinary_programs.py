@@ -641,6 +641,20 @@ set_up()
 @autotune(S, K)
 def op(x, n): return CFG["block"]
 """,
+    "what another module registers with an object": """
+import program
+@program.REGISTRY.register("h")
+def h(x): return VALUE
+---
+import sys
+class Registry:
+    def __init__(self): self.table = {}
+    def register(self, name): return lambda function: self.table.setdefault(name, function)
+REGISTRY = Registry()
+@autotune(S, K)
+def op(x, n): return REGISTRY.table["h"](x)
+import elsewhere
+""",
     "the object of a method in a global": """
 ---
 class Scale:

@@ -18,12 +18,12 @@ from triton_dist._tuning.inspected import (
     CONTAINERS,
     WRAPPED,
     attribute,
+    attributes,
     bound_to,
     closure_of,
     code_in,
     configs_of,
     inner_code,
-    is_object_with_fields,
     may_change,
     ordered,
     types_in,
@@ -32,7 +32,8 @@ from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.values import codec, qualified_name
 from triton_dist._tuning.visited import Visited
 
-_DEEPEST = 8
+_MOST_VISITS = 10_000
+"""Values of one global that are looked into."""
 Origin = tuple[types.ModuleType | type | None, str]
 
 
@@ -111,22 +112,21 @@ class Held(ABC):
         except TypeError:
             return f"{self._class(type(value))} {self._made(*origin)}"
 
-    def visit(self, value: Any, home: str, depth: int = 0) -> None:
+    def visit(self, value: Any, home: str, seen: set[int] | None = None) -> None:
         """Visit the code in what a global holds at the moment. What it holds beside code may differ
         by rank and by time, and so may closures that functions of ``home``, its module, keep in it,
-        as caches do: the statements that made it, and those functions, say what they are.
+        as caches do: the statements that made it, and those functions, say what they are. Of what
+        an object holds no closure counts at all.
         """
-        if depth > _DEEPEST:
+        seen = set() if seen is None else seen
+        if id(value) in seen or len(seen) > _MOST_VISITS:
             return
+        seen.add(id(value))
         if isinstance(value, functools.partial):
-            self.visit(value.func, home, depth + 1)
+            self.visit(value.func, home, seen)
         elif isinstance(value, COLLECTIONS):
             for item in ordered(value):
-                self.visit(item, home, depth + 1)
-        elif is_object_with_fields(value):
-            self._class(type(value))
-            for each in dataclasses.fields(value):
-                self.visit(getattr(value, each.name, None), home, depth + 1)
+                self.visit(item, home, seen)
         elif isinstance(value, types.FunctionType):
             if not _is_inner(value, home):
                 self._function(value)
@@ -138,6 +138,9 @@ class Held(ABC):
         elif not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
             self._types(value)
             self._class(type(value))
+            if not self._library.has(type(value)):
+                for item in attributes(value).values():
+                    self.visit(item, "", seen)
 
     def _types(self, value: Any) -> str:
         """Visit the classes of data, which may have methods."""
@@ -244,6 +247,6 @@ class Held(ABC):
 
 
 def _is_inner(function: Any, home: str) -> bool:
-    """True for a function that a function of the module ``home`` made."""
-    name = getattr(function, "__qualname__", "")
-    return "<locals>" in name and getattr(function, "__module__", "") == home
+    """True for a function that a function of the module ``home`` made; "": of any module."""
+    is_inner = "<locals>" in getattr(function, "__qualname__", "")
+    return is_inner and home in ("", getattr(function, "__module__", ""))
