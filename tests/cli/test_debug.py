@@ -84,7 +84,8 @@ def test_ranks_that_torchrun_starts_have_a_report_each(tmp_path, monkeypatch, ca
     a_tool(tmp_path, monkeypatch)
     reports, script = tmp_path / "the reports", tmp_path / "script.py"
     script.write_text("import os; print('rank', os.environ['RANK'], flush=True)")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(script)]
     assert main(["debug", "memcheck", "--reports", str(reports), "--", *command]) == 0
     shown = capfd.readouterr().out
     assert sorted(line for line in shown.splitlines() if line.startswith("rank ")) == [
