@@ -939,3 +939,16 @@ def test_a_class_without_a_source_counts_by_its_members():
 
     assert of(1) == of(1)
     assert of(1) != of(2)
+
+
+def test_a_function_of_no_module_is_known():
+    space: dict[str, Any] = {"__name__": "nowhere"}
+    exec(
+        "from triton_dist.tune import autotune\n"
+        "TABLE = [1]\n"
+        "class Stats: calls = 0\n"
+        "@autotune([{'n': 1}], lambda x: x)\n"
+        "def op(x, n): return TABLE[0], Stats.calls\n",
+        space,
+    )
+    assert space["op"].fingerprint().source.keys() == {"op"}

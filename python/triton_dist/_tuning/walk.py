@@ -70,17 +70,18 @@ class Walk(Held):
         if not holding_class:
             holder, last = literals.home(holder, last)
         found = (literals.of_attribute if holding_class else literals.of_global)(holder, last, data)
-        is_marked = isinstance(data, CONTAINERS) and literals.is_marked(holder, last)
+        is_open = isinstance(data, CONTAINERS) and not literals.is_marked(holder, last)
         try:
-            text = "" if isinstance(data, CONTAINERS) and not is_marked else text_of(data)
+            text = "" if is_open else text_of(data)
         except TypeError:
             text = ""
         name = constants.name(f"{holder.__name__}.{last}" if holding_class else last, holder)
         changes = self._changes(chain, holder, last, reader)
-        if changes or found is literals.Origin.COMPUTED or isinstance(data, CONTAINERS) > is_marked:
+        if changes or is_open or found is literals.Origin.COMPUTED:
             if text:
-                constants.uncounted[name] = found.value if not changes else _CHANGES
-            self.visit(data, getattr(holder, "__module__", None) or holder.__name__)
+                constants.uncounted[name] = _CHANGES if changes else found.value
+            home = getattr(holder, "__module__" if holding_class else "__name__", "")
+            self.visit(data, home)
             return f"{chain} = {self._made(holder, last)}"
         if not text or (holding_class and isinstance(data, enum.Enum)):
             return f"{chain} = {self.reference(value, (holder, last))}"
