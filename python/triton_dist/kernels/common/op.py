@@ -148,17 +148,11 @@ def check_tiles(function: str, config: Any, way: str | None = None) -> None:
     try:
         config.kwargs["BLOCK_SIZE_K"]
     except (AttributeError, KeyError):
-        raise refused_tiles(function, config, way) from None
-
-
-def refused_tiles(function: str, config: object, way: str | None = None) -> InvalidArgument:
-    """Return the error of such a ``gemm_config``."""
-    if not isinstance(config, triton.Config):
         expected = "a triton.Config" if way is None else f"a triton.Config for way={way!r}"
-        return InvalidArgument(function, "gemm_config", config, expected)
-    missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
-    expected = f"one with {', '.join(sorted(missing))}"
-    return InvalidArgument(function, "gemm_config", str(config), expected)
+        if isinstance(config, triton.Config):
+            missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
+            config, expected = str(config), f"one with {', '.join(sorted(missing))}"
+        raise InvalidArgument(function, "gemm_config", config, expected) from None
 
 
 class OpCall:

@@ -24,7 +24,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_kind, suits_rows
-from triton_dist.kernels.common.op import OpCall, check_straggler, refused_tiles
+from triton_dist.kernels.common.op import OpCall, check_straggler, check_tiles
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     SummingContext,
@@ -141,11 +141,7 @@ class SummingCall(OpCall):
 
     def check_tiles(self) -> None:
         """Refuse a call that has no tiles."""
-        try:
-            self.gemm_config.kwargs["BLOCK_SIZE_K"]  # type: ignore[union-attr]
-        except (AttributeError, KeyError):
-            name = self.chosen.name
-            raise refused_tiles(self.kind.function, self.gemm_config, name) from None
+        check_tiles(self.kind.function, self.gemm_config, self.chosen.name)
 
     def check_rows(self, most: int) -> None:
         """Refuse more rows than the memory of the way holds."""

@@ -25,7 +25,7 @@ from triton_dist.kernels.common.gemm.launch import (
     split_k_tiles,
 )
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
-from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler, refused_tiles
+from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler, check_tiles
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, MAX_COMM_SMS, AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
@@ -110,10 +110,7 @@ class _Tiled(AskedWay[Call, Sizes]):
         return fits_shape(tiles, A.shape[0], B.shape[1], sizes.num_ranks)
 
     def check(self, call: Call) -> None:
-        try:
-            call.gemm_config.kwargs["BLOCK_SIZE_K"]  # type: ignore[union-attr]
-        except (AttributeError, KeyError):
-            raise refused_tiles("ag_gemm", call.gemm_config, self.name) from None
+        check_tiles("ag_gemm", call.gemm_config, self.name)
 
     def compile(self, call: Call) -> None:
         self._consumer(call, _empty_product(call), self.describe(call)).compile()
