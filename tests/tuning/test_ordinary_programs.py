@@ -680,6 +680,14 @@ LAZY = Lazy()
 @autotune(S, K)
 def op(x, n): return VALUE, LAZY.a
 """,
+    "a program with a long chain of objects": """
+---
+class Node:
+    def __init__(self, next): self.next = next
+CHAIN = functools.reduce(lambda chain, _: Node(chain), range(5000), None)
+@autotune(S, K)
+def op(x, n): return VALUE, CHAIN
+""",
     "a program with an import that fails": """
 raise RuntimeError("no such hardware")
 ---

@@ -7,6 +7,7 @@ import enum
 import functools
 import types
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -112,21 +113,25 @@ class Held(ABC):
         except TypeError:
             return f"{self._class(type(value))} {self._made(*origin)}"
 
-    def visit(self, value: Any, home: str, seen: set[int] | None = None) -> None:
+    def visit(self, value: Any, home: str) -> None:
         """Visit the code in what a global holds at the moment. What it holds beside code may differ
         by rank and by time, and so may closures that functions of ``home``, its module, keep in it,
         as caches do: the statements that made it, and those functions, say what they are. Of what
         an object holds no closure counts at all.
         """
-        seen = set() if seen is None else seen
-        if id(value) in seen or len(seen) > _MOST_VISITS:
-            return
-        seen.add(id(value))
+        seen, ahead = set[int](), [(value, home)]
+        while ahead and len(seen) < _MOST_VISITS:
+            item, home = ahead.pop()
+            if id(item) not in seen:
+                seen.add(id(item))
+                ahead += reversed([*self._visited_next(item, home)])
+
+    def _visited_next(self, value: Any, home: str) -> Iterator[tuple[Any, str]]:
+        """Visit a value if it is code; yields what is in it, and whose closures do not count."""
         if isinstance(value, functools.partial):
-            self.visit(value.func, home, seen)
+            yield value.func, home
         elif isinstance(value, COLLECTIONS):
-            for item in ordered(value):
-                self.visit(item, home, seen)
+            yield from ((item, home) for item in ordered(value))
         elif isinstance(value, types.FunctionType):
             if not _is_inner(value, home):
                 self._function(value)
@@ -139,8 +144,7 @@ class Held(ABC):
             self._types(value)
             self._class(type(value))
             if not self._library.has(type(value)):
-                for item in attributes(value).values():
-                    self.visit(item, "", seen)
+                yield from ((item, "") for item in attributes(value).values())
 
     def _types(self, value: Any) -> str:
         """Visit the classes of data, which may have methods."""
