@@ -4,7 +4,7 @@ ranks and on GPUs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from tests.distributed import gemm_ar_calls, gemm_rs_calls
 from tests.distributed.ag_gemm_calls import default_tiles, uniform
 from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.exchange import sums
+from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     AllGatherMethod,
@@ -38,6 +39,8 @@ from triton_dist.testing import assert_allclose
 K, N = 32, 48
 MOST_ROWS = 40
 SMALL = {"num_ctas": 2, "block_bytes": 512}
+_LONGER_THAN_LAUNCHES = 200_000_000  # cycles
+_SOON = 20.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,58 @@ def replayed(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
             said.append(told.value.by_rank)
             device.synchronize(60.0)
             ctx.reset()
+    return said
+
+
+@contextmanager
+def told_in_between(really: bool) -> Iterator[None]:
+    """A host that the device is ahead of, if ``really``: it learns of a disagreement before the
+    rest of the call is launched."""
+    launch = Launcher.run
+
+    def run(self: Launcher, *args: Any, **options: Any) -> None:
+        current_device().synchronize(_SOON)
+        launch(self, *args, **options)
+
+    with mock.patch.object(Launcher, "run", run if really else launch):
+        yield
+
+
+def queued_behind(name: str, mine: Sequence[int]) -> list[dict[int, object]]:
+    """The same where all ranks but the last have queued the call of ``mine[rank]``, and one in
+    every way behind it, while that one is told in the midst of its first."""
+    op, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
+    device, said, launched = current_device(), [], []
+    with op.create(rank, size) as ctx:
+        numbers = range(len(op.ways))
+        each = {rows: op.operands(1, rows, rank, size) for rows in mine}
+
+        def call(number: int, rows: int) -> None:
+            options = {"gemm_config": default_tiles(), **op.ways[number]}
+            op.op.fn(*each[rows], ctx, **options)
+
+        def calls(first: int) -> None:
+            if rank < size - 1:
+                torch.cuda._sleep(_LONGER_THAN_LAUNCHES)
+                call(first, mine[rank])
+                for behind in numbers:
+                    call(behind, mine[0])
+                launched.append(first)
+            else:
+                with told_in_between(True):
+                    call(first, mine[rank])
+            device.synchronize(_SOON)
+            ctx.check()
+
+        for number in (*numbers, *numbers):  # with nothing left to compile
+            call(number, mine[0])
+            ctx.check()
+        for number in numbers:
+            with pytest.raises(RankDisagreement) as told:
+                calls(number)
+            said.append(told.value.by_rank)
+            ctx.reset()
+    assert launched == list(numbers if rank < size - 1 else ())
     return said
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
-from triton_dist.errors import WaitTimeout
+import triton_dist
+from triton_dist.errors import RankDisagreement, WaitTimeout
+from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.peers import flag_value
 from triton_dist.kernels.common.slots.epochs import (
     EPOCH,
@@ -14,14 +17,15 @@ from triton_dist.kernels.common.slots.epochs import (
     EpochSlots,
     kernel_await_consumption,
 )
+from triton_dist.language.signals import DISAGREED, note_disagreement
 from triton_dist.runtime import waits
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 
 
-def slots(name="test"):
+def slots(name="test", found=None):
     regions = {"flags": ((4,), torch.int64), "data": ((3,), torch.float32)}
-    return EpochSlots(name, regions, ("flags",), "the kernel of a test", None)
+    return EpochSlots(name, regions, ("flags",), "the kernel of a test", None, found=found)
 
 
 def counting_waits():
@@ -150,6 +154,32 @@ def test_freed_slots_have_nothing_to_say():
     used = slots("freed")
     used.free()
     assert used.guard.gave_up() is None
+
+
+@triton_dist.jit
+def kernel_note(epoch_ptr, flag_ptr):
+    note_disagreement(epoch_ptr + 1, flag_ptr.to(tl.int64), 5, 7)
+
+
+def test_a_disagreement_ends_the_waits_of_all_memories_of_a_context():
+    found = Disagreements("the rows of A", None)
+    memories = [slots(name, found) for name in ("first", "second", "third")]
+    guards = [used.epoch_of(slot) for used in memories for slot in (0, 1)]
+    for number in (3, 0):
+        kernel_note[(1,)](guards[number], memories[number // 2].of_slot(number % 2, "flags").local)
+        expected = [1] * 6
+        expected[number] = DISAGREED.value
+        assert [int(guard[GAVE_UP.value]) for guard in guards] == expected
+        for used in memories:
+            assert isinstance(used.guard.gave_up(), RankDisagreement)
+        with pytest.raises(RankDisagreement, match="the rows of A"):
+            found.check()
+        for used in memories:
+            used.reset()
+        found.check()
+        assert not any(int(guard[GAVE_UP.value]) for guard in guards)
+    for used in memories:
+        used.free()
 
 
 def test_one_rank_launches_nothing(monkeypatch):

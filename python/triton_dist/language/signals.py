@@ -24,8 +24,8 @@ _SIZE = tl.constexpr(2**20 - 1)
 # How a flag stands to what is awaited; the lowest of several decides.
 _DIFFERS, _LATE, _REACHED = tl.constexpr(-2), tl.constexpr(-1), tl.constexpr(0)
 # Words of a guard behind the first two.
-_SEEN, _AWAITED, _FLAG, _REPORT = (
-    tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5),
+_SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = (
+    tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
 )  # fmt: skip
 DISAGREED = tl.constexpr(2)
 """In a guard's second word: a flag came with another size."""
@@ -79,12 +79,21 @@ def _standing(seen, value, SIZED: tl.constexpr):
 
 @jit
 def note_disagreement(guard, flag, seen, value):
-    """Let all waits with this guard end, and the host know why: the flag at address ``flag`` is
-    ``seen`` and was awaited at ``value``. The first of a context that notes is heard."""
+    """Let all waits with the guards of this ring end, and the host know why: the flag at address
+    ``flag`` is ``seen`` and was awaited at ``value``. The first of a context that notes is heard.
+
+    All, since a rank that has heard of it launches no more, and peers may have launched what waits
+    for that with the other guards.
+    """
     if tl.atomic_xchg(guard + 1, DISAGREED, sem="relaxed", scope="gpu") != DISAGREED:
         tl.store(guard + _SEEN, seen)
         tl.store(guard + _AWAITED, value)
         tl.store(guard + _FLAG, flag)
+        other = tl.load(guard + _NEXT)
+        while (other != 0) & (other != guard.to(tl.int64)):
+            words = other.to(tl.pointer_type(tl.int64))
+            tl.atomic_max(words + 1, 1, sem="relaxed", scope="gpu")
+            other = tl.load(words + _NEXT)
         tl.store(tl.load(guard + _REPORT).to(tl.pointer_type(tl.int64)), 1)
 
 
@@ -147,9 +156,10 @@ def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
     before giving up; then ``guard[1]`` becomes 1, all waits with this guard end soon, and what the
     kernel computes is of no use. The host looks at ``guard[1]`` afterwards.
 
-    ``SIZED``: flags and ``value`` are int64 of ``sized``, and ``guard`` points to int64 [6]. A flag
+    ``SIZED``: flags and ``value`` are int64 of ``sized``, and ``guard`` points to int64 [7]. A flag
     that was set with another size ends the wait: then ``guard[1]`` becomes 2, ``guard[2:5]`` the
     flag's value, ``value`` and the flag's address, and the int64 at address ``guard[5]`` 1.
+    ``guard[6]``: 0, or the address of the next guard of a ring, whose waits end, too.
     """
     refuse_text(value)
     refuse_text(guard)

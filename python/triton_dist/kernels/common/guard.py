@@ -6,10 +6,10 @@ polls (``runtime/waits.py``), notes so in the guard of its memory, and ends all 
 
 Ranks may also come to a call with different sizes, say rows of A. Kernels compare
 (``common/peers.py``). The first that finds a difference writes it to the guard of its memory, and
-sets a control word in the memory of the host. All waits with that guard end then, at this and any
-later call, so nothing hangs, and what such calls compute is of no use. The host reads its word,
-which takes no time, before it launches anything and after it, and raises. The device is waited for
-only once the word is set.
+sets a control word in the memory of the host. All waits with guards of the context, which form a
+ring, end then, at this and any later call, so nothing hangs, and what such calls compute is of no
+use. The host reads its word, which takes no time, before it launches anything and after it, and
+raises. The device is waited for only once the word is set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import ProcessGroupRanks, SoloRank
 
 # Control words of a guard, int64 (``language.wait``).
-MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, GUARD_WORDS = range(7)
+MOST_POLLS, GAVE_UP, SEEN, AWAITED, FLAG, REPORT, NEXT, GUARD_WORDS = range(8)
 DISAGREED = 2
 
 Flags: TypeAlias = tuple[torch.Tensor, Callable[[int], int]]
@@ -52,12 +52,22 @@ class Disagreements:
         memory = self._device.host_word()
         self.address = memory.data_ptr()
         self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
-        self._noted: list[Callable[[], RankDisagreement | None]] = []
+        self._guards: list[Guard] = []
 
-    def add(self, noted: Callable[[], RankDisagreement | None]) -> None:
-        """Add a memory. ``noted``: called once the device is done; the disagreement that is noted
-        in its guard."""
-        self._noted.append(noted)
+    def add(self, guard: Guard) -> None:
+        """Add the guards of a memory to the ring."""
+        self._guards.append(guard)
+        self.link()
+
+    def link(self) -> None:
+        """Write to each guard where the next of the ring is, and where to report."""
+        each = [words for guard in self._guards for words in guard.of_slots()]
+        for words, following in zip(each, each[1:] + each[:1], strict=True):
+            words[REPORT], words[NEXT] = self.address, following.data_ptr()
+
+    def noted(self) -> RankDisagreement | None:
+        """Once the device is done: the disagreement that is noted in one of the guards."""
+        return next(filter(None, (guard.disagreement() for guard in self._guards)), None)
 
     def check(self) -> None:
         """Raise if a kernel has found that ranks disagree; some tens of ns otherwise.
@@ -99,10 +109,9 @@ class Disagreements:
         if self._device.is_capturing():  # what is found then is an earlier call's; told after it
             return
         self._device.synchronize(knobs.wait_timeout.get())
-        for noted in self._noted:
-            found = noted()
-            if found is not None:
-                raise found
+        found = self.noted()
+        if found is not None:
+            raise found
 
 
 Late: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]
@@ -116,7 +125,7 @@ class Guard:
 
     name, kernels: of the memory, and of what waits in it, for errors.
     lines: int64 [slots, control words], with a guard from word ``first`` on. The host writes its
-    limit and the address for reports, kernels the words in between.
+    limit and the addresses at the end, kernels the words in between.
     waits_in_a_row: how many waits of a call may each last until the limit.
     flags: of a slot, the flags that carry sizes. found: the disagreements of the context.
     """
@@ -134,8 +143,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         self._device, self._word = current_device(), self.found.word
-        self._set(REPORT, self.found.address)
-        self.found.add(self._disagreement)
+        self.found.add(self)
 
     def begin(self) -> int:
         """Limit the waits of the call that comes; returns the limit in polls, 0: none.
@@ -149,7 +157,7 @@ class Guard:
         if most_polls != self.most_polls:
             if not self.most_polls:
                 self._clear()  # what trials before these left, after which nobody asked
-            self._set(MOST_POLLS, most_polls)
+            self.lines[:, self.first + MOST_POLLS] = most_polls
             self.most_polls = most_polls
         return most_polls
 
@@ -180,12 +188,12 @@ class Guard:
     def gave_up(self) -> WaitTimeout | RankDisagreement | None:
         """Once the device is done: the error of the first call, since this was last asked, of which
         a wait gave up."""
-        disagreed = self._disagreement()
-        if disagreed is not None:
-            return disagreed
         late = {slot: guard for slot, guard in enumerate(self._guards()) if guard[GAVE_UP]}
         if not late:
             return None
+        disagreed = self.found.noted()
+        if disagreed is not None:
+            return disagreed
         flag, expected, seen = self.late(late)
         self._clear()
         return WaitTimeout(
@@ -203,7 +211,7 @@ class Guard:
         self._device.synchronize(waits.limit_seconds())
         self.ranks.barrier(f"no rank uses the memory of {self.name}")
         yield
-        self._set(REPORT, self.found.address)
+        self.found.link()
         self.found.clear()
         self.most_polls = 0
         self._device.synchronize()
@@ -211,9 +219,13 @@ class Guard:
 
     def free(self) -> None:
         """Let go of the memory: from now on no wait has given up."""
-        self.lines = torch.empty(0)
+        self.lines = torch.empty(0, self.lines.shape[1])
 
-    def _disagreement(self) -> RankDisagreement | None:
+    def of_slots(self) -> Iterable[torch.Tensor]:
+        """The guard of each slot, int64 [control words]."""
+        return self.lines[:, self.first :]
+
+    def disagreement(self) -> RankDisagreement | None:
         """Once the device is done: the sizes of the present calls, if a peer's is another one."""
         for slot, guard in enumerate(self._guards()):
             if guard[GAVE_UP] == DISAGREED:
@@ -225,6 +237,3 @@ class Guard:
 
     def _clear(self) -> None:
         self.lines[:, self.first + GAVE_UP : self.first + REPORT] = 0
-
-    def _set(self, word: int, value: int) -> None:
-        self.lines[:, self.first + word] = value

@@ -64,11 +64,11 @@ from triton_dist.kernels.common.exchange.protocol import (
 )
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.language._spin import INTERPRETED, spin, wait_deadline
-from triton_dist.language.signals import note_disagreement, sized
+from triton_dist.language.signals import DISAGREED, note_disagreement, sized
 
 _NEVER_ZERO = tl.constexpr(-(2**31))
 # Words of the guard (``language.wait``), by number.
-_GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _DISAGREED = 1, 2, 3, 4, 5, 2
+_GAVE_UP, _SEEN, _AWAITED, _FLAG, _REPORT, _NEXT = 1, 2, 3, 4, 5, 6
 
 
 @jit
@@ -319,7 +319,17 @@ def _polling(peers: int) -> str:
         f"st.relaxed.gpu.global.b64 [{guard} + {8 * _SEEN}], value;",
         f"cvt.u64.u32 value, {tag};",
         f"st.relaxed.gpu.global.b64 [{guard} + {8 * _AWAITED}], value;",
-        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _GAVE_UP}], {_DISAGREED};",
+        f"st.relaxed.gpu.global.b64 [{guard} + {8 * _GAVE_UP}], {DISAGREED.value};",
+        f"ld.relaxed.gpu.global.b64 late, [{guard} + {8 * _NEXT}];",
+        "tell:",  # as ``note_disagreement``
+        "setp.eq.b64 some, late, 0;",
+        "@some bra told;",
+        f"setp.eq.b64 some, late, {guard};",
+        "@some bra told;",
+        f"red.relaxed.gpu.global.max.s64 [late + {8 * _GAVE_UP}], 1;",
+        f"ld.relaxed.gpu.global.b64 late, [late + {8 * _NEXT}];",
+        "bra tell;",
+        "told:",
         f"ld.relaxed.gpu.global.b64 late, [{guard} + {8 * _REPORT}];",
         "st.relaxed.sys.global.b64 [late], 1;",
         "done:",
