@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SIGNALS = "language/signals.py"
+_GUARD = "kernels/common/guard.py"
 _EPOCHS = "kernels/common/slots/epochs.py"
 _PROTOCOL = "kernels/common/exchange/protocol.py"
 _TILES = "kernels/common/scatter/tiles.py"
@@ -86,6 +87,20 @@ MUTANTS = (
         "    token = 0\n    for step in range(1, NUM_RANKS):\n        source = (rank + step)",
         "    token = 0\n    for step in range(1, NUM_RANKS - 1):\n        source = (rank + step)",
         GEMM_RS,
+    ),
+    Mutant(
+        "wait: another size ends the waits of all memories of the context",
+        _SIGNALS,
+        "other = tl.load(words + _NEXT)",
+        "other = guard.to(tl.int64)",
+        ("tests/kernels/test_epochs.py",),
+    ),
+    Mutant(
+        "reset: a guard stays in the ring",
+        _GUARD,
+        "        yield\n        self.found.link()\n",
+        "        yield\n",
+        ("tests/kernels/test_epochs.py",),
     ),
     Mutant(
         "release: a flag is set with release",
