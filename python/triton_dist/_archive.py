@@ -16,11 +16,9 @@ import functools
 import hashlib
 import io
 import json
-import os
 import re
 import stat
 import struct
-import threading
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from triton_dist import knobs
+from triton_dist import _files, knobs
 from triton_dist._warn import warn
 from triton_dist.errors import CacheWarning, NewerSchema, PackRefused
 
@@ -118,15 +116,9 @@ class Contents:
 
 
 def write(path: Path, contents: Contents) -> int:
-    """Write a pack in one step, so that nobody reads half of one; returns its bytes."""
+    """Write a pack in one step; return its number of bytes."""
     data = contents.to_bytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    _files.write(path, data)
     return len(data)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from tests.tuning.test_archives import contents
 from triton_dist import knobs
 from triton_dist.cli.main import main
 from triton_dist.errors import TuningFrozen
@@ -168,6 +170,55 @@ def test_what_cannot_be_packed(run, tmp_path):
     assert not out.exists()
     with pytest.raises(SystemExit):
         main(["pack", "work"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pack work --out {}", "export work --out {}", "packs merge {pack} --out {}"],
+    ids=lambda command: command.split()[0],
+)
+def test_a_file_is_replaced_in_one_step_and_what_is_no_file_is_written_through(
+    run, tmp_path, command
+):
+    tuned().tune(1)
+    (tmp_path / "in.tdpack").write_bytes(contents(1).to_bytes())
+    target, link, pipe = (tmp_path / name for name in ("work.target", "work.link", "work.pipe"))
+
+    def to(path: Path) -> int:
+        return run(*command.format(path, pack=tmp_path / "in.tdpack").split())[0]
+
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk
+    try:
+        assert to(target) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert target.read_bytes() == b"old"
+    link.symlink_to(target)
+    assert to(link) == 0
+    assert link.is_symlink()
+    assert len(target.read_bytes()) > 100
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert not list(tmp_path.glob(".*"))
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert to(pipe) == 0
+    assert os.read(reader, 1 << 16) == target.read_bytes()
+    assert pipe.is_fifo()
+    os.close(reader)
+    assert to(tmp_path) == 2
+
+
+@pytest.mark.parametrize("command", ["pack --kernels", "profile"])
+def test_that_the_output_cannot_be_written_is_said_before_the_command_runs(run, tmp_path, command):
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "out.tdpack")
+    status, _, err = run(*command.split(), "--out", out, "--", "touch", str(tmp_path / "ran"))
+    assert status == 2
+    assert str(tmp_path / "file") in err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_name_under_which_it_is_not_found_is_said(run, tmp_path):

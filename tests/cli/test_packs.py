@@ -117,6 +117,14 @@ def test_merge_verify_and_import(run, model, tmp_path):
     assert str(there) in said
     assert [packed.path for packed in _archive.packs_in(_archive.pack_places())] == [there]
 
+    one, two = tmp_path / "1" / "x.tdpack", tmp_path / "2" / "x.tdpack"
+    for path, data in ((one, whole), (two, other.read_bytes())):
+        path.parent.mkdir()
+        path.write_bytes(data)
+    assert run("packs", "import", str(one), str(two), str(one))[0] == 0
+    kept = {path.read_bytes() for path in there.parent.glob("x*.tdpack")}
+    assert kept == {whole, other.read_bytes()}
+
     other.write_bytes(whole[:-9])
     status, said, _ = run("packs", "verify", str(out), str(other))
     assert status == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_dist
-from triton_dist import knobs
+from triton_dist import _files, knobs
 from triton_dist.cli import levels, site
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import InvalidArgument
@@ -92,7 +92,7 @@ def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
 
     artefact = files.load(side.parent, side.stem)
     if with_sass:
-        side.with_suffix(f".{_SASS}").write_text(binaries.sass(artefact.data))
+        _files.write(side.with_suffix(f".{_SASS}"), binaries.sass(artefact.data).encode())
     options, launch = artefact.about.options, artefact.about.launch
     return (
         side.parent.name, f"sm_{artefact.about.arch}", options.get("num_warps"),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triton_dist import _files
 from triton_dist._tuning.values import Failure, StoredRecord, Trial, TuningRecord
 from triton_dist._tuning.values.analysis import parameters
 from triton_dist.cli import cache, show
@@ -62,8 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         sys.stdout.write(written)
         return 0
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(written, encoding="utf-8")
+    _files.write(arguments.out, written.encode())
     configs = sum(len(stored.record.trials) for stored in found)
     records = counted(len(found), "record")
     print(f"{arguments.out}: {records}, {counted(configs, 'config')}")

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from triton_dist import _archive, knobs
+from triton_dist import _archive, _files, knobs
 from triton_dist._archive import SUFFIX, Contents, Pack
 from triton_dist._tuning.store import FileStore
 from triton_dist._tuning.store.archive import COLUMNS, contents_of, latest, merged
@@ -69,8 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     if arguments.kernels:
         return _with_kernels(arguments.out, contents_of(chosen), arguments.command)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(readable_json(pack(chosen), COLUMNS), encoding="ascii")
+    _files.write(arguments.out, readable_json(pack(chosen), COLUMNS).encode("ascii"))
     if not arguments.out.name.startswith(f"{chosen[0].key.function_name}."):
         print(f"It is looked for under a name that begins with {chosen[0].key.function_name}.")
     return 0
@@ -78,6 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _with_kernels(out: Path, records: Contents, command: list[str]) -> int:
     """Run ``command``, and write what its processes loaded; its status if it fails."""
+    _files.check_writable(out)
     with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as folder:
         told = {knobs.record_kernels.variable: folder, knobs.autotune_frozen.variable: "1"}
         ran = subprocess.run(command, env=knobs.environment() | told)

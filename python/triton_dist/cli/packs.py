@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from triton_dist import _archive, knobs
-from triton_dist._archive import SUFFIX, Pack
+from triton_dist._archive import SUFFIX, Entry, Pack, sha256
 from triton_dist._tuning.store.archive import differences, merged, records_of, verified
+from triton_dist._tuning.values import codec
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import PackRefused
 
@@ -78,7 +80,10 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     contents = merged([Pack(path).contents() for path in arguments.files])
     size = _archive.write(arguments.out, contents)
-    print(f"{arguments.out}: {_counts(Pack(arguments.out))}, {size / 1e3:.0f} kB")
+    trees = [codec.loads(data) for data in contents.records.values()]
+    records = sum(len(group["results"]) for tree in trees for group in tree["groups"])
+    counts = _counted(records, [kernel.entry for kernel in contents.kernels.values()])
+    print(f"{arguments.out}: {counts}, {size / 1e3:.0f} kB")
     return 0
 
 
@@ -98,10 +103,15 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     folder = knobs.cache_dir.get().expanduser() / "packs"
+    written: dict[Path, Path] = {}
     for path in arguments.files:
         packed = verified(path)
+        contents = packed.contents()
         there = folder / f"{path.stem}{SUFFIX}"
-        _archive.write(there, packed.contents())
+        if written.get(there, path) != path:  # a second input of this name
+            there = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
+        written[there] = path
+        _archive.write(there, contents)
         print(f"{there}: {_counts(packed)}")
     return 0
 
@@ -117,10 +127,14 @@ def _facts(packed: Pack) -> dict[str, Any]:
 
 
 def _counts(packed: Pack) -> str:
-    modules = sum(entry.is_module for entry in packed.kernels.values())
-    kernels = counted(len(packed.kernels) - modules, "kernel")
+    return _counted(len(records_of(packed)), packed.kernels.values())
+
+
+def _counted(records: int, entries: Collection[Entry]) -> str:
+    modules = sum(entry.is_module for entry in entries)
+    kernels = counted(len(entries) - modules, "kernel")
     modules_too = f", {counted(modules, 'native module')}" if modules else ""
-    return f"{counted(len(records_of(packed)), 'record')}, {kernels}{modules_too}"
+    return f"{counted(records, 'record')}, {kernels}{modules_too}"
 
 
 def _gpu(record: Any) -> str:

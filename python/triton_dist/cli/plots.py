@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -51,8 +50,8 @@ def panels(subject: Subject) -> list[tuple[str, Callable[[Any, Subject], None]]]
     return [(title, painter) for title, painter, wanted in all_of_them if wanted]
 
 
-def write_png(subject: Subject, path: Path) -> None:
-    """All panels as one picture, two columns wide."""
+def png(subject: Subject) -> bytes:
+    """Draw all panels in one picture, two columns wide."""
     key, drawn = subject.stored.record.key, panels(subject)
     rows = math.ceil(len(drawn) / 2)
     with _style():
@@ -69,7 +68,9 @@ def write_png(subject: Subject, path: Path) -> None:
             for ax, (title, painter) in zip(axes, drawn, strict=False):
                 painter(ax, subject)
                 ax.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
-        figure.savefig(path)
+        written = io.BytesIO()
+        figure.savefig(written, format="png")
+    return written.getvalue()
 
 
 def svgs(subject: Subject) -> list[tuple[str, str]]:

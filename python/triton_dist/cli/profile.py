@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton_dist
-from triton_dist import knobs
+from triton_dist import _files, knobs
 from triton_dist.cli import site
 from triton_dist.cli.text import fitted
 from triton_dist.cli.verb import add_verb, counted
@@ -74,6 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _show(arguments.file, arguments.json, arguments.png)
     if arguments.show or not arguments.command:
         arguments.fail("a command or a file is needed: profile -- COMMAND, or profile show FILE")
+    _files.check_writable(arguments.out)
     calls = arguments.calls or ":".join(map(str, knobs.profile_calls.default))
     try:
         knobs.profile_calls.parse(calls)
@@ -98,10 +99,11 @@ def _run(arguments: argparse.Namespace) -> int:
             what = f"no process made call {calls.partition(':')[0]} of a tuned function and ended"
             print(f"triton-dist profile: nothing recorded: {what}", file=sys.stderr)
             return status or 1
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        recording.merge_files(files, arguments.out)
-    print(f"{arguments.out}: timeline of {counted(len(files), 'rank')}", file=sys.stderr)
-    _show(arguments.out, False, None)
+        merged = Path(folder, "merged", arguments.out.name)  # --out may be a pipe
+        recording.merge_files(files, merged)
+        _files.write(arguments.out, merged.read_bytes())
+        print(f"{arguments.out}: timeline of {counted(len(files), 'rank')}", file=sys.stderr)
+        _show(merged, False, None)
     return status if status >= 0 else 128 - status
 
 
@@ -132,7 +134,7 @@ def _draw(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]], png: P
         from triton_dist.cli import roofline
     except ImportError:
         raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from None
-    roofline.write_png(found, ranks[0]["peak"], ranks[0]["gpu"], png)
+    _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
 
 
 def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from triton_dist import _files
 from triton_dist._tuning.store import events_of
 from triton_dist._tuning.values import StoredRecord
 from triton_dist._tuning.values.analysis import Analysis, Changes
@@ -52,10 +53,9 @@ def _run(arguments: argparse.Namespace) -> int:
     stored = cache.only(arguments.function, found)
     older = None if arguments.against is None else cache.in_file(arguments.against)
     subject = Subject(stored, older)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     picture, document = arguments.out / "report.png", arguments.out / "report.html"
-    plots.write_png(subject, picture)
-    document.write_text(page.html(subject), encoding="utf-8")
+    _files.write(picture, plots.png(subject))
+    _files.write(document, page.html(subject).encode())
     if arguments.json:
         tree = {"html": str(document), "png": str(picture), **show.tree(stored)}
         since = {"since": subject.changes and diff.tree(subject.changes)}

@@ -3,8 +3,8 @@ was."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,7 +17,7 @@ _BAR, _LIMIT = "#c9d3de", "#404040"
 _WIDTH, _ROW, _MOST = 9.0, 0.62, 16
 
 
-def write_png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, path: Path) -> None:
+def png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str) -> bytes:
     """A row for each op and shape: its time as a bar, and where each resource at its peak would
     end it. The rightmost of the three is the roof that counts."""
     drawn = [each for each in found if each.ms and each.bounds_ms][:_MOST]
@@ -31,7 +31,9 @@ def write_png(found: Sequence[OpSummary], peak: Mapping[str, Any], gpu: str, pat
         rates = f"{peak['tflops']:g} TFLOP/s (16 bit), {peak['memory_gbps']:g} GB/s of memory, "
         title = f"{gpu}\npeaks: {rates}{peak['link_gbps']:g} GB/s of links"
         axes.set_title(title, fontsize=9.5, loc="left")
-        figure.savefig(path)
+        written = io.BytesIO()
+        figure.savefig(written, format="png")
+    return written.getvalue()
 
 
 def _roofs(axes: Any, drawn: Sequence[OpSummary]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from triton_dist import _files
 from triton_dist.errors import InvalidArgument
 
 __all__ = ["Llama", "LlamaConfig"]
@@ -72,9 +73,8 @@ class LlamaConfig:
             "tie_word_embeddings": False,
             **asdict(self),
         }
-        path = Path(folder, "config.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(written, indent=2) + "\n"
+        _files.write(Path(folder, "config.json"), text.encode())
 
 
 KNOWN = {

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from triton_dist import _files
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.timelines.scopes import Scopes
@@ -60,4 +61,4 @@ def merge(files: Mapping[int, Path], merged: Path) -> None:
         children.append({**root, "frame": named})
         devices = devices or (rest[0] if rest else {})
     top = {"frame": {"name": "ROOT", "type": "function"}, "metrics": {}, "children": children}
-    merged.write_text(json.dumps([top, devices]), encoding="utf-8")
+    _files.write(merged, json.dumps([top, devices]).encode())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from triton_dist import _files
 
 Trace: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
@@ -19,22 +21,15 @@ _MARK, _DEVICE_MARK = "user_annotation", "gpu_user_annotation"
 
 
 def read(file: Path) -> Trace:
-    with _open(file, "rt") as opened:
-        trace: Trace = json.load(opened)
+    data = file.read_bytes()
+    trace: Trace = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
     return trace
 
 
 def write(trace: Mapping[str, Any], file: Path) -> None:
-    """Written whole or not at all; compressed if the name ends so."""
-    part = file.with_name(f".part-{file.name}")
-    with _open(part, "wt") as opened:
-        json.dump(trace, opened)
-    part.replace(file)
-
-
-def _open(file: Path, mode: str) -> IO[Any]:
-    opener: Callable[..., IO[Any]] = gzip.open if file.suffix == ".gz" else open
-    return opener(file, mode)
+    """Write ``trace`` in one step, compressed if the name ends with ``.gz``."""
+    data = json.dumps(trace).encode()
+    _files.write(file, gzip.compress(data) if file.suffix == ".gz" else data)
 
 
 class Span(NamedTuple):

@@ -1,0 +1,66 @@
+"""Write a file in one step: to a temporary file next to it, which is then renamed over it.
+
+A full disk, a signal or a crash leaves the old content; a reader sees the old or the new content,
+never a part.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+_STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
+"""Prefixes of paths that stand for open files of a process."""
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, whose folder is made.
+
+    The target of a link is replaced, not the link. A pipe or a device cannot be replaced: it is
+    written through.
+
+    Raises:
+        OSError: ``path`` cannot be written; its content is unchanged.
+    """
+    if _is_stream(path):
+        with open(path, "wb") as file:
+            file.write(data)
+        return
+    target, part = _target_and_part(path)
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            os.chmod(part, stat.S_IMODE(target.stat().st_mode))
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ``OSError`` now if :func:`write` would; for what takes long before it writes."""
+    if _is_stream(path):
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # a pipe opened so needs no reader
+        return
+    _, part = _target_and_part(path)
+    part.touch(exist_ok=False)
+    part.unlink()
+
+
+def _is_stream(path: Path) -> bool:
+    """True for what cannot be replaced. Raises ``IsADirectoryError`` for a folder."""
+    if path.is_dir():
+        raise IsADirectoryError(21, os.strerror(21), str(path))
+    return str(path).startswith(_STREAMS) or (path.exists() and not path.is_file())
+
+
+def _target_and_part(path: Path) -> tuple[Path, Path]:
+    """The file to replace and a new temporary file next to it."""
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target, target.with_name(f".{secrets.token_hex(8)}.tmp")
