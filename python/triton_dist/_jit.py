@@ -7,9 +7,9 @@ from typing import Any
 
 import triton
 
-from triton_dist.runtime import interpreter, triton_compat
+from triton_dist.debugging import modes
+from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling import shipped
-from triton_dist.runtime.debugging import modes
 
 
 def jit(fn: Any = None, **options: Any) -> Any:
@@ -29,7 +29,7 @@ def jit(fn: Any = None, **options: Any) -> Any:
     triton_compat.check_versions()
     modes.activate()
     if triton_compat.is_interpreting():
-        interpreter.install()
+        modes.install_interpreter()
     else:
         triton_compat.pin_defaults()
         triton_compat.explain_missing_driver()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import ROOT, modules, name, uses
+from tests.architecture.source import PACKAGE, ROOT, modules, name, uses
 from tests.commands import python
 
 HARDWARE = ("torch.cuda", "torch.distributed")
-MAY_TOUCH_HARDWARE = ("runtime/", "kernels/", "layers/", "testing/", "test/")
+MAY_TOUCH_HARDWARE = ("runtime/", "debugging/", "kernels/", "layers/", "testing/", "test/")
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
 
 
@@ -32,6 +34,26 @@ def test_imports_point_down(tmp_path: Path) -> None:
     result = python("-c", lint, "--config", config, "--cache-dir", str(tmp_path), "--no-logo")
     assert result.returncode == 0, result.stdout + result.stderr
     assert " kept, 0 broken" in result.stdout
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports inside functions and for type checking count too."""
+    files = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in modules()}
+    by_name = {".".join(path.parts).removesuffix(".__init__"): files[path] for path in files}
+
+    def imported(path: Path) -> Iterator[str]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{name(path)}: relative import"
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    yield full if full in by_name else str(node.module)
+
+    graph = {module: set(imported(path)) & set(by_name) for module, path in by_name.items()}
+    assert sum(map(len, graph.values())) > len(graph), "imports are found"
+    TopologicalSorter(graph).prepare()  # raises CycleError, which lists the modules of a cycle
 
 
 def test_only_knobs_reads_the_environment() -> None:

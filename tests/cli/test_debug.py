@@ -6,7 +6,7 @@ import os
 import sys
 
 from triton_dist.cli.main import main
-from triton_dist.runtime.debugging import sanitizer
+from triton_dist.debugging import sanitizer
 
 SHOW = "import os; print(*(os.environ.get('TRITON_' + name) for name in {}))"
 KERNEL = """

@@ -19,11 +19,11 @@ import triton.language as tl
 
 from triton_dist import jit, knobs
 from triton_dist import language as dl
+from triton_dist.debugging import deadlock_check, races
+from triton_dist.debugging.checks import checking
+from triton_dist.debugging.faults import KernelFault
 from triton_dist.errors import WaitTimeout
-from triton_dist.runtime import symmetric
-from triton_dist.runtime.debugging import races, stops, waiting
-from triton_dist.runtime.debugging.checks import checking
-from triton_dist.runtime.debugging.faults import KernelFault
+from triton_dist.runtime import deadlines, symmetric
 from triton_dist.runtime.device import current_device
 
 FLOATS = ((16,), torch.float32)
@@ -391,7 +391,7 @@ RACES = {
 
 def found(bug: Callable[[], None], *checks: str, quiet: float) -> tuple[str, str]:
     """Type and text of the error that ``checks`` raise; of none: empty."""
-    waiting.QUIET_SECONDS = quiet
+    deadlock_check.QUIET_SECONDS = quiet
     with checking(*checks):
         try:
             bug()
@@ -454,12 +454,12 @@ def overdue_with(path: str, call: Callable[[], None]) -> Callable[[], None]:
     """``call``, whose waits are overdue once there is a file ``path``."""
 
     def run() -> None:
-        by_time = stops.is_overdue
-        stops.is_overdue = lambda *limits: by_time(*limits) or os.path.exists(path)
+        by_time = deadlines.is_overdue
+        deadlines.is_overdue = lambda *limits: by_time(*limits) or os.path.exists(path)
         try:
             call()
         finally:
-            stops.is_overdue = by_time
+            deadlines.is_overdue = by_time
 
     return run
 

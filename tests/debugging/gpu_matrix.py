@@ -25,7 +25,7 @@ import torch
 import triton
 
 from tests.debugging.gpu_bugs import BUGS
-from triton_dist.runtime.debugging import sanitizer
+from triton_dist.debugging import sanitizer
 
 PROGRAM = Path(__file__).with_name("gpu_bugs.py")
 PLAIN = "none"

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from triton_dist.debugging import deadlock_check, rank_status
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.runtime.debugging import standing, waiting
-from triton_dist.runtime.debugging.job import job_folder
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.job import job_folder
 
 SIZE = 64
 
@@ -21,9 +21,9 @@ def comes_late(come: str) -> bool:
 
     Beside that file comes one with the name of the job's folder: other jobs may be about.
     """
-    standing.start()
+    rank_status.start()
     Path(come).with_name(job_folder().name).touch()
-    stop = waiting.Waiting(judges=False).start()
+    stop = deadlock_check.DeadlockCheck(judges=False).start()
     rank, device = dist.get_rank(), current_device()
     A = torch.full((SIZE, SIZE), rank + 1.0, dtype=torch.float16, device=device.torch_device)
     B = torch.eye(SIZE, dtype=torch.float16, device=device.torch_device)
@@ -42,6 +42,6 @@ def comes_late(come: str) -> bool:
         device.synchronize()
         dist.barrier()
     stop()
-    standing.stop()
+    rank_status.stop()
     rows = [C[:SIZE], C[SIZE:]]
     return all(bool((part == number + 1.0).diagonal().all()) for number, part in enumerate(rows))

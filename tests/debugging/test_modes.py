@@ -9,9 +9,9 @@ import triton
 from packaging.version import Version
 
 from triton_dist import knobs
-from triton_dist.runtime.debugging import modes
-from triton_dist.runtime.debugging.faults import DebugModeRefused
-from triton_dist.runtime.debugging.modes import GPU, INTERPRETER, NOTHING, Place
+from triton_dist.debugging import modes
+from triton_dist.debugging.faults import DebugModeRefused
+from triton_dist.debugging.modes import GPU, INTERPRETER, NOTHING, Place
 
 # Of each mode, whether it works on a GPU: as compiling with each release showed, by whether the PTX
 # is another (consan fails to compile; gsan sees no memory of ours).

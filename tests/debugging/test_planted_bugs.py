@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.debugging import bugs
-from triton_dist.runtime.debugging.faults import WaitNeverEnds
-from triton_dist.runtime.debugging.modes import CHECKS
+from triton_dist.debugging.faults import WaitNeverEnds
+from triton_dist.debugging.modes import CHECKS
 
 SAID = {
     "load": (
@@ -59,7 +59,7 @@ REPORTS = {
 @pytest.mark.parametrize("bug", bugs.BUGS)
 def test_a_bug_is_found_by_its_check_and_by_no_other(bug, check, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.1")  # of the other checks
-    monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", bugs.waiting.QUIET_SECONDS)
+    monkeypatch.setattr(bugs.deadlock_check, "QUIET_SECONDS", bugs.deadlock_check.QUIET_SECONDS)
     run, finds, error = bugs.BUGS[bug]
     if finds == "waits" == check:
         monkeypatch.delenv("TRITON_DIST_WAIT_TIMEOUT")
@@ -78,7 +78,7 @@ def test_a_wait_is_told_as_itself_and_not_as_the_one_before(monkeypatch):
     monkeypatch.setenv("TRITON_DIST_WAIT_TIMEOUT", "0.01")
     flags, since = {"flag": ((1,), torch.int32)}, []
     with bugs.checking("waits"), bugs.symmetric.allocate("bugs", flags) as memory:
-        notes = bugs.waiting.waits.on_look.__self__
+        notes = bugs.deadlock_check.waits.on_look.__self__
         for bug, other in (("first", "second"), ("second", "first"), ("second", "first")):
             with pytest.raises(WaitNeverEnds) as raised:
                 bugs.kernel_either[(1,)](memory["flag"].local, bug == "first")
@@ -90,10 +90,10 @@ def test_a_wait_is_told_as_itself_and_not_as_the_one_before(monkeypatch):
 
 @pytest.mark.parametrize(("as_of", "ends"), [(9.0, False), (11.0, False), (12.0, True)])
 def test_a_wait_ends_by_what_others_told_since_it_began(as_of, ends, monkeypatch):
-    monkeypatch.setattr(bugs.waiting, "QUIET_SECONDS", 2.0)
+    monkeypatch.setattr(bugs.deadlock_check, "QUIET_SECONDS", 2.0)
     this = {"pid": os.getpid(), "stands_since": 10.0, "as_of": 20.0}
     other = {"pid": os.getpid(), "stands_since": 1.0, "as_of": as_of}
-    assert bugs.waiting._nobody_is_left({0: this, 1: other}) is ends
+    assert bugs.deadlock_check._nobody_is_left({0: this, 1: other}) is ends
 
 
 def test_bugs_between_ranks(two_ranks):
@@ -153,7 +153,7 @@ def test_nothing_is_left_when_checks_are_off():
     with bugs.checking(*CHECKS):
         assert torch.empty is not before[0]
     assert (torch.empty, dict(vars(bugs.tl.core)), vars(_builder()).copy()) == before
-    assert bugs.waiting.waits.on_look is None
+    assert bugs.deadlock_check.waits.on_look is None
 
 
 def _builder():

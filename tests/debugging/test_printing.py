@@ -8,9 +8,9 @@ import triton.language as tl
 
 from triton_dist import jit
 from triton_dist import language as dl
+from triton_dist.debugging.checks import checking
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime import symmetric
-from triton_dist.runtime.debugging.checks import checking
 
 
 @jit

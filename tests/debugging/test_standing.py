@@ -19,8 +19,10 @@ from tests.debugging import bugs
 from tests.docs.markdown import DOCS, blocks
 from tests.docs.outputs import check_output
 from triton_dist.cli.main import main
-from triton_dist.runtime.debugging import asking, job
-from triton_dist.runtime.debugging.job import folder_of, job_folder
+from triton_dist.debugging import rank_status
+from triton_dist.debugging.rank_status import folder_of
+from triton_dist.runtime import job
+from triton_dist.runtime.job import job_folder
 
 PDB = DOCS / "how-to" / "debug-in-pdb.md"
 
@@ -128,7 +130,7 @@ def test_where_names_the_missing_notify_and_the_rank_that_does_not_come(two_rank
 
 def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
     """Also while the main thread stands in C, and comes to no line of Python."""
-    lock, report, said = threading.Lock(), asking.report, ""
+    lock, report, said = threading.Lock(), rank_status.report, ""
     lock.acquire()
 
     def reported(folder):
@@ -137,15 +139,15 @@ def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
         finally:
             lock.release()
 
-    monkeypatch.setattr(asking, "report", reported)
+    monkeypatch.setattr(rank_status, "report", reported)
     with bugs.checking("waits", "where"):
-        threading.Timer(0.1, os.kill, (os.getpid(), asking.SIGNAL)).start()
+        threading.Timer(0.1, os.kill, (os.getpid(), rank_status.SIGNAL)).start()
         assert lock.acquire(timeout=30)
         end = time.monotonic() + 30
         while "in test_a_signal_says" not in said and time.monotonic() < end:
             time.sleep(0.01)
             said += capfd.readouterr().err
-    assert signal.getsignal(asking.SIGNAL) is signal.SIG_DFL
+    assert signal.getsignal(rank_status.SIGNAL) is signal.SIG_DFL
     assert "triton_dist: rank 0 was asked where the ranks stand\njob " in said
     assert ": 1 of 1 ranks answer\n" in said
     place = rf"rank 0 \(process {os.getpid()}\): is at {re.escape(__file__)}:\d+ in test_a_signal"
@@ -154,12 +156,12 @@ def test_a_signal_says_where_the_ranks_stand(capfd, monkeypatch):
 
 def test_a_signal_that_the_program_uses_is_left_to_it():
     came = []
-    before = signal.signal(asking.SIGNAL, lambda *_: came.append(1))
+    before = signal.signal(rank_status.SIGNAL, lambda *_: came.append(1))
     try:
         with bugs.checking("where"):
-            os.kill(os.getpid(), asking.SIGNAL)
+            os.kill(os.getpid(), rank_status.SIGNAL)
     finally:
-        signal.signal(asking.SIGNAL, before)
+        signal.signal(rank_status.SIGNAL, before)
     assert came == [1]
 
 
@@ -183,7 +185,7 @@ def test_a_folder_without_members_is_left_to_the_rank_that_makes_it(monkeypatch,
 
 
 def test_a_job_that_is_not_there(capfd, monkeypatch):
-    monkeypatch.setattr(asking, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(rank_status, "_ANSWER_SECONDS", 0.1)
     assert main(["debug", "where", "--job", "none such"]) == 2
     assert "job none such: " in capfd.readouterr().err
     assert main(["debug", "attach", "0", "--job", "none such", "--wait", "0.1"]) == 2

@@ -15,6 +15,7 @@ import triton
 
 from tests.distributed.ag_gemm_calls import NAN, some_configs
 from tests.distributed.compiled_ahead import compiled_ahead, is_rehearsal, note
+from triton_dist.debugging.checks import checking
 from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.rows import has_fast_library
@@ -29,7 +30,6 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
 )
 from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS
-from triton_dist.runtime.debugging.checks import checking
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose, poisoned_empty

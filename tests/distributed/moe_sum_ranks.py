@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import some_configs
 from tests.distributed.unequal_rows_ranks import told_in_between
+from triton_dist.debugging import races
 from triton_dist.errors import ContextFinalized, RankDisagreement, TritonDistError
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
@@ -25,7 +26,6 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE as AR
 from triton_dist.kernels.nvidia.moe_reduce_rs.case import CASE as RS
-from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose

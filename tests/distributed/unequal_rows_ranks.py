@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed import gemm_ar_calls, gemm_rs_calls
 from tests.distributed.ag_gemm_calls import default_tiles, uniform
+from triton_dist.debugging import races
 from triton_dist.errors import RankDisagreement
 from triton_dist.kernels.common.exchange import sums
 from triton_dist.kernels.common.launch import Launcher
@@ -32,7 +33,6 @@ from triton_dist.kernels.nvidia import (
     gemm_rs,
 )
 from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_ar_ways
-from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 

@@ -16,10 +16,10 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.debugging import races
 from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime import symmetric
-from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.triton_compat import is_interpreting

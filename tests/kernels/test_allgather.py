@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import uniform
+from triton_dist.debugging import races
 from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.common.slots.epochs import GAVE_UP
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
 from triton_dist.runtime import waits
-from triton_dist.runtime.debugging import races
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 

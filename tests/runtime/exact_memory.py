@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from triton_dist import knobs
-from triton_dist.runtime.debugging.modes import checks_of
+from triton_dist.debugging.modes import checks_of
 
 exact_memory = pytest.mark.skipif(
     "race" in checks_of(knobs.debug.get()),

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
 import torch.distributed as dist  # noqa: E402
 
-from triton_dist.runtime.debugging import sanitizer as reports  # noqa: E402
+from triton_dist.debugging import sanitizer as reports  # noqa: E402
 
 _GRACE = 20.0  # seconds for the others once a rank has failed
 _STACKS = 5.0  # seconds before the end of a run in which ranks say where they are

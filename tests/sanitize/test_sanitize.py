@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sanitize import run
-from triton_dist.runtime.debugging import sanitizer as reports
+from triton_dist.debugging import sanitizer as reports
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes

@@ -22,8 +22,8 @@ from triton_dist._tuning.shared import common_parts, fingerprint_of, is_off
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store import StepLog
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
+from triton_dist.debugging import modes
 from triton_dist.errors import InvalidArgument
-from triton_dist.runtime import interpreter
 from triton_dist.runtime.inherited import InheritedValue, in_backward
 from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.tracing import is_traced
@@ -112,7 +112,8 @@ class _Composer:
 
     def compose(self) -> ContextualParts:
         if is_interpreting():
-            interpreter.install()  # kernels may all be of libraries, which know nothing of it
+            # All kernels may be those of libraries, which do not call triton_dist.jit.
+            modes.install_interpreter()
         ranks = self.ranks()
         policy = Policy(
             warmup=self.warmup,

@@ -51,8 +51,8 @@ def add_to(verbs: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Here, so that other verbs start without torch.
-    from triton_dist.runtime.debugging import modes, sanitizer
-    from triton_dist.runtime.debugging.faults import DebugModeRefused
+    from triton_dist.debugging import modes, sanitizer
+    from triton_dist.debugging.faults import DebugModeRefused
     from triton_dist.runtime.triton_compat import triton_version
 
     words = knobs.words(arguments.mode)

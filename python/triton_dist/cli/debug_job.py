@@ -22,32 +22,32 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
         NoSuchJob: there is no such job, or several.
         TimeoutError: the rank does not stop.
     """
-    from triton_dist.runtime.debugging import stops
-    from triton_dist.runtime.debugging.faults import NoSuchJob
-    from triton_dist.runtime.debugging.job import folder_of
+    from triton_dist.debugging import debugger
+    from triton_dist.debugging.faults import NoSuchJob
+    from triton_dist.debugging.rank_status import folder_of
 
     end = time.monotonic() + seconds
     while True:
         with socket.socket(socket.AF_UNIX) as connection:
             try:
                 try:
-                    folder = folder_of(job, stops.socket_of(Path(), rank).name)
+                    folder = folder_of(job, debugger.socket_of(Path(), rank).name)
                 except NoSuchJob:  # none of which it stands
                     folder = folder_of(job, "*")
-                    stops.request_of(folder, rank).touch()
-                connection.connect(str(stops.socket_of(folder, rank)))
+                    debugger.request_of(folder, rank).touch()
+                connection.connect(str(debugger.socket_of(folder, rank)))
             except (NoSuchJob, OSError) as failure:
                 if time.monotonic() < end:
                     time.sleep(_LOOK_SECONDS)
                     continue
                 if isinstance(failure, NoSuchJob):
                     raise
-                stops.request_of(folder, rank).unlink(missing_ok=True)
+                debugger.request_of(folder, rank).unlink(missing_ok=True)
                 raise TimeoutError(
                     f"rank {rank} did not stop within {seconds:g} s: it has come to no "
                     "dl.breakpoint and stands in no dl.wait of an interpreted kernel"
                 ) from None
-            stops.request_of(folder, rank).unlink(missing_ok=True)
+            debugger.request_of(folder, rank).unlink(missing_ok=True)
             _talk(connection, sys.stdin.buffer, sys.stdout.buffer)
             return 0
 
@@ -82,9 +82,9 @@ def where(job: str | None) -> int:
     Raises:
         NoSuchJob: there is no such job, or several.
     """
-    from triton_dist.runtime.debugging import asking
-    from triton_dist.runtime.debugging.job import folder_of
+    from triton_dist.debugging import rank_status
+    from triton_dist.debugging.rank_status import folder_of
 
-    text, answers = asking.report(folder_of(job, "[0-9]*.json"))
+    text, answers = rank_status.report(folder_of(job, "[0-9]*.json"))
     print(text)
     return 0 if answers else 1

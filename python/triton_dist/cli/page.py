@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from triton_dist._tuning.values.analysis import Timed, shown
 from triton_dist.cli import cache, diff, plots
+from triton_dist.cli.report_data import Subject
 from triton_dist.cli.show import spread
-
-if TYPE_CHECKING:
-    from triton_dist.cli.report import Subject
 
 _ROWS = 300
 """So many of the fastest configs are listed; `show --top` has all."""

@@ -6,16 +6,14 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from triton_dist._tuning.values.analysis import Timed, shown
-
-if TYPE_CHECKING:
-    from triton_dist.cli.report import Subject
+from triton_dist.cli.report_data import Subject
 
 _POINT, _BEST, _BAR, _ZONE = "#8fa9c4", "#c0392b", "#1f5f99", "#e4efe2"
 _PHASES = {"compile": "#8a6d1b", "measure": "#1f5f99", "agree": "#6b6b6b"}

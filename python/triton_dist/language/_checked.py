@@ -10,9 +10,9 @@ import numpy as np
 import triton.language as tl
 
 from triton_dist._jit import jit
+from triton_dist.debugging import debugger, printing
 from triton_dist.errors import InvalidArgument
 from triton_dist.language._spin import INTERPRETED
-from triton_dist.runtime.debugging import printing, stops
 
 
 def _only_rows_interpreted(desc: Any, begin: Any, end: Any) -> Any:
@@ -34,7 +34,7 @@ def _breakpoint_interpreted(condition: Any = True) -> None:
     """Stop here if ``condition`` holds, of a block: for one of its elements."""
     value = getattr(condition, "value", condition)  # of a constexpr
     if np.any(value.handle.data if isinstance(value, tl.tensor) else value):
-        stops.stop_if_wanted(sys._getframe(1))
+        debugger.stop_if_wanted(sys._getframe(1))
 
 
 @jit

@@ -12,7 +12,8 @@ from triton.language.extra.cuda import globaltimer
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
 from triton_dist.language._spin import INTERPRETED
-from triton_dist.runtime import interpreter, marking
+from triton_dist.runtime import marking
+from triton_dist.runtime.interpreter_program import current_program_number
 
 # One thread of each four warps writes; $1: when it began. Named registers end with the braces. What
 # is not needed any more is written first: a producer warp has 24 registers.
@@ -99,7 +100,10 @@ class _InterpretedMark:
 
     def __exit__(self, *_: object) -> None:
         if self._marks is not None:
-            name, program = marking.NAMES[self._number], interpreter.current_program_number()
+            name, program = (
+                marking.NAMES[self._number],
+                current_program_number(),
+            )
             self._marks.add(marking.Mark(name, program, 0, self._began, time.time_ns()))
 
 

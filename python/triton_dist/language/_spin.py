@@ -13,10 +13,12 @@ import triton.language as tl
 
 from triton_dist import knobs
 from triton_dist._jit import jit
+from triton_dist.debugging import debugger
 from triton_dist.errors import InvalidArgument, WaitTimeout
-from triton_dist.runtime import interpreter, waits
+from triton_dist.runtime import deadlines, waits
 from triton_dist.runtime.addresses import describe_address
-from triton_dist.runtime.debugging import stops
+from triton_dist.runtime.cooperative_grid import pause
+from triton_dist.runtime.interpreter_program import current_program
 from triton_dist.runtime.triton_compat import is_interpreting
 
 _TEXT = tl.constexpr(str)
@@ -41,8 +43,8 @@ def _spin_interpreted(
     a disagreement. Raise once a flag is overdue."""
     if guard is not None and _gave_up(guard):
         return -1
-    stops.stop_if_asked()
-    overdue = stops.is_overdue(deadline, waits.interpreted_limit_seconds())
+    debugger.stop_if_asked()
+    overdue = deadlines.is_overdue(deadline, waits.interpreted_limit_seconds())
     if waits.on_look is not None:
         waits.on_look(ptr, seen, value, SIZE_BITS if sized else 0, polls, overdue)
     if overdue:
@@ -50,15 +52,15 @@ def _spin_interpreted(
         places = SIZE_BITS if sized else 0
         raise WaitTimeout(
             rank=knobs.rank.get(),
-            program=f"program {interpreter.current_program()}",
+            program=f"program {current_program()}",
             flag=describe_address(int(ptr.handle.data.flat[latest])),
             expected=int(value) >> places,
             seen=int(seen.handle.data.flat[latest]) >> places,
             seconds=waits.interpreted_limit_seconds(),
         )
-    watched = waits.on_look is not None or stops.is_active()
+    watched = waits.on_look is not None or debugger.is_active()
     unchanged = None if watched else _unchanged(ptr, seen, value, deadline, guard)
-    interpreter.pause(polls, unchanged)
+    pause(polls, unchanged)
     return polls + 1
 
 
@@ -99,7 +101,7 @@ def _gave_up(guard: Any) -> bool:
 
 
 def _give_turn_interpreted() -> None:
-    interpreter.pause()
+    pause()
 
 
 def _refuse_text_interpreted(value: Any) -> None:

@@ -42,10 +42,9 @@ from triton_dist.runtime import (
     interpreter_speed,
 )
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
-from triton_dist.runtime.debugging import modes
 from triton_dist.runtime.triton_compat import check_versions, triton_version
 
-__all__ = ["MENDS", "Mend", "current_program", "install", "pause"]
+__all__ = ["MENDS", "Mend", "install", "pause"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,31 +75,16 @@ def mend(versions: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @functools.cache
 def install() -> None:
-    """Apply every mend that the installed Triton needs, once for the life of the process, make the
-    interpreter faster, and turn the checks on that ``TRITON_DIST_DEBUG`` asks for."""
+    """Apply every patch that the installed Triton needs and make the interpreter faster.
+
+    Done once per process. Call :func:`triton_dist.debugging.modes.install_interpreter` instead,
+    which also turns on the checks of ``TRITON_DIST_DEBUG``.
+    """
     check_versions()
     for entry in MENDS:
         if entry.is_needed:
             entry.apply()
     interpreter_speed.install(upstream)
-    checks = modes.activate()
-    if checks:
-        from triton_dist.runtime.debugging.checks import install as turn_on
-
-        turn_on(checks)
-
-
-def current_program() -> tuple[int, int, int]:
-    """``tl.program_id`` of the program that runs (or ran last), for error messages."""
-    x, y, z = getattr(upstream.interpreter_builder, "grid_idx", (0, 0, 0))
-    return x, y, z
-
-
-def current_program_number() -> int:
-    """The same as one number, as GPUs count: along the grid's first dimension first."""
-    x, y, z = current_program()
-    width, height, _ = getattr(upstream.interpreter_builder, "grid_dim", (1, 1, 1))
-    return x + width * (y + height * z)
 
 
 _launching = threading.RLock()

@@ -17,7 +17,7 @@ from triton_dist import knobs
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
-from triton_dist.runtime.debugging.stops import is_overdue
+from triton_dist.runtime.deadlines import is_overdue
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, Step
 from triton_dist.runtime.triton_compat import is_interpreting
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from triton_dist.runtime.debugging.stops import is_overdue
+from triton_dist.runtime.deadlines import is_overdue
 from triton_dist.runtime.ranks.process import Process
 
 _PATIENCE_SECONDS = 0.25

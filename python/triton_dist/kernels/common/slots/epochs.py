@@ -31,6 +31,7 @@ import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+from triton_dist.debugging import rank_status
 from triton_dist.kernels.common import guard
 from triton_dist.kernels.common.guard import Disagreements, Flags, Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
@@ -38,7 +39,6 @@ from triton_dist.kernels.common.peers import count_in, epoch_at, flag_of, flag_v
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
-from triton_dist.runtime.debugging import standing
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import Region
@@ -149,10 +149,10 @@ class EpochSlots:
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
-        self._stand = standing.Slots(
+        self._stand = rank_status.Slots(
             self.memory["epoch"], EPOCH, SIZE_BITS.value, self._begun, self._late_of, self._flags
         )
-        self._tells = standing.add(self._stand)
+        self._tells = rank_status.add(self._stand)
 
     def __getitem__(self, region: str) -> Region:
         """A region of the current slot."""

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from triton_dist.runtime.debugging.pattern import fill
-
 Undo = Callable[[], None]
 
 
@@ -169,3 +167,20 @@ def _unused_rows(desc: Any, indices: Sequence[Any]) -> Any:
 def _array(mask: Any) -> Any:
     """A mask is a handle, or an array before Triton 3.9."""
     return mask if mask is None or isinstance(mask, np.ndarray) else mask.data
+
+
+FLOATS, INTEGERS = 0x7FFB, 0x7BFB
+"""Two-byte patterns of uninitialised memory: a NaN in every floating-point type, a rare integer."""
+
+
+def pattern(dtype: Any, floats: bool) -> Any:
+    """Return the pattern as one element of the numpy ``dtype``, which has two bytes or more."""
+    word = FLOATS if floats else INTEGERS
+    return np.frombuffer(word.to_bytes(2, "little") * (dtype.itemsize // 2), dtype)[0]
+
+
+def fill(block: Any, element: Any, where: Any) -> None:
+    """Fill ``block[where]``, an array of the Triton type ``element``. Skip one-byte types."""
+    if block.itemsize > 1:
+        bits = block.view(np.dtype(f"u{block.itemsize}"))
+        bits[where] = pattern(bits.dtype, element.is_floating())

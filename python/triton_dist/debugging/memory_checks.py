@@ -1,24 +1,39 @@
-"""Bounds of loads and stores: each within the tensor or region that its pointer was made from.
+"""Checks of each load and store: within bounds, and not of memory that was never written.
 
-An address does not say that: what lies behind the end of a region is most often the next one. So
-addresses carry their *origin*: an array of them is of a class that numpy hands on from operand to
-result. A pointer that was read from memory, such as a peer's from a table, has the region of
-symmetric memory that it points into. Where neither is known, nothing is checked.
+**Bounds**: an access must stay within the tensor or region that its pointer was made from. An
+address does not tell that, since the next region usually follows directly. Therefore arrays of
+addresses carry their *origin*: they are of a class that numpy hands on from operand to result. A
+pointer that was read from memory, such as a peer's from a table, has the region of symmetric memory
+that it points into. Where neither is known, nothing is checked.
+
+**Uninitialised reads**: while the check is on, the ``torch.empty`` family returns CPU tensors that
+are filled with a pattern, and a kernel that loads the pattern is refused. A copy of such memory has
+the pattern too. In floating-point types the pattern is a NaN that arithmetic never produces.
+One-byte integers have no value to spare and are not checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 
+from triton_dist.debugging.accesses import (
+    FLOATS,
+    INTEGERS,
+    Access,
+    Undo,
+    pattern,
+    replace,
+    undo_all,
+)
+from triton_dist.debugging.faults import OutOfBounds, UninitialisedRead
+from triton_dist.debugging.site import Site, site
 from triton_dist.runtime import addresses
-from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
-from triton_dist.runtime.debugging.faults import OutOfBounds
-from triton_dist.runtime.debugging.site import Site, site
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ def _argument_is(value: Any, origin: Origin) -> bool:
     return _origin_of(getattr(getattr(value, "handle", None), "data", None)) is origin
 
 
-def track(upstream: Any) -> Undo:
+def track_origins(upstream: Any) -> Undo:
     """Let addresses in ``upstream``, the module ``triton.runtime.interpreter``, carry their
     origin, until undone."""
     builder = upstream.InterpreterBuilder
@@ -159,4 +174,51 @@ def track(upstream: Any) -> Undo:
         replace(upstream.BlockPointerHandle, "materialize_pointers", pointers),
         replace(upstream.TensorDescHandle, "materialize_pointers", pointers),
     ]
+    return undo_all(undos)
+
+
+_ALLOCATIONS = (
+    (torch, ("empty", "empty_like", "empty_strided")),
+    (torch.Tensor, ("new_empty", "new_empty_strided")),
+)
+
+
+class Uninitialised:
+    """Refuses loads of the pattern."""
+
+    def before(self, access: Access) -> None:
+        """Nothing: it shows in what is read."""
+
+    def after(self, access: Access, values: Any) -> None:
+        if access.kind != "load" or values is None or access.itemsize < 2:
+            return
+        bits = np.asarray(values).view(np.dtype(f"u{access.itemsize}"))
+        found = bits == pattern(bits.dtype, access.element.is_floating())
+        if access.mask is not None:
+            found = found & access.mask
+        if found.any():
+            first = int(np.flatnonzero(found)[0])
+            raise UninitialisedRead(
+                f"{site()}: {np.count_nonzero(found)} of {found.size} elements that are loaded "
+                f"were never written since torch.empty, the first at index {first} of the block"
+            )
+
+
+def poison_empty() -> Undo:
+    """Fill what the ``torch.empty`` family returns with the pattern, until undone."""
+
+    def poisoned(allocate: Any) -> Any:
+        @wraps(allocate)
+        def filled(*args: Any, **named: Any) -> Any:
+            tensor = allocate(*args, **named)
+            is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+            if is_plain and tensor.element_size() > 1:
+                floats = tensor.is_floating_point() or tensor.is_complex()
+                words = torch.tensor([], dtype=torch.int16).set_(tensor.untyped_storage())
+                words.fill_(FLOATS if floats else INTEGERS)
+            return tensor
+
+        return filled
+
+    undos = [replace(owner, name, poisoned) for owner, names in _ALLOCATIONS for name in names]
     return undo_all(undos)

@@ -1,28 +1,24 @@
-"""Ranks that stand in pdb, and time limits that wait for them meanwhile.
+"""Stop a rank in pdb, at ``dl.breakpoint`` or in a kernel that waits.
 
-A rank that stops offers a socket in the job's folder, and a file from which the others know that it
-stands. What has a limit asks, once the limit is over, for how long some rank has stood meanwhile:
-``time.monotonic`` is one clock for all processes of a host.
+A stopped rank listens on a socket in the job's folder, to which ``triton-dist debug attach``
+connects. Deadlines of all ranks of the job are paused meanwhile.
 """
 
 from __future__ import annotations
 
-import os
 import pdb
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist.runtime import waits
-from triton_dist.runtime.debugging.job import job_folder, made_folder, runs
-from triton_dist.runtime.debugging.site import kernel_frame
+from triton_dist.debugging.site import kernel_frame
+from triton_dist.runtime import deadlines, waits
+from triton_dist.runtime.job import job_folder, made_folder
 
 _active = False
 _LOOK_SECONDS = 0.1
@@ -96,7 +92,7 @@ class RankPdb(pdb.Pdb):
             sys.settrace(self.trace_dispatch)  # last: nothing of ours is to be stepped through
 
     def interaction(self, *args: Any, **named: Any) -> None:
-        with standing():
+        with deadlines.paused():
             super().interaction(*args, **named)
 
     def do_continue(self, arg: str) -> Any:
@@ -124,12 +120,12 @@ def _stop(frame: FrameType) -> None:
     rank, folder = knobs.rank.get(), made_folder()
     path = socket_of(folder, rank)
     path.unlink(missing_ok=True)
-    with standing(), socket.socket(socket.AF_UNIX) as server:
+    with deadlines.paused(), socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen(1)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         print(
-            f"triton_dist: rank {rank} stands at {place}: triton-dist debug attach {rank}",
+            f"triton_dist: rank {rank} is stopped at {place}: triton-dist debug attach {rank}",
             file=sys.stderr,
             flush=True,
         )
@@ -138,42 +134,3 @@ def _stop(frame: FrameType) -> None:
         finally:
             path.unlink(missing_ok=True)
     RankPdb(rank, connection).stop_at(frame)
-
-
-@contextmanager
-def standing() -> Iterator[None]:
-    """Within, this rank stands: the limits of all ranks of the job on this host wait."""
-    folder, begin = made_folder(), time.monotonic()
-    note = folder / f"stands-{os.getpid()}-{threading.get_ident()}"
-    note.write_text(repr(begin))
-    try:
-        yield
-    finally:
-        with (folder / "stood").open("a") as file:  # before the note goes: at no time neither
-            file.write(f"{begin!r} {time.monotonic()!r}\n")
-        note.unlink(missing_ok=True)
-
-
-def seconds_stood(since: float) -> float:
-    """Time since ``since`` for which some rank of the job stood."""
-    folder, now = job_folder(), time.monotonic()
-    spans: list[tuple[float, float]] = []
-    with suppress(OSError):
-        for note in folder.glob("stands-*"):
-            with suppress(OSError, ValueError):  # gone, or not written, meanwhile
-                if runs(int(note.name.split("-")[1])):
-                    spans.append((float(note.read_text()), now))
-        for line in (folder / "stood").read_text().splitlines():
-            first, _, last = line.partition(" ")
-            spans.append((float(first), float(last)))
-    total, reached = 0.0, since
-    for begin, end in sorted(spans):
-        total += max(0.0, min(end, now) - max(begin, reached))
-        reached = max(reached, end)
-    return total
-
-
-def is_overdue(deadline: float, limit: float) -> bool:
-    """True once a limit of ``limit`` seconds that ends at ``deadline`` is over."""
-    now = time.monotonic()
-    return now > deadline and now > deadline + seconds_stood(deadline - limit)

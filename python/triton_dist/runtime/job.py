@@ -1,4 +1,4 @@
-"""Places on this host at which the ranks of a job, and who debugs them, find one another."""
+"""Folder on this host that the ranks of a job share, with each other and with debugging tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from triton_dist import knobs
-from triton_dist.runtime.debugging.faults import NoSuchJob
 
 _MEMBER = "member-"
 
@@ -24,19 +23,21 @@ def _root() -> Path:
 
 
 def job_folder() -> Path:
-    """The place of this process's job, by the port that its ranks meet at, or else by who started
-    them."""
+    """Return the folder of this process's job, named by the job's ``MASTER_PORT``, or else by the
+    parent process."""
     job = knobs.environment().get("MASTER_PORT") or f"of-{os.getppid()}"
     return _root() / f"{_prefix()}{job}"
 
 
 def made_folder() -> Path:
-    """The same, made if it is not there, with this process as a member. Folders that have none any
-    more are removed on the way: a process may end in ways in which it removes nothing."""
+    """Create the job's folder if needed, enter this process as a member and return the folder.
+
+    Folders without a running member are removed: a killed process cannot remove its own.
+    """
     folder = job_folder()
     member = folder / f"{_MEMBER}{os.getpid()}"
     if not member.exists():
-        # One at a time: a folder that another rank has made and is not yet a member of has none.
+        # Locked, because another rank may have made a folder that it has not entered yet.
         with (_root() / f"triton_dist-debug-lock-{os.getuid()}").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for other in _root().glob(f"{_prefix()}*"):
@@ -47,23 +48,13 @@ def made_folder() -> Path:
     return folder
 
 
-def folder_of(job: str | None, holds: str) -> Path:
-    """The place of the job named ``job``; ``None``: of the only one with a file that matches
-    ``holds``.
-
-    Raises:
-        NoSuchJob: there is none, or there are several.
-    """
-    found = {
+def job_folders(holds: str) -> dict[str, Path]:
+    """Return the folders of running jobs that contain a file matching ``holds``, by job name."""
+    return {
         folder.name.removeprefix(_prefix()): folder
         for folder in sorted(_root().glob(f"{_prefix()}*"))
         if any(folder.glob(holds)) and _members(folder)
     }
-    if job is None and len(found) == 1:
-        return next(iter(found.values()))
-    if job not in found:
-        raise NoSuchJob(job, sorted(found))
-    return found[job]
 
 
 def _members(folder: Path) -> list[int]:
@@ -72,7 +63,7 @@ def _members(folder: Path) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """False once the process has ended, also where its parent has not asked yet."""
+    """Return whether process ``pid`` runs. A zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -8,19 +8,20 @@ from typing import Any
 
 from triton.runtime import interpreter as upstream
 
+from triton_dist.debugging import debugger, memory_checks, printing, rank_status
+from triton_dist.debugging.accesses import Observer, Undo, replace, undo_all, watch
+from triton_dist.debugging.deadlock_check import DeadlockCheck
+from triton_dist.debugging.faults import KernelAssertion
+from triton_dist.debugging.races import Races
+from triton_dist.debugging.site import site
 from triton_dist.runtime import interpreter
-from triton_dist.runtime.debugging import asking, bounds, printing, standing, stops, uninitialised
-from triton_dist.runtime.debugging.accesses import Observer, Undo, replace, undo_all, watch
-from triton_dist.runtime.debugging.faults import KernelAssertion
-from triton_dist.runtime.debugging.site import site
-from triton_dist.runtime.debugging.waiting import Waiting
 
 
 def install(checks: Iterable[str]) -> Undo:
     """Turn ``checks`` of kernels on, names of :data:`modes.CHECKS` and of modes that work here,
     until undone.
 
-    The interpreter's mends must be applied.
+    The interpreter's patches must be applied.
     """
     undos = [
         replace(upstream.InterpreterBuilder, "create_assert", _with_site),
@@ -28,26 +29,24 @@ def install(checks: Iterable[str]) -> Undo:
     ]
     observers: list[Observer] = []
     if "bounds" in checks:
-        observers.append(bounds.Bounds())
-        undos.append(bounds.track(upstream))
+        observers.append(memory_checks.Bounds())
+        undos.append(memory_checks.track_origins(upstream))
     if "init" in checks:
-        observers.append(uninitialised.Uninitialised())
-        undos.append(uninitialised.poison())
+        observers.append(memory_checks.Uninitialised())
+        undos.append(memory_checks.poison_empty())
     if "waits" in checks or "where" in checks:
-        waiting = Waiting(judges="waits" in checks, tells="where" in checks)
+        waiting = DeadlockCheck(judges="waits" in checks, tells="where" in checks)
         observers.append(waiting)
-        standing.start()
-        undos += [standing.stop, waiting.start()]
+        rank_status.start()
+        undos += [rank_status.stop, waiting.start()]
         undos.append(replace(interpreter, "_run_grid", _noted))
     if "where" in checks:
-        asking.start()
-        undos.append(asking.stop)
+        rank_status.install_signal_handler()
+        undos.append(rank_status.remove_signal_handler)
     if "attach" in checks:
-        stops.start()
-        undos.append(stops.end)
+        debugger.start()
+        undos.append(debugger.end)
     if "race" in checks:
-        from triton_dist.runtime.debugging.races import Races
-
         races = Races()
         observers.append(races)
         undos.append(races.track())
@@ -79,7 +78,7 @@ def _with_site(original: Any) -> Callable[..., None]:
 def _noted(original: Any) -> Callable[..., None]:
     def run_grid(executor: Any, *rest: Any) -> None:
         grid = executor.grid if isinstance(executor.grid, tuple) else ()
-        standing.note_launch(executor.fn.__name__, grid)
+        rank_status.note_launch(executor.fn.__name__, grid)
         original(executor, *rest)
 
     return run_grid

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from triton_dist.debugging.accesses import Undo, replace, undo_all
+from triton_dist.debugging.site import is_of_program, site
 from triton_dist.runtime.addresses import describe_address
-from triton_dist.runtime.debugging.accesses import Undo, replace, undo_all
-from triton_dist.runtime.debugging.site import is_of_program, site
 
 # The interpreter holds blocks of these as their bits.
 _AS_BITS = {

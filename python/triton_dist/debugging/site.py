@@ -14,12 +14,15 @@ import torch
 import triton
 
 from triton_dist import knobs
+from triton_dist.runtime import interpreter
+from triton_dist.runtime.interpreter_program import current_program
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 # Between a kernel's line and the operation: Triton, our runtime, and what kernels are made with.
 _NOT_KERNELS = (
     str(Path(triton.__file__).parent),
     str(_PACKAGE / "runtime"),
+    str(_PACKAGE / "debugging"),
     str(_PACKAGE / "language"),
 )
 
@@ -67,8 +70,6 @@ def kernel_frame() -> FrameType | None:
 
 def site() -> Site:
     """The innermost line of a kernel on this thread's stack, and the launch that it belongs to."""
-    from triton_dist.runtime import interpreter
-
     frame: FrameType | None = sys._getframe(1)
     file, line, kernel, values = "?", 0, "?", {}
     while frame is not None:
@@ -79,4 +80,4 @@ def site() -> Site:
             kernel, values = frame.f_locals["executor"].fn.__name__, frame.f_locals["values"]
             break
         frame = frame.f_back
-    return Site(knobs.rank.get(), interpreter.current_program(), kernel, file, line, values)
+    return Site(knobs.rank.get(), current_program(), kernel, file, line, values)

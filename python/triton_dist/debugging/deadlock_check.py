@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from triton_dist import knobs
+from triton_dist.debugging import rank_status
+from triton_dist.debugging.accesses import Access, Undo
+from triton_dist.debugging.faults import WaitNeverEnds
+from triton_dist.debugging.site import is_of_program, site
 from triton_dist.runtime import waits
 from triton_dist.runtime.addresses import describe_address
-from triton_dist.runtime.debugging import standing
-from triton_dist.runtime.debugging.accesses import Access, Undo
-from triton_dist.runtime.debugging.faults import WaitNeverEnds
-from triton_dist.runtime.debugging.job import job_folder, made_folder, runs
-from triton_dist.runtime.debugging.site import is_of_program, site
+from triton_dist.runtime.job import job_folder, made_folder, runs
 
 QUIET_SECONDS = 2.0
 _TELL_SECONDS = 0.25
@@ -39,7 +39,7 @@ _COLLECTIVES = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}runtime{os.sep}ranks{os.sep}",
 )
-_PACKAGE = str(Path(__file__).resolve().parents[2])
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _OF_RANK = re.compile(r"(.*)( of rank \d+)(\[.*\])")
 
 
@@ -53,7 +53,7 @@ def _rank() -> int:
     return knobs.rank.get()
 
 
-class Waiting:
+class DeadlockCheck:
     """Notes of this rank, as an observer of accesses and of waits.
 
     Args:
@@ -125,7 +125,7 @@ class Waiting:
         ):
             wait = {"at": str(site()), "flag": flag_at(address), "address": address}
             wait |= {"expected": expected, "seen": found, "looked": now}
-            wait["writer"] = standing.writer_of(address)
+            wait["writer"] = rank_status.writer_of(address)
             self._waits[thread], self._moved = wait, now  # whole, for the thread that tells
         wait["looked"] = now
         if overdue or (self._judges and now - self._judged > _TELL_SECONDS):
@@ -166,7 +166,7 @@ class Waiting:
                     new = path.with_suffix(f".{os.getpid()}")
                     new.write_text(json.dumps(state), encoding="utf-8")
                     new.replace(path)
-                    answered = standing.answer_if_asked(folder, answered, state)
+                    answered = rank_status.answer_if_asked(folder, answered, state)
         if path is not None:
             with suppress(OSError):
                 path.unlink()

@@ -29,25 +29,26 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.runtime import interpreter, symmetric, waits
-from triton_dist.runtime.debugging.accesses import Access, Undo, replace, undo_all
-from triton_dist.runtime.debugging.clocks import Clocks
-from triton_dist.runtime.debugging.faults import DataRace
-from triton_dist.runtime.debugging.job import made_folder
-from triton_dist.runtime.debugging.program_order import ProgramOrder
-from triton_dist.runtime.debugging.shadows import (
+from triton_dist.debugging.accesses import Access, Undo, replace, undo_all
+from triton_dist.debugging.faults import DataRace
+from triton_dist.debugging.race_state import (
     COUNT,
     FIRST,
     LINE,
     LOADED,
     STORED,
     WHO,
+    Clocks,
+    ProgramOrder,
     name_of,
     noted,
     with_shadows,
 )
-from triton_dist.runtime.debugging.site import kernel_frame, site
+from triton_dist.debugging.site import kernel_frame, site
+from triton_dist.runtime import interpreter, symmetric, waits
 from triton_dist.runtime.device import cpu
+from triton_dist.runtime.interpreter_program import current_program_number
+from triton_dist.runtime.job import made_folder
 from triton_dist.runtime.ranks.store_ranks import StoreRanks
 
 _UNPUBLISHED = 2**31 - 1  # a count that nobody knows
@@ -152,7 +153,7 @@ class Races:
 
     def _program(self) -> int:
         """Return what is noted of the running program."""
-        return (self._clocks.own << _PROGRAM_BITS) + interpreter.current_program_number() + 1
+        return (self._clocks.own << _PROGRAM_BITS) + current_program_number() + 1
 
     def after(self, access: Access, values: Any) -> None:
         own, kernel = self._clocks.own, not self._clocks.copying.line

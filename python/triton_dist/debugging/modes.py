@@ -16,7 +16,8 @@ import triton
 from packaging.version import Version
 
 from triton_dist import knobs
-from triton_dist.runtime.debugging.faults import DebugModeRefused
+from triton_dist.debugging.faults import DebugModeRefused
+from triton_dist.runtime import interpreter
 from triton_dist.runtime.triton_compat import is_interpreting, triton_version
 
 CHECKS = ("bounds", "init", "waits", "race")
@@ -257,9 +258,24 @@ def activate() -> tuple[str, ...]:
         flush=True,
     )
     if place.runs != INTERPRETER and tell:
-        from triton_dist.runtime.debugging import asking, standing, waiting
+        from triton_dist.debugging import deadlock_check, rank_status
 
-        asking.start()
-        standing.start()
-        waiting.Waiting(judges=False).start()
+        rank_status.install_signal_handler()
+        rank_status.start()
+        deadlock_check.DeadlockCheck(judges=False).start()
     return checks + tell
+
+
+@functools.cache
+def install_interpreter() -> None:
+    """Patch Triton's interpreter and turn on the checks of ``TRITON_DIST_DEBUG``, once per process.
+
+    Raises:
+        DebugModeRefused: as :func:`check`.
+    """
+    interpreter.install()
+    wanted = activate()
+    if wanted:  # the checks are slow to import, and most processes run without
+        from triton_dist.debugging import checks
+
+        checks.install(wanted)

@@ -1,0 +1,351 @@
+"""Status of the ranks of a job: what each rank publishes, and ``triton-dist debug where``.
+
+A client leaves a question in the job's folder. Each rank looks for questions every quarter of a
+second, on a thread that no kernel blocks, and writes its status. Flags and epochs are read from
+symmetric memory, including the peers', so that one rank that answers describes those that do not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import triton
+
+from triton_dist import knobs
+from triton_dist.debugging.faults import NoSuchJob
+from triton_dist.debugging.site import is_of_program
+from triton_dist.runtime.addresses import describe_address
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.job import job_folders, made_folder, runs
+
+_MOST_LAUNCHES, _MOST_FRAMES = 4, 12
+_launches: deque[str] = deque(maxlen=_MOST_LAUNCHES)
+_is_on = False
+
+
+class Region(Protocol):
+    """A region of symmetric memory."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]: ...
+
+
+class Memory(Protocol):
+    """Symmetric memory that can say who has come how far."""
+
+    def standing(self) -> dict[str, Any]:
+        """``name``; ``epochs``: by name of a counter, that of each rank (None: cannot be read);
+        ``late``: flags that are awaited, as ``flag``, ``expected``, ``seen``, ``writer``."""
+        ...
+
+    def writer_of(self, address: int) -> int | None:
+        """Rank that sets the flag at ``address``; ``None``: no flag of this memory."""
+        ...
+
+
+Read = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(eq=False)
+class Slots:
+    """A memory whose calls take turns with slots, each of which has an epoch.
+
+    Attributes:
+        epochs: region of control words [slots, words], number ``word`` of which counts from bit
+            ``shift`` on.
+        begun: by slot, the calls that this rank's host has begun.
+        late: the flags that the use of a slot waits for in some epoch, and that are not there.
+        flags: of a slot, flags, and the rank that sets the one of an index.
+    """
+
+    epochs: Region
+    word: int
+    shift: int
+    begun: list[int]
+    late: Callable[[int, int, Read], Iterable[dict[str, Any]]]
+    flags: Callable[[int], Iterable[tuple[torch.Tensor, Callable[[int], int]]]]
+
+    def standing(self) -> dict[str, Any]:
+        """See :class:`Memory`. In use is a slot of which more calls have begun than epochs are
+        over; that of a graph's replays is not known to be."""
+        peek, peers = current_device().peek, self.epochs.peers
+        lines = [peek(peer) for peer in peers]
+        own = next(number for number, peer in enumerate(peers) if peer is self.epochs.local)
+        named: dict[str, list[int | None]] = {}
+        late: list[dict[str, Any]] = []
+        for slot, begun in enumerate(self.begun):
+            row = [None if each is None else int(each[slot, self.word]) for each in lines]
+            epochs = [None if flag is None else flag >> self.shift for flag in row]
+            named[f"epoch of slot {slot}"] = epochs
+            epoch = epochs[own]
+            if epoch is not None and begun >= epoch:
+                late += self.late(slot, epoch, peek)
+        calls = sum(self.begun)
+        named["calls"] = [calls if rank == own else None for rank in range(len(peers))]
+        return {"name": _name_of(self.epochs), "epochs": named, "late": late}
+
+    def writer_of(self, address: int) -> int | None:
+        for slot in range(len(self.begun)):
+            for words, source_of in self.flags(slot):
+                index = (address - words.data_ptr()) // words.element_size()
+                if 0 <= index < words.numel():
+                    return source_of(index)
+        return None
+
+
+def _name_of(region: Region) -> str:
+    return describe_address(region.local.data_ptr()).rpartition(".")[0]
+
+
+_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+
+
+def start() -> None:
+    """Note launches, and memories that are made from now on."""
+    global _is_on
+    _is_on = True
+    hook = triton.knobs.runtime.launch_enter_hook
+    if hasattr(hook, "add"):
+        hook.add(_note_compiled)
+
+
+def stop() -> None:
+    global _is_on
+    _is_on = False
+    hook = triton.knobs.runtime.launch_enter_hook
+    if hasattr(hook, "remove"):
+        hook.remove(_note_compiled)
+
+
+def add(memory: Memory) -> bool:
+    """Let ``memory`` be asked; False where nobody will ask."""
+    if _is_on:
+        _memories.add(memory)
+        with suppress(Exception):
+            memory.standing()  # now: what it needs for that may not be made beside a kernel
+    return _is_on
+
+
+def note_launch(kernel: str, grid: tuple[int, ...]) -> None:
+    _launches.append(f"{kernel} {grid}")
+
+
+def _note_compiled(metadata: Any) -> None:
+    with suppress(Exception):  # whatever a version has there, a launch must not fail for it
+        _launches.append(str(metadata.data.get("name", "?")))
+
+
+def writer_of(address: int) -> int | None:
+    """Rank that sets the flag at ``address``, as far as a memory knows."""
+    for memory in list(_memories):
+        with suppress(Exception):  # it may be freed meanwhile
+            writer = memory.writer_of(address)
+            if writer is not None:
+                return writer
+    return None
+
+
+def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
+    """Write ``state``, and what else is known, if there is a question other than ``answered``;
+    returns the last question."""
+    try:
+        question = (folder / "ask").read_text(encoding="utf-8")
+    except OSError:
+        return answered
+    if question and question != answered:
+        known = state | {"question": question, "stack": _stack(), "launches": list(_launches)}
+        known["memories"] = [_standing_of(memory) for memory in list(_memories)]
+        path = folder / f"where-{state['rank']}.json"
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(known), encoding="utf-8")
+        new.replace(path)
+    return question
+
+
+def _standing_of(memory: Memory) -> dict[str, Any]:
+    try:
+        return memory.standing()
+    except Exception as failure:  # the others' standing is worth as much
+        return {"name": type(memory).__name__, "epochs": {}, "late": [], "failed": repr(failure)}
+
+
+def _stack() -> list[str]:
+    """Lines of the main thread, the innermost last: the program's, and those of kernels."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _MOST_FRAMES:
+        if is_of_program(frame):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines[::-1]
+
+
+SIGNAL = signal.SIGUSR2
+"""Sent to a rank, it lets that rank print where all stand. SIGUSR1 is what schedulers warn with,
+and what ``spawn_ranks`` asks for stacks with."""
+_LOOK_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
+_write_end = -1
+
+
+def install_signal_handler() -> None:
+    """Let ``SIGNAL`` print where the ranks of this job stand, on standard error of this process,
+    until :func:`remove_signal_handler`; nothing where the program has a use for that signal.
+
+    Python would run a handler between two lines of the main thread, which a hung rank does not come
+    to: faulthandler's writes at once, here into a pipe that a thread waits at.
+    """
+    global _write_end
+    if _write_end >= 0 or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+        return
+    read_end, _write_end = os.pipe()
+    faulthandler.register(SIGNAL, file=_write_end, all_threads=False)
+    threading.Thread(
+        target=_print_when_told, args=(read_end,), name="triton_dist-where", daemon=True
+    ).start()
+
+
+def remove_signal_handler() -> None:
+    global _write_end
+    if _write_end >= 0:
+        faulthandler.unregister(SIGNAL)
+        os.close(_write_end)  # the thread reads the end, and ends
+        _write_end = -1
+
+
+def _start_in_child() -> None:
+    """The pipe of a fork's parent is not for the child to write to, nor has it the thread."""
+    global _write_end
+    if _write_end >= 0:
+        faulthandler.unregister(SIGNAL)
+        os.close(_write_end)
+        _write_end = -1
+        install_signal_handler()
+
+
+os.register_at_fork(after_in_child=_start_in_child)
+
+
+def _print_when_told(read_end: int) -> None:
+    while os.read(read_end, 1 << 16):  # the stack of the main thread, which the report has
+        print(
+            f"triton_dist: rank {knobs.rank.get()} was asked where the ranks stand\n"
+            f"{report(made_folder())[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
+    os.close(read_end)
+
+
+def report(folder: Path) -> tuple[str, int]:
+    """Ask the ranks whose place is ``folder``: what they say, and how many do."""
+    question = f"{os.getpid()} {time.monotonic()}"
+    (folder / "ask").write_text(question, encoding="utf-8")
+    states: dict[int, dict[str, Any]] = {}
+    answers: dict[int, dict[str, Any]] = {}
+    end = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        states |= _read(folder.glob("[0-9]*.json"))
+        found = _read(folder.glob("where-*.json"))
+        answers = {r: each for r, each in found.items() if each["question"] == question}
+        missing = [r for r, each in states.items() if r not in answers and runs(each["pid"])]
+        if (states and not missing) or time.monotonic() > end:
+            break
+        time.sleep(_LOOK_SECONDS)
+    (folder / "ask").unlink(missing_ok=True)
+    lines = [f"job {folder.name.rpartition('-')[2]}: {len(answers)} of {len(states)} ranks answer"]
+    for rank in sorted(states):
+        lines += _of_rank(states[rank] | answers.get(rank, {}), rank in answers)
+    return "\n".join(lines + _of_memories(answers)), len(answers)
+
+
+def _read(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
+    found = {}
+    for path in paths:
+        with suppress(OSError, ValueError):
+            state = json.loads(path.read_text(encoding="utf-8"))
+            found[int(state["rank"])] = state
+    return found
+
+
+def _of_rank(state: Mapping[str, Any], answers: bool) -> list[str]:
+    head = f"rank {state['rank']} (process {state['pid']})"
+    if not answers:
+        ended = "" if runs(state["pid"]) else " has ended;"
+        return [f"{head}:{ended} no answer; it was at {state['host']}"]
+    lines = [f"{head}: {'waits in a kernel' if state['waits'] else 'is at ' + state['host']}"]
+    for wait in state["waits"]:
+        lines.append(f"  {wait['at']}: waits for {_awaited(wait)}")
+    for memory in state["memories"]:
+        lines += [f"  a kernel of {memory['name']} waits for {_awaited(f)}" for f in memory["late"]]
+        if "failed" in memory:
+            lines.append(f"  {memory['name']} cannot be looked into: {memory['failed']}")
+    lines += [f"  told: {flag} by {at}" for flag, at in list(state["told"].items())[-4:]]
+    if state["launches"]:
+        lines.append(f"  last launches: {', '.join(state['launches'])}")
+    return lines + [f"  {line}" for line in state["stack"]]
+
+
+def _awaited(wait: Mapping[str, Any]) -> str:
+    writer = wait.get("writer")
+    by = "" if writer is None else f", which rank {writer} sets"
+    return f"{wait['flag']} to reach {wait['expected']}, it is {wait['seen']}{by}"
+
+
+def _of_memories(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Epochs of all ranks side by side; each as its rank sees it, or else as a peer does."""
+    seen: dict[tuple[str, str], dict[int, int]] = {}
+    for rank, answer in sorted(answers.items()):
+        for memory in answer["memories"]:
+            for counter, epochs in memory["epochs"].items():
+                row = seen.setdefault((memory["name"], counter), {})
+                for peer, epoch in enumerate(epochs):
+                    if epoch is not None and (peer == rank or peer not in row):
+                        row[peer] = epoch
+    lines = []
+    for (name, counter), row in seen.items():
+        common = _common(row.values())
+        shown = "  ".join(
+            f"rank {peer}: {epoch}{' <- differs' if epoch != common else ''}"
+            for peer, epoch in sorted(row.items())
+        )
+        lines.append(f"{name}, {counter}: {shown}")
+    return lines
+
+
+def _common(epochs: Iterable[int]) -> int:
+    """The epoch of most ranks; of two ranks, and where as many have either, the highest: a rank
+    that is behind keeps the others waiting."""
+    counted = Counter(epochs)
+    return max(counted, key=lambda epoch: (counted[epoch], epoch), default=0)
+
+
+def folder_of(job: str | None, holds: str) -> Path:
+    """Return the folder of ``job``, or of the only job that has a file matching ``holds``.
+
+    Raises:
+        NoSuchJob: there is no such job, or ``job`` is ``None`` and there are several.
+    """
+    found = job_folders(holds)
+    if job is None and len(found) == 1:
+        return next(iter(found.values()))
+    if job not in found:
+        raise NoSuchJob(job, sorted(found))
+    return found[job]

@@ -1,0 +1,55 @@
+"""Deadlines that do not expire while a rank of the job is stopped in a debugger.
+
+A stopped rank leaves a note in the job's folder. When a deadline has passed, the time for which
+some rank was stopped is added to it. ``time.monotonic`` is one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from triton_dist.runtime.job import job_folder, made_folder, runs
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Context manager that pauses the deadlines of all ranks of the job on this host."""
+    folder, begin = made_folder(), time.monotonic()
+    note = folder / f"stopped-{os.getpid()}-{threading.get_ident()}"
+    note.write_text(repr(begin))
+    try:
+        yield
+    finally:
+        # Written before the note is removed, so that the pause is never missing from both.
+        with (folder / "pauses").open("a") as file:
+            file.write(f"{begin!r} {time.monotonic()!r}\n")
+        note.unlink(missing_ok=True)
+
+
+def is_overdue(deadline: float, limit: float) -> bool:
+    """Return whether a limit of ``limit`` seconds that ends at ``deadline`` has expired."""
+    now = time.monotonic()
+    return now > deadline and now > deadline + _seconds_paused(deadline - limit)
+
+
+def _seconds_paused(since: float) -> float:
+    """Return for how many seconds since ``since`` some rank of the job was stopped."""
+    folder, now = job_folder(), time.monotonic()
+    spans: list[tuple[float, float]] = []
+    with suppress(OSError):
+        for note in folder.glob("stopped-*"):
+            with suppress(OSError, ValueError):  # removed, or not yet written
+                if runs(int(note.name.split("-")[1])):
+                    spans.append((float(note.read_text()), now))
+        for line in (folder / "pauses").read_text().splitlines():
+            first, _, last = line.partition(" ")
+            spans.append((float(first), float(last)))
+    total, reached = 0.0, since
+    for begin, end in sorted(spans):
+        total += max(0.0, min(end, now) - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,1 +1,0 @@
-"""Checks of kernels: what ``TRITON_DIST_DEBUG`` asks for."""
