@@ -8,8 +8,9 @@ Usage: bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] SCRIPT [AR
        bash scripts/launch.sh [--nproc_per_node=N] [TORCHRUN OPTIONS] -m MODULE [ARGUMENTS OF MODULE]
 
 Runs SCRIPT in one process per rank with torchrun. Uses the current python3 if it has all that is
-needed, else sets up .venv in the repository first. With NVIDIA GPUs there is one rank per GPU, or with
---share-gpus more; without, 2 ranks on the CPU, where Triton's interpreter runs the same kernels.
+needed, else sets up .venv-triton-dist in the repository first. With NVIDIA GPUs there is one rank per
+GPU, or with --share-gpus more; without, 2 ranks on the CPU, where Triton's interpreter runs the same
+kernels.
 
 SCRIPT is looked for as given; a bare name then in tests/ and python/triton_dist/test/*/. With -m
 MODULE each rank runs a module, as python -m does.
@@ -27,9 +28,9 @@ Environment:
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                            several hosts: run the same command on each, with its own NODE_RANK
   TORCHRUN                 replaces torchrun; may be several words: "compute-sanitizer torchrun"
-  PYTHON                   the Python to use, or to make .venv with; left out if it does not run
+  PYTHON                   the Python to use, or to make .venv-triton-dist with; left out if it does not run
   TRITON_VERSION           an environment of its own with this version of Triton
-  PIP_EXTRA_INDEX_URL, ... pip's own, for when .venv is set up
+  PIP_EXTRA_INDEX_URL, ... pip's own, for when .venv-triton-dist is set up
 END
 }
 
@@ -124,6 +125,12 @@ else
     torchrun=("$PYTHON" "$ROOT/scripts/torchrun.py")
 fi
 
+# In a rank of another job: its variables would make this job take the port and the store of that job.
+if [[ -n ${LOCAL_RANK:-}${TORCHELASTIC_RUN_ID:-} && -z ${NNODES:-} && " ${options[*]}" != *" --nnodes"* ]]; then
+    unset "${!TORCHELASTIC_@}" MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME
+    unset WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
+    unset NODE_RANK ARNOLD_WORKER_NUM ARNOLD_ID ARNOLD_WORKER_0_HOST ARNOLD_WORKER_0_PORT
+fi
 nnodes=${NNODES:-${ARNOLD_WORKER_NUM:-1}}
 node_rank=${NODE_RANK:-${ARNOLD_ID:-0}}
 if [[ " ${options[*]}" != *" --nnodes"* ]]; then # with which torchrun has another number than this

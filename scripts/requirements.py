@@ -2,6 +2,7 @@
 
     requirements.py list  [EXTRA ...]           the requirements, one a line
     requirements.py check [--cuda] [EXTRA ...]  status 0 if all are met; else 1 and what is missing
+    requirements.py uv ARGUMENTS                run uv, which looks for packages where pip does
 
 Runs in a Python that may have nothing installed, and imports none of what it looks for: torch alone
 takes over a second. ``--cuda`` asks for a torch that was built for CUDA.
@@ -9,13 +10,17 @@ takes over a second. ``--cuda`` asks for a torch that was built for CUDA.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
@@ -80,7 +85,43 @@ def check(extras: list[str], cuda: bool) -> list[str]:
     return problems
 
 
+UV = {
+    "index-url": "UV_INDEX_URL",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+}
+"""Settings of pip, and the variables by which uv has them."""
+
+
+def run_uv(*arguments: str) -> NoReturn:
+    """Replace this process by uv, which looks for packages where pip does, by pip's files and
+    variables. Variables of uv that are set already stay."""
+    pip = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(
+        pip, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ).stdout
+    in_files = dict(re.findall(r"^(?:global|install)\.([\w-]+)=(.*)$", listed, re.MULTILINE))
+
+    def setting(name: str) -> str:
+        variable = os.environ.get(f"PIP_{name.upper().replace('-', '_')}", "")
+        return variable or ast.literal_eval(in_files.get(name, "''"))
+
+    # As pip does, uv takes the best version of all indexes, not the first index that has any.
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    for name, variable in UV.items():
+        words = [os.path.abspath(w) if os.path.exists(w) else w for w in setting(name).split()]
+        if words:
+            variables[variable] = ("," if name == "find-links" else " ").join(words)
+    no_index = setting("no-index").lower() in ("1", "true", "yes", "on")  # uv has no such variable
+    options = ["--no-index"] if no_index and "install" in arguments else []
+    os.execvpe("uv", ["uv", *arguments, *options], {**variables, **os.environ})
+
+
 def main(verb: str, *arguments: str) -> int:
+    if verb == "uv":
+        run_uv(*arguments)
     extras = [argument for argument in arguments if argument != "--cuda"]
     if verb == "list":
         print("\n".join(requirements(extras)))

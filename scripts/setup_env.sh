@@ -72,7 +72,7 @@ use_python() {
 }
 
 # find_python DEVICE [EXTRA]: sets PYTHON to one that has all that the package, and EXTRA (test, dev),
-# needs on DEVICE (cuda, cpu): $PYTHON or python3 if it does, else that of .venv, set up when needed.
+# needs on DEVICE (cuda, cpu): $PYTHON or python3 if it does, else the one of $VENV, set up when needed.
 # With TRITON_VERSION the environment is one of its own, with that version of Triton.
 find_python() {
     local device=$1 extra=${2:-} asked=${PYTHON:-python3} missing
@@ -93,13 +93,22 @@ find_python() {
         PYTHON=$("$asked" -c 'import sys; print(sys.executable)')
         return
     fi
-    VENV=$ROOT/.venv${TRITON_VERSION:+-triton-$TRITON_VERSION}
+    VENV=$ROOT/.venv-triton-dist${TRITON_VERSION:+-triton-$TRITON_VERSION}
+    if [[ -L $VENV ]]; then
+        die "$VENV is a symbolic link, which set-up does not follow: remove the link. $(other_python)"
+    elif [[ -e $VENV && ! -f $VENV/$MARKER ]]; then
+        die "$VENV was not made by set-up, which leaves it alone: move it away. $(other_python)"
+    fi
     if ! is_ready "$device" "$extra"; then
         say "not using $asked: ${missing:-it does not run}"
         set_up "$device" "$extra" || return 1
     fi
     PYTHON=$VENV/bin/python
 }
+
+# Each environment that set-up made has this file, which says for which torch (gpu, cpu). Set-up writes
+# into no other folder.
+MARKER=.made-by-triton-dist
 
 # What an environment was made from: a change of any of it makes set-up run again.
 stamp() { echo "$1 $(cat "$ROOT/pyproject.toml" "$ROOT/constraints/tested.txt" "$PAIR" | cksum) $ROOT"; }
@@ -114,12 +123,14 @@ is_ready() {
     for extra in "${extras[@]}"; do
         for flavour in "${flavours[@]}"; do
             if [[ "$(cat "$VENV/.ready-$extra" 2>/dev/null)" == "$(stamp "$flavour")" ]]; then
-                "$VENV/bin/python" -c '' 2>/dev/null && return 0
+                runs "$VENV/bin/python" && return 0
             fi
         done
     done
     return 1
 }
+
+runs() { "$1" -c '' 2>/dev/null; }
 
 # set_up DEVICE EXTRA: make $VENV with the first Python with which everything installs.
 set_up() {
@@ -131,10 +142,6 @@ set_up() {
         tried+="$version "
         case $version in 3.10 | 3.11 | 3.12 | 3.13) ;; *) continue ;; esac
         found=1
-        if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
-            say "Python $version cannot make environments (on Debian and Ubuntu: apt install python3-venv)"
-            continue
-        fi
         install_locked "$base" "$1" "$2" && return
     done
     if ((found == 0)); then
@@ -145,7 +152,12 @@ set_up() {
 
 # install_locked BASE DEVICE EXTRA: one set-up of $VENV at a time; who waited finds it done.
 install_locked() {
-    mkdir -p "$VENV" && exec 9>"$VENV/.lock" || return 1
+    if [[ ! -e $VENV ]]; then
+        # Renamed, so that another set-up never sees the folder without the marker.
+        mkdir "$VENV.$$" && : >"$VENV.$$/$MARKER" || return 1
+        mv -T "$VENV.$$" "$VENV" 2>/dev/null || rm -r "$VENV.$$"
+    fi
+    exec 9>"$VENV/.set-up-lock" || return 1
     # The lock belongs to the open file, which this shell shares with the Python that takes it. It ends
     # with this shell at the latest, so a set-up that was killed leaves no lock behind.
     if ! "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
@@ -160,31 +172,35 @@ install_locked() {
 
 # install BASE EXTRA: called with the lock held.
 install() {
-    local base=$1 extra=$2 flavour=cpu made_for site problems begin=$SECONDS
-    if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
-    made_for="$flavour $("$base" --version)"
-    # A torch of the other kind counts as installed for pip, and an interpreter that is gone as present.
-    if ! "$VENV/bin/python" -c '' 2>/dev/null || [[ "$(cat "$VENV/.made-for" 2>/dev/null)" != "$made_for" ]]; then
-        find "$VENV" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
-        say "making $VENV with ${made_for#* }"
-        "$base" -m venv "$VENV" || return 1
-        echo "$made_for" >"$VENV/.made-for"
+    local base=$1 extra=$2 flavour tool site problems begin=$SECONDS
+    local -a wanted tools=(pip)
+    flavour=$(cat "$VENV/$MARKER")
+    # Both count a torch of the other kind as installed, so torch for GPUs needs an empty environment.
+    if ! runs "$VENV/bin/python" || [[ $HOST_HAS_GPU == 1 && $flavour != gpu ]]; then
+        find "$VENV" -mindepth 1 -maxdepth 1 ! -name .set-up-lock ! -name "$MARKER" -exec rm -rf {} +
+        flavour=cpu
+        if [[ $HOST_HAS_GPU == 1 ]]; then flavour=gpu; fi
+        echo "$flavour" >"$VENV/$MARKER"
+        say "making $VENV with $("$base" --version)"
     fi
     rm -f "$VENV"/.ready-*
-    local -a pip=("$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
-    if [[ ! -t 2 ]]; then pip+=(--quiet --progress-bar off); fi
     # Not checked for in a Python that is there already: what most scripts do without.
-    local -a wanted
-    mapfile -t wanted < <("$VENV/bin/python" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
+    mapfile -t wanted < <("$base" "$ROOT/scripts/requirements.py" list bench ${extra:+pins "$extra"})
     say "installing ${wanted[*]} ($(grep -v '^#' "$PAIR" | paste -sd ' '))"
-    # In one step, so that pip chooses a torch and a triton that agree.
-    if ! "${pip[@]}" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2; then
+    if command -v uv >/dev/null; then tools=(uv pip); fi
+    for tool in "${tools[@]}"; do
+        # In one step, so that a torch and a triton are chosen that agree.
+        "install_with_$tool" "$base" -c "$ROOT/constraints/tested.txt" -c "$PAIR" "${wanted[@]}" >&2 && break
+        if [[ $tool == uv ]]; then
+            say "uv fails; trying pip"
+            continue
+        fi
         say "pip has to find all versions of constraints/tested.txt and ${PAIR#"$ROOT/"}, and a torch whose build" \
             "demands no other triton. $(remedy)"
         return 1
-    fi
+    done
     if [[ $flavour == gpu ]] && ! problems=$("$VENV/bin/python" "$ROOT/scripts/requirements.py" check --cuda); then
-        say "pip chose what the GPUs of this host cannot use: $problems. $(remedy)"
+        say "$tool chose what the GPUs of this host cannot use: $problems. $(remedy)"
         return 1
     fi
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -196,10 +212,36 @@ install() {
     printf '#!/usr/bin/env bash\nexec %q -m triton_dist "$@"\n' "$VENV/bin/python" >"$VENV/bin/triton-dist"
     chmod +x "$VENV/bin/triton-dist"
     stamp "$flavour" >"$VENV/.ready-${extra:-run}"
-    say "set-up took $((SECONDS - begin)) s"
+    say "set-up took $((SECONDS - begin)) s, by $tool"
+}
+
+# install_with_uv BASE ARGUMENTS OF PIP INSTALL...
+install_with_uv() {
+    local -a uv=("$1" "$ROOT/scripts/requirements.py" uv --directory "$ROOT" --no-python-downloads)
+    if [[ ! -t 2 ]]; then uv+=(--quiet); fi
+    runs "$VENV/bin/python" || "${uv[@]}" venv --allow-existing --python "$(command -v "$1")" "$VENV" || return 1
+    "${uv[@]}" pip install --python "$VENV/bin/python" "${@:2}"
+}
+
+# install_with_pip BASE ARGUMENTS OF PIP INSTALL...
+install_with_pip() {
+    local -a pip=("$VENV/bin/python" -m pip)
+    if ! runs "$VENV/bin/python"; then
+        if ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
+            say "$1 cannot make environments (on Debian and Ubuntu: apt install python3-venv)"
+            return 1
+        fi
+        "$1" -m venv "$VENV" || return 1
+    elif ! "${pip[@]}" --version >/dev/null 2>&1; then # an environment by uv
+        "$VENV/bin/python" -m ensurepip >/dev/null || return 1
+    fi
+    pip+=(install --disable-pip-version-check --no-input --no-compile)
+    if [[ ! -t 2 ]]; then pip+=(--quiet --progress-bar off); fi
+    "${pip[@]}" "${@:2}"
 }
 
 remedy() {
-    echo "Look at what 'python3 -m pip config list' and PIP_ variables add to pip's default index, or name a Python" \
-        "that has torch and triton already: PYTHON=/path/to/python3"
+    echo "Look at what 'python3 -m pip config list' and PIP_ variables add to pip's default index. $(other_python)"
 }
+
+other_python() { echo "Or name a Python that has torch and triton: PYTHON=/path/to/python3"; }

@@ -4,7 +4,7 @@
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/runtime -k symmetric
 #   bash scripts/test.sh --gpu                     the tests that need NVIDIA GPUs, and only those
-#   TRITON_VERSION=3.6.0 bash scripts/test.sh      in an environment of its own, .venv-triton-3.6.0
+#   TRITON_VERSION=3.6.0 bash scripts/test.sh      in an environment of its own, .venv-triton-dist-triton-3.6.0
 set -uo pipefail
 
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"

@@ -1,25 +1,42 @@
-"""torchrun that ends with one line about the rank that failed, and with that rank's status.
+"""torchrun that ends with one line instead of torchrun's traceback.
 
-What a rank itself said stands above; torchrun's own traceback, of its own lines, would hide it.
+The line names the rank that failed, or the signal that ended the launcher. Errors of a rank stand
+above it; torchrun's own traceback would hide them.
 """
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
 import sys
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+
+def end_by(number: int, _: FrameType | None = None) -> None:
+    """End with the status that a shell reports for a signal."""
+    print(f"launch.sh: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def main() -> int:
-    """Run what the command line says; the status of the rank that failed first, or 1 if a signal
-    ended it."""
+    """Run the command line; return the status of the rank that failed first, or 1 if a signal
+    ended that rank."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # until torch, which takes seconds, sets its own
+        signal.signal(number, end_by)
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     options = parse_args(None)
-    if not options.max_restarts:  # with restarts, these lines tell why there was one
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel("CRITICAL")
+    if not options.max_restarts:  # with restarts, these lines give the reason of each
+        for name in ("multiprocessing.api", "agent.server.api"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
     try:
         run(options)
+    except SignalException as error:
+        end_by(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         by_signal = failure.exitcode < 0

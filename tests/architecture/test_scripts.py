@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +302,20 @@ def test_several_hosts_by_the_older_names(launch: Launcher) -> None:
     assert [option(handed_over, name) for name in names] == ["4", "3", "host-0", "2345", "8"]
 
 
+def test_a_job_within_a_rank_is_a_job_of_its_own(launch: Launcher) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+    names += ("NODE_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+    outer = dict.fromkeys((*names, "ARNOLD_WORKER_NUM", "ARNOLD_ID"), "3")
+    outer |= {"MASTER_PORT": "2345", "ARNOLD_WORKER_0_PORT": "2345"}
+    handed_over = launch.handed_over("script.py", **outer)
+    assert (option(handed_over, "nnodes"), option(handed_over, "node_rank")) == ("1", "0")
+    assert option(handed_over, "master_addr") == "127.0.0.1"
+    assert option(handed_over, "master_port") != "2345"
+    assert not outer.keys() & launch.exported().keys()
+    handed_over = launch.handed_over("script.py", **outer, NNODES="4")
+    assert [option(handed_over, name) for name in ("nnodes", "master_port")] == ["4", "2345"]
+
+
 def test_the_port_is_free_and_another_each_time(launch: Launcher) -> None:
     ports = {option(launch.handed_over("script.py"), "master_port") for _ in range(3)}
     assert len(ports) > 1
@@ -337,7 +352,7 @@ def test_a_host_without_a_fitting_python_is_told_so(
     assert result.returncode == 1
     assert "found no Python from 3.10 to 3.13, but: 3.9" in result.stderr
     assert "PYTHON=/path/to/python3" in result.stderr
-    assert not (copy / ".venv").exists()
+    assert not (copy / ".venv-triton-dist").exists()
 
 
 def place(root: Path, where: str) -> str:
@@ -389,6 +404,24 @@ def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
     assert result.stderr.count("invalid choice: 'chekc'") == 1
     assert result.stderr.endswith("launch.sh: rank 0 ended with status 2; what it said is above\n")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_launch_with_one_line(launch: Launcher, number: signal.Signals) -> None:
+    (launch.folder / "waits.py").write_text(
+        "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        ["bash", str(LAUNCHER), "waits.py"], env=launch.environment | {"TORCHRUN": ""},
+        cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert errors.endswith(f"launch.sh: ended by {number.name}\n")
+    assert "torch" not in errors[errors.index("waits.py") :], "lines of torchrun"
 
 
 def test_requirements_are_those_of_pyproject() -> None:

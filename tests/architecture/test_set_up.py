@@ -50,6 +50,7 @@ class Newcomer:
         shutil.copy(ROOT / "pyproject.toml", self.clone)
         self.place("python/triton_dist/__main__.py", "import sys\nprint('arguments', sys.argv[1:])")
         base = getattr(sys, "_base_executable", sys.executable)
+        self.programs = programs
         self.environment = {
             "PATH": f"{programs}:/usr/bin:/bin",
             "HOME": str(folder),
@@ -61,16 +62,20 @@ class Newcomer:
         for name, text in (
             # A GPU of this host stays unseen, and what the Python of this test has.
             ("nvidia-smi", "exit 1"),
-            ("bare-python", f"[[ $1 == */requirements.py ]] && exit 1\nexec '{base}' \"$@\""),
+            ("bare-python", f"[[ $2 == check ]] && exit 1\nexec '{base}' \"$@\""),
+            ("uv", "exit 1"),
         ):
-            (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-            (programs / name).chmod(0o755)
+            self.program(name, text)
         for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10"):
             (programs / name).symlink_to("bare-python")
         old = FOR_3_10 if sys.version_info < (3, 11) else {}
         matplotlib = "3.10.9" if old else "3.11.2"
         for name, version in ({"matplotlib": matplotlib} | TRITON | OTHERS | old).items():
             write_wheel(self.packages, name, version)
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (self.programs / name).chmod(0o755)
 
     def place(self, path: str, text: str) -> None:
         (self.clone / path).parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +95,19 @@ def newcomer(tmp_path: Path) -> Newcomer:
 
 def test_set_up_says_what_is_wrong_and_installs_what_agrees(newcomer: Newcomer) -> None:
     """One environment, tried again after each mistake: making it takes most of the time."""
+    newcomer.place(".venv/bin/python", "of the user")
     write_wheel(newcomer.packages, "torch", "2.13.0+cpu", "triton==3.9.0")
     write_wheel(newcomer.packages, "triton", "3.9.0")
     disagree = newcomer("scripts/python", "-c", "")
     assert disagree.returncode == 1
+    assert "uv fails; trying pip" in disagree.stderr
     assert "constraints/triton-3.7.1.txt, and a torch whose build demands no" in disagree.stderr
     assert "'python3 -m pip config list'" in disagree.stderr.splitlines()[-1]
-    assert not list((newcomer.clone / ".venv").glob(".ready-*"))
+    assert not list((newcomer.clone / ".venv-triton-dist").glob(".ready-*"))
 
+    newcomer.place(".venv-triton-dist/added.txt", "by the user")
+    bare = (newcomer.programs / "bare-python").read_text()
+    newcomer.program("bare-python", f"[[ $1 == --version ]] && exec echo Python 3.99\n{bare}")
     write_wheel(newcomer.packages, "torch", "2.13.0+cpu")  # the build for the CPU demands none
     rich = newcomer.packages / f"rich-{OTHERS['rich']}-py3-none-any.whl"
     kept = rich.rename(newcomer.clone / rich.name)
@@ -117,8 +127,40 @@ def test_set_up_says_what_is_wrong_and_installs_what_agrees(newcomer: Newcomer) 
     )
     again = newcomer("scripts/python", "-c", program, "a b")
     assert (again.stdout, again.stderr) == ("2.13.0+cpu 3.7.1 True 1 ['a b']\n", "")
-    command = newcomer(".venv/bin/triton-dist", "explain", "a b")
+    assert (newcomer.clone / ".venv-triton-dist/added.txt").exists(), "another Python by now"
+    assert (newcomer.clone / ".venv/bin/python").read_text() == "of the user"
+    command = newcomer(".venv-triton-dist/bin/triton-dist", "explain", "a b")
     assert command.stdout == "arguments ['explain', 'a b']\n"
+
+
+def test_set_up_by_uv(newcomer: Newcomer) -> None:
+    uv = pytest.importorskip("uv", reason="needs uv, of the extra `pins`")
+    newcomer.program("uv", f"exec '{uv.find_uv_bin()}' \"$@\"")
+    write_wheel(newcomer.packages, "torch", "2.13.0+cpu")
+    result = newcomer("scripts/triton-dist", "list", TRITON_VERSION="3.7.1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "arguments ['list']\n"
+    assert result.stderr.endswith(" s, by uv\n")
+    assert (newcomer.clone / ".venv-triton-dist-triton-3.7.1/bin/triton-dist").exists()
+
+
+def test_what_set_up_did_not_make_is_left_alone(newcomer: Newcomer) -> None:
+    for name, reason in (
+        (".venv-triton-dist", "was not made by set-up, which leaves it alone: move it away"),
+        (".venv-triton-dist-triton-3.6.0", "is a symbolic link, which set-up does not follow"),
+    ):
+        place = newcomer.clone / name
+        if "link" in reason:
+            place.symlink_to(".venv-triton-dist")
+        else:
+            newcomer.place(f"{name}/bin/python", "of the user")
+        version = {"TRITON_VERSION": "3.6.0"} if "3.6.0" in name else {}
+        result = newcomer("scripts/python", "-c", "", **version)
+        assert result.returncode == 2
+        assert f"{place} {reason}" in result.stderr
+        assert "PYTHON=/path/to/python3" in result.stderr
+    kept = [path for path in newcomer.clone.glob(".venv-*/**/*") if path.is_file()]
+    assert [path.read_text() for path in {path.resolve() for path in kept}] == ["of the user"]
 
 
 def test_only_versions_with_constraints_can_be_asked_for(newcomer: Newcomer) -> None:
