@@ -10,6 +10,7 @@ a script may set the variable at any time; nothing on a hot path looks at one.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,29 @@ class Knob(Generic[T]):
             return self.parse(raw)
         except ValueError:
             raise InvalidKnob(self.variable, raw, self.expected) from None
+
+
+class Folder(Knob[Path]):
+    """A folder, as an absolute path: see ``_folder``."""
+
+    def get(self) -> Path:
+        return _folder(str(super().get()))
+
+
+@functools.cache
+def _absolute(path: str) -> Path:
+    try:
+        return Path(os.path.abspath(path))
+    except OSError:  # the working directory was removed
+        return Path(path)
+
+
+def _folder(raw: str) -> Path:
+    """Expand ``~``, and resolve a relative path once: a program may change its working directory
+    between two reads. A home folder that is not known stays ``~``, which the file store refuses.
+    """
+    path = os.path.expanduser(raw)
+    return Path(path) if path.startswith("~") else _absolute(path)
 
 
 def _flag(raw: str) -> bool:
@@ -97,7 +121,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def _folders(raw: str) -> tuple[Path, ...]:
-    return tuple(Path(folder) for folder in raw.split(os.pathsep) if folder.strip())
+    return tuple(_folder(folder) for folder in raw.split(os.pathsep) if folder.strip())
 
 
 def _levels(raw: str) -> tuple[str, ...]:
@@ -113,7 +137,7 @@ def _named_folders(raw: str) -> tuple[tuple[str, Path], ...]:
         name, separator, folder = each.strip().partition("=")
         if not (name and separator and folder):
             raise ValueError(raw)
-        found.append((name, Path(folder)))
+        found.append((name, _folder(folder)))
     return tuple(found)
 
 
@@ -156,12 +180,13 @@ share_gpus = flag(
     "Put several ranks on each GPU where there are more ranks than GPUs, as launch.sh --share-gpus "
     "asks for.",
 )
-cache_dir = Knob(
+cache_dir = Folder(
     "TRITON_DIST_CACHE_DIR",
     Path("~/.triton_dist"),
     Path,
     "a folder",
-    "Root of all that triton_dist keeps on disk; tuning records lie in its autotune/ folder.",
+    "Root of all that triton_dist keeps on disk; tuning records lie in its autotune/ folder. A "
+    "relative path holds from the working directory in which it is first read.",
 )
 autotune_always_tune = flag(
     "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE",
@@ -193,7 +218,7 @@ autotune_print = flag(
     "TRITON_DIST_AUTOTUNE_PRINT",
     "Report what is tuned, each timing and the winner, as autotune_verbose=True does.",
 )
-autotune_log_dir = Knob(
+autotune_log_dir = Folder(
     "TRITON_DIST_AUTOTUNE_LOG_DIR",
     Path(".autotune_logs"),
     Path,
@@ -385,3 +410,8 @@ def replace_environment(environment: Mapping[str, str]) -> None:
     """Make ``environment`` the whole environment of this process and its children."""
     os.environ.clear()
     os.environ.update(environment)
+
+
+# The first read, before the program can change its working directory.
+for _each in (cache_dir, autotune_readonly_dirs, autotune_log_dir):
+    _each.get()

@@ -33,6 +33,15 @@ def sum_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):
     tl.atomic_add(total_ptr, tl.sum(tl.load(x_ptr + index, mask=index < n, other=0.0)))
 
 
+@triton_dist.jit
+def scale_optionally_kernel(x_ptr, y_ptr, total_ptr, n, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = 2 x; total, if there is one, += number of programs"""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + index, tl.load(x_ptr + index, mask=index < n) * 2, mask=index < n)
+    if COUNTS:
+        tl.atomic_add(total_ptr, 1.0)
+
+
 def configs(*blocks: int, **options: Any) -> list[triton.Config]:
     return [triton.Config({"BLOCK": block}, **options) for block in blocks]
 
@@ -78,3 +87,10 @@ class Spy:
         if kwargs["BLOCK"] in self.fails:
             raise triton.runtime.errors.OutOfResources(1000, 100, "shared memory")
         return self.fn.run(*args, **kwargs)
+
+
+def scale_optionally(kernel: Any, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    y = torch.empty_like(x)
+    n = x.numel()
+    kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](x, y, out, n, out is not None)
+    return y

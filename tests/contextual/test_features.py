@@ -18,6 +18,8 @@ from tests.contextual.kernels import (
     configs,
     scale,
     scale_kernel,
+    scale_optionally,
+    scale_optionally_kernel,
     sum_kernel,
     total,
 )
@@ -129,6 +131,18 @@ def test_reset_to_zero():
 
     function()
     assert seen == [float(X.sum())] * 7
+
+
+@pytest.mark.parametrize("option", ["reset_to_zero", "restore_value"])
+def test_an_optional_buffer_that_is_none_is_left_alone(option):
+    """In each trial, in the launch of the winner, and in a launch of a config that is known."""
+    kernel = autotuned(scale_optionally_kernel, configs(16, 32), **{option: ["total_ptr"]})
+    function = contextual_autotune(n_repeat=1, n_warmup=1)(scale_optionally)
+    for _ in range(2):
+        assert torch.equal(function(kernel, X, None), 2 * X)
+    out = torch.full((1,), 5.0)
+    function(kernel, torch.ones(32), out)
+    assert float(out) in ((1.0, 2.0) if option == "reset_to_zero" else (6.0, 7.0))
 
 
 def test_hooks_of_the_tuner():

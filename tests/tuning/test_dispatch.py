@@ -9,12 +9,15 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
 from benchmarks import bench_dispatch
 from triton_dist import errors
+from triton_dist._tuning.engine.observed import observed
 from triton_dist._tuning.values import record
+from triton_dist.errors import TuningWarning
 from triton_dist.tune import AutoTuner, autotune
 
 
@@ -194,6 +197,43 @@ def test_partial_and_signature():
     assert inspect.getdoc(function) == "Doc."
     assert functools.wraps(function)(lambda: None).__name__ == "function"
     assert callable(function)
+
+
+def of_self(self, *, fn, n):
+    return self, fn
+
+
+def of_key(key, *, _m, n):
+    return key, _m
+
+
+def of_args(args, *, kwargs, n):
+    return args, kwargs
+
+
+@pytest.mark.parametrize("run", [of_self, of_key, of_args])
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_parameter_may_have_any_name(run, sized):
+    names = [name for name in inspect.signature(run).parameters if name != "n"]
+    tuned = autotune(
+        [{"n": 1}, {"n": 2}], lambda **sizes: tuple(sizes.values()), sizes=names if sized else ()
+    )(run)
+    arguments = dict(zip(names, (600, 700), strict=True))
+    with observed(lambda *_: nullcontext()):
+        assert tuned(**arguments) == tuned(**arguments) == (600, 700)
+    assert tuned.tune(**arguments).best.config == {"n": tuned.best_config(**arguments)["n"]}
+    assert tuned.tuning_count == 1
+
+
+def test_a_fixed_value_may_have_any_name():
+    def run(x, config, n):
+        return x, config, n
+
+    tuned = autotune(
+        [{"n": n, "config": 1} for n in (1, 2)], lambda x: x, lambda whole, x: whole["n"] == 2
+    )(run)
+    with pytest.warns(TuningWarning, match="config=5"):
+        assert tuned(x=3, config=5, autotune_allow_arg_overwrite=True) == (3, 5, 2)
 
 
 def test_tune_best_config_and_clear():

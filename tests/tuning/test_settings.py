@@ -93,6 +93,28 @@ def test_paths_leave_no_file_at_each_start(monkeypatch, tmp_path):
     assert len(files()) == 2
 
 
+def test_a_relative_folder_is_that_of_its_first_read(monkeypatch, tmp_path):
+    relative = {
+        "TRITON_DIST_CACHE_DIR": lambda: knobs.cache_dir.get(),
+        "TRITON_DIST_AUTOTUNE_READONLY_DIRS": lambda: knobs.autotune_readonly_dirs.get()[0],
+        "TRITON_DIST_AUTOTUNE_LOG_DIR": lambda: knobs.autotune_log_dir.get(),
+        "TRITON_DIST_TOOLCHAINS": lambda: knobs.toolchains.get()[0][1],
+    }
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable, folder in relative.items():
+        name, at_home = f"folder of {variable}", f"~/{variable}"
+        monkeypatch.chdir(tmp_path)
+        prefix = "old=" if "TOOLCHAINS" in variable else ""
+        monkeypatch.setenv(variable, prefix + name)
+        assert folder() == tmp_path / name
+        monkeypatch.chdir("/")
+        assert folder() == tmp_path / name
+        monkeypatch.setenv(variable, prefix + at_home)
+        assert folder() == tmp_path / variable
+    monkeypatch.delenv("TRITON_DIST_CACHE_DIR")
+    assert knobs.cache_dir.get() == tmp_path / ".triton_dist"
+
+
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The files of a run, under "", and of one that blocks at each launch."""

@@ -6,7 +6,9 @@ import collections
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from triton_dist._tuning.values import (
     Sizes,
     Trial,
     TuningRecord,
+    bucket,
     fine_bucket,
     pack,
     unpack,
@@ -102,6 +105,20 @@ def test_ranges_up_to_16384_are_about_three_hundred():
     for wrong in (-1, 2048.0, "8"):
         with pytest.raises(InvalidArgument, match=f"n is {wrong!r}, expected an int, 0 or more"):
             fine_bucket(wrong)
+
+
+def test_integers_of_numpy_are_sizes():
+    (rank,) = ranks()
+    call([rank], np.int64(500))
+    runs(rank)
+    for size in (500, np.int32(500), np.uint16(501)):
+        call([rank], size)
+    assert runs(rank) == 3
+    assert fine_bucket(np.int64(2050)) == fine_bucket(2050)
+    assert bucket(np.int32(2050)) == bucket(2050)
+    for wrong in (True, np.float32(8), torch.tensor(8)):
+        with pytest.raises(InvalidArgument, match="expected an int, 0 or more"):
+            SIZES.range_of(Keyed(wrong, "n"))
 
 
 def test_a_range_is_tuned_once_and_its_other_sizes_cost_no_word():

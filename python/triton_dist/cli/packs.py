@@ -102,7 +102,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    folder = knobs.cache_dir.get().expanduser() / "packs"
+    folder = knobs.cache_dir.get() / "packs"
     written: dict[Path, Path] = {}
     for path in arguments.files:
         packed = verified(path)

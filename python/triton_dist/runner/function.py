@@ -54,7 +54,7 @@ class Runner:
 
         return launch
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Launch, or only compile; for ``triton.autotune`` and ``warmup``."""
         if DUMP in kwargs:
             return self._dumping(kwargs).run(*args, grid=grid, warmup=warmup, **kwargs)
@@ -177,7 +177,7 @@ def _gluon_runner() -> type[Any]:
 class InterpretedRunner(InterpretedFunction):
     """A kernel that is interpreted: from its source alone."""
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Interpret, or do nothing if ``warmup``."""
         named = [keyword for keyword in kwargs if keyword in KEYWORDS and keyword != DUMP]
         if named:

@@ -71,7 +71,7 @@ def folder_of(name: Any) -> Path:
         named = ", ".join(known) or "none"
         expected = f"one of TRITON_DIST_TOOLCHAINS, which has {named}"
         raise InvalidArgument("runner.jit", "toolchain", name, expected)
-    folder = known[name].expanduser()
+    folder = known[name]
     if not (folder / _PACKAGE).exists():
         expected = f"a folder with the package triton in it, {folder} has none"
         raise InvalidArgument("runner.jit", "toolchain", name, expected)
@@ -97,7 +97,7 @@ def compiled(
         "arch": arch,
     }
     digest = codec.digest(request, function.cache_key, _version(folder))
-    kept = knobs.cache_dir.get().expanduser() / "toolchains" / digest
+    kept = knobs.cache_dir.get() / "toolchains" / digest
     if not kept.exists():
         if knobs.compile_frozen.get():
             why = f"the Triton in {folder} would compile it"

@@ -142,7 +142,7 @@ def _is_on_host(arg: Any) -> bool:
     )
 
 
-def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+def _launch(executor: Any, /, *args: Any, **kwargs: Any) -> None:
     """``kernel[grid](*args, **kwargs)``: bind, patch the language, run the grid, restore."""
     global _languages
     signature = _signature(executor.fn)
@@ -210,7 +210,7 @@ def typed_errors() -> None:
     """
     unmended = upstream.InterpretedFunction.__call__
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _languages is None:
             return unmended(self, *args, **kwargs)
         fn = self.rewrite()

@@ -33,7 +33,7 @@ def report_passed(details: str) -> None:
 
 
 def report_tuning(
-    op: AutoTuner, autotune: bool, tuned_now: bool, *operands: Any, **options: Any
+    op: AutoTuner, autotune: bool, tuned_now: bool, /, *operands: Any, **options: Any
 ) -> None:
     """Say which config is in use and where it came from.
 

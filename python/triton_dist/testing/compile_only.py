@@ -218,7 +218,7 @@ def compile_only(
         triton.compiler.compiler.max_shared_mem.cache_clear()
 
 
-def compile_kernel(fn: Any, *args: Any, grid: Any = (1,), **kwargs: Any) -> Compiled:
+def compile_kernel(fn: Any, /, *args: Any, grid: Any = (1,), **kwargs: Any) -> Compiled:
     """Compile what ``fn[grid](*args, **kwargs)`` would launch, for the installed architecture.
 
     ``fn`` is a ``@triton.jit`` kernel, or an ``@triton.autotune`` around one: then the config that

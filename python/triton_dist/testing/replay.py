@@ -88,7 +88,7 @@ class Replay:
         self._taken: dict[str, int] = {}
         self.milliseconds = 0.0
 
-    def __call__(self, **config: Any) -> None:
+    def __call__(self, /, **config: Any) -> None:
         """One run, of the config with these values."""
         self.run(Config(config))
 

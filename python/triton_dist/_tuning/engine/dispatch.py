@@ -93,6 +93,7 @@ class AutoTuner(Decorated):
 
     def __call__(
         self,
+        /,
         *args: Any,
         autotune: bool = True,
         autotune_verbose: bool = False,
@@ -119,6 +120,7 @@ class AutoTuner(Decorated):
 
     def tune(
         self,
+        /,
         *args: Any,
         autotune_verbose: bool = False,
         autotune_pg: Any = None,
@@ -147,6 +149,7 @@ class AutoTuner(Decorated):
 
     def best_config(
         self,
+        /,
         *args: Any,
         autotune_verbose: bool = False,
         autotune_pg: Any = None,

@@ -26,7 +26,7 @@ def observed(around: Around) -> Iterator[None]:
     """
     before: Any = AutoTuner.__call__
 
-    def call(self: AutoTuner, *args: Any, **kwargs: Any) -> Any:
+    def call(self: AutoTuner, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled():
             return before(self, *args, **kwargs)
         with around(self, args, {name: kwargs[name] for name in kwargs if name not in _OWN}):

@@ -336,7 +336,7 @@ def judge_of_whole(judge: Callable[..., object], fixed: Config) -> Callable[...,
     whole ones."""
 
     @functools.wraps(judge)
-    def of_rest(config: Config, *args: Any, **kwargs: Any) -> object:
+    def of_rest(config: Config, /, *args: Any, **kwargs: Any) -> object:
         return judge(Config({**config, **fixed}), *args, **kwargs)
 
     return of_rest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import numbers
 import os
 import re
 import sys
@@ -196,6 +197,9 @@ def bucket(n: int, half_steps_from: int | None = None) -> int:
     try:
         rounded = 1 << (n - 1).bit_length() if n != 0 else 0
     except (AttributeError, TypeError):
+        number: Any = n
+        if isinstance(number, numbers.Integral):  # of numpy, without bit_length
+            return bucket(int(number), half_steps_from)
         rounded = None
     if rounded is None or n < 0:
         raise InvalidArgument("bucket", "n", n, "an int, 0 or more")

@@ -11,6 +11,8 @@ import functools
 import inspect
 import json
 import math
+import numbers
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,12 +45,11 @@ def fine_bucket(n: int) -> int:
     Raises:
         InvalidArgument: ``n`` is negative, or no int.
     """
-    try:
-        below = (n - 1).bit_length() - 1  # 2 ** below < n <= 2 ** (below + 1)
-    except (AttributeError, TypeError):
-        below = None
-    if below is None or n < 0:
+    size = _integer(n)
+    if size is None or size < 0:
         raise InvalidArgument("fine_bucket", "n", n, "an int, 0 or more")
+    n = size
+    below = (n - 1).bit_length() - 1  # 2 ** below < n <= 2 ** (below + 1)
     if n <= 16:
         return 1 << below + 1 if n > 0 else 0
     step = 1 << max(4, min(5, below - 2), 7 * (below > 10), below - 5)
@@ -99,7 +100,7 @@ class Sizes:
 
     def values(self, key: Any) -> tuple[int, ...]:
         """The sizes in ``key``."""
-        return tuple(value for _, _, value in self._fields(key))
+        return tuple(operator.index(value) for _, _, value in self._fields(key))
 
     def family(self, key: Any) -> Family:
         """The relatives of ``key``, a result of ``key_fn``."""
@@ -149,12 +150,14 @@ class Sizes:
         return key._make(values)  # type: ignore[attr-defined]
 
     def _end(self, name: str, value: object) -> int:
-        if type(value) is not int or value < 0:
+        size = _integer(value)
+        if size is None or size < 0:
             raise InvalidArgument(self.function, f"size {name}", value, "an int, 0 or more")
-        end = self.rounding[name](value)
-        if type(end) is not int or end < value:
-            expected = f"an int from {value} on, the last size of its range"
-            raise InvalidArgument(self.function, f"{value} rounded, size {name}", end, expected)
+        rounded = self.rounding[name](size)
+        end = _integer(rounded)
+        if end is None or end < size:
+            expected = f"an int from {size} on, the last size of its range"
+            raise InvalidArgument(self.function, f"{size} rounded, size {name}", rounded, expected)
         return end
 
     def _fields(self, key: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[Path, str, Any]]:
@@ -225,6 +228,13 @@ def _cut(text: str, paths: tuple[Path, ...]) -> tuple[tuple[Any, ...], str]:
     return tuple(sizes), codec.digest(tree)
 
 
+def _integer(value: Any) -> int | None:
+    """Return ``value`` as an ``int`` if it is an integer, of numpy too; else ``None``."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        return operator.index(value)
+    return None
+
+
 def _rounded(rounding: Rounding, size: int) -> int | None:
     """The end of the range of a size that nobody called, for which a rounding need not be made;
     ``None``: it is not."""
@@ -273,7 +283,9 @@ def _with_arguments(
         (name, by_place.index(name) if name in by_place else math.inf, parameters[name].default)
         for name in names
     ]
-    sized: Any = namedtuple("Sized", [*names, "key"])  # type: ignore[misc]
+    sized: Any = namedtuple("Sized", [*names, "key"], rename=True)  # type: ignore[misc]
+    # A parameter may have a name that namedtuple refuses, such as "key" (twice) or "_m".
+    sized._fields = (*names, "" if "key" in names else "key")  # type: ignore[assignment]
 
     @functools.wraps(key_fn)
     def key(*args: Any, **kwargs: Any) -> Any:

@@ -157,7 +157,7 @@ class Case(ABC, Generic[S]):
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> S:
         """Shape that ``operands`` would make such operands of."""
 
-    def cost_of(self, *args: Any, **kwargs: Any) -> tuple[S, int, Cost]:
+    def cost_of(self, /, *args: Any, **kwargs: Any) -> tuple[S, int, Cost]:
         """Shape, number of ranks and work of a call with these arguments, tunables or none."""
         given = inspect.signature(self.op.fn).bind_partial(*args, **kwargs).arguments
         num_ranks = int(getattr(given.get("ctx"), "num_ranks", 1))

@@ -83,7 +83,7 @@ class ContextualAutoTuner(Decorated):
         self._tuning = threading.Lock()
         _all.add(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function; tunes what its kernels meet for the first time."""
         if self._settled_in is not self._default_group.WORLD or self._interception.sessions:
             return self._call_beside_tuning(args, kwargs)

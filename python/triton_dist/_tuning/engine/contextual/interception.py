@@ -171,7 +171,7 @@ class Interception:
             tuner.nargs = before
 
     def _run_replacement(self) -> Callable[..., Any]:
-        def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
             if session is None or not self._counts(tuner, args, kwargs):
@@ -189,7 +189,7 @@ class Interception:
     def _own_run_replacement(self, kind: type[Autotuner], own: Run) -> Run:
         leading = leads(kind)
 
-        def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(tuner: Any, /, *args: Any, **kwargs: Any) -> Any:
             call = self.current_call()
             session = None if call is None else call.session
             watch = self._own_watch() if session is None else None
@@ -275,7 +275,7 @@ class _Detour:
         tuner.cache, tuner.cache_results = {}, False
         tuner._bench = _measure_nothing
 
-    def run(self, *_: Any, **__: Any) -> Any:
+    def run(self, /, *_: Any, **__: Any) -> Any:
         tuner = self._tuner
         tuner.fn, tuner.pre_hook = self._fn, self._pre_hook
         tuner.cache, tuner.cache_results = self._cache, self._cache_results

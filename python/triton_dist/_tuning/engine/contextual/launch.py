@@ -86,7 +86,10 @@ class Launch:
         """Launch the winner of a tuning that this call of the function is part of, or ends."""
         arguments = self._arguments(config)
         self._restore_later(arguments, self._tuner.restore_value)
-        self._tuner.pre_hook(arguments, reset_only=True)
+        if self._tuner.user_defined_pre_hook:
+            self._tuner.pre_hook(arguments, reset_only=True)
+        else:  # Triton's own hook cannot reset None
+            self._reset(arguments)
         self._run_config_hook(config)
         return self._run(config)
 

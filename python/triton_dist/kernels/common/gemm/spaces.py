@@ -230,7 +230,7 @@ def _gemm_config(config: Mapping[str, Any]) -> triton.Config:
 
 
 def prune_fn_by_shared_memory(
-    config: Mapping[str, Any], A: torch.Tensor, *args: Any, **kwargs: Any
+    config: Mapping[str, Any], /, A: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
     """Keep a config whose pipelined tiles of A and B fit the device's shared memory per block.
 
@@ -246,7 +246,7 @@ def prune_fn_by_shared_memory(
 
 
 def prune_fn_by_group_size_m(
-    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
+    config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
     """Drop ``GROUP_SIZE_M = 1`` where the roofline says that the GEMM is compute-bound, and nothing
     else.
@@ -266,7 +266,7 @@ def prune_fn_by_group_size_m(
 
 
 def suits_gemm(
-    config: Mapping[str, Any], A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
+    config: Mapping[str, Any], /, A: torch.Tensor, B: torch.Tensor, *args: Any, **kwargs: Any
 ) -> bool:
     """Keep configs that fit shared memory as launched for A's dtype, are worth trying, and would
     not fall back to another kernel: specialised warps need 16-bit operands that TMA can read."""
