@@ -2,10 +2,6 @@
 
 The only reader of ``os.environ`` in the package. A knob is read when it is looked at, so a test or
 a script may set the variable at any time; nothing on a hot path looks at one.
-
-    >>> from triton_dist import knobs
-    >>> knobs.autotune_always_tune.get()
-    False
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class Knob(Generic[T]):
 
 
 class Folder(Knob[Path]):
-    """A folder, as an absolute path: see ``_folder``."""
+    """A folder, as an absolute path."""
 
     def get(self) -> Path:
         return _folder(str(super().get()))
@@ -67,34 +63,23 @@ def _absolute(path: str) -> Path:
 
 
 def _folder(raw: str) -> Path:
-    """Expand ``~``, and resolve a relative path once: a program may change its working directory
-    between two reads. A home folder that is not known stays ``~``, which the file store refuses.
-    """
+    """Expand ``~``, unless no home folder is known. Resolve a relative path at its first read: a
+    program may change its working directory."""
     path = os.path.expanduser(raw)
     return Path(path) if path.startswith("~") else _absolute(path)
 
 
 def _flag(raw: str) -> bool:
-    try:
-        return {
-            "1": True,
-            "true": True,
-            "on": True,
-            "yes": True,
-            "0": False,
-            "false": False,
-            "off": False,
-            "no": False,
-        }[raw.strip().lower()]
-    except KeyError:
-        raise ValueError(raw) from None
+    word = raw.strip().lower()
+    if word not in _YES | _NO:
+        raise ValueError(raw)
+    return word in _YES
 
 
 def _positive(raw: str) -> float:
-    value = float(raw)
-    if not 0 < value < math.inf:
+    if not _not_negative(raw):
         raise ValueError(raw)
-    return value
+    return float(raw)
 
 
 def _not_negative(raw: str) -> float:
@@ -148,6 +133,7 @@ def _range(raw: str) -> tuple[int, int]:
     return first, last
 
 
+_YES, _NO = {"1", "true", "on", "yes"}, {"0", "false", "off", "no"}
 _LEVELS = ("ttir", "ttgir", "llir", "ptx", "cubin", "sass")
 
 
@@ -166,6 +152,10 @@ def integer(variable: str, default: int, doc: str) -> Knob[int]:
 
 def seconds(variable: str, default: float, doc: str) -> Knob[float]:
     return Knob(variable, default, _positive, "a positive number of seconds", doc)
+
+
+def folder(variable: str, doc: str) -> Knob[Path | None]:
+    return Knob(variable, None, _folder, "a folder", doc)
 
 
 device = Knob(
@@ -267,11 +257,8 @@ compile_frozen = flag(
     "Never compile: a kernel that is neither in Triton's cache nor in a pack raises "
     "KernelNotShipped, and so does a native module that would take a C compiler.",
 )
-record_kernels: Knob[Path | None] = Knob(
+record_kernels = folder(
     "TRITON_DIST_RECORD_KERNELS",
-    None,
-    Path,
-    "a folder",
     "Where to write each kernel that a process loads, as a pack of its own; set by triton-dist "
     "pack --kernels.",
 )
@@ -280,11 +267,8 @@ autotune_grace = seconds(
     5.0,
     "Time from the report that a rank is stuck in a candidate to the end of its process.",
 )
-dump_dir: Knob[Path | None] = Knob(
+dump_dir = folder(
     "TRITON_DIST_DUMP_DIR",
-    None,
-    Path,
-    "a folder",
     "Set by triton-dist dump: where each kernel that the program uses is exported to.",
 )
 dump_levels: Knob[tuple[str, ...]] = Knob(
@@ -294,11 +278,8 @@ dump_levels: Knob[tuple[str, ...]] = Knob(
     f"some of {','.join(_LEVELS)}",
     "Set by triton-dist dump: the levels at which they are.",
 )
-profile_dir: Knob[Path | None] = Knob(
+profile_dir = folder(
     "TRITON_DIST_PROFILE_DIR",
-    None,
-    Path,
-    "a folder",
     "Set by triton-dist profile: where each rank writes its timeline.",
 )
 profile_calls: Knob[tuple[int, int]] = Knob(

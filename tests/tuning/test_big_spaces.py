@@ -245,8 +245,9 @@ def test_auto_races_few_and_models_many():
     assert (quick.max_trials, quick.tries) == (50, None)
     most = Policy.on("cuda", timing="events", search="surrogate", effort="max", max_trials=7)
     assert most.most_tried(10**6) == 7
-    with pytest.raises(InvalidArgument, match="surrogate"):
-        search_for(Unlisted(Product(AXES), None, (), {}), Policy(search="racing"))
+    for search in ("racing", "exhaustive"):
+        with pytest.raises(InvalidArgument, match=f'search is {search!r}, expected "surrogate"'):
+            tune.autotune(Product(AXES), key_fn=len, search=search)
 
 
 def test_a_search_of_the_users_own(tmp_path):

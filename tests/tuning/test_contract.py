@@ -148,6 +148,10 @@ def test_wrong_argument_names_surface_as_they_are():
     with pytest.raises(TypeError, match="multiple values for argument 'n'"):
         tuned(1, 2)
     assert tuned.runs == []
+    lacking = autotune([{"n": 1}, {"n": 2, "m": 1}], lambda x: x)(lambda x, n: x)
+    with pytest.raises(TypeError, match="config_space sets m, which the function lacks"):
+        lacking(1)
+    assert lacking.tuning_count == 0
 
 
 def test_an_exception_of_key_fn_surfaces_as_it_is():
@@ -373,6 +377,29 @@ def test_the_first_call_starts_from_what_was_undone(undone):
 
     assert [add(torch.zeros(1)).item() for _ in "12"] == [1, 1]
     assert add.tuning_count == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prune_fn": lambda config, x: config["n"] == 2},
+        {"prune_fn": lambda config, x: config["n"] == 2, "search": "exhaustive"},
+        {"prune_fn": lambda config, x: config["n"] == 2, "check_fn": lambda output, _: None},
+        {"prune_fn": lambda config, x: config["n"] == 2, "search": "surrogate"},
+    ],
+)
+def test_one_config_that_is_left_runs_once_before_the_call(options):
+    tuned = make([{"n": 1}, {"n": 2}, {"n": 3}], cost=lambda n: 1, **options)
+    record = tuned.tune(1)
+    assert tuned(1) == (1, 2)
+    assert tuned.runs == [2, 2]
+    assert [trial.config for trial in record.trials if trial.digest == record.best.digest] == [
+        {"n": 2}
+    ]
+    assert record.best.outcome.samples[0] >= 4.0
+    tuned = make([{"n": 1}, {"n": 2}], **{**options, "check_fn": lambda *_: False})
+    with pytest.raises(errors.NoValidConfig, match="check_fn rejected"):
+        tuned(2)
 
 
 def test_check_fn_rejects_on_real_tensors():

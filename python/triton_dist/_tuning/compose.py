@@ -35,7 +35,7 @@ from triton_dist._tuning.values import (
     codec,
     qualified_name,
 )
-from triton_dist._tuning.values.policy import EFFORTS
+from triton_dist._tuning.values.policy import EFFORTS, LISTING
 from triton_dist._tuning.values.sizes import sized_key
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.compiling import shipped
@@ -47,7 +47,7 @@ from triton_dist.runtime.untraced import untraced
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")
-_SEARCHES = ("racing", "exhaustive", "surrogate", "auto")
+_SEARCHES = (*LISTING, "surrogate", "auto")
 
 
 def autotune(
@@ -192,6 +192,9 @@ def autotune(
             "a list of configs, such as list(product), as sizes= asks each what it may be used for"
         )
         raise InvalidArgument("autotune", "config_space", config_space, wanted)
+    if isinstance(config_space, Product) and not config_space.is_listed and search in LISTING:
+        wanted = f'"surrogate" or "auto" for a space of {len(config_space)} combinations'
+        raise InvalidArgument("autotune", "search", search, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
             config_space = list(config_space)  # an iterator would be empty at the second look

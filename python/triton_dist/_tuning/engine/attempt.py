@@ -68,13 +68,15 @@ class Attempts:
         settle: Callable[[], None],
         restorer: Restorer,
         sampled: Sequence[Arguments],
+        is_only: bool = False,
     ) -> None:
         """``settle`` waits for the device if some op asks for it, and raises if a wait in a kernel
         gave up: what the ops leave to be done outside of the timed part. ``restorer``: of the
-        arguments that the function changes. ``sampled``: the calls that a sample is the mean of."""
+        arguments that the function changes. ``sampled``: the calls that a sample is the mean of.
+        ``is_only``: there is one config, so one run is enough."""
         self._subject, self._parts, self._call, self._ranks = subject, parts, call, ranks
         self._ahead, self._settle, self._restorer = ahead, settle, restorer
-        self._sampled = sampled
+        self._sampled, self._is_only = sampled, is_only
         self._ready: set[str] = set()
         self._has_run = False
         self._sampler = Sampler(
@@ -123,8 +125,8 @@ class Attempts:
         if failure is not None:
             return failure
         with clock.phase("measure"):
-            failure = self._first_run_of(request.config, label) if is_new else None
-            outcome = failure or self._measure(request, label)
+            outcome = self._first_run_of(request.config, label) if is_new else None
+            outcome = outcome or self._measure(request, label)
             if isinstance(outcome, Failure):
                 self._recover(request.config, outcome, label)
             return outcome
@@ -146,15 +148,15 @@ class Attempts:
         at = Situation(f"prepare {label}", config)
         return self._failure_of(at, "compile", compile_only, limit)
 
-    def _first_run_of(self, config: Config, label: str) -> Failure | None:
-        """``None`` when it can be measured."""
+    def _first_run_of(self, config: Config, label: str) -> Outcome | None:
+        """Run once; return ``None`` if the config has to be measured now."""
         self._has_run = True
         at, arguments = Situation(f"run {label}", config), config.arguments()
         voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
         if isinstance(voted, Failure):
             return voted
         self._ready.add(config.digest)
-        return None
+        return Measurement(voted, 0, "maximum") if self._is_only else None
 
     def _measure(self, request: Request, label: str) -> Outcome:
         """The slowest rank of each sample counts."""
@@ -237,19 +239,20 @@ class Attempts:
             watch.begin()
             return call()
 
-    def _first_run(self, at: Situation, arguments: dict[str, Any]) -> None:
-        """One run to the end: compiles what is not compiled, and gives the output to check.
+    def _first_run(self, at: Situation, arguments: dict[str, Any]) -> Sequence[float]:
+        """One run to the end: compiles what is not compiled, and gives the output to check. Returns
+        its milliseconds.
 
         The first config that runs is the reference of all others. Its output is copied, because a
         function may return the same buffer each time.
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
-            output = self._run_once(at, self._first_measured.arguments())
+            output, _ = self._run_once(at, self._first_measured.arguments())
             self._reference = (copy.deepcopy(output),)
-        output = self._run_once(at, arguments)
+        output, milliseconds = self._run_once(at, arguments)
         if check is None:
-            return
+            return [milliseconds]
         if self._reference is None:
             self._reference = (copy.deepcopy(output),)
         reference = self._reference[0]
@@ -259,18 +262,22 @@ class Attempts:
             raise _WrongResult(text_of(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
+        return [milliseconds]
 
-    def _run_once(self, at: Situation, arguments: dict[str, Any]) -> Any:
+    def _run_once(self, at: Situation, arguments: dict[str, Any]) -> tuple[Any, float]:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
         self._user(at, self._reset)
+        timer = self._parts.device.timer()
+        timer.start()
         began = time.perf_counter()
         output = self._user(at, lambda: function(*args, **kwargs, **arguments))
         if at.config is not None and self._parts.settings.policy.timing == "events":
             took = time.perf_counter() - began
             self._sampler.queued(at.config, took * len(self._sampled))
+        timer.stop()
         self._settle()
         self._parts.device.synchronize(self._parts.settings.seconds)
-        return output
+        return output, round(timer.milliseconds(), 6)
 
     def _captured(self, at: Situation, call: Callable[[], Any]) -> Callable[[], Any]:
         parts = self._parts

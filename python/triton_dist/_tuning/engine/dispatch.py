@@ -6,7 +6,6 @@ context manager or message to other ranks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,6 +14,7 @@ from triton_dist._tuning.engine.call_site import OnceWarnings
 from triton_dist._tuning.engine.choice import Choice, drop
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
+from triton_dist._tuning.engine.tunable import misfit
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
@@ -269,7 +269,7 @@ class AutoTuner(Decorated):
             if fixed and not space.names:  # nothing is left to be chosen
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
                 return Choice(space.default, {}, None)
-            self._check_arguments(args, kwargs, self._default())
+            self._check_arguments(args, kwargs)
             exact = self._key(args, kwargs, fixed)
             key = exact if self.sizes is None else self.sizes.range_of(exact)
             sizes = () if self.sizes is None else self.sizes.values(exact)
@@ -350,18 +350,11 @@ class AutoTuner(Decorated):
             raise InvalidArgument(self._name, "the result of key_fn", key, expected) from None
         return (key, f"with {fixed}", fixed.digest) if fixed else key
 
-    def _check_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
-    ) -> None:
-        """Raises ``TypeError``, as the call would, before any other rank is spoken to."""
-        try:
-            signature = inspect.signature(self.fn)
-        except (TypeError, ValueError):  # a builtin does not tell
-            return
-        try:
-            signature.bind(*args, **{**config, **kwargs})
-        except TypeError as error:
-            raise TypeError(f"{self._name}(): {error}{self._without_object(args)}") from None
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``TypeError``, as the call would, before any message to other ranks."""
+        wrong = misfit(self.fn, self.config_space.names, args, {**self._default(), **kwargs})
+        if wrong:
+            raise TypeError(f"{self._name}(): {wrong}{self._without_object(args)}")
 
     def _default(self) -> Config:
         if not self.config_space:

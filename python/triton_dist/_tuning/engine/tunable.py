@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from triton_dist._tuning.values import fine_bucket
 from triton_dist.errors import InvalidArgument
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
 
 
@@ -56,6 +57,35 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
         if name not in parameters and not variable:
             expected = f"a parameter of the function: {', '.join(parameters)}"
             raise InvalidArgument(decorator, "restore", name, expected)
+
+
+def misfit(
+    function: Callable[..., Any],
+    names: Set[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> str:
+    """Return why ``function`` cannot be called with these arguments, or with some config; empty if
+    it can be.
+
+    Args:
+        names: all names that configs set.
+        kwargs: the keywords of the call and the values of one config.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin does not tell
+        return ""
+    parameters = signature.parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        surplus = names - {each.name for each in parameters if each.kind in _BY_NAME}
+        if surplus:
+            return f"config_space sets {', '.join(sorted(surplus))}, which the function lacks"
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def one_of(argument: str, value: str, choices: Sequence[str]) -> None:

@@ -328,9 +328,9 @@ class _FirstCall:
         prepare = self._subject.hooks.prepare and self._prepare
         ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead:
-            attempts = Attempts(
-                self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled
-            )
+            is_only = policy.most_tried(len(field.candidates)) == 1
+            about = (self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled)
+            attempts = Attempts(*about, is_only)
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
                 label = field.label(request.config, policy)
@@ -344,6 +344,8 @@ class _FirstCall:
                     attempts.measured_before(request.config)
                 together = progress.learn(request, outcome, by_rank)
                 report.tried(label, request, outcome, together)
+                if is_only:
+                    search = None  # one run, which tells whether the config works
                 if search is not None:
                     search.tell(request, outcome)
             attempts.undo_the_last()

@@ -8,7 +8,6 @@ from triton_dist._tuning.search.exploring import Exploring
 from triton_dist._tuning.search.plugged import Factory, Plugged
 from triton_dist._tuning.search.racing import Racing
 from triton_dist._tuning.values import Candidates, Config, Policy, Unlisted
-from triton_dist.errors import InvalidArgument
 
 GENERATION = 4
 """Candidates that a model chooses at a time where they are compiled ahead."""
@@ -27,9 +26,6 @@ def search_for(
     Args:
         own: the user's, which is used if it is given.
         ahead: candidates are compiled ahead.
-
-    Raises:
-        InvalidArgument: there are more than can be listed, and the search is one that lists them.
     """
     if own is not None:
         return Exploring(Plugged(own, candidates), candidates, policy, incumbent)
@@ -39,8 +35,6 @@ def search_for(
 
         proposer = Surrogate(candidates, GENERATION if ahead else 1)
         return Exploring(proposer, candidates, policy, incumbent)
-    if isinstance(candidates, Unlisted):
-        wanted = f'"surrogate" or "auto" for a space of {len(candidates)} combinations'
-        raise InvalidArgument("autotune", "search", policy.search, wanted)
+    assert not isinstance(candidates, Unlisted)  # the decorator refused that
     kind = Exhaustive if policy.search == "exhaustive" else Racing
     return kind(candidates, policy, incumbent)

@@ -9,6 +9,8 @@ from triton_dist._tuning.values.product import Candidates, Unlisted
 
 EFFORTS = {"quick": 50, "normal": 200, "max": 1000}
 """Candidates that a search tries which cannot try all, by the name of an effort."""
+LISTING = ("racing", "exhaustive")
+"""Searches that try every candidate."""
 _RACED = 1.5
 """``search="auto"``: times ``tries``, so many candidates are raced; of more a model says which."""
 
@@ -86,7 +88,7 @@ class Policy:
         in_turn, cpu = search == "exhaustive", device == "cpu"
         timing = "events" if cpu or takes_turns else timing
         warmup = (1 if cpu or takes_turns else 3) if in_turn else 0
-        lists = search in ("racing", "exhaustive")
+        lists = search in LISTING
         if effort == "quick" and lists and max_trials is None:
             max_trials = EFFORTS[effort]
         return cls(

@@ -56,6 +56,11 @@ class Product(ConfigSpace):
         """Number of combinations, of which ``where`` keeps some."""
         return math.prod(map(len, self.values.values()))
 
+    @property
+    def is_listed(self) -> bool:
+        """True if there are so few combinations that all can be tried."""
+        return len(self) <= _LISTED
+
     def __getitem__(self, index: Any) -> Any:
         """The combination at this place, whether or not ``where`` keeps it."""
         if not isinstance(index, int) or not -len(self) <= index < len(self):
@@ -147,7 +152,7 @@ class Product(ConfigSpace):
     ) -> tuple[Sequence[Config] | Unlisted, list[Pruned]]:
         """As of any space, of a product of few; else ``prune_fn`` is asked later, about those
         configs alone that somebody wants to measure."""
-        if len(self) <= _LISTED:
+        if self.is_listed:
             return super().prune(prune_fn, args, kwargs)
         return Unlisted(self, prune_fn, args, kwargs), []
 
