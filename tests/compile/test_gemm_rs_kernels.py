@@ -103,6 +103,12 @@ def test_row_blocks_are_counted_and_chunks_awaited(sm90, persistent, columns):
         check(kernel.ptx)
 
 
+def test_offsets_beyond_32_bits_compile(sm90):
+    launch = prepared(False, POINTER_TILES[0], columns=2**27 + 1)
+    assert launch.options["tile"].INT64_OFFSETS
+    assert "wgmma.mma_async" in compile_launch(launch).ptx
+
+
 @pytest.mark.parametrize("persistent", [True, False])
 def test_sums_are_added_to_at_system_scope(persistent):
     kernel = compiled(persistent, 0, scatter="add")

@@ -260,6 +260,8 @@ def sharded_gemm(
         return Launch(kernel, grid, (*operands, max(B.stride()), *sharding), options)
     for name in _DESCRIPTOR_ONLY:
         options.pop(name, None)
+    along_k = config.kwargs["BLOCK_SIZE_K"] * max(source.rows.stride(1), B.stride(0))
+    options["INT64_OFFSETS"] = along_k >= 2**31
     return Launch(
         kernel_gemm_non_persistent,
         (tiles + senders,),

@@ -284,6 +284,7 @@ def kernel_gemm_non_persistent(
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     NUM_COMM_SMS: tl.constexpr = 0,
     NUM_CHUNKS: tl.constexpr = 1,
     shards_table=None,
@@ -334,7 +335,7 @@ def kernel_gemm_non_persistent(
     accumulator = multiply_tile_by_pointers(
         a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,
         stride_am, stride_ak, stride_bk, stride_bn,
-        INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+        INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, INT64_OFFSETS,
     )  # fmt: skip
 
     row_index = row + tl.arange(0, BLOCK_SIZE_M)

@@ -160,10 +160,11 @@ def kernel_gemm_scatter_non_persistent(
     accumulator = multiply_tile_by_pointers(
         a_row_block_ptr, b_ptr, row, rows_left, column, N, K,
         strides.am, strides.ak, strides.bk, strides.bn, PRECISION, tile.M, tile.N, tile.K,
+        tile.INT64_OFFSETS,
     )  # fmt: skip
     store_tile_by_pointers(
         target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows, N,
-        summing.SCATTER == "add", tile.M, tile.N,
+        summing.SCATTER == "add", tile.M, tile.N, tile.INT64_OFFSETS,
     )  # fmt: skip
     if row_block != rank:
         announce_tile(slot, M, row_block, unit, rank, summing)

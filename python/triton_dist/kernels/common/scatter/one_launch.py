@@ -230,7 +230,7 @@ def kernel_gemm_exchange(
         row, column = number % tiles_m * tile.M, number // tiles_m * tile.N
         accumulator = multiply_operands(
             a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
-            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
+            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
         )  # fmt: skip
         for step in tl.static_range(1, NUM_RANKS + 1):
             adds = (rank + step) % NUM_RANKS
@@ -241,7 +241,7 @@ def kernel_gemm_exchange(
                 target_ptr = target_at(slots.table, adds, slots.data) + call.offset
                 store_tile_by_pointers(
                     target_ptr + rank.to(tl.int64) * shard_elements, accumulator, first_row, column,
-                    rows, N, False, tile.M, tile.N,
+                    rows, N, False, tile.M, tile.N, tile.INT64_OFFSETS,
                 )  # fmt: skip
     value = flag_of_piece(call, 0)
     tell_ranks(call, 0, value, plan)
@@ -264,7 +264,7 @@ def kernel_gemm_exchange(
                 add_partials(
                     slots.data + call.offset, shard_elements, out, own_offset,
                     sums_offset + own_offset, row, n * tile.N, end_row, N, token, rank,
-                    NUM_RANKS, False, SUB_TILE_ROWS, tile.N, SUB_TILE_ROWS,
+                    NUM_RANKS, False, SUB_TILE_ROWS, tile.N, SUB_TILE_ROWS, tile.INT64_OFFSETS,
                 )  # fmt: skip
     if PASS_ON:
         tell_ranks(call, 1, value, plan)
@@ -275,7 +275,7 @@ def kernel_gemm_exchange(
             _copy_sub_tiles(
                 slots.data + behind(sums_offset, token) + first, out.c + first, begin_row,
                 min(begin_row + rows, M), N, tiles_m, tiles_n, NUM_SMS, tile.M, tile.N,
-                SUB_TILE_ROWS,
+                SUB_TILE_ROWS, tile.INT64_OFFSETS,
             )  # fmt: skip
 
 
@@ -292,8 +292,11 @@ def _copy_sub_tiles(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     SUB_TILE_ROWS: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Copy what the program of this number has added on the rank that adds these rows."""
+    if INT64_OFFSETS:
+        N = tl.cast(N, tl.int64)
     inside = tl.arange(0, SUB_TILE_ROWS)[:, None] * N + tl.arange(0, BLOCK_SIZE_N)[None, :]
     for wave in range(0, tiles_m * tiles_n, NUM_SMS):
         begin, end = sub_tiles_of_program(

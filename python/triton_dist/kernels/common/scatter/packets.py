@@ -92,7 +92,7 @@ def kernel_gemm_packets(
         row, column = m * BLOCK_SIZE_M, n * BLOCK_SIZE_N
         product = multiply_operands(
             a, b, row, column, M, N, K, strides.am, strides.ak, strides.bk, strides.bn,
-            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K,
+            DESCRIPTORS, tile.B_COLUMN_MAJOR, PRECISION, tile.M, tile.N, tile.K, tile.INT64_OFFSETS,
         )  # fmt: skip
         own = payload_of(product.to(DTYPE))
         inside = tl.arange(0, BLOCK_SIZE_M * LINES_N)

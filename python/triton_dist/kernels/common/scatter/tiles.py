@@ -48,7 +48,8 @@ STAYS, LEAVES = tl.constexpr(1), tl.constexpr(-1)
 
 
 class Tile(NamedTuple):
-    """Constants of a tile: sizes, as in a config, and how it is read, multiplied and stored."""
+    """Constants of a tile: sizes, as in a config, and how it is read, multiplied and stored.
+    INT64_OFFSETS: offsets within the tile exceed 32 bits."""
 
     M: Any
     N: Any
@@ -57,6 +58,7 @@ class Tile(NamedTuple):
     SUBTILE: Any
     B_COLUMN_MAJOR: Any
     PRECISION: Any
+    INT64_OFFSETS: Any = False
 
 
 class Strides(NamedTuple):
@@ -165,6 +167,7 @@ def add_partials(
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     REDUCE_ROWS: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Sum a tile over all ranks and store it to the own rows [rows, N], ``own_begin`` elements from
     ``out.c`` on; some rows at a time, so that the partial sums fit in registers.
@@ -172,6 +175,8 @@ def add_partials(
     Where there are ``out.sums``, addresses, also to each peer, ``sums_begin`` elements from its own
     on. ``IN_ONE_SUM``: the partials are one sum already, which is set to 0.
     """
+    if INT64_OFFSETS:
+        N = tl.cast(N, tl.int64)
     c_ptr = out.c + own_begin
     column_index = column + tl.arange(0, BLOCK_SIZE_N)
     column_mask = column_index < N
@@ -222,6 +227,7 @@ def add_own_tile(
     add_partials(
         slot.partials, slot.stride, out, own_begin, own_begin, row, column, own_rows, N, token,
         rank, summing.NUM_RANKS, summing.SCATTER == "add", tile.M, tile.N, summing.ROWS,
+        tile.INT64_OFFSETS,
     )  # fmt: skip
 
 
@@ -236,9 +242,12 @@ def store_tile_by_pointers(
     ADD: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Store a tile, or add it, at its place in [rows, N] from ``target_ptr`` on; of a tile that
     begins before row 0, what lies behind."""
+    if INT64_OFFSETS:
+        N = tl.cast(N, tl.int64)
     local_row, local_column = tl.arange(0, BLOCK_SIZE_M), tl.arange(0, BLOCK_SIZE_N)
     inside = (local_row >= -row) & (local_row < rows - row)
     mask = inside[:, None] & (local_column < N - column)[None, :]
@@ -319,9 +328,11 @@ def tile_of(config: triton.Config, A: torch.Tensor, B: torch.Tensor) -> tuple[Ti
     """The tile that is launched for ``A @ B``, and the options of the launch."""
     launched = config_for(config, A.dtype)
     sizes, every = launched.kwargs, launched.all_kwargs()
+    block_m, block_n, block_k = (sizes[f"BLOCK_SIZE_{axis}"] for axis in "MNK")
     tile = Tile(
-        sizes["BLOCK_SIZE_M"], sizes["BLOCK_SIZE_N"], sizes["BLOCK_SIZE_K"], sizes["GROUP_SIZE_M"],
+        block_m, block_n, block_k, sizes["GROUP_SIZE_M"],
         sizes.get("EPILOGUE_SUBTILE", False), B.stride(0) == 1, dot_precision(A.dtype),
+        max(block_k * A.stride(1), block_k * B.stride(0), block_m * B.shape[1]) >= 2**31,
     )  # fmt: skip
     return tile, {name: option for name, option in every.items() if name not in sizes}
 
@@ -359,7 +370,7 @@ def add_deferred(
     tiles = to.num_ranks * tiles_of_row_block(config, rows, N)
     arguments = (*to.regions(C, bias), N, M, rows, chunk_tiles_m, to.rank)
     # Nothing is multiplied: one kernel for all tiles of the same area.
-    tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32")
+    tile = Tile(block_m, block_n, 0, group_size_m, False, False, "tf32", block_m * N >= 2**31)
     options = {"NUM_SMS": num_sms, "tile": tile, "summing": summing, "num_warps": 8}
     return Launch(kernel_add_deferred, (min(num_sms, tiles),), arguments, options)
 

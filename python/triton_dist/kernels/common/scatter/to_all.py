@@ -144,6 +144,7 @@ def kernel_copy_sums(
     BLOCK_SIZE_N: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
     COPY_ROWS: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
 ):
     """Wait for the sum of a tile, and with ``COPY`` bring it from ``sums_ptr`` [M, N] to C [M, N];
     a tile a program, in the GEMM's order. Grid (tiles of all row blocks,): those of the own one are
@@ -165,6 +166,8 @@ def kernel_copy_sums(
                 mask = (local_row < end - row)[:, None] & (column < N)[None, :]
                 begin = row.to(tl.int64) * N
                 inside = local_row[:, None] * N + column[None, :]
+                if INT64_OFFSETS:
+                    inside = local_row[:, None].to(tl.int64) * N + column[None, :]
                 # Not from L1, where what the last use left may be.
                 block = tl.load(
                     sums_ptr + begin + inside, mask=mask, other=0.0, cache_modifier=".cg"
@@ -198,6 +201,7 @@ def copy_sums(
         "BLOCK_SIZE_N": block_n,
         "GROUP_SIZE_M": chunks.group_size_m,
         "COPY_ROWS": max(1, min(block_m, _COPIED_AT_ONCE // block_n)),
+        "INT64_OFFSETS": block_m * N >= 2**31,
         "num_warps": 8,
     }
     return Launch(

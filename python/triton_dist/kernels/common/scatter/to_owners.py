@@ -86,7 +86,7 @@ def kernel_gemm_scatter_persistent(
         if summing.SCATTER == "add":
             store_tile_by_pointers(
                 target_at(slot.targets, row_block, slot.partials), accumulator, row, column, rows,
-                N, True, tile.M, tile.N,
+                N, True, tile.M, tile.N, tile.INT64_OFFSETS,
             )  # fmt: skip
         else:
             store_to_owner(target_descs, row_block, accumulator, row, column, tile, NUM_RANKS)
