@@ -38,9 +38,13 @@ _RECORD = re.compile(r"records/[^/\\\0]{1,200}\.json")
 _KERNEL = re.compile(r"kernels/([0-9a-f]{64})/([^/\\\0]{1,200}\.(?:json|cubin|so))")
 _LARGEST = 1 << 28
 """Bytes that a member may have: more is no kernel, but a zip that is made to fill the memory."""
+_LARGEST_JSON = 1 << 24
+"""Bytes of the manifest, or of a kernel's metadata. Parsed, JSON takes up to 30 times as many."""
+LARGEST_RECORDS = 1 << 26
+"""Bytes of a file of records."""
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError,
-    OverflowError,
+    OverflowError, MemoryError,
 )  # fmt: skip
 """Raised by ``zipfile`` over a file that is none, or whose offsets lead nowhere."""
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -189,8 +193,10 @@ class Pack:
                 self._refuse("it is no regular file, but a link or the like", name)
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 self._refuse(f"it is compressed by method {member.compress_type}", name)
-            if member.file_size > _LARGEST:
-                self._refuse(f"it has {member.file_size} bytes, more than any kernel", name)
+            largest = _LARGEST_JSON if name.endswith(".json") else _LARGEST
+            largest = LARGEST_RECORDS if _RECORD.fullmatch(name) else largest
+            if member.file_size > largest:
+                self._refuse(f"it has {member.file_size} bytes, the limit is {largest}", name)
             found[name] = member
         return found
 
@@ -205,7 +211,9 @@ class Pack:
             flaw = next(_flaws_of(tree), None)
         except PackRefused:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (
+            ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError,
+        ) as error:  # fmt: skip
             flaw = f"{type(error).__name__}: {error}"
         if flaw:
             self._refuse(flaw, _MANIFEST)

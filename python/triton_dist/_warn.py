@@ -26,6 +26,16 @@ def user_frame() -> types.FrameType:
     return (frame and frame.f_back) or nearest
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Replace each character that a terminal would act on, except those in ``keep``, by its escape.
+
+    For text that others wrote: a message of an exception, a name in a file.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
 def warn(text: str, category: type[Warning]) -> None:
     """Give a warning, each time; whoever calls says it once."""
     warn_at(user_frame(), text, category)
@@ -34,4 +44,4 @@ def warn(text: str, category: type[Warning]) -> None:
 def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
     """Give a warning about a line that is known already."""
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
-    warnings.warn_explicit(text, category, *where)
+    warnings.warn_explicit(printable(text, keep="\n"), category, *where)

@@ -250,6 +250,7 @@ class PackRefused(TritonDistError, ValueError):
     """
 
     def __init__(self, pack: str, member: str, reason: str) -> None:
+        reason = " ".join(reason.split())  # it may quote the pack
         self.pack, self.member, self.reason = pack, member, reason
         what = f"pack {pack}, member {member!r}," if member else f"pack {pack}"
         super().__init__(f"{what} is refused: {reason}. Make it again: triton-dist pack --kernels")

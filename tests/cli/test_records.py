@@ -12,6 +12,8 @@ import pytest
 
 from tests.cli.made import SPACE, kept, record, timed
 from triton_dist import knobs
+from triton_dist._archive import Contents, PackedKernel, sha256
+from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.analysis import Analysis, Changes, parameters
 from triton_dist.cli import text
 from triton_dist.testing.replay import RecordedSpace
@@ -180,6 +182,31 @@ def test_clear_of_stale_records_leaves_those_that_are_used_or_cannot_be_judged(r
     assert used.exists()
     assert Path(program).exists()
     assert not stale.exists()
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\nINJECTED\u202e"
+
+
+@pytest.mark.parametrize(
+    "command", ["show gemm", "export gemm", "list gemm", "explain gemm", "packs show {pack}"]
+)
+def test_text_of_others_cannot_act_on_a_terminal(run, tmp_path, command):
+    kept(
+        record(
+            [*SPACE, ({"mode": HOSTILE}, Failure("launch", HOSTILE, 0))],
+            hardware={"gpu": HOSTILE},
+            software={"triton": HOSTILE, "settings": HOSTILE},
+            version="1",
+        )
+    )
+    kernel = PackedKernel(HOSTILE, {"target": HOSTILE, "python": HOSTILE}, {"m.so": b"\x7fELF"})
+    pack = tmp_path / "hostile.tdpack"
+    pack.write_bytes(Contents({}, {sha256(b""): kernel}).to_bytes())
+    status, *printed = run(*command.format(pack=pack).split())
+    assert status == 0
+    lines = "".join(printed).split("\n")
+    assert [line for line in lines if not line.isprintable() or line.startswith("INJECTED")] == []
+    assert any("\\x1b" in line for line in lines)
 
 
 def test_replay_of_a_record_and_of_a_space(run, tmp_path):

@@ -236,6 +236,19 @@ def damaged(name: str, folder: Path) -> str:
             side.write_text("[]")
         case "of another kernel":
             side.write_text(json.dumps(tree | {"function": "other"}))
+        case "no launch":
+            side.write_text(json.dumps(tree | {"launch": {}}))
+        case "text for a number":
+            side.write_text(json.dumps(tree | {"launch": tree["launch"] | {"shared": "x"}}))
+        case "no power of two":
+            side.write_text(json.dumps(tree | {"options": {"num_warps": 3}}))
+        case "descriptors of nothing":
+            side.write_text(json.dumps(tree | {"launch": tree["launch"] | {"tensordesc_meta": 1}}))
+        case "no UTF-8":
+            side.unlink()
+            path = folder / "scale.ttir"
+            path.write_bytes(path.read_text().encode("utf-16"))
+            return "ttir"
         case "no cubin":
             (folder / "scale.cubin").write_bytes(b"PK" * 99)
         case "half a cubin":
@@ -261,6 +274,11 @@ DAMAGES = {
     "sidecar of a later version": "a later version of triton_dist wrote it",
     "sidecar of others": "scale.json",
     "of another kernel": "it is of the kernel other, not scale",
+    "no launch": "its json does not say how much shared memory",
+    "text for a number": "it has shared 'x'",
+    "no power of two": "it has num_warps 3",
+    "descriptors of nothing": "it has tensordesc_meta 1",
+    "no UTF-8": r"scale\.ttir: it is not a kernel in Triton's IR",
     "no cubin": "it is no cubin, or not a whole one",
     "half a cubin": "it is no cubin, or not a whole one",
     "no entry": "it has no kernel scale; there is other",
@@ -336,7 +354,7 @@ def test_a_body_of_pass_runs_from_its_ir(exported):
 def test_types_that_an_ir_does_not_tell_apart():
     head = b"  tt.func public @f(%a: !tt.ptr<i8>, %b: i1, %c: !tt.ptr<f16>, %d: i64) attributes {}"
     types = {"a": "*u8", "b": "u1", "c": "*kfp16", "d": "i32"}
-    artefact = runner.Artefact("ttir", head, foreign.nothing_known("f", ""))
+    artefact = runner.Artefact("ttir", head, foreign.nothing_known("f", "tt.func", ""))
     with pytest.warns(ArtefactWarning):
         found = foreign.completed(artefact, Specialisation(types, {}, {}))
     assert found.about.specialisation.types == types | {"d": "i64"}

@@ -182,6 +182,16 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "a deep manifest": (
         lambda: rezipped(lambda members: members.update({"manifest.json": b"[" * 100_000})),
         "manifest.json", "RecursionError"),
+    "a manifest that fills the memory": (
+        lambda: rezipped(
+            lambda members: members.update({"manifest.json": b"[" + b" " * (1 << 24) + b"]"}),
+            zipfile.ZIP_DEFLATED),
+        "manifest.json", "16777218 bytes, the limit is 16777216"),
+    "records that fill the memory": (
+        lambda: rezipped(
+            lambda members: members.update({"records/run.json": b"[" + b" " * (1 << 26) + b"]"}),
+            zipfile.ZIP_DEFLATED),
+        "records/run.json", "67108866 bytes, the limit is 67108864"),
     "a kernel without files": (
         lambda: manifest(lambda tree: tree["kernels"][MM].update(files={})),
         "manifest.json", "expected a json and a cubin"),

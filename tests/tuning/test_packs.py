@@ -254,7 +254,7 @@ def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
     (tmp_path / "walk.fake.json").write_text("damaged")
     reads = []
     read_bytes = packs.read_bytes
-    monkeypatch.setattr(packs, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
+    monkeypatch.setattr(packs, "read_bytes", lambda path, _: reads.append(path) or read_bytes(path))
     rank = one(tmp_path)
     assert reads == []
     with warnings.catch_warnings():

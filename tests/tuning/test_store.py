@@ -213,6 +213,14 @@ def test_records_leaves_out_what_cannot_be_read(tmp_path):
     assert not damaged.exists()
 
 
+def test_a_file_that_is_larger_than_any_record_is_a_miss(tmp_path):
+    store = FileStore(tmp_path)
+    path = Path(store.put(RECORD))
+    os.truncate(path, (1 << 28) + 1)
+    with pytest.warns(CacheWarning, match="268435457 bytes, the limit is 268435456"):
+        assert found(store) == []
+
+
 def test_records_leaves_files_of_others_alone(tmp_path):
     """Another library may keep files in a folder that it shares with ours."""
     store = FileStore(tmp_path)

@@ -158,8 +158,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         if isinstance(told, dict):
             yield f"{name}:"
             for each, value in told.items():
-                values = value if isinstance(value, list) else [value]
-                yield from (f"  {each}: {item}" for item in values or ["none"])
+                several = isinstance(value, list) and len(value) > 1
+                one = (value or ["none"])[0] if isinstance(value, list) else value
+                yield f"  {each}:" if several else f"  {each}: {one}"
+                yield from (f"    {item}" for item in value if several)
         elif isinstance(told, list):
             yield f"{name}:" + " none" * (not told)
             yield from (f"  {line}" for line in told)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from triton_dist import knobs
 from triton_dist._tuning.store import LayeredStore
 from triton_dist._tuning.values import Key, Origin, StoredRecord, TuningRecord
-from triton_dist.cli import cache, listing, subject
+from triton_dist.cli import cache, listing, subject, text
 from triton_dist.cli.judge import Judge
 from triton_dist.cli.verb import add_verb, counted, positive
 from triton_dist.errors import NoSuchFunction
@@ -129,19 +129,19 @@ def _compared(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -
 
 def _print(found: Sequence[_Explained], why: str, name: str, ranks: Mapping[str, str]) -> None:
     for each in found:
-        print(*_heading(each.record, each.where), sep="\n")
-        print(*(f"  not used: {reason}\n" for reason in each.reasons), sep="", end="")
+        text.say(*_heading(each.record, each.where))
+        text.say(*(f"  not used: {reason}" for reason in each.reasons))
         if each.used:
-            print("  used" + ", unless prune_fn drops the winner" * each.may_be_dropped)
-        print(*(f"  accepted: {text}\n" for text in each.accepted), sep="", end="")
+            text.say("  used" + ", unless prune_fn drops the winner" * each.may_be_dropped)
+        text.say(*(f"  accepted: {difference}" for difference in each.accepted))
     if found[0].used is None:
-        print(f"{counted(len(found), 'record')} of {name}. Nothing was compared: {why}")
+        text.say(f"{counted(len(found), 'record')} of {name}. Nothing was compared: {why}")
         return
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: it is tuned again in any case.")
     group = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
     function, used = found[0].record.key.function, sum(bool(each.used) for each in found)
-    print(f"{counted(len(found), 'record')} of {function}, {used} used. Ranks: {group}.")
+    text.say(f"{counted(len(found), 'record')} of {function}, {used} used. Ranks: {group}.")
 
 
 def _tree(each: _Explained) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from triton_dist import _files
 from triton_dist._tuning.values import Failure, StoredRecord, Trial, TuningRecord
 from triton_dist._tuning.values.analysis import parameters
+from triton_dist._warn import printable
 from triton_dist.cli import cache, show
 from triton_dist.cli.verb import add_verb, counted
 
@@ -79,7 +80,9 @@ def _csv(found: Sequence[StoredRecord]) -> str:
         text, [name for name in names if name not in _LAST] + last, lineterminator="\n"
     )
     table.writeheader()
-    table.writerows(rows)
+    for row in rows:
+        texts = {n: printable(value) for n, value in row.items() if isinstance(value, str)}
+        table.writerow(row | texts)
     return text.getvalue()
 
 
@@ -91,7 +94,8 @@ def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
     row = {"function": key.full_name, "key": str(key), "hardware": cache.made_on(record)}
     row |= {f"{n}'" if n in (*row, *_LAST) else n: v for n, v in parameters(trial.config).items()}
     if isinstance(outcome, Failure):
-        return row | {"ms": "", "samples": 0, "failure": outcome.kind, "message": outcome.message}
+        failed = {"failure": outcome.kind, "message": outcome.message}
+        return {**row, "ms": "", "samples": 0, **failed}
     found = {"ms": outcome.median, "samples": len(outcome.samples)}
     return {**row, **found, "failure": "", "message": ""}
 

@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps(tree, indent=2))
     elif records or begun:
         for line in _lines(records, begun, in_full=asked is not None):
-            print(line)
+            text.say(line)
     else:
         print(f"No record of {asked or 'any function'} in {cache.folders()}.")
     return 1 if asked and not records and not begun else 0

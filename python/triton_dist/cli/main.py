@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from triton_dist import __version__
+from triton_dist._warn import printable
 from triton_dist.cli import (
     clear,
     compare,
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except (TritonDistError, OSError) as error:
-            print(f"triton-dist: {error}", file=sys.stderr)
+            print(f"triton-dist: {printable(str(error), keep=chr(10))}", file=sys.stderr)
             return _USAGE_ERROR
     return status
 

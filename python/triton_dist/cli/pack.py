@@ -14,7 +14,7 @@ from triton_dist._tuning.store import FileStore
 from triton_dist._tuning.store.archive import COLUMNS, contents_of, latest, merged
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import TuningRecord, pack
-from triton_dist.cli import cache
+from triton_dist.cli import cache, text
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import NoSuchFunction
 
@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         records = _chosen(name, found, arguments.gpu)
         chosen += records
         first = records[0]
-        print(
+        text.say(
             f"{arguments.out}: {counted(len(records), 'record')} of {first.key.full_name}, version "
             f"{first.fingerprint.version}, on {_gpu(first)}; {len(found) - len(records)} left out"
         )

@@ -12,6 +12,7 @@ from triton_dist import _archive, knobs
 from triton_dist._archive import SUFFIX, Entry, Pack, sha256
 from triton_dist._tuning.store.archive import differences, merged, records_of, verified
 from triton_dist._tuning.values import codec
+from triton_dist.cli import text
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import PackRefused
 
@@ -58,22 +59,22 @@ def _show(arguments: argparse.Namespace) -> int:
         return 0
     for packed in packs:
         records = records_of(packed)
-        print(f"{packed.path}: {_counts(packed)}")
+        text.say(f"{packed.path}: {_counts(packed)}")
         functions = sorted({(r.key.full_name, r.fingerprint.version, _gpu(r)) for r in records})
         for name, version, gpu in functions:
             keys = sum((r.key.full_name, _gpu(r)) == (name, gpu) for r in records)
-            print(f"  {counted(keys, 'record')} of {name}, version {version}, on {gpu}")
+            text.say(f"  {counted(keys, 'record')} of {name}, version {version}, on {gpu}")
         for digest, entry in sorted(packed.kernels.items(), key=lambda each: each[1].name):
             for_what = ", ".join(
                 entry.facts[fact] for fact in ("target", "python", "triton") if fact in entry.facts
             )
-            print(f"  {digest[:12]}  {entry.name}  ({for_what})")
+            text.say(f"  {digest[:12]}  {entry.name}  ({for_what})")
     return 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     lines = list(differences(*map(Pack, arguments.files)))
-    print("\n".join(lines) if lines else "no difference")
+    text.say(*(lines or ["no difference"]))
     return 1 if lines else 0
 
 
@@ -94,10 +95,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         try:
             packed = verified(path)
         except PackRefused as error:
-            print(error)
+            text.say(str(error))
             refused += 1
         else:
-            print(f"{path}: good: {_counts(packed)}")
+            text.say(f"{path}: good: {_counts(packed)}")
     return 1 if refused else 0
 
 
@@ -112,7 +113,7 @@ def _import(arguments: argparse.Namespace) -> int:
             there = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
         written[there] = path
         _archive.write(there, contents)
-        print(f"{there}: {_counts(packed)}")
+        text.say(f"{there}: {_counts(packed)}")
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import triton_dist
 from triton_dist import _files, knobs
 from triton_dist.cli import site
-from triton_dist.cli.text import fitted
+from triton_dist.cli.text import fitted, say
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import InvalidArgument, MissingExtra
 
@@ -125,7 +125,7 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
         tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}
         print(json.dumps(tree, indent=2))
     else:
-        print("\n".join(_lines(found, ranks)))
+        say(*_lines(found, ranks))
     return 0 if found else 1
 
 

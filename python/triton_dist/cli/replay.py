@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triton_dist.cli import cache, export
+from triton_dist.cli import cache, export, text
 from triton_dist.cli.verb import add_verb, counted, positive
 from triton_dist.errors import NoSuchRecord
 
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
         tree = {"space": space.name, "configs": len(space.configs), "seeds": arguments.seeds}
         print(json.dumps({**tree, "scores": [asdict(each) for each in scores]}, indent=2))
         return 0
-    print(f"{space.name}: {counted(len(space.configs), 'config')}, {arguments.seeds} orders")
+    text.say(f"{space.name}: {counted(len(space.configs), 'config')}, {arguments.seeds} orders")
     print(*(f"  {each}" for each in scores), sep="\n")
     return 0
 

@@ -47,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not found:
         return cache.say_none(arguments.function, arguments)
     if arguments.code:
-        print("\n".join(map(_code, found)))
+        text.say(*(line for each in found for line in _code(each)))
         return 0
     for place, stored in enumerate(found):
         for line in [*([""] if place else []), *_lines(stored, arguments.top)]:
@@ -85,13 +85,11 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
     }
 
 
-def _code(stored: StoredRecord) -> str:
+def _code(stored: StoredRecord) -> tuple[str, str]:
     """The winner as an argument of ``tune.autotune``, which then has nothing to tune."""
     record = stored.record
-    return (
-        f"# {record.key.full_name}, key {record.key}, {cache.made_on(record)}: "
-        f"{Analysis(record).winner.ms:.4f} ms\nconfig_space=[{record.best}],"
-    )
+    about = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
+    return f"# {about}: {Analysis(record).winner.ms:.4f} ms", f"config_space=[{record.best}],"
 
 
 def _row(found: Analysis, each: Timed) -> dict[str, Any]:

@@ -7,11 +7,20 @@ import shutil
 import sys
 import textwrap
 
+from triton_dist._warn import printable
+
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+
+def say(*lines: str) -> None:
+    """Print each of ``lines`` on one line, without what a terminal would act on."""
+    for line in lines:
+        print(printable(line))
 
 
 def fitted(line: str, indent: int = 12) -> list[str]:
     """Lines that fit the terminal; in a pipe one, which can be searched for."""
+    line = printable(line)
     if not is_terminal():
         return [line]
     width = shutil.get_terminal_size().columns
@@ -24,6 +33,7 @@ def fitted(line: str, indent: int = 12) -> list[str]:
 
 def cut(line: str) -> str:
     """The part that fits the terminal."""
+    line = printable(line)
     width = shutil.get_terminal_size().columns
     return line if not is_terminal() or len(line) <= width else f"{line[: width - 3]}..."
 

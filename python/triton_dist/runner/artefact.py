@@ -41,6 +41,17 @@ class About:
     """Entry point, shared memory and others that the compiler found out."""
     compiler: str = ""
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a fact that Triton or the driver would fail over.
+
+        Facts come from files that others may have written. Triton trusts them.
+        """
+        for name, value in {**self.options, **self.launch}.items():
+            if not _is_fact(name, value):
+                raise ValueError(f"it has {name} {value!r:.80}")
+        if self.options.get("num_warps", 1).bit_count() != 1:
+            raise ValueError(f"it has num_warps {self.options['num_warps']}, no power of two")
+
     def refusal(self, level: str, call: Specialisation, arch: int) -> str | None:
         """Say why a launch that is specialised as ``call``, on a GPU of capability ``arch``, cannot
         run this kernel at ``level``; ``None`` if it can. TTIR alone is for any GPU."""
@@ -116,6 +127,8 @@ class Artefact:
     def check(self) -> None:
         """Raise :class:`InvalidArtefact` unless the bytes look like a kernel of this level and
         name: what a driver makes of half a file is not known."""
+        if self.level not in LEVELS[:2] and "shared" not in self.about.launch:
+            raise InvalidArtefact(self.where, "its json does not say how much shared memory it has")
         if self.level == "cubin" and not _is_whole_elf(self.data):
             raise InvalidArtefact(self.where, "it is no cubin, or not a whole one")
         if self.level in _ENTRY:
@@ -135,6 +148,28 @@ class Artefact:
             return {}
         named = {place: name for place, (name, kind) in known.leaves.items() if kind == CONSTANT}
         return {name: known.constants[place] for place, name in named.items() if len(place) == 1}
+
+
+_FLAGS = ("enable_fp_fusion", "launch_cooperative_grid", "launch_pdl")
+_NUMBERS = (
+    "num_warps", "num_ctas", "num_stages", "maxnreg", "shared", "tmem_size", "global_scratch_size",
+    "global_scratch_align", "profile_scratch_size", "profile_scratch_align",
+)  # fmt: skip
+_DESCRIPTOR = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
+
+
+def _is_fact(name: str, value: Any) -> bool:
+    """True if Triton may have written ``value`` as the option or launch fact ``name``."""
+    if name == "name":
+        return isinstance(value, str)
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if name == "tensordesc_meta":
+        return value is None or (
+            isinstance(value, (list, tuple))
+            and all(isinstance(each, dict) and each.keys() >= _DESCRIPTOR for each in value)
+        )
+    return name not in _NUMBERS or (type(value) is int and 0 <= value < 1 << 31)
 
 
 def _is_whole_elf(data: bytes) -> bool:

@@ -65,7 +65,10 @@ def build(
     attributes = {p: [[n, v] for n, v in each.items()] for p, each in made_for.attributes.items()}
     src = function.ASTSource(function, dict(made_for.types), dict(constants), attributes)
     given = {n: v for n, v in artefact.about.options.items() if hasattr(options, n)}
-    options = dataclasses.replace(options, **given, ir_override=None)
+    try:
+        options = dataclasses.replace(options, **given, ir_override=None)
+    except AssertionError as error:
+        raise InvalidArtefact(artefact.where, f"its options are wrong: {error}") from error
     metadata = {
         "hash": artefact.digest,
         "target": target,

@@ -66,7 +66,8 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     data = content(path)
     side = path.with_suffix(".json")
     if not side.exists() and level in foreign.TELLING:
-        return Artefact(level, data, foreign.nothing_known(function, data.decode()), str(path))
+        text = data.decode("utf-8", "replace")
+        return Artefact(level, data, foreign.nothing_known(function, text, str(path)), str(path))
     about = _read(side, function)
     return Artefact(level, data, about, str(path))
 

@@ -118,12 +118,21 @@ def _of_triton_runner(signature: str) -> Specialisation:
     return Specialisation(kinds, constants, attributes)
 
 
-def nothing_known(function: str, text: str) -> About:
-    """About a kernel in TTIR or TTGIR that has no metadata beside it."""
+def nothing_known(function: str, text: str, where: str) -> About:
+    """Read the facts of a kernel without metadata from its text in TTIR or TTGIR.
+
+    Raises:
+        InvalidArtefact: it is not a text of that kind.
+    """
+    if "tt.func" not in text:
+        raise InvalidArtefact(where, "it is not a kernel in Triton's IR")
     target = re.search(r'ttg\.target = "cuda:(\d+)"', text)
     warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
     options = {"num_warps": int(warps[1])} if warps else {}
-    return About(function, int(target[1]) if target else UNKNOWN, None, options, {})
+    try:
+        return About(function, int(target[1]) if target else UNKNOWN, None, options, {})
+    except ValueError as error:
+        raise InvalidArtefact(where, str(error)) from error
 
 
 def completed(artefact: Artefact, call: Specialisation) -> Artefact:

@@ -55,7 +55,7 @@ def resolve(function: str, keyword: str, value: Any, metadata: Any) -> Artefact:
         if level not in foreign.TELLING:
             why = "its launch needs metadata_json: shared memory and others are not in the text"
             raise InvalidArtefact(where, why)
-        about = foreign.nothing_known(function, text)
+        about = foreign.nothing_known(function, text, where)
     return _checked(Artefact(level, text.encode(), about, where))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from triton_dist._tuning.engine.clock import Phase
 from triton_dist._tuning.values import Failure, Measurement, Trial, TuningRecord
-from triton_dist._warn import warn
+from triton_dist._warn import printable, warn
 from triton_dist.errors import TuningWarning
 
 _TOP = 5
@@ -94,5 +94,5 @@ def _failures(trials: tuple[Trial, ...]) -> Iterator[str]:
 
 def one_line(text: str) -> str:
     """The beginning of a message."""
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()))
     return text if len(text) <= 160 else f"{text[:160]} ..."

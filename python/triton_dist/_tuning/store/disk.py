@@ -54,10 +54,15 @@ def open_regular(path: Path, flags: int) -> int:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises ``OSError``."""
+def read_bytes(path: Path, largest: int = 1 << 28) -> bytes:
+    """Return the content of a regular file of at most ``largest`` bytes. Raises ``OSError``."""
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
-        return file.read()
+        if (size := os.fstat(file.fileno()).st_size) > largest:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, the limit is {largest}", str(path))
+        try:
+            return file.read()
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
 
 
 def names_in(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from triton_dist._archive import SUFFIX, opened
+from triton_dist._archive import LARGEST_RECORDS, SUFFIX, opened
 from triton_dist._tuning.store.archive import records_in
 from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
 from triton_dist._tuning.values import Key, StoredRecord, TuningRecord, codec, unpack
@@ -93,7 +93,7 @@ def _of_archive(path: Path) -> Iterator[TuningRecord]:
 
 def _of_json(path: Path) -> list[TuningRecord]:
     try:
-        return list(unpack(codec.loads(read_bytes(path).decode("ascii"))))
+        return list(unpack(codec.loads(read_bytes(path, LARGEST_RECORDS).decode("ascii"))))
     except (OSError, ValueError) as error:
         remedy = "Make it again: triton-dist pack"
         warn(f"pack {path} is not used: {error}. {remedy}", CacheWarning)

@@ -109,6 +109,8 @@ def loads(content: str | bytes) -> Tree:
         return json.loads(content, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("it does not fit into the memory") from None
 
 
 def _finite(written: str) -> float:
