@@ -14,7 +14,6 @@ from triton_dist.runtime.device import (
     is_cuda,
     sleep_async,
 )
-from triton_dist.runtime.device.clocks import wait_until_max_gpu_clock_or_warning
 from triton_dist.runtime.distributed import (
     barrier_all_on_stream as nvshmem_barrier_all_on_stream,
 )
@@ -23,6 +22,7 @@ from triton_dist.runtime.distributed import (
     finalize_distributed,
     initialize_distributed,
 )
+from triton_dist.runtime.profiling import wait_until_max_gpu_clock_or_warning
 from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
 from triton_dist.testing.assertions import assert_allclose
 

@@ -1,39 +1,13 @@
-"""Modules stay small enough to be read at one sitting."""
+"""No module outgrows one sitting of reading."""
 
 from __future__ import annotations
 
-import statistics
+from tests.architecture.source import modules, name
 
-import pytest
-
-from tests.architecture.source import PACKAGE, modules, name
-
-LONGEST = 400
-LONGEST_KERNEL = 450
-MEDIAN = 120
-NINETIETH_PERCENTILE = 280
+LONGEST = 600
+"""Think again above 400, but do not split a class or a function to satisfy a number."""
 
 
-@pytest.fixture(scope="module")
-def lines() -> dict[str, int]:
-    return {
-        name(path): len((PACKAGE / path).read_text(encoding="utf-8").splitlines())
-        for path in modules()
-    }
-
-
-def test_no_module_is_too_long(lines: dict[str, int]) -> None:
-    too_long = {
-        module: count
-        for module, count in lines.items()
-        if count > (LONGEST_KERNEL if module.startswith("kernels/") else LONGEST)
-    }
-    assert not too_long
-
-
-def test_most_modules_are_short(lines: dict[str, int]) -> None:
-    # In kernels/ a file is one thought: what counts there is how many of them an op reaches
-    # (test_reach.py), so that nobody slices one for a number.
-    counts = [count for module, count in lines.items() if not module.startswith("kernels/")]
-    assert statistics.median(counts) <= MEDIAN
-    assert statistics.quantiles(counts, n=10)[-1] <= NINETIETH_PERCENTILE
+def test_no_module_is_too_long() -> None:
+    counts = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
+    assert not {module: count for module, count in counts.items() if count > LONGEST}

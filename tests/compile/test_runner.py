@@ -46,7 +46,7 @@ from triton_dist.errors import (
 from triton_dist.knobs import InvalidKnob
 from triton_dist.runner import foreign, scripts, sections, toolchains
 from triton_dist.runner.specialisation import Specialisation
-from triton_dist.runtime import binaries
+from triton_dist.runtime.compiling import facts
 from triton_dist.testing.compile_only import compile_only
 
 DATA = Path(__file__).parent / "data" / "triton-3.9.0"
@@ -775,8 +775,8 @@ def test_two_dumps_are_compared_by_level_and_part(exported, tmp_path, monkeypatc
     def none(*_):
         raise RuntimeError("Cannot find cuobjdump")
 
-    monkeypatch.setattr(binaries, "resource_usage", none)
-    monkeypatch.setattr(binaries, "sass", none)
+    monkeypatch.setattr(facts, "resource_usage", none)
+    monkeypatch.setattr(facts, "sass", none)
     assert main(["dump", "--diff", str(exported / "product"), str(exported / "product")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^  registers +not known: Cannot find cuobjdump$", said, re.M)
@@ -789,7 +789,7 @@ def test_two_dumps_are_compared_by_level_and_part(exported, tmp_path, monkeypatc
 def test_an_instruction_is_of_the_loop_that_it_runs_in(exported):
     folder = exported / "product"
     texts = {level: (folder / f"product.{level}").read_text() for level in ("ttgir", "ptx")}
-    texts["sass"] = binaries.sass((folder / "product.cubin").read_bytes())
+    texts["sass"] = facts.sass((folder / "product.cubin").read_bytes())
     for level, product_of in {"ttgir": "dot", "ptx": "mma", "sass": "MMA"}.items():
         found = {
             name

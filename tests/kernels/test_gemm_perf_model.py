@@ -10,7 +10,7 @@ import torch
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.nvidia import comm_perf_model
 from triton_dist.kernels.nvidia.gemm_perf_model import get_dram_gbps, get_tensorcore_tflops
-from triton_dist.runtime.network import get_nic_gbps_per_gpu
+from triton_dist.runtime.peaks import get_nic_gbps_per_gpu
 
 
 @pytest.mark.parametrize(

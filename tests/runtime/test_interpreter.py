@@ -23,7 +23,7 @@ from tests.runtime import interpreter_probes as probes
 from triton_dist.errors import WaitTimeout
 from triton_dist.runtime import interpreter
 from triton_dist.runtime.interpreter import MENDS, pause
-from triton_dist.runtime.interpreter_bfloat16 import from_float32, to_float32
+from triton_dist.runtime.interpreter_operators import from_float32, to_float32
 from triton_dist.runtime.interpreter_program import current_program
 
 

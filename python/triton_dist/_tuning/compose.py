@@ -42,8 +42,7 @@ from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.sharing import ranks_per_gpu
-from triton_dist.runtime.tracing import is_traced
-from triton_dist.runtime.untraced import untraced
+from triton_dist.runtime.tracing import is_traced, untraced
 
 _SCOPES = ("world", "rank")
 _TIMINGS = ("events", "graph")

@@ -88,13 +88,13 @@ def _levels(raw: str) -> tuple[str, ...]:
 def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
     """Columns of one kernel; its machine code is written beside it."""
     from triton_dist.runner import files
-    from triton_dist.runtime import binaries
+    from triton_dist.runtime.compiling import facts
 
     artefact = files.load(side.parent, side.stem)
     if with_sass:
-        _files.write(side.with_suffix(f".{_SASS}"), binaries.sass(artefact.data).encode())
+        _files.write(side.with_suffix(f".{_SASS}"), facts.sass(artefact.data).encode())
     options, launch = artefact.about.options, artefact.about.launch
     return (
         side.parent.name, f"sm_{artefact.about.arch}", options.get("num_warps"),
-        options.get("num_stages"), *binaries.resource_usage(artefact.data), launch.get("shared"),
+        options.get("num_stages"), *facts.resource_usage(artefact.data), launch.get("shared"),
     )  # fmt: skip

@@ -68,26 +68,26 @@ def _side(folder: Path) -> Path:
 
 def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
     from triton_dist.runner import files
-    from triton_dist.runtime import binaries
+    from triton_dist.runtime.compiling import facts
 
     artefact = files.load(side.parent, side.stem)
     about = artefact.about
-    facts: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
-    facts |= {name: str(value) for name, value in artefact.constants().items()}
-    facts |= {name: about.options.get(name) for name in _COUNTED}
+    found: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
+    found |= {name: str(value) for name, value in artefact.constants().items()}
+    found |= {name: about.options.get(name) for name in _COUNTED}
     try:
-        facts["registers"], facts["stack B"] = binaries.resource_usage(artefact.data)
+        found["registers"], found["stack B"] = facts.resource_usage(artefact.data)
     except RuntimeError as failure:  # there is no cuobjdump
-        facts["registers"] = facts["stack B"] = f"not known: {failure}"
-    facts["shared B"] = about.launch.get("shared")
-    return side, facts
+        found["registers"] = found["stack B"] = f"not known: {failure}"
+    found["shared B"] = about.launch.get("shared")
+    return side, found
 
 
 def _text(side: Path, level: str) -> str:
-    from triton_dist.runtime import binaries
+    from triton_dist.runtime.compiling import facts
 
     if level == "sass":
-        return binaries.sass(side.with_suffix(".cubin").read_bytes())
+        return facts.sass(side.with_suffix(".cubin").read_bytes())
     return side.with_suffix(f".{level}").read_text(encoding="utf-8")
 
 

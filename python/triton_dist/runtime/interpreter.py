@@ -37,8 +37,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_dist import knobs
 from triton_dist.errors import TritonDistError
 from triton_dist.runtime import (
-    interpreter_bfloat16,
     interpreter_descriptors,
+    interpreter_operators,
     interpreter_speed,
 )
 from triton_dist.runtime.cooperative_grid import CooperativeGrid, pause
@@ -265,7 +265,7 @@ def bfloat16() -> None:
     if they were numbers: ``tl.dot`` is off by 1e9, ``+`` by 1e38, comparison of negatives is
     reversed, fp16 and integer casts read bits as values, and the cast from fp32 truncates where
     hardware rounds."""
-    interpreter_bfloat16.apply(upstream)
+    interpreter_operators.use_float32_for_bfloat16(upstream)
 
 
 @mend(">=3.6,<3.10")

@@ -9,7 +9,7 @@ import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir
 
-from triton_dist.runtime.interpreter_bfloat16 import NAN_BITS
+from triton_dist.runtime.interpreter_operators import NAN_BITS
 
 
 class _Memory:

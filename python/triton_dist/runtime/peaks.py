@@ -1,4 +1,4 @@
-"""Datasheet peaks of the GPUs we know, for limits and for pruning.
+"""Datasheet peaks of known GPUs, for limits and for pruning, and the network links of this host.
 
 Dense rates, without sparsity. A matrix product on random data reaches about 0.8 of the 16-bit rate
 on H200 (790 of 989 TFLOP/s, measured), a copy 0.9 of the memory bandwidth, and a copy engine 0.88
@@ -8,7 +8,10 @@ of a link.
 from __future__ import annotations
 
 import functools
+import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -103,3 +106,36 @@ def get_intranode_max_speed_gbps() -> float:
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != here.torch_device.index]
     linked = all(torch.cuda.can_device_access_peer(here.torch_device.index, gpu) for gpu in others)
     return device_peak().link_gbps if linked else _PCIE_GEN4_X16
+
+
+_SYSTEM = Path("/sys/class")
+
+
+def get_nic_gbps_per_gpu(system: Path = _SYSTEM) -> float:
+    """Bandwidth to other hosts for each GPU of this one, one direction, in GB/s.
+
+    The fastest adapters count, InfiniBand ones if there are any, and are shared evenly. 0.0 where
+    the system tells no speed. ``system``: where it lists them.
+    """
+    rates = _infiniband(system / "infiniband") or _ethernet(system / "net")
+    fastest = [rate for rate in rates if rate == max(rates)]
+    return sum(fastest) / 8 / max(1, torch.cuda.device_count())
+
+
+def _infiniband(folder: Path) -> list[float]:
+    """Gbit/s of each port, written as ``400 Gb/sec (4X NDR)``."""
+    found = (re.match(r"[\d.]+", _text(file)) for file in folder.glob("*/ports/*/rate"))
+    return [float(rate.group()) for rate in found if rate is not None]
+
+
+def _ethernet(folder: Path) -> list[float]:
+    """Gbit/s of each adapter that is hardware, written in Mbit/s; -1 if it is down."""
+    adapters = (path.parent for path in folder.glob("*/device"))
+    speeds = (_text(adapter / "speed") for adapter in adapters)
+    return [int(speed) / 1e3 for speed in speeds if speed.isdigit()]
+
+
+def _text(file: Path) -> str:
+    with suppress(OSError):  # an adapter that is down may refuse to tell
+        return file.read_text().strip()
+    return ""

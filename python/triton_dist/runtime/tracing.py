@@ -1,9 +1,9 @@
-"""Tells calls that compute from those that are only traced, or made with fake or meta tensors."""
+"""Detect calls that are only traced or use fake tensors, and exclude functions from tracing."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,3 +34,18 @@ def _is_fake(value: Any) -> bool:
         return any(map(_is_fake, value.values()))
     proxy = getattr(sys.modules.get("torch.fx"), "Proxy", None)
     return proxy is not None and isinstance(value, proxy)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, of which, and of what it calls, ``torch.compile`` traces nothing.
+
+    ``torch.compiler.disable`` imports torch._dynamo, which takes a second. Until something else has
+    imported that, nothing can be traced, and ``function`` is called as it is.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    return call

@@ -29,7 +29,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime import triton_compat
-from triton_dist.runtime.binaries import resource_usage
+from triton_dist.runtime.compiling.facts import resource_usage
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.symmetric.operators import group_name, has_operator
+from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
 # Bytes of a vector of the operator, which takes no tensor that is not whole vectors well.
 _VECTOR_BYTES = 16

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.device import current_device
-from triton_dist.runtime.symmetric.operators import group_name, has_operator
+from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
 ALL_GATHER_MATMUL = "fused_all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "fused_matmul_reduce_scatter"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.runtime.network import get_nic_gbps_per_gpu
+from triton_dist.runtime.peaks import get_nic_gbps_per_gpu
 
 __all__ = [
     "estimate_all_gather_time_ms",

@@ -1,9 +1,12 @@
-"""All that a kernel was compiled from and for, as text: for manifests, and to say what differs."""
+"""Facts of a compiled kernel: inputs of the compilation as text, registers and machine code."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -87,3 +90,30 @@ def _ptxas(target: Any) -> str:
     version = str(make_backend(target).hash())
     found = re.search(r"\bV\d[\d.]+", version)
     return found[0] if found else hashlib.sha256(version.encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=256)
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of local memory per thread) of the one kernel in ``cubin``.
+
+    About 5 ms.
+    """
+    report = _cuobjdump("-res-usage", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage printed no register count, but:\n{report}")
+    return int(found[1]), int(found[2])
+
+
+@functools.lru_cache(maxsize=16)
+def sass(cubin: bytes) -> str:
+    """The machine code in ``cubin``, as text. About 0.3 s."""
+    return _cuobjdump("-sass", cubin)
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

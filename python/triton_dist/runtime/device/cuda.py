@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist.runtime.device import cuda_driver, cuda_peek
+from triton_dist.runtime.device import cuda_copies, cuda_driver
 from triton_dist.runtime.device.cuda_copies import CudaCopyStream, CudaTransfer
 from triton_dist.runtime.device.cuda_launch import (
     RepeatedLaunch,
@@ -151,8 +151,8 @@ class CudaDevice:
         return torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     @functools.cached_property
-    def _peeks(self) -> cuda_peek.Peeks:
-        return cuda_peek.Peeks(self.torch_device)
+    def _peeks(self) -> cuda_copies.Peeks:
+        return cuda_copies.Peeks(self.torch_device)
 
     def peek(self, words: torch.Tensor) -> torch.Tensor | None:
         """Copy on the host of what is there now, made beside whatever runs; ``None``: it cannot

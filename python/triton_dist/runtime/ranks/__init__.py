@@ -11,10 +11,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.runtime.ranks.process_group import ProcessGroupRanks
+from triton_dist.runtime.ranks.process import WorldRank
 from triton_dist.runtime.ranks.solo import SoloRank
-from triton_dist.runtime.ranks.store_ranks import StoreRanks
-from triton_dist.runtime.ranks.world_rank import WorldRank
+from triton_dist.runtime.ranks.store_ranks import ProcessGroupRanks, StoreRanks
 
 __all__ = [
     "Group",

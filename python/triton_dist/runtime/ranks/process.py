@@ -1,4 +1,4 @@
-"""The host and process of a rank, and whether that is still there."""
+"""Identity of a rank: its process, whether the process still runs, and how messages name it."""
 
 from __future__ import annotations
 
@@ -59,3 +59,21 @@ def _state(pid: int) -> tuple[str, str]:
     except OSError:
         return "", ""
     return fields[0], fields[19]
+
+
+class WorldRank(int):
+    """Rank of the world. As text it says its host and local rank too, where that says more:
+    ``3 (host a, local rank 1)``."""
+
+    where: str
+
+    def __new__(cls, rank: int, where: str = "") -> WorldRank:
+        self = super().__new__(cls, rank)
+        self.where = where
+        return self
+
+    def __str__(self) -> str:
+        return f"{int(self)} ({self.where})" if self.where else f"{int(self)}"
+
+    def __reduce__(self) -> tuple[type[WorldRank], tuple[int, str]]:
+        return WorldRank, (int(self), self.where)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.runtime.ranks.world_rank import WorldRank
+from triton_dist.runtime.ranks.process import WorldRank
 
 T = TypeVar("T")
 

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.place import Place, refusal, share_a_gpu
 from triton_dist.runtime.ranks import Group, group_for, process_group_of
-from triton_dist.runtime.symmetric.block import Layout, Region, SymmetricMemory
+from triton_dist.runtime.symmetric.block import Layout, Region, SoloSymmetricMemory, SymmetricMemory
 from triton_dist.runtime.symmetric.cuda import CudaSymmetricMemory
 from triton_dist.runtime.symmetric.host import HostSymmetricMemory
 from triton_dist.runtime.symmetric.shared_gpu import SharedGpuSymmetricMemory
-from triton_dist.runtime.symmetric.solo import SoloSymmetricMemory
 
 __all__ = ["Region", "SymmetricMemory", "allocate"]
 

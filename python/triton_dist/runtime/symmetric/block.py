@@ -1,4 +1,4 @@
-"""Symmetric memory as its users see it, whatever it lies in."""
+"""Symmetric memory as its users see it, and its implementation for a single rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import InvalidArgument, SymmetricMemoryFull
 from triton_dist.runtime import addresses
 
 # Regions start on their own 512 bytes: more than TMA (16) and a cache line (128) ask for, and flags
@@ -111,3 +111,20 @@ class SymmetricMemory(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.free()
+
+
+class SoloSymmetricMemory(SymmetricMemory):
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        try:
+            block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as failure:  # torch.OutOfMemoryError is one
+            available = 0
+            if device.type == "cuda":
+                available = torch.cuda.mem_get_info(device)[0]
+            raise SymmetricMemoryFull(
+                f"{layout.name} ({failure})", layout.nbytes, available, "Use a smaller context."
+            ) from failure
+        super().__init__(layout, 0, [block])
+
+    def barrier(self) -> None:
+        """One rank: always there."""
