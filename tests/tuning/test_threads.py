@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from tests.commands import python
 from tests.tuning.fakes import in_threads
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.gate import Gate
@@ -121,6 +122,35 @@ def test_a_backward_pass_on_another_thread_calls_a_tuned_function():
     assert torch.equal(step(torch.ones(5)), torch.full((5,), 2.0))
     assert threading.get_ident() not in threads
     assert (step.tuning_count, inner.tuning_count) == (2, 2)
+
+
+ENDS_SLOWLY = """
+import ctypes, sys, threading, time, torch
+from triton_dist.runtime.inherited import InheritedValue
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)
+
+def work():
+    value, slow = InheritedValue("value"), Slow()
+    value.put(value.put(1))
+    count = sys.getrefcount(slow)
+    torch._C._stash_obj_in_tls("slow", slow)
+    if sys.getrefcount(slow) == count:  # torch 2.11 takes a reference without adding one
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(slow))
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print("joined")
+"""
+
+
+def test_a_process_waits_at_its_exit_for_threads_that_torch_still_cleans_up():
+    """``join`` returned; torch drops what the thread put, which takes as long as under load."""
+    ended = python("-c", ENDS_SLOWLY)
+    assert (ended.returncode, ended.stdout) == (0, "joined\n"), ended.stderr
 
 
 _STASHED: list[object] = []

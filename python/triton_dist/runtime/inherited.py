@@ -3,12 +3,19 @@
 ``threading.local`` and context variables stop at the thread: on GPUs ``backward`` runs on a thread
 of torch's, and what it calls would not know on whose behalf it runs. torch hands its own
 thread-local state on to those threads, and keeps a place for Python objects in it.
+
+torch drops these objects when the thread ends in the operating system, and takes the GIL for it.
+``Thread.join`` may return before that. If the interpreter ends meanwhile, taking the GIL aborts the
+process. So the process waits at its exit until threads that have ended in Python are gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import threading
+import time
 from typing import Any
 
 import torch
@@ -16,6 +23,20 @@ import torch
 _has = torch._C._is_key_in_tls
 _get = torch._C._get_obj_in_tls
 _put = torch._C._stash_obj_in_tls
+_EXIT_SECONDS = 5.0
+_holders: set[int | None] = set()
+"""Native ids of the threads that have put something."""
+
+
+@atexit.register
+def _wait_for_ended_threads() -> None:
+    """Wait until threads that put something and have ended are gone from the operating system."""
+    end = time.monotonic() + _EXIT_SECONDS  # another thread may have got the id of one
+    ended = _holders - {thread.native_id for thread in threading.enumerate()}
+    while any(os.path.exists(f"/proc/self/task/{each}") for each in ended):
+        if time.monotonic() > end:
+            return
+        time.sleep(0.001)  # lets go of the GIL
 
 
 def in_backward() -> bool:
@@ -47,6 +68,7 @@ class InheritedValue:
             # torch 2.11 takes a reference without adding one, so an object that it is given is
             # freed while in use: one is added for each time, for ever.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
+            _holders.add(threading.current_thread().native_id)
             _put(self._name, slot)
         before, slot.value = slot.value, value
         return before
