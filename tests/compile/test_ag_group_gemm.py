@@ -10,11 +10,10 @@ import torch
 
 from tests.compile.scattered import ACQUIRE, PROXY_FENCE, TMA_LOAD, compile_launch
 from tests.compile.test_grouped_gemm import E, K, N, every_tile, meta, weights
-from triton_dist.kernels.common.moe.first_use import first_uses
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES
-from triton_dist.kernels.common.peers import GatheredShards, ShardPush
+from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS
 from triton_dist.testing.compile_only import HARDWARE, compile_only
 
@@ -81,38 +80,3 @@ def test_pointers_serve_what_tma_cannot_read(index):
 def test_one_kernel_serves_every_rank():
     kernels = {compiled(16, rank=rank).ptx for rank in (0, 1, 3)}
     assert len(kernels) == 1
-
-
-def by_first_use(config, group_ends, layout="row-major"):
-    """The launch that finds the order, and the product that sends by it."""
-    ranks, ids = group_ends[-1], meta(TOKENS, TOPK, dtype=torch.int32)
-    blocks = block_map(
-        ids, E, config.kwargs["BLOCK_SIZE_M"], rank=1, num_sources=ranks, group_ends=group_ends
-    )
-    uses = first_uses(ids, E, 1, group_ends, 32, 16)
-    flags, table = meta(1024, dtype=torch.int64), meta(16, dtype=torch.int64)
-    push = ShardPush(table, table, meta(16, dtype=torch.int32), 1, 32)
-    gathered = GatheredShards(meta(TOKENS, K), flags, flags[:32], 1, 256, push)
-    product = grouped_product(
-        meta(TOKENS // ranks, K), weights(layout, torch.bfloat16), meta(TOKENS * TOPK, N), blocks,
-        config, gathered=gathered, rank=1, uses=uses,
-    )  # fmt: skip
-    with compile_only(90):
-        return compile_launch(uses.launch), compile_launch(product)
-
-
-@pytest.mark.parametrize(("index", "group_ends"), [(0, (2,)), (7, (1, 8))])
-def test_what_sends_by_first_use_fits_and_stores_whole_lines(index, group_ends):
-    order, kernel = by_first_use(GROUPED_TILES[index], group_ends)
-    assert order.stack_bytes == 0
-    assert order.registers <= 168
-    programs = GROUPED_TILES[index].kwargs["PROGRAMS"]
-    assert kernel.stack_bytes == 0
-    assert (kernel.shared_memory_bytes + 1024) * programs <= 228 * 1024
-    assert kernel.registers * 32 * kernel.num_warps * programs <= REGISTERS
-    assert len(TMA_LOAD.findall(kernel.ptx)) == kernel.num_stages
-    assert "cp.async.ca" not in kernel.ptx
-    # What is sent is stored by 16 bytes, before it is told; rows are read behind the waits.
-    release = kernel.ptx.index("sys.release")
-    assert "st.global.v4.b32" in kernel.ptx[:release]
-    assert kernel.ptx.rindex("acquire") < GATHERED_LOAD.search(kernel.ptx).start()

@@ -19,7 +19,6 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.protocol import Lengths, Peers, Slots
-from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.triton_compat import triton_version
 from triton_dist.testing.compile_only import compile_kernel, compile_only
@@ -32,7 +31,6 @@ ONE_LAUNCH = {
     "two shot": sums.kernel_all_reduce_two_shot,
     "reduce-scatter": kernels.kernel_reduce_scatter,
     "all-gather": kernels.kernel_all_gather,
-    "double tree": kernel_all_reduce_double_tree,
 }
 PUSHED = {"add": pushed.kernel_add_pushed, "copy": pushed.kernel_copy_pushed}
 # The number of programs is not known to the compiler: one of each of the others.
@@ -51,7 +49,7 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     def meta(count, of=dtype):
         return torch.empty(count, dtype=of, device="meta")
 
-    total = elements * {"one shot": 1, "double tree": 2}.get(name, num_ranks)
+    total = elements * (1 if name == "one shot" else num_ranks)
     lengths = Lengths(elements, shard_elements(elements), total)
     pieces = 1 if name == "one shot" else shape.num_pieces
     plan = plan_of(num_ranks, shape, meta(1), pieces)
@@ -63,7 +61,6 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
     arguments = (
         meta(1), meta(1), Slots(meta(1), table, 1 << 26), Peers(words, table, words, words),
         lengths, 100, rank,
-        *(role_of(rank, num_ranks).arguments if name == "double tree" else ()),
     )  # fmt: skip
     return Launch(ONE_LAUNCH[name], (shape.num_ctas,), arguments, options)
 
@@ -126,7 +123,7 @@ def test_threads_meet_before_one_tells_the_peers(name):
     """One instruction tells all of them, a thread each; nothing is stored after the barrier."""
     ptx = compiled(name, max(SHAPES, key=lambda each: each.num_pieces)).ptx
     releases = [found.start() for found in re.finditer(re.escape(RELEASE), ptx)]
-    assert len(releases) == {"two shot": 2, "double tree": 3}.get(name, 1)
+    assert len(releases) == (2 if name == "two shot" else 1)
     for release in releases:
         barrier = ptx.rindex("bar.sync", 0, release)
         assert not re.search(r"st\.global|\bbra\b", ptx[barrier:release])
@@ -144,8 +141,8 @@ def test_what_copy_engines_push_is_read_in_vectors(name, shape):
 
 @pytest.mark.parametrize(
     ("name", "elements"),
-    # Of one, a constant for Triton, the two that do most.
-    [*((name, 4097) for name in (*ONE_LAUNCH, *PUSHED)), ("two shot", 1), ("double tree", 1)],
+    # Of one, a constant for Triton, the kernel that does most.
+    [*((name, 4097) for name in (*ONE_LAUNCH, *PUSHED)), ("two shot", 1)],
 )
 def test_odd_sizes(name, elements):
     kernel = compiled(name, DEFAULT_SHAPE, elements=elements)
@@ -167,7 +164,7 @@ def test_dtypes_and_numbers_of_ranks(name, dtype, num_ranks):
 
 
 @pytest.mark.parametrize(  # one of each family
-    ("name", "arch"), [("two shot", 80), ("double tree", 100), ("add", 80)]
+    ("name", "arch"), [("two shot", 80), ("one shot", 100), ("add", 80)]
 )
 def test_other_generations(name, arch):
     assert f".target sm_{arch}" in compiled(name, DEFAULT_SHAPE, arch).ptx

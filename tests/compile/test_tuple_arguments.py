@@ -85,7 +85,7 @@ OPERANDS = {"a_ptr", "b_ptr"}
 LAUNCHES = {
     **{
         name: (lambda name=name: exchanges.prepared(name, SHAPE), IN_AND_OUT)
-        for name in ("two shot", "double tree", "add", "copy")
+        for name in ("two shot", "add", "copy")
     },
     "packets": (lambda: packets.prepared(packets.BLOCKS_OF_2048), IN_AND_OUT),
     "scatter": (lambda: reduce_scatters.prepared(True, PERSISTENT_TILES[0], bias=True), OPERANDS),

@@ -59,8 +59,6 @@ DEFAULTS = (
     {"way": "arrivals", "num_groups": 2},
     {"way": "arrivals", "num_groups": 4, "gather": "full_mesh_push"},
     {"way": "arrivals", "num_groups": 3, "gather": "ring_push_1d"},
-    {"way": "first_use", "num_chunks": 2},
-    {"way": "first_use", "num_chunks": 3, "num_groups": 2, "num_comm_sms": 1},
     {"way": "serial"},
     {"way": "serial", "gather": "collective"},
 )
@@ -248,7 +246,7 @@ def launches() -> dict[str, list[str]]:
     to be within their memory."""
     calls, seen = Calls(20, 40, 72, 4, 2), {}
     run = Launch.run
-    for way in ("arrivals", "first_use", "serial"):
+    for way in ("arrivals", "serial"):
         names: list[str] = []
 
         def noted(launch: Launch, names: list[str] = names) -> Any:
@@ -325,7 +323,7 @@ def bad_calls() -> dict[str, tuple[str, str, int]]:
         ):
             for name, changes in bad.items():
                 arguments = {**operands, "ctx": ctx, **changes}
-                fixed = {"way", "gemm_config", "gather", "num_groups", "num_chunks", "num_comm_sms"}
+                fixed = {"way", "gemm_config", "gather", "num_groups"}
                 tuned = not fixed & set(changes)
                 for op in (ag_group_gemm.fn, ag_group_gemm)[: 1 + tuned]:
                     try:

@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.compiled_ahead import is_rehearsal, note
-from triton_dist.kernels.common.exchange.buffer import shard_elements
-from triton_dist.kernels.common.exchange.trees import NOBODY, place_in
 from triton_dist.kernels.nvidia import (
-    AllReduceMethod,
     all_gather,
     all_reduce,
     create_all_gather_ctx,
@@ -39,7 +36,7 @@ OPS = {
 
 
 WAYS = {
-    "all_reduce": ("one_shot", "packets", "two_shot", "double_tree"),
+    "all_reduce": ("one_shot", "packets", "two_shot"),
     "reduce_scatter": ("push", "copy_engine"),
     "all_gather": ("push", "copy_engine"),
 }
@@ -70,33 +67,8 @@ def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def sum_along_trees(parts: list[torch.Tensor]) -> torch.Tensor:
-    """What one launch along two trees gives: in each half a rank adds its part and the rounded sums
-    of its children, left and right, in fp32."""
-    elements = shard_elements(-(-parts[0].numel() // 2))
-    places = [[place_in(tree, rank, len(parts)) for rank in range(len(parts))] for tree in (0, 1)]
-
-    def summed(tree: int, rank: int) -> torch.Tensor:
-        place, part = places[tree][rank], parts[rank].split(elements)[tree]
-        total = torch.zeros_like(part, dtype=torch.float32) + part.float()
-        for child in (place.left, place.right):
-            if child != NOBODY:
-                total += summed(tree, child).float()
-        return total.to(part.dtype)
-
-    roots = [[place.parent for place in tree].index(NOBODY) for tree in places]
-    halves = len(parts[0].split(elements))
-    return torch.cat([summed(tree, roots[tree]) for tree in range(halves)])
-
-
-def expected_result(
-    op: str, parts: list[torch.Tensor], rank: int, name: str = "", step: int | None = None
-) -> torch.Tensor:
-    """What ``op`` must give on ``rank`` for the x of all ranks, flat; ``name``: by which way;
-    ``step``: how many elements a launch sums."""
-    if name == "double_tree" and len(parts) > 1:
-        launches = zip(*(part.split(step or part.numel()) for part in parts), strict=True)
-        return torch.cat([sum_along_trees(list(pieces)) for pieces in launches])
+def expected_result(op: str, parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """Return the exact result of ``op`` on ``rank`` for the x of all ranks, flat."""
     if op == "all_gather":
         return torch.cat(parts)
     if op == "reduce_scatter":
@@ -156,11 +128,9 @@ class Calls:
             return
         parts = [addend(1000 * self._number + rank, length, dtype) for rank in self.members]
         rank = self.ctx.rank
-        method, step = options.get("method"), None
+        method = options.get("method")
         asked = options.get("way") or (method.value if method else "")
-        if asked == "double_tree":
-            step = self.ctx.piece_elements(AllReduceMethod.DOUBLE_TREE, dtype.itemsize)
-        expected = expected_result(self.name, parts, rank, asked, step)
+        expected = expected_result(self.name, parts, rank)
         around = torch.full((length + 1,), NAN, dtype=dtype, device=parts[0].device)
         x = around[1:] if misaligned else around[:length]
         x.copy_(parts[rank])

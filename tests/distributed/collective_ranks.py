@@ -17,7 +17,6 @@ from tests.distributed.collective_calls import (
     Calls,
     addend,
     expected_result,
-    sum_along_trees,
     sum_in_order,
     way,
 )
@@ -25,7 +24,7 @@ from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
 from triton_dist.kernels.common.collective.case import Size
 from triton_dist.kernels.common.exchange import kernels as exchange_kernels
-from triton_dist.kernels.common.exchange import packets, sums, trees
+from triton_dist.kernels.common.exchange import packets, sums
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.peers import count_in, flag_value
@@ -120,26 +119,21 @@ def late_readers(op: str) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     names = [name for name in WAYS[op] if name != "copy_engine"]
     calls = Calls(op, ROOM)
-    flags, neighbours = exchange_kernels.await_peers, trees.await_neighbour
-    lines, late = packets.await_lines, [0]
+    flags, lines, late = exchange_kernels.await_peers, packets.await_lines, [0]
 
     def sleep(seconds: float) -> None:
         time.sleep(seconds if rank == late[0] else 0.0)
 
-    def then_sleep(wait: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def wait_and_sleep(*args: Any) -> Any:
-            token = wait(*args)
-            sleep(seconds)
-            return token
-
-        return wait_and_sleep
+    def wait_and_sleep(*args: Any) -> Any:
+        token = flags(*args)
+        sleep(0.1)
+        return token
 
     def sleep_and_wait(*args: Any) -> Any:
         sleep(0.1)
         return lines(*args)
 
-    exchange_kernels.await_peers = sums.await_peers = then_sleep(flags, 0.1)
-    trees.await_neighbour = then_sleep(neighbours, 0.05)  # up to four in a call
+    exchange_kernels.await_peers = sums.await_peers = wait_and_sleep
     packets.await_lines = sleep_and_wait
     for number in range(4 * len(names)):
         late[0] = number // 2 % size
@@ -166,8 +160,8 @@ def poisoned(rounds: int) -> int:
 
 
 def same_bits(rounds: int) -> int:
-    """Every way and shape gives the same bits on every rank, whoever is late: those of a sum in the
-    order of ranks, a double tree those of a sum in its own."""
+    """Every algorithm and shape gives the bits of a sum in the order of ranks, on every rank,
+    whichever rank is late."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seen = 0
     with create_allreduce_ctx(ROOM, rank, size, size) as ctx:
@@ -178,9 +172,7 @@ def same_bits(rounds: int) -> int:
                 options = way("all_reduce", name) | shape(number)
                 result = all_reduce.fn(parts[rank], ctx, straggler_option=late, **options)
                 current_device().synchronize()
-                in_trees = name == "double_tree" and size > 2
-                expected = (sum_along_trees if in_trees else sum_in_order)(parts)
-                assert_bitwise_equal(result, expected)
+                assert_bitwise_equal(result, sum_in_order(parts))
                 seen += 1
     return seen
 
@@ -297,7 +289,7 @@ def replayed(op: str, rounds: int) -> int:
                 x.copy_(parts[rank])
                 replay()
                 x.fill_(NAN)
-                results.append((outputs[name].clone(), expected_result(op, parts, rank, name)))
+                results.append((outputs[name].clone(), expected_result(op, parts, rank)))
             calls.op.fn(x, calls.ctx, num_ctas=4, **way(op, WAYS[op][0]))
         eager(200 + turn, num_ctas=4, **way(op, WAYS[op][1]))
     current_device().synchronize()
@@ -330,36 +322,6 @@ def give_up_and_start_again(op: str) -> list[str]:
                 calls(elements, **options)
     calls.finish()
     return overdue
-
-
-def overdue_in_trees() -> list[tuple[int, int]]:
-    """What the error of a wait that gave up in a double tree names, if that of each (phase, source)
-    is the one flag that is missing; of those that nobody tells, none is."""
-    calls = Calls("all_reduce", ROOM)
-    buffer, size = calls.ctx.buffer, calls.ctx.num_ranks
-    arrivals, guard = (buffer.memory[region].local for region in ("arrivals", "guard"))
-    flags = arrivals.view(2, -1)[1]  # of calls of odd numbers
-    calls(1000, num_ctas=2, block_bytes=512, num_pieces=3, **way("all_reduce", "double_tree"))
-    calls.check()
-    dist.barrier()
-    guard[1] = 1
-    assert buffer.guard.gave_up().flag == "which has arrived since"
-    named = []
-    for phase in range(2):
-        for source in range(size):
-            last = (phase * MAX_CTAS + 1) * size + source  # of program 1, the last
-            reached = flags[last].clone()
-            # Two pieces of three, in the first call.
-            flags[last], guard[1] = flag_value(MAX_PIECES + 1, 1000), 1
-            error = buffer.guard.gave_up()
-            if error.flag == f"all_reduce.arrivals[{flags.numel() + last}]":
-                assert (error.expected, error.seen) == (MAX_PIECES + 2, MAX_PIECES + 1)
-                named.append((phase, source))
-            else:
-                assert error.flag == "which has arrived since"
-            flags[last] = reached
-    calls.finish()
-    return named
 
 
 def context_ends(op: str) -> list[str]:

@@ -57,7 +57,6 @@ def every(name: str, dtype: torch.dtype) -> Iterator[Way]:
     if current_device().interprets or current_device().has_nccl:
         yield {"way": "serial", "reduction": "collective", "gemm_config": grouped_tiles()[0]}
     if current_device().interprets or dtype is torch.bfloat16:
-        yield {"way": "library_chunks", "num_chunks": 2}
         yield {"way": "library", "reduction": OWN[name][0]}
 
 

@@ -40,12 +40,6 @@ def test_a_call_takes_few_launches(spawn_ranks):
     for seen in spawn_ranks(2, ranks.launches):
         assert seen == {
             "arrivals": [*of_map, "kernel_grouped_gemm", "kernel_finish_epoch"],
-            "first_use": [
-                "kernel_first_uses",
-                *of_map,
-                "kernel_grouped_gemm",
-                "kernel_finish_epoch",
-            ],
             "serial": [*of_map, "kernel_all_gather", "kernel_grouped_gemm"],
         }
 

@@ -6,7 +6,7 @@ from tests.distributed import asked_ways_ranks
 
 
 def test_the_way_that_is_asked_for_runs(spawn_ranks):
-    assert spawn_ranks(2, asked_ways_ranks.run_what_is_asked_for) == [([], 27)] * 2
+    assert spawn_ranks(2, asked_ways_ranks.run_what_is_asked_for) == [([], 25)] * 2
 
 
 def test_what_names_no_way_is_refused(spawn_ranks):

@@ -6,7 +6,6 @@ import pytest
 
 from tests.distributed import collective_ranks
 from tests.distributed.collective_calls import OPS, WAYS
-from triton_dist.kernels.common.exchange.trees import role_of
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
 
@@ -72,7 +71,7 @@ def test_tuned_over_the_ranks_then_taken_from_the_cache(spawn_ranks, op):
 
 def test_a_method_that_is_named_is_tuned_for_itself(spawn_ranks):
     found = spawn_ranks(2, collective_ranks.tuned_for_a_method)
-    assert found == [["one_shot", "two_shot", "double_tree"]] * 2
+    assert found == [["one_shot", "two_shot", "two_shot"]] * 2
 
 
 def test_disjoint_groups_work_at_once(spawn_ranks):
@@ -96,14 +95,6 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, op):
     flags = [flag.rstrip("01") for flag in first]
     assert flags == [f"{op}.{regions.get(name, 'arrivals')}" for name in WAYS[op] for _ in "12"]
     assert second == []
-
-
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_a_wait_that_gave_up_in_a_tree_names_a_neighbour(spawn_ranks, world_size):
-    """Not one of the ranks that it does not hear from."""
-    for rank, named in enumerate(spawn_ranks(world_size, collective_ranks.overdue_in_trees)):
-        sources = role_of(rank, world_size).sources
-        assert named == [(phase, source) for phase in (0, 1) for source in sorted(sources[phase])]
 
 
 @EACH_OP

@@ -25,7 +25,7 @@ def name(request):
 def test_every_way_any_tokens_and_routing(spawn_ranks, name, size, dtype):
     shape = GroupedShape(0, 72, 40 * size, 5, 3)
     counts = spawn_ranks(size, moe_sum_ranks.every_way, name, dtype, shape, (5, 1))
-    assert counts == [2 * (7 if name == RS.name else 8)] * size
+    assert counts == [2 * (6 if name == RS.name else 7)] * size
 
 
 def test_layouts_odd_sizes_many_choices_and_experts(spawn_ranks, name):

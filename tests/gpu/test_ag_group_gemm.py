@@ -42,14 +42,13 @@ def test_a_call_that_gave_up_leaves_nothing_behind(on_gpus):
 def test_a_graph_serves_any_routing(on_gpus, rounds):
     number = rounds(40)
     (count,) = set(on_gpus(ranks.replayed, number))
-    assert count >= 7 * number
+    assert count >= 5 * number
 
 
 @few_ranks
-@pytest.mark.parametrize(("way", "graphs"), [("arrivals", 4), ("first_use", 2)])
-def test_a_graph_serves_a_thousand_routings(on_gpus, rounds, way, graphs):
-    number = rounds(1000) // graphs
-    assert set(on_gpus(ranks.replayed, number, (way,))) == {graphs * number}
+def test_a_graph_serves_a_thousand_routings(on_gpus, rounds):
+    number = rounds(1000) // 4
+    assert set(on_gpus(ranks.replayed, number, ("arrivals",))) == {4 * number}
 
 
 @few_ranks

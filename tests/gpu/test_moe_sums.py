@@ -66,7 +66,7 @@ def test_a_graph_serves_a_thousand_routings(on_gpus, name, num_ranks, rounds):
 def test_tuned_over_the_ranks_with_what_the_caller_fixes(on_gpus, name, num_ranks):
     for count, configs in on_gpus(moe_sum_ranks.tuned, name, shape_on(num_ranks)):
         assert count == 3
-        assert configs[2] in ("chunks", "library_chunks")
+        assert configs[2] == "chunks"
 
 
 @few_ranks

@@ -6,13 +6,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
-from triton_dist.kernels.common.moe.first_use import first_uses
 from triton_dist.kernels.common.moe.same_ids import ids_as_text
 from triton_dist.kernels.common.moe_case import FIRST_PRODUCTS, GroupedShape
 from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
@@ -21,7 +18,7 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS, group_ends
 from triton_dist.runtime.device.cpu import CpuDevice
-from triton_dist.testing import assert_allclose, poisoned_empty
+from triton_dist.testing import assert_allclose
 
 
 @pytest.mark.parametrize(
@@ -68,13 +65,21 @@ def test_groups_are_tried_where_they_have_rows(on_h200):
     assert many == library | {
         ("serial", None, "collective"),
         *(("arrivals", number, push) for number in (1, 2, 3, 4)),
-        *itertools.product(["arrivals"], [1, 2], ["ring_push_1d"]),
-        *itertools.product(["first_use"], [1, 2], [None]),
     }
-    # 512 rows an expert, and no ring of two.
+    # 512 rows an expert.
     assert {each for each in kept("Qwen3-30B-A3B", 8192, 2) if each[0] == "arrivals"} == {
         *itertools.product(["arrivals"], [1, 2], [push])
     }
+
+
+def test_a_ring_is_tried_where_not_all_gpus_are_linked(on_h200, monkeypatch):
+    def rings(num_ranks):
+        return {each for each in kept("Mixtral 8x7B", 8192, num_ranks) if each[2] == ways.RING}
+
+    assert not any(config.get("gather") == ways.RING for config in WAYS.config_space())
+    monkeypatch.setattr(ways, "has_links_between_all_gpus", lambda: False)
+    assert rings(8) == {("arrivals", number, ways.RING) for number in (1, 2)}
+    assert not rings(2)  # a ring of two is a full mesh
 
 
 def test_the_library_is_tried_where_it_has_a_kernel(on_h200):
@@ -100,37 +105,6 @@ def test_without_nccl_nothing_else_gathers(on_h200):
     assert all(each[2] != "collective" for each in kept("Mixtral 8x7B", 1024, 2))
 
 
-def test_rows_go_by_first_use_where_they_are_many(on_h200):
-    def groups(*sizes):
-        return {each[1] for each in kept(*sizes) if each[0] == "first_use"}
-
-    assert groups("DeepSeek-V3", 8192, 8) == {1, 2}
-    assert groups("DeepSeek-V3", 8192, 2) == {1}
-    assert not groups("Qwen3-30B-A3B", 1024, 8)  # of which one launch gathers all
-    assert not groups("Mixtral 8x7B", 8192, 1)
-    assert ways.WAYS.config_space()[0]["way"] == "arrivals"  # what a call that is not tuned does
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.data())
-def test_first_uses_of_any_routing(data):
-    draw = data.draw
-    sources, rows, topk = (draw(st.integers(1, most)) for most in (4, 70, 10))
-    E = draw(st.sampled_from([1, 2, 7, 8, 60, 512]))
-    rank, seed = draw(st.integers(0, sources - 1)), draw(st.integers(0, 2**31))
-    low, high = draw(st.sampled_from([(0, E), (-1, E + 2), (-1, 0), (E - 1, E)]))
-    generator = torch.Generator().manual_seed(seed)
-    kind = draw(st.sampled_from([torch.int32, torch.int64]))
-    ids = torch.randint(low, high, (sources * rows, topk), generator=generator, dtype=kind)
-    with poisoned_empty():
-        uses = first_uses(ids, E, rank, (sources,), draw(st.integers(1, 256)), 1)
-    uses.launch.run()
-    first = torch.where((ids >= 0) & (ids < E), ids, E).amin(1).view(sources, rows)
-    counted = (first[:, :, None] <= torch.arange(E + 1)).sum(1)
-    assert torch.equal(uses.needed.long(), counted)
-    assert torch.equal(uses.order.long(), first[rank].argsort(stable=True))
-
-
 SHAPE = GroupedShape(24, 48, 40, 5, 2)
 
 
@@ -154,7 +128,7 @@ def test_tiles_of_the_context_are_those_of_calls_that_name_none():
     with CASE.context(SHAPE, torch.float16, **given, stages=2, num_warps=4) as ctx:
         call = ways.Call(
             *CASE.arguments(CASE.operands(SHAPE, torch.float16, 1), ctx)[0],
-            None, 1, None, 32, None, None, None,
+            None, 1, None, None, None,
         )  # fmt: skip
         assert call.tiles.kwargs == given
         assert (call.tiles.num_stages, call.tiles.num_warps) == (2, 4)

@@ -101,19 +101,20 @@ def test_the_space_has_tiles_and_communication(monkeypatch):
     assert ag_gemm.config_space.names == {*space[0], "num_comm_sms"}
 
 
-def test_a_ring_of_two_is_pruned(monkeypatch):
+def test_a_ring_is_tried_where_not_all_gpus_are_linked(monkeypatch):
     on_gpus(monkeypatch)
     A, B = torch.empty(8, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.float16)
-    ways = {
-        size: {
-            config["way"]
-            for config in config_space()
-            if prune_fn(config, A, B, SimpleNamespace(num_ranks=size))
-        }
-        for size in (2, 4)
-    }
-    assert ways[4] - ways[2] == {"ring_push_1d"}
-    assert "collective" in ways[2]
+
+    def tried(size):
+        ctx = SimpleNamespace(num_ranks=size)
+        return {config["way"] for config in config_space() if prune_fn(config, A, B, ctx)}
+
+    linked = tried(4)
+    assert "collective" in linked
+    assert linked == tried(2)
+    monkeypatch.setattr(allgather_gemm_ways, "has_links_between_all_gpus", lambda: False)
+    assert tried(4) == linked | {"ring_push_1d"}
+    assert tried(2) == linked  # a ring of two is a full mesh
 
 
 def test_an_older_keyword_names_the_only_way():

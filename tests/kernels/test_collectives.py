@@ -64,11 +64,11 @@ def test_a_world_of_one_is_a_copy(op):
 
 
 def test_names_of_methods():
-    assert get_allreduce_methods() == ["one_shot", "two_shot", "double_tree", "collective"]
-    for name in get_allreduce_methods():
-        assert to_allreduce_method(name).value == name
+    names = ["one_shot", "two_shot", "collective", "double_tree"]
+    assert get_allreduce_methods() == names
+    assert [to_allreduce_method(name).value for name in names] == [*names[:3], "two_shot"]
     assert AllReduceMethod.OneShot is AllReduceMethod.ONE_SHOT
-    assert AllReduceMethod.DoubleTree is AllReduceMethod.DOUBLE_TREE
+    assert AllReduceMethod.DoubleTree is AllReduceMethod.TWO_SHOT
     with pytest.raises(InvalidArgument, match="name is 'multimem', expected one of one_shot, two_"):
         to_allreduce_method("multimem")
 
@@ -110,8 +110,7 @@ def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
     assert ways
     if num_ranks > 1 and op == "all_reduce":
         assert ("one_shot" in ways) is (nbytes < 1 << 28)
-        tree = "double_tree" in ways
-        assert tree is (num_ranks > 2 and nbytes >= 1 << 18)
+        assert "two_shot" in ways
     if op != "all_reduce":
         whole = nbytes * num_ranks if op == "all_gather" else nbytes
         pushed = "copy_engine" in ways
@@ -122,10 +121,10 @@ def test_something_is_left_and_it_goes_by_size(op, nbytes, num_ranks):
 def test_a_method_that_is_named_is_the_only_one(op):
     x = torch.empty(1 << 20, dtype=torch.float16, device="meta")
     for name in methods_of(op) - ({"collective"} if op != "all_reduce" else set()):
-        kept = kept_of(op, x, 2, method=METHODS[op](name))  # a double tree of two ranks too
+        kept = kept_of(op, x, 2, method=METHODS[op](name))
         assert {config["way"] for config in kept} == {name}
-    kept = kept_of("all_reduce", x, 2, algorithm=AllReduceMethod.DOUBLE_TREE)
-    assert {config["way"] for config in kept} == {"double_tree"}
+    kept = kept_of("all_reduce", x, 2, algorithm=AllReduceMethod.DoubleTree)
+    assert {config["way"] for config in kept} == {"two_shot"}
 
 
 def test_keys_differ_in_what_a_tuning_depends_on():
@@ -162,11 +161,10 @@ def test_a_slot_holds_what_every_way_needs(num_ranks, workspace_nbytes):
     slot = AllReduceContext.slot_bytes(workspace_nbytes, num_ranks)
     for item in (2, 4):
         elements = -(-workspace_nbytes // item)
-        halves = 4 * shard_elements(-(-elements // 2))
         shards = 2 * num_ranks * shard_elements(-(-elements // num_ranks))
         in_one_shot = sums.most_elements(workspace_nbytes, item, num_ranks, one_shot=True)
         addends = num_ranks * shard_elements(in_one_shot)
-        assert max(halves, shards, addends) * item <= slot
+        assert max(shards, addends) * item <= slot
         assert max(shards, addends) * item <= sums.slot_bytes(workspace_nbytes, num_ranks)
 
 

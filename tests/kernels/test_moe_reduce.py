@@ -92,7 +92,6 @@ def test_one_rank_needs_no_peer(case):
             {"way": "chunks", "num_chunks": 2, **tiles},
             {"way": "serial", **tiles},
             {"way": "library"},
-            {"way": "library_chunks"},
             {"config": triton.Config({f"BLOCK_SIZE_{axis}": 32 for axis in "MNK"})},
         ):
             assert_allclose(case.op.fn(*args, **way), case.expected(data), limit, limit)
@@ -136,7 +135,6 @@ def values(configs, name):
 def test_what_is_tried_for_many_tokens(monkeypatch, case):
     found = tried(monkeypatch, case, SECOND_PRODUCTS["Mixtral 8x7B"])
     assert values(found["chunks"], "num_chunks") == {1, 2, 4, 8}
-    assert values(found["library_chunks"], "num_chunks") == {1, 2, 4, 8}
     own = {RS.name: {"push"}, AR.name: {"two_shot"}}[case.name]
     assert values(found["serial"], "reduction") == {*own, "collective"}
     assert values(found["library"], "reduction") == {*own, "collective"}
@@ -162,7 +160,6 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch, case):
     ):
         found = tried(monkeypatch, case, shape, dtype)
         assert not found["library"]
-        assert not found["library_chunks"]
         assert found["chunks"]
 
 
@@ -172,7 +169,6 @@ def test_a_caller_fixes_chunks_or_tiles(monkeypatch, case):
     found = tried(monkeypatch, case, shape, n_chunks=3)
     assert values(found["chunks"], "num_chunks") == {1}  # for which the caller's stands
     assert not found["serial"]
-    assert len(found["library_chunks"]) == 1
     assert tried(monkeypatch, case, shape, n_chunks=1)["serial"]
     found = tried(monkeypatch, case, shape, config=GROUPED_TILES[5])
     assert not found["library"]
@@ -184,7 +180,7 @@ def test_a_caller_fixes_chunks_or_tiles(monkeypatch, case):
 def test_one_rank_tries_products_alone(monkeypatch, case):
     found = tried(monkeypatch, case, SECOND_PRODUCTS["Qwen3-30B-A3B"], num_ranks=1)
     assert not found["serial"]
-    assert values(found["chunks"] + found["library_chunks"], "num_chunks") == {1}
+    assert values(found["chunks"], "num_chunks") == {1}
 
 
 @CASES

@@ -21,7 +21,6 @@ _ROUTING = "kernels/common/moe/routing.py"
 _SAME_IDS = "kernels/common/moe/same_ids.py"
 _PRODUCT = "kernels/common/moe/product.py"
 _PUSHES = "kernels/nvidia/gemm_reduce_scatter/ways.py"
-_FIRST_USE = "kernels/common/moe/first_use.py"
 _TOPK_SUM = "kernels/common/moe/topk_sum.py"
 _COLUMNS = "kernels/common/moe/columns.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
@@ -331,13 +330,6 @@ MUTANTS = (
         _PRODUCT,
         "    token = 0\n    while awaited < last:",
         "    token = 0\n    awaited = tl.maximum(awaited, last - 1)\n    while awaited < last:",
-        AG_GROUPED,
-    ),
-    Mutant(
-        "routing: a tile by first use waits for the last chunk that its expert needs",
-        _FIRST_USE,
-        "stages = tl.cdiv(needed, chunk_rows)",
-        "stages = needed // chunk_rows",
         AG_GROUPED,
     ),
     Mutant(

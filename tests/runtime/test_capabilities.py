@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ def test_cpu_ranks():
     assert not capabilities.has_tma()
     assert not capabilities.is_nvshmem_multimem_supported()
     assert capabilities.supports_p2p_native_atomic()
+    assert capabilities.has_links_between_all_gpus()
 
 
 def on_gpus(monkeypatch, *joined):
@@ -37,6 +39,14 @@ def test_atomics_have_to_reach_all_others(monkeypatch):
     assert capabilities.supports_p2p_native_atomic()
     on_gpus(monkeypatch, (1, 0), (2, 1))
     assert not capabilities.supports_p2p_native_atomic()
+
+
+def test_links_have_to_connect_all_pairs(monkeypatch):
+    pairs = list(itertools.permutations(range(3), 2))
+    on_gpus(monkeypatch, *pairs)
+    assert capabilities.has_links_between_all_gpus()
+    on_gpus(monkeypatch, *pairs[:-1])
+    assert not capabilities.has_links_between_all_gpus()
 
 
 def test_a_function_that_needs_them_warns(monkeypatch):

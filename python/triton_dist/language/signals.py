@@ -172,15 +172,6 @@ def wait(ptr, count, value, guard=None, SIZED: tl.constexpr = False):
 
 
 @jit
-def wait_for_size(ptr, value, guard):
-    """(token, whether the flag came with the size of ``value``): ``wait`` for one ``SIZED`` flag,
-    for whoever passes on what came."""
-    with mark("wait"):
-        agrees = _wait_in_turn(ptr, 1, value, guard, True)
-    return _token(), agrees
-
-
-@jit
 def _token():
     token = 0
     if not INTERPRETED and target_info.cuda_capability_geq(9, 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -44,6 +45,18 @@ def supports_p2p_native_atomic() -> bool:
     own = device.torch_device.index
     others = (gpu for gpu in range(torch.cuda.device_count()) if gpu != own)
     return all(_has_native_atomics(own, gpu) for gpu in others)
+
+
+def has_links_between_all_gpus() -> bool:
+    """Return whether NVLink connects each visible GPU of this host with each other one.
+
+    Atomics on a peer's memory, which PCIe does not have, tell. ``True`` for a single GPU and for
+    CPU ranks, which share memory.
+    """
+    if current_device().name != "cuda":
+        return True
+    pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
+    return all(_has_native_atomics(*pair) for pair in pairs)
 
 
 @functools.cache

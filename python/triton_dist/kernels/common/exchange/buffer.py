@@ -126,17 +126,12 @@ def is_worth_trying(shape: Shape, shard_bytes: int) -> bool:
     return shape == SMALL_SHAPES[0] or blocks >= shape.num_ctas * shape.num_pieces
 
 
-Sources = tuple[tuple[int, ...], ...]
-"""By phase, ranks."""
-
-
 @dataclass(frozen=True)
 class Exchange:
     """One launch of a kernel of an exchange: shards of ``elements`` elements, ``total`` in all.
 
     size: what all ranks have to come with alike; a number that says in errors what is wrong.
-    phases: how often a program waits for flags that peers set after a piece. sources: ranks, by
-    phase, whose flags these are; ``None``: every peer. arguments: what the kernel takes besides.
+    phases: how often a program waits for the flags that every peer sets after a piece.
     in_packets: the kernel is one of ``exchange/packets.py``, which waits for no flag.
     """
 
@@ -146,8 +141,6 @@ class Exchange:
     shape: Shape
     size: int
     phases: int = 1
-    sources: Sources | None = None
-    arguments: tuple[int, ...] = ()
     in_packets: bool = False
 
 
@@ -235,7 +228,7 @@ class ExchangeBuffer:
             name, "a kernel of a collective", self.memory["guard"].local.view(1, _LINE), 0, _PHASES,
             self._late, self._flags, self.disagreements, ranks,
         )  # fmt: skip
-        self._last: tuple[int, int, int, Sources | None] | None = None
+        self._last: tuple[int, int, int] | None = None
 
     def regions(self, dtype: torch.dtype) -> tuple[Slots, Peers]:
         """Arguments of every kernel; slots as of ``dtype``."""
@@ -256,15 +249,17 @@ class ExchangeBuffer:
 
     def launch(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch of an exchange; x and out contiguous."""
-        shape, last = exchange.shape, (exchange.size, self.rank, *exchange.arguments)
+        shape = exchange.shape
+        arguments: tuple[Any, ...] = (x, out)
         if exchange.in_packets:
-            arguments = (x, out, self.packet_regions(), exchange.elements, *last)
+            arguments += (self.packet_regions(), exchange.elements)
             plan, num_warps = plan_of(self.num_ranks, shape, x), shape.num_warps_in_packets
         else:
-            arguments = (x, out, *self.regions(x.dtype), lengths_of(exchange), *last)
+            arguments += (*self.regions(x.dtype), lengths_of(exchange))
             plan = plan_of(self.num_ranks, shape, x, shape.num_pieces)
             num_warps = shape.num_warps
         options = {"plan": plan, "num_warps": num_warps}
+        arguments += (exchange.size, self.rank)
         return Launch(exchange.kernel, (shape.num_ctas,), arguments, options)
 
     def run(self, exchange: Exchange, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -276,23 +271,20 @@ class ExchangeBuffer:
                 settles such things later.
         """
         shape = exchange.shape
-        self.begin(exchange.phases, shape.num_ctas, shape.num_pieces, exchange.sources)
+        self.begin(exchange.phases, shape.num_ctas, shape.num_pieces)
         tensors = {"x_ptr": x, "out_ptr": out}
         self.launcher.run((exchange, x.dtype), lambda: self.launch(exchange, x, out), tensors)
         self.guard.end()
 
-    def begin(
-        self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None = None
-    ) -> None:
-        """Go on to a launch: so many programs wait in so many phases for so many pieces of their
-        peers, or of those in ``sources``. What waits by its guard, waits no longer than trials
-        allow.
+    def begin(self, phases: int, num_ctas: int, num_pieces: int) -> None:
+        """Prepare for a launch: ``num_ctas`` programs wait in each phase for ``num_pieces`` pieces
+        from every peer. Waits that use the guard time out as trials require.
 
         Raises:
             RankDisagreement: ranks have come to an earlier call with different sizes.
         """
         self.guard.begin()
-        self._last = phases, num_ctas, num_pieces, sources
+        self._last = phases, num_ctas, num_pieces
 
     def reset(self) -> None:
         """Bring all ranks back to the same state after a call that failed on some rank.
@@ -329,9 +321,7 @@ class ExchangeBuffer:
         tag = protocol.tag_number(epoch, size_in(guard[AWAITED]))
         return describe_address(address), tag, (word >> 32) & 0xFFFFFFFF
 
-    def _overdue(
-        self, phases: int, num_ctas: int, num_pieces: int, sources: Sources | None
-    ) -> tuple[str, int, int]:
+    def _overdue(self, phases: int, num_ctas: int, num_pieces: int) -> tuple[str, int, int]:
         """The first flag that the last call waited for in vain: its name, what it had to count, and
         what it counts."""
         epoch = int(self.memory["calls"].local[0]) // MAX_CTAS
@@ -341,9 +331,6 @@ class ExchangeBuffer:
         seen = flags[:phases, :num_ctas] >> SIZE_BITS.value
         late = seen < expected
         late[..., self.rank] = False
-        for phase, awaited in enumerate(sources or ()):
-            others = [source for source in range(self.num_ranks) if source not in awaited]
-            late[phase, :, others] = False
         found = late.nonzero()
         if not len(found):
             return "which has arrived since", expected, expected

@@ -17,8 +17,7 @@ and does not wrap.
 *Why a slot is free.* Call n + 2 uses the slot of call n. A rank that begins it has ended call
 n + 1, in which each of its programs waited for every peer; a peer that sent in call n + 1 had begun
 it, and so ended call n, on the same stream before. So nobody waits for a consent. This holds as
-long as every call waits for something of every peer, be it by way of others
-(``exchange/trees.py``), and a kernel begins after the one before it has ended.
+long as every call waits for every peer, and a kernel begins after the one before it has ended.
 
 *Why nobody waits in a circle.* A program sends first and waits afterwards, and programs start in
 the order of their numbers: of all that wait, those with the smallest number have peers that are
@@ -65,7 +64,6 @@ from triton_dist.language.signals import SIZE_BITS, sized
 MAX_CTAS = tl.constexpr(256)
 MAX_PIECES = tl.constexpr(16)
 PHASES = tl.constexpr(2)
-ONE_PIECE = tl.constexpr(1 << SIZE_BITS.value)  # added to a flag, one piece more
 _EPOCH_FROM = tl.constexpr(SIZE_BITS.value + 4)  # of a flag, where the number of its call begins
 # Elements of which shards in a slot are multiples, so that each starts on 16 bytes and more.
 SHARD_ALIGNMENT = tl.constexpr(128)

@@ -24,7 +24,6 @@ from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
-from triton_dist.kernels.common.moe.first_use import FirstUses, await_first_uses, send_in_order
 from triton_dist.kernels.common.moe.routing import RECORD, BlockMap
 from triton_dist.kernels.common.peers import GatheredShards, flag_of
 from triton_dist.runtime.device import current_device
@@ -105,7 +104,7 @@ def load_weights(
         )
 
 
-@jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows", "group_ends"])
+@jit(do_not_specialize=["E", "routes_of_row", "rank", "shard_rows"])
 def kernel_grouped_gemm(
     a_ptr,
     b_ptr,
@@ -140,11 +139,6 @@ def kernel_grouped_gemm(
     shard_rows=1,
     NUM_SOURCES: tl.constexpr = 1,
     FLAGS_PER_RANK: tl.constexpr = 1,
-    sending=None,
-    chunk_rows=16,
-    group_ends=0,
-    NUM_GROUPS: tl.constexpr = 1,
-    NUM_COMM_SMS: tl.constexpr = 0,
 ):
     """C [R, width] of A's rows, ``routes_of_row`` routes each, and B [E, K, N]; any grid.
 
@@ -153,14 +147,7 @@ def kernel_grouped_gemm(
     columns of each half as one of the product would have in all, halved.
     ``NUM_SOURCES`` above 1: rows come in shards of ``shard_rows``, the own ones at ``own_ptr``, the
     others at their places in A once their flags are set (``peers.GatheredShards``).
-    ``NUM_COMM_SMS`` above 0: so many programs send the own ones first (``moe/first_use.py``).
     """
-    if NUM_COMM_SMS > 0:  # noqa: SIM102, a constant: together, both would be looked at when it runs
-        if tl.program_id(0) < NUM_COMM_SMS:
-            send_in_order(
-                own_ptr, a_ptr, arrivals_ptr, epoch_ptr, sending, shard_rows, K, rank, chunk_rows,
-                group_ends, NUM_SOURCES, NUM_GROUPS, FLAGS_PER_RANK, NUM_COMM_SMS, A_ALIGNED,
-            )  # fmt: skip
     COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
     b = b_ptr
@@ -191,16 +178,10 @@ def kernel_grouped_gemm(
         rows_ptr = a_ptr
         if NUM_SOURCES > 1:
             last = tl.load(tiles_ptr + tile * RECORD + 6)
-            if NUM_COMM_SMS > 0:
-                awaited, token = await_first_uses(
-                    awaited, last, expert, arrivals_ptr, epoch_ptr, sending.needed, rank, E,
-                    shard_rows, chunk_rows, group_ends, NUM_SOURCES, NUM_GROUPS, FLAGS_PER_RANK,
-                )  # fmt: skip
-            else:
-                awaited, token = await_positions(
-                    awaited, last, arrivals_ptr, epoch_ptr, rank, shard_rows, NUM_SOURCES,
-                    FLAGS_PER_RANK,
-                )  # fmt: skip
+            awaited, token = await_positions(
+                awaited, last, arrivals_ptr, epoch_ptr, rank, shard_rows, NUM_SOURCES,
+                FLAGS_PER_RANK,
+            )  # fmt: skip
             a_row = dl.consume_token(a_row, token)
             is_own = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
             rows_ptr = tl.where(is_own, own_rows_ptr, a_ptr)
@@ -278,7 +259,6 @@ def grouped_product(
     silu_mul: bool = False,
     gathered: GatheredShards | None = None,
     rank: int = 0,
-    uses: FirstUses | None = None,
 ) -> Launch:
     """The launch that computes C [R, N], or [R, N / 2] with ``silu_mul``.
 
@@ -292,7 +272,6 @@ def grouped_product(
         is_sorted: C's rows are sorted by expert, else in the order of routes.
         gathered: the shards of peers, as they come; then A is the shard of ``rank``, contiguous,
             and the map is of as many sources as there are ranks.
-        uses: of its tokens: programs of the product send them in this order.
     """
     precision = dot_precision(A.dtype)
     options = config_for(config, A.dtype).all_kwargs()
@@ -307,9 +286,6 @@ def grouped_product(
     halves_fit = not silu_mul or layout != "row-major" or C.shape[1] * item % _ALIGNMENT == 0
     sizes = (B.shape[0], B.shape[2], B.shape[1])
     rows, sources = (A, {}) if gathered is None else (gathered.rows, _sources(A, gathered, rank))
-    if uses is not None and gathered is not None:
-        sources |= uses.options(gathered)
-        units = max(units, uses.num_comm_sms)
     strides = (rows.stride(0), *B.stride())
     rest = (C.shape[1], len(blocks.routes) // rows.shape[0])
     aligned = all(each % _ALIGNMENT == 0 for each in (rows.stride(0) * item, A.data_ptr()))

@@ -184,8 +184,7 @@ class Chunks(SumWay):
     """Columns in chunks: a copy engine pushes each to the ranks that add its rows, while the next
     one is multiplied."""
 
-    name: str = "chunks"
-    tunables: ClassVar[tuple[str, ...]] = ("gemm_config", "num_chunks")
+    name, tunables = "chunks", ("gemm_config", "num_chunks")
 
     def sums(self) -> tuple[Any, ...]:
         return _CHUNKS[:2] if current_device().interprets else _CHUNKS
@@ -196,10 +195,9 @@ class Chunks(SumWay):
             return bool(num_chunks == 1)  # stands for the number that is given
         if num_chunks == 1 or num_chunks > key.n_chunks_max:
             return bool(num_chunks == 1)
-        tiles = config.get("gemm_config")
         if current_device().interprets:  # one shows it
             return key.num_ranks > 1 and _has_first_tiles(config)
-        is_low = tiles is not None and tiles.kwargs["BLOCK_SIZE_M"] < _CHUNKED_FROM
+        is_low = config["gemm_config"].kwargs["BLOCK_SIZE_M"] < _CHUNKED_FROM
         pushed = sizes.nbytes // key.num_ranks // num_chunks
         return key.num_ranks > 1 and not is_low and pushed >= _LEAST_PUSH
 
@@ -216,14 +214,14 @@ class Chunks(SumWay):
     def compile(self, call: SumCall) -> None:
         columns, ctx = call.columns, call.ctx
         addends = call.x.new_empty(ctx.num_ranks * columns.rows * columns.N)
-        self.product(call).compile(columns, addends)
+        TiledProduct(call).compile(columns, addends)
         if ctx.num_ranks > 1:
             out = call.x.new_empty(columns.rows, columns.N)
             ctx.buffer.launch(columns, addends, out, call.key.M).compile()
             ctx.prepare_finish(out, call.key.M)
 
     def run(self, call: SumCall) -> torch.Tensor:
-        ctx, M, product = call.ctx, call.key.M, self.product(call)
+        ctx, M, product = call.ctx, call.key.M, TiledProduct(call)
         if ctx.num_ranks == 1:
             return _whole(product)
         columns = call.columns
@@ -312,16 +310,9 @@ class Library(Serial):
     product, is_safe = LibraryProduct, True
 
 
-class LibraryChunks(Chunks):
-    """Chunks of torch's grouped product."""
-
-    name, tunables = "library_chunks", ("num_chunks",)
-    product = LibraryProduct
-
-
 def ways_of(kind: type[MoESumContext]) -> tuple[SumWay, ...]:
     """All ways of the op whose contexts are of ``kind``; the first is the default."""
-    return Chunks(), Serial(kind), LibraryChunks(), Library(kind)
+    return Chunks(), Serial(kind), Library(kind)
 
 
 def _has_first_tiles(config: Mapping[str, Any]) -> bool:

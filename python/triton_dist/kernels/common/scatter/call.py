@@ -23,7 +23,7 @@ from triton_dist.kernels.common.context import (
     signature_of,
     tensor_checks,
 )
-from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_kind, suits_rows
+from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_rows
 from triton_dist.kernels.common.op import OpCall, check_straggler, check_tiles
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
@@ -171,11 +171,9 @@ class SummingSizes:
         """Bytes of the product."""
         return self.M * self.B.shape[1] * self.B.element_size()
 
-    def suit(self, config: Mapping[str, Any], rows: int, any_kind: bool = False) -> bool:
-        """Tell whether tiles are worth trying where they are of so many rows; ``any_kind``: those
-        for pointers, too."""
-        fits = suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
-        return fits and (any_kind or suits_kind(config, self.A, self.B))
+    def suit(self, config: Mapping[str, Any], rows: int) -> bool:
+        """Return whether the tiles of a config are worth trying for ``rows`` rows."""
+        return suits_rows(config["gemm_config"], rows) and suits_gemm(config, self.A, self.B)
 
     def have_chunks(self, config: Mapping[str, Any], rows: int) -> bool:
         """Tell whether there are as many chunks of so many rows as a config says."""

@@ -35,6 +35,7 @@ from triton_dist.kernels.nvidia.allgather_gemm.context import (
     check_gathered,
     check_operands,
 )
+from triton_dist.runtime.capabilities import has_links_between_all_gpus
 from triton_dist.runtime.device import current_device
 
 _DEFAULT_COMM_SMS = 16
@@ -103,7 +104,7 @@ class _Tiled(AskedWay[Call, Sizes]):
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
         A, B, tiles = sizes.A, sizes.B, config["gemm_config"]
-        if not (spaces.suits_gemm(config, A, B, sizes) and spaces.suits_kind(config, A, B)):
+        if not spaces.suits_gemm(config, A, B, sizes):
             return False
         if "SPLIT_K" in tiles.kwargs and not fits_descriptor(B):
             return False  # on pointers it would be the same as another one
@@ -203,9 +204,11 @@ class Push(CopyEngine):
 
 
 class Ring(CopyEngine):
-    """Every rank hands on what it has."""
+    """Each rank forwards the shards that it receives: for hosts whose GPUs are not all linked."""
 
     def fits(self, config: Mapping[str, Any], sizes: Sizes) -> bool:
+        if sizes.asked is None and has_links_between_all_gpus():
+            return False
         # With two ranks a ring is a full mesh.
         return sizes.num_ranks > 2 and super().fits(config, sizes)
 

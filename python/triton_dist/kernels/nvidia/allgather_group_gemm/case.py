@@ -176,9 +176,6 @@ class AllGatherGroupGEMMCase(RoutedCase):
             "num_groups (many)": {"num_groups": 5},
             "gather": {"gather": "collective"},
             "gather (serial)": {"way": "serial", "gather": "full_mesh_push"},
-            "num_chunks": {"way": "first_use", "num_chunks": 257},
-            "num_comm_sms": {"way": "first_use", "num_comm_sms": 33},
-            "gather (first use)": {"way": "first_use", "gather": "full_mesh_push"},
             "way": {"way": "expert_parallel"},
         }  # fmt: skip
 

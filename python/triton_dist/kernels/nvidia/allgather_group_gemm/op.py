@@ -9,11 +9,10 @@ Abstraction
 Ways
     ``"arrivals"``: copy engines bring shards, as ``AllGatherMethod`` says, while routes are sorted
     (``common/moe/routing.py``) and multiplied (``common/moe/product.py``); a tile waits for the
-    last shard that it has rows of. ``"first_use"``: programs of the product send rows in the order
-    in which its experts first use them (``common/moe/first_use.py``). ``"serial"``: all shards,
-    then the same product. ``"library"``: all shards, then torch's grouped product between two
-    copies of rows, where it has a kernel of its own. The last two gather in one launch of ours,
-    ``"exchange"``, or by NCCL, ``"collective"``.
+    last shard that it has rows of. ``"serial"``: all shards, then the same product.
+    ``"library"``: all shards, then torch's grouped product between two copies of rows, where it has
+    a kernel of its own. The last two gather in one launch of ours, ``"exchange"``, or by NCCL,
+    ``"collective"``.
 
 Stream timeline of one call (W = 4, push, 2 groups)
     main stream   ─┬─ map ─ GEMM: groups {own, rank+1}, expert by expert │ {rank+2, rank+3} ─┬─ end
@@ -92,8 +91,6 @@ def ag_group_gemm(
     gemm_config: triton.Config | None = None,
     num_groups: int = 1,
     gather: str | None = None,
-    num_chunks: int = 32,
-    num_comm_sms: int | None = None,
     straggler_option: tuple[int, int] | None = None,
     way: str | None = None,
 ) -> torch.Tensor:
@@ -111,12 +108,9 @@ def ag_group_gemm(
         ctx: from ``create_ag_group_gemm_context``; M may be less than its max_ntokens.
         full_topk_ids: [M, topk], int32 or int64, contiguous: the experts of all ranks' tokens, the
             same on every rank. An id that is not one of 0 to E - 1 is nobody's: its row is zero.
-        way: ``"arrivals"`` (default), ``"first_use"``, ``"serial"`` or ``"library"``, see the
-            module (tuned).
-        gemm_config: tiles of the first three (tuned); default: the context's.
-        num_groups: of arrivals, also of first use, 1 to 4 (tuned).
-        num_chunks: in which a shard is sent by first use, 1 to 256 (tuned).
-        num_comm_sms: programs that send it, 1 to 32 (tuned); default: 16, where there are so many.
+        way: ``"arrivals"`` (default), ``"serial"`` or ``"library"``, see the module (tuned).
+        gemm_config: tiles of the first two (tuned); default: the context's.
+        num_groups: groups of arrivals, 1 to 4 (tuned).
         gather: ``"full_mesh_push"`` or ``"ring_push_1d"`` of arrivals;
             ``"exchange"``, for an M of up to the context's ``exchanged_rows``, or ``"collective"``
             of the others; default: the first of them (tuned).
@@ -128,9 +122,8 @@ def ag_group_gemm(
             with ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
-        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, num_chunks, num_comm_sms,
-        straggler_option, way,
-    ).run()  # fmt: skip
+        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, way
+    ).run()
 
 
 def run_moe_ag_triton_non_overlap(

@@ -18,7 +18,6 @@ from triton_dist.kernels.common.exchange.buffer import Exchange, small_shape
 from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
 from triton_dist.kernels.common.gemm.spaces import most_rows
 from triton_dist.kernels.common.launch import Launch
-from triton_dist.kernels.common.moe.first_use import FirstUses, chunk_rows_of, first_uses
 from triton_dist.kernels.common.moe.product import grouped_product
 from triton_dist.kernels.common.moe.routing import MOST_GROUPS, BlockMap, block_map
 from triton_dist.kernels.common.moe.rows import (
@@ -34,34 +33,24 @@ from triton_dist.kernels.common.moe.same_ids import compare_ids
 from triton_dist.kernels.common.moe.spaces import grouped_tiles, suits_grouped
 from triton_dist.kernels.common.op import OpCall, Way, Ways, check_straggler, check_tiles
 from triton_dist.kernels.common.peers import GatheredShards
-from triton_dist.kernels.common.slots.gathered import (
-    MAX_CHUNKS,
-    MAX_COMM_SMS,
-    AllGatherMethod,
-)
+from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import (
     GATHERED_BYTES,
     MoEAllGatherGroupGEMMTensorParallelContext,
     RoutedKey,
     check_operands,
 )
+from triton_dist.runtime.capabilities import has_links_between_all_gpus
 from triton_dist.runtime.device import current_device
 
 EXCHANGE, COLLECTIVE = "exchange", "collective"
 """All-gathers before a product: ours, in one launch; the group's."""
 PUSH, RING = AllGatherMethod.FULL_MESH_PUSH.value, AllGatherMethod.RING_PUSH_1D.value
 """Those beside a product."""
-MOST_CHUNKS = MAX_CHUNKS * MAX_COMM_SMS
-"""Most chunks of a shard that programs of the product send: each has a flag."""
-# Places of tokens are found by looking at all of them for each: of so many at most.
-_MOST_PLACED = 16384
 # A group of arrivals reads the weights once more: experts have to have rows in it, a tile of the
 # highest at least, and others are not tried with groups.
 _ROWS_OF_GROUP = 128
-_HIGH, _COMM_SMS = 64, 16
 _GROUPS = range(1, MOST_GROUPS + 1)
-# A few tiles are enough to see whether an order of rows is worth it.
-_FIRST_USE_TILES = {"BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8, "PROGRAMS": 1}
 
 
 @dataclass(eq=False, repr=False)
@@ -75,8 +64,6 @@ class Call(OpCall):
     gemm_config: triton.Config | None
     num_groups: int
     gather: str | None
-    num_chunks: int
-    num_comm_sms: int | None
     straggler_option: tuple[int, int] | None
     way: str | None
 
@@ -153,8 +140,9 @@ class Arrivals(_Gathering):
         for num_groups in range(1, MOST_GROUPS + 1):
             for each in tiles if num_groups == 1 else highest:
                 yield each, num_groups, PUSH
-        for num_groups in (1, 2):
-            yield tiles[0], num_groups, RING
+        if not has_links_between_all_gpus():
+            for num_groups in (1, 2):
+                yield tiles[0], num_groups, RING
 
     def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
         num_groups, gather = config["num_groups"], config["gather"]
@@ -202,101 +190,6 @@ class Arrivals(_Gathering):
             gathered=gathered if ctx.num_ranks > 1 else None, rank=ctx.rank,
         )  # fmt: skip
         return C, blocks, consumer(product)
-
-
-class FirstUse(_Gathering):
-    """The first programs of the product send the shard, in the order in which experts first use its
-    tokens, and a tile waits for what its expert needs (``common/moe/first_use.py``). For experts
-    with few rows, whose weights groups of arrivals would read several times."""
-
-    name = "first_use"
-    tunables = ("gemm_config", "num_groups", "num_chunks", "num_comm_sms")
-    gathers = (AllGatherMethod.FUSED_PUSH.value,)
-
-    def candidates(self) -> Iterator[tuple[Any, ...]]:
-        tiles = grouped_tiles()
-        if current_device().interprets:
-            yield from ((tiles[0], 1, 3, 2), (tiles[1], 2, 2, 1))
-            return
-        alike = _FIRST_USE_TILES.items()
-        yield from (
-            (each, 1, 32, 16)
-            for each in tiles
-            if each.kwargs["BLOCK_SIZE_M"] >= _HIGH and alike <= each.kwargs.items()
-        )
-        yield from ((tiles[0], 1, 128, 16), (tiles[0], 1, 32, 32), (tiles[0], 2, 32, 16))
-
-    def suits(self, config: Mapping[str, Any], sizes: RoutedKey) -> bool:
-        num_ranks, num_groups = sizes.num_ranks, config["num_groups"]
-        if num_ranks == 1 or num_groups >= num_ranks:
-            return False
-        if current_device().interprets:
-            return True
-        # Few rows come before a tile could use the first of them.
-        fits = not fits_exchange(sizes) and most_rows(sizes.M // num_ranks) <= _MOST_PLACED
-        return fits and suits_tiles(config, sizes)
-
-    def check(self, call: Call) -> None:
-        Arrivals.check(self, call)  # type: ignore[arg-type]
-        most = min(MAX_COMM_SMS, max(1, call.ctx.device.num_sms - 1))
-        call.num_comm_sms = call.num_comm_sms or min(_COMM_SMS, most)
-        for argument, value, limit in (
-            ("num_chunks", call.num_chunks, MOST_CHUNKS),
-            ("num_comm_sms", call.num_comm_sms, most),
-        ):
-            if value not in range(1, limit + 1):
-                raise InvalidArgument("ag_group_gemm", argument, value, f"1 to {limit}")
-
-    def compile(self, call: Call) -> None:
-        ctx = call.ctx
-        gathered = ctx.buffer.describe(len(call.a), self._chunks(call), num_comm_sms=1)
-        _, launches = self._launches(call, gathered if ctx.num_ranks > 1 else None)
-        for launch in launches:
-            launch.compile()
-
-    def run(self, call: Call) -> torch.Tensor:
-        ctx, awaited = call.ctx, False
-        if ctx.num_ranks == 1:
-            C, launches = self._launches(call, None)
-            for launch in launches:
-                launch.run()
-            return C
-        # A flag for each chunk, whichever program sends it.
-        gathered = ctx.buffer.start_fused(len(call.a), 1, self._chunks(call))
-        ctx.sleep(call.straggler_option)
-        try:
-            C, launches = self._launches(call, gathered)
-            for launch in launches:
-                launch.run()
-            awaited = True  # the last first expert has a tile, which waits for all chunks
-        finally:
-            ctx.buffer.finish(awaited)
-        return C
-
-    @staticmethod
-    def _chunks(call: Call) -> int:
-        rows = len(call.a)
-        return -(-rows // chunk_rows_of(rows, call.num_chunks))
-
-    @staticmethod
-    def _launches(call: Call, gathered: GatheredShards | None) -> tuple[torch.Tensor, list[Launch]]:
-        ctx, C = call.ctx, call.empty_product()
-        ends = group_ends(call.num_groups, ctx.num_ranks)
-        blocks = call.blocks(
-            call.tiles.kwargs["BLOCK_SIZE_M"], rank=ctx.rank, num_sources=ctx.num_ranks,
-            group_ends=ends,
-        )  # fmt: skip
-        uses: FirstUses | None = None
-        if gathered is not None:
-            assert call.num_comm_sms is not None
-            uses = first_uses(
-                call.full_topk_ids, call.key.E, ctx.rank, ends, call.num_chunks, call.num_comm_sms
-            )
-        product = grouped_product(
-            call.a, call.b, C, blocks, call.tiles, gathered=gathered, rank=ctx.rank, uses=uses
-        )
-        before = [] if uses is None else [uses.launch]
-        return C, [*before, *blocks.launches, consumer(product)]
 
 
 class _Whole(_Gathering):
@@ -446,4 +339,4 @@ def suits_tiles(config: Mapping[str, Any], sizes: RoutedKey) -> bool:
     return suits_grouped(config, sizes.dtype, sizes.E, sizes.N, sizes.M, sizes.topk)
 
 
-WAYS = Ways("ag_group_gemm", (Arrivals(), FirstUse(), Serial(), Library()))
+WAYS = Ways("ag_group_gemm", (Arrivals(), Serial(), Library()))

@@ -7,7 +7,6 @@ import enum
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.collective import context as collective_context
 from triton_dist.kernels.common.exchange import sums
-from triton_dist.kernels.common.exchange.buffer import shard_bytes
 from triton_dist.runtime.ranks import Group
 
 
@@ -18,15 +17,12 @@ class AllReduceMethod(enum.Enum):
     """Everything to everybody, who all add everything. In one launch up to 4 MB, of 2 ranks 32."""
     TWO_SHOT = "two_shot"
     """Every rank adds a shard and sends it to all."""
-    DOUBLE_TREE = "double_tree"
-    """Each half is added up a binary tree and sent down it. Of three ranks and more with other bits
-    than the two above."""
     COLLECTIVE = "collective"
     """The group's all-reduce: NCCL, gloo on CPU ranks."""
-    # Names that scripts use.
+    # Names that scripts for Triton-distributed pass.
     OneShot = "one_shot"  # noqa: PIE796
     TwoShot = "two_shot"  # noqa: PIE796
-    DoubleTree = "double_tree"  # noqa: PIE796
+    DoubleTree = "two_shot"  # noqa: PIE796
     # Those of scripts that need multicast, or another kernel: refused, with ``instead``.
     OneShot_TMA = "one_shot_tma"
     OneShot_Multimem = "one_shot_multimem"
@@ -44,13 +40,19 @@ class AllReduceMethod(enum.Enum):
         return AllReduceMethod.TWO_SHOT if self.value.startswith("two_shot_") else None
 
 
+_REPLACED = {"double_tree": AllReduceMethod.TWO_SHOT}
+"""Names that scripts pass for an algorithm that another one replaces."""
+
+
 def get_allreduce_methods() -> list[str]:
-    """Names that ``to_allreduce_method`` takes and ``all_reduce`` has."""
-    return [method.value for method in AllReduceMethod if method.instead is None]
+    """Return the names that ``to_allreduce_method`` accepts."""
+    return [*(each.value for each in AllReduceMethod if each.instead is None), *_REPLACED]
 
 
 def to_allreduce_method(name: str) -> AllReduceMethod:
-    """``"one_shot"`` to ``AllReduceMethod.ONE_SHOT``, for command lines.
+    """Return ``AllReduceMethod.ONE_SHOT`` for ``"one_shot"``, for command lines.
+
+    ``"double_tree"`` gives ``TWO_SHOT``, which replaces it.
 
     Raises:
         InvalidArgument: there is no such method here.
@@ -62,7 +64,7 @@ def to_allreduce_method(name: str) -> AllReduceMethod:
         if known is not None:
             expected = f"{known.value!r}: multicast and TMA reductions are not used"
         raise InvalidArgument("to_allreduce_method", "name", name, expected)
-    return AllReduceMethod(name)
+    return _REPLACED[name] if name in _REPLACED else AllReduceMethod(name)
 
 
 class AllReduceContext(collective_context.CollectiveContext):
@@ -72,10 +74,7 @@ class AllReduceContext(collective_context.CollectiveContext):
 
     @classmethod
     def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """All ways share it: what one shot and two need; or a half from each of two children, then
-        the sums of both halves."""
-        double_tree = 4 * shard_bytes(workspace_nbytes, 2)
-        return max(sums.slot_bytes(workspace_nbytes, num_ranks), double_tree)
+        return sums.slot_bytes(workspace_nbytes, num_ranks)
 
     @classmethod
     def packet_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:

@@ -6,21 +6,15 @@ Ways
     bytes, but no flag behind them (``kernels/common/exchange/packets.py``).
     ``"two_shot"``: every rank gets the parts of its shard, adds, and sends the sum to all: two
     crossings, but 2 (W - 1) / W of the bytes instead of W - 1. For many.
-    ``"double_tree"``: each half of x is added up a binary tree and sent down it: every rank talks
-    to at most four others, but in 2 floor(log2(W)) crossings, and sends up to twice x.
     ``"collective"``: the group's own: NCCL, gloo on CPU ranks.
     ``"by_size"``: one shot or two, by size; what a call takes that is not tuned.
     Ours are one launch, without a barrier, and store to peers instead of reading from them: a store
-    needs no answer. ``kernels/common/exchange/protocol.py`` says why that is right, of the trees
-    ``kernels/common/exchange/trees.py``.
+    needs no answer. ``kernels/common/exchange/protocol.py`` says why that is right.
 
 Numerics
     In one shot and two, parts travel as they are and are added in fp32 in the order of ranks; the
     sum is rounded once. So every rank has the same bits, and the same inputs give the same bits,
     whoever is late and whichever of the two is taken.
-    In a double tree a rank adds its own part and those of its children in fp32 and rounds the sum,
-    which travels on: floor(log2(W)) roundings on the way to the root. Every rank has the same bits,
-    at every call, but of three ranks and more others than above.
     A collective adds as its library does.
 """
 
@@ -81,8 +75,8 @@ def all_reduce(
     """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
     shape.
 
-    fp32 accumulation in the order of ranks, rounded once; in a double tree in the order of the
-    tree, rounded at each node. The same bits on every rank and at every call (see the module).
+    fp32 accumulation in the order of ranks, rounded once: the same bits on every rank and at every
+    call, except with ``"collective"``.
 
     All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``.
 
@@ -91,8 +85,8 @@ def all_reduce(
             16 bytes and has a multiple of 16 elements.
         ctx: from ``create_allreduce_ctx``.
         output: where the sum goes, contiguous; x itself, or memory apart from it.
-        way: the algorithm: ``"one_shot"``, ``"two_shot"``, ``"double_tree"``, ``"collective"`` or
-            ``"by_size"``, see the module (tuned); default: ``"by_size"``.
+        way: the algorithm: ``"one_shot"``, ``"two_shot"``, ``"collective"`` or ``"by_size"``, see
+            the module (tuned); default: ``"by_size"``.
         num_ctas, block_bytes: programs, and bytes that one moves at a time, a power of two (tuned).
         num_pieces: in how many pieces a program's share travels, not in one shot (tuned).
         packets: whether one shot goes in packets, of up to 256 KB a launch; ``None``: by size

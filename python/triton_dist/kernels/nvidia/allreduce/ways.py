@@ -23,7 +23,6 @@ from triton_dist.kernels.common.exchange.buffer import (
     is_worth_trying,
     shape_in,
     shape_of,
-    shard_elements,
 )
 from triton_dist.kernels.common.exchange.sums import (
     PACKET_BYTES,
@@ -34,7 +33,6 @@ from triton_dist.kernels.common.exchange.sums import (
     in_two_shots,
     one_shot_bytes,
 )
-from triton_dist.kernels.common.exchange.trees import kernel_all_reduce_double_tree, role_of
 from triton_dist.kernels.common.op import AskedWay, OpCall, Way, Ways, check_straggler
 from triton_dist.kernels.common.peers import folded
 from triton_dist.kernels.nvidia.allreduce.context import AllReduceContext, AllReduceMethod
@@ -48,11 +46,6 @@ PACKET_SHAPES = (
     Shape(64, 4096),
 )
 """For packets: a line for each thread."""
-_TREE_SHAPES = (
-    SMALL_SHAPES[0],
-    *(Shape(ctas, 8192) for ctas in (16, 64)),
-    *(Shape(ctas, 16384, pieces) for ctas in (64, 128) for pieces in (4, 8)),
-)
 
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
@@ -214,7 +207,7 @@ class _Exchanged(_Way):
 
     @abstractmethod
     def num_shards(self, num_ranks: int) -> int:
-        """Count the shards, or halves, into which x is divided."""
+        """Count the shards into which x is divided."""
 
     @abstractmethod
     def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
@@ -282,30 +275,6 @@ class TwoShot(_Exchanged):
         return in_two_shots(total, call.ctx.num_ranks, call.shape, size)
 
 
-class DoubleTree(_Exchanged):
-    """Each half of x is added up a binary tree and sent down it."""
-
-    name, method = AllReduceMethod.DOUBLE_TREE.value, AllReduceMethod.DOUBLE_TREE
-
-    def candidates(self) -> Iterable[tuple[Any, ...]]:
-        return (shape.values for shape in _TREE_SHAPES)
-
-    def may_win(self, sizes: Sizes) -> bool:
-        # Of two ranks it sends what two shots send; of more, few bytes take one crossing in one
-        # shot, and at least two in it.
-        return sizes.num_ranks > 2 and sizes.nbytes >= TWO_SHOT_FROM
-
-    def num_shards(self, num_ranks: int) -> int:
-        return 2
-
-    def exchange(self, call: Call, elements: int, total: int, size: int) -> Exchange:
-        role = role_of(call.ctx.rank, call.ctx.num_ranks)
-        return Exchange(
-            kernel_all_reduce_double_tree, shard_elements(elements), total, call.shape, size,
-            phases=2, sources=role.sources, arguments=role.arguments,
-        )  # fmt: skip
-
-
 class Collective(_Way):
     """The group's own: NCCL, gloo on CPU ranks."""
 
@@ -324,4 +293,4 @@ class Collective(_Way):
         dist.all_reduce(sums, group=call.ctx.group)
 
 
-WAYS = Ways("all_reduce", (BySize(), OneShot(), TwoShot(), DoubleTree(), Collective()))
+WAYS = Ways("all_reduce", (BySize(), OneShot(), TwoShot(), Collective()))

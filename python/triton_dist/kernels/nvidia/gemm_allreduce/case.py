@@ -66,7 +66,7 @@ class GEMMAllReduceCase(SummedGEMMCase):
             "gemm_config (none)": {"gemm_config": None, "method": two_shot},
             "num_ctas": {"way": "serial", "num_ctas": "2"},
             "block_bytes": {"way": "serial", "block_bytes": 1000},
-            "reduction": {"way": "serial", "reduction": "double_tree"},
+            "reduction": {"way": "serial", "reduction": "tree"},
         }
 
     def recorded_call(self, key: Any) -> Call:

@@ -109,8 +109,7 @@ class OneShot(InOneLaunch[Call]):
         return spaces.of_both_kinds(spaces.tiles_to_all)
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        # Only one shipped winner uses pointers, and it is one-shot.
-        return sizes.nbytes <= ONE_SHOT_BYTES and sizes.suit(config, sizes.M, any_kind=True)
+        return sizes.nbytes <= ONE_SHOT_BYTES and sizes.suit(config, sizes.M)
 
     def check(self, call: Call) -> None:
         call.check_rows(call.ctx.one_shot_rows)

@@ -85,8 +85,7 @@ class _ToOwners(Overlapped[Call]):
     launches: ClassVar[type[ToOwners]] = ToOwners
 
     def fits(self, config: Mapping[str, Any], sizes: SummingSizes) -> bool:
-        fits = spaces.suits_gemm(config, sizes.A, sizes.B)
-        return fits and spaces.suits_kind(config, sizes.A, sizes.B)
+        return spaces.suits_gemm(config, sizes.A, sizes.B)
 
     def scattered(self, call: Call) -> ToOwners:
         C = call.A.new_empty((call.ctx.rows_of_rank(call.A.shape[0]), call.ctx.N))

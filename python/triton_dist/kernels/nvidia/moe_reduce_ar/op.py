@@ -7,7 +7,7 @@ Ways
     ``"chunks"``: each rank adds its share of the tokens as there, and sends it to all in one more
     launch. ``"serial"``: our all-reduce of the sums over choices, in one shot, which is for few
     tokens, or in two; one shot whose load adds the choices; or the group's.
-    ``"library_chunks"``, ``"library"``: the same with torch's grouped product.
+    ``"library"``: the serial way with torch's grouped product.
 
 Numerics
     As there; so every rank has the same bits, at every call, and in each of our own reductions.
@@ -70,8 +70,8 @@ def run_moe_reduce_ar(
         n_chunks: of columns: fixes ``num_chunks``; the rest is tuned for it.
         persistent: accepted for scripts; the grouped product always is.
         config: fixes ``gemm_config``: BLOCK_SIZE_M, _N and _K at least.
-        way: the algorithm: ``"chunks"``, ``"serial"``, ``"library_chunks"`` or ``"library"``, see
-            the module (tuned); default: ``"chunks"``.
+        way: the algorithm: ``"chunks"``, ``"serial"`` or ``"library"``, see the module
+            (tuned); default: ``"chunks"``.
         gemm_config: tiles of our grouped product (tuned).
         num_chunks: of columns, at most (tuned).
         reduction: of the serial ways: ``"two_shot"``, ``"one_shot"`` and ``"topk_exchange"``, for

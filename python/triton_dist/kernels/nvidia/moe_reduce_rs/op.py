@@ -16,7 +16,7 @@ Ways
     ``"chunks"``: the above; with one chunk, nothing is hidden, but no multiprocessor sends.
     ``"serial"``: the whole product and sum, then our reduce-scatter in one launch, or the group's;
     for few tokens also one launch whose load adds the choices (``common/moe/topk_exchange.py``).
-    ``"library_chunks"``, ``"library"``: the same with torch's grouped product, in place of ours.
+    ``"library"``: the serial way with torch's grouped product in place of ours.
     Tried for bf16 on compute capability 9.0, where it has a kernel.
 
 Numerics
@@ -93,8 +93,8 @@ def run_moe_reduce_rs(
         n_chunks: of columns: fixes ``num_chunks``; the rest is tuned for it.
         persistent: accepted for scripts; the grouped product always is.
         config: fixes ``gemm_config``: BLOCK_SIZE_M, _N and _K at least.
-        way: the algorithm: ``"chunks"``, ``"serial"``, ``"library_chunks"`` or ``"library"``, see
-            the module (tuned); default: ``"chunks"``.
+        way: the algorithm: ``"chunks"``, ``"serial"`` or ``"library"``, see the module
+            (tuned); default: ``"chunks"``.
         gemm_config: tiles of our grouped product (tuned).
         num_chunks: of columns, at most (tuned).
         reduction: of the serial ways: ``"push"``, for sums of up to 64 MB, ``"topk_exchange"``, for
