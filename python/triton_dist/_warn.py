@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+_held = threading.local()
 _words: set[types.CodeType] = set()
 
 
@@ -44,4 +47,49 @@ def warn(text: str, category: type[Warning]) -> None:
 def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
     """Give a warning about a line that is known already."""
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
-    warnings.warn_explicit(printable(text, keep="\n"), category, *where)
+    held: list[Any] | None = getattr(_held, "warnings", None)
+    if held is None:
+        _give(text, category, *where)
+    else:
+        held.append((text, category, *where))
+
+
+@contextmanager
+def held_warnings() -> Iterator[None]:
+    """Context manager that gives the warnings of its block at the end of the block.
+
+    ``-W error`` makes a warning an exception. Raised inside a tuning, it would leave other ranks
+    waiting, and the choice that all ranks agreed on would not be stored.
+    """
+    if getattr(_held, "warnings", None) is not None:
+        yield
+        return
+    held: list[Any] = []
+    _held.warnings = held
+    raised: Warning | None = None
+    try:
+        yield
+    finally:
+        _held.warnings = None
+        for each in held:
+            try:
+                _give(*each)
+            except Warning as error:
+                raised = raised or error
+    if raised is not None:  # not in ``finally``: it must not replace an exception of the block
+        raise raised
+
+
+def _give(text: str, category: type[Warning], file: str, line: int, module: str) -> None:
+    try:
+        warnings.warn_explicit(printable(text, keep="\n"), category, file, line, module)
+    except ValueError:
+        if sys.stderr is None or not sys.stderr.closed:
+            raise
+
+
+def print_line(text: str) -> None:
+    """Print a line to standard error, unless it is closed or nobody reads it."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)

@@ -57,6 +57,21 @@ def test_most_configs_fail_is_one_warning_with_the_first_cause():
     assert warning.filename == __file__
 
 
+def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised():
+    kernel = autotuned(scale_kernel, configs(16, 32, 64))
+    spy = Spy(kernel, 16, 64)
+
+    @contextual_autotune(n_repeat=1, n_warmup=1)
+    def function(x):
+        return scale(kernel, x)
+
+    with pytest.raises(TuningWarning):  # pytest makes warnings errors
+        function(torch.arange(64.0))
+    number = len(spy.blocks)
+    function(torch.arange(64.0))
+    assert spy.blocks[number:] == [32]
+
+
 def test_all_fail_then_the_next_call_starts_cleanly():
     kernel = autotuned(scale_kernel, configs(16, 32))
     spy = Spy(kernel, 16, 32)

@@ -21,7 +21,9 @@ KEYS = {1: 1, 2: 2, 3: 3}
 
 def ask_config_space() -> list[dict[str, int]]:
     if os.environ.get("REFUSE"):
-        raise LookupError("no such GPU")
+        raise (
+            KeyboardInterrupt if os.environ["REFUSE"] == "interrupt" else LookupError("no such GPU")
+        )
     return SPACE
 
 
@@ -49,7 +51,7 @@ def ended(call: Callable[[], object]) -> tuple[str, str, float]:
     begin = time.monotonic()
     try:
         call()
-    except Exception as error:
+    except BaseException as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return "", "", time.monotonic() - begin
 
@@ -77,6 +79,7 @@ def raise_key_error() -> None:
 
 
 BAD_KNOB = ("TRITON_DIST_AUTOTUNE_GRACE", "soon")
+BAD_SWITCH = ("TRITON_DIST_AUTOTUNE", "soon")
 BROKEN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "refused keyword": (lambda: op(2), lambda: op(2, n=2)),
     "missing argument": (lambda: op(2), lambda: op()),
@@ -90,6 +93,20 @@ BROKEN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "contextual knob": (
         lambda: contextual(launch),
         lambda: with_variable(*BAD_KNOB, lambda: contextual(launch)),
+    ),
+    "switch": (lambda: op(2), lambda: with_variable(*BAD_SWITCH, lambda: op(2))),
+    "switch of best_config": (
+        lambda: op.best_config(2),
+        lambda: with_variable(*BAD_SWITCH, lambda: op.best_config(2)),
+    ),
+    "contextual switch": (
+        lambda: contextual(launch),
+        lambda: with_variable(*BAD_SWITCH, lambda: contextual(launch)),
+    ),
+    "group": (lambda: op(2), lambda: op(2, autotune_pg=7)),
+    "interrupt": (
+        lambda: with_callable_space(2),
+        lambda: with_variable("REFUSE", "interrupt", lambda: with_callable_space(2)),
     ),
     "contextual": (lambda: contextual(launch), lambda: contextual(raise_key_error)),
 }

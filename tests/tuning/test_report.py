@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import json
 import logging
 import os
@@ -22,6 +24,7 @@ from triton_dist._tuning.engine.summary import summary
 from triton_dist._tuning.search import Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
+from triton_dist._warn import held_warnings, warn
 from triton_dist.errors import CacheWarning, NoValidConfig, TuningWarning
 from triton_dist.tune import autotune
 
@@ -112,12 +115,27 @@ class _Gone:
     flush = write
 
 
-@pytest.mark.parametrize("stderr", [None, _Gone()], ids=["none", "closed"])
+@pytest.mark.parametrize("stderr", ["none", "pipe", "closed"])
 def test_no_call_fails_for_a_report_that_cannot_be_written(tmp_path, capsys, monkeypatch, stderr):
-    monkeypatch.setattr(sys, "stderr", stderr)
-    _, results = tuned_ranks(tmp_path, verbose=True)
-    assert results == [(1, {"n": 1})]
+    streams = {"none": None, "pipe": _Gone(), "closed": io.StringIO()}
+    streams["closed"].close()
+    monkeypatch.setattr(sys, "stderr", streams[stderr])
+    monkeypatch.setattr(warnings, "showwarning", _write_like_python)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    logger = logging.getLogger("triton_dist.tuning")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "propagate", False)
+    warnings.simplefilter("always", TuningWarning)
+    rank = Rank(thread_ranks(1)[0], SPACE, mostly, folder=tmp_path, verbose=True)
+    assert rank.tuned(1) == (1, {"n": 1})
     assert capsys.readouterr().out == ""
+
+
+def _write_like_python(message, *_):
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:
+            sys.stderr.write(str(message))
 
 
 def test_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
@@ -151,12 +169,31 @@ def test_the_bar_is_taken_down_when_the_tuning_fails(tmp_path, capsys, monkeypat
     assert stopped
 
 
-def test_most_configs_fail_is_one_warning_with_the_first_cause(tmp_path):
-    def mostly(rank, config):
-        if config["n"] > 1:
-            raise RuntimeError(f"no room for {config['n']}")
-        return config["n"]
+def mostly(rank, config):
+    if config["n"] > 1:
+        raise RuntimeError(f"no room for {config['n']}")
+    return config["n"]
 
+
+def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised(tmp_path):
+    ranks = [Rank(each, SPACE, mostly, folder=tmp_path) for each in thread_ranks(2)]
+    warned, result = together(ranks)  # pytest makes warnings errors
+    assert isinstance(warned, TuningWarning)
+    assert together(ranks) == [result, result] == [(1, {"n": 1})] * 2
+    assert [rank.tuned.tuning_count for rank in ranks] == [1, 1]
+
+
+def test_a_warning_does_not_replace_an_exception():
+    @held_warnings()
+    def warn_and_raise():
+        warn("a warning that is an error", TuningWarning)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        warn_and_raise()
+
+
+def test_most_configs_fail_is_one_warning_with_the_first_cause(tmp_path):
     ranks = [Rank(each, SPACE, mostly, folder=tmp_path) for each in thread_ranks(1)]
     line = inspect.currentframe().f_lineno + 2
     with pytest.warns(TuningWarning) as caught:

@@ -27,6 +27,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.config import judge_of_whole
 from triton_dist._tuning.values.show import said
+from triton_dist._warn import held_warnings
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -138,6 +139,7 @@ class AutoTuner(Decorated):
                 meta device, are enough to find one, and too little to tune.
             TuningFrozen: the same while ``TRITON_DIST_AUTOTUNE_FROZEN`` is set on some rank.
         """
+        self._count_call()
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         record = self._choose(args, kwargs, *options).record
         if record is None and self._surroundings.is_traced((args, kwargs)):
@@ -159,7 +161,8 @@ class AutoTuner(Decorated):
         """The config that a call with these arguments uses; tunes if such a call would.
 
         Without the names whose values the caller gives."""
-        if self._surroundings.is_off():
+        self._count_call()
+        if self._is_off(autotune_pg):
             return self._off(kwargs, autotune_pg, autotune_allow_arg_overwrite)
         options = (autotune_pg, autotune_verbose, autotune_allow_arg_overwrite)
         return self._choose(args, kwargs, *options).config
@@ -192,10 +195,11 @@ class AutoTuner(Decorated):
         allow_overwrite: bool,
     ) -> Any:
         """A call that is no hit."""
+        self._count_call()
         served = self._served(args, kwargs, process_group) if autotune else None
         if served is not None:
             return self.fn(*args, **kwargs, **served)
-        if not autotune or self._surroundings.is_off():
+        if not autotune or self._is_off(process_group):
             arguments = self._off(kwargs, process_group, allow_overwrite, autotune).arguments()
             for name in self.unsaid:
                 arguments.pop(name, None)
@@ -234,11 +238,10 @@ class AutoTuner(Decorated):
         try:
             key = self.key_fn(*args, **kwargs)
             choice = self._ranges.get((process_group, self.sizes.range_of(key)))
-            if choice is None or self._default_group.WORLD is not self._world:
+            if choice is None:
                 return None
-        except Exception:  # comes again, and is told to all ranks
+        except Exception:  # _choose calls key_fn again and reports the exception to all ranks
             return None
-        self._calls += 1
         arguments = choice.of(self.sizes.values(key)).arguments
         self._keep(process_group, key, arguments)
         return arguments
@@ -252,6 +255,7 @@ class AutoTuner(Decorated):
                 del hits[next(iter(hits))]
         hits[key] = arguments
 
+    @held_warnings()
     def _choose(
         self,
         args: tuple[Any, ...],
@@ -280,6 +284,7 @@ class AutoTuner(Decorated):
                     self._keep(process_group, exact, found.arguments)
                 return found
             parts = self._compose(process_group, verbose)
+            subject = self._subject(space, fixed)
         with watchdog.paused(), parts.gate():
             known = self._chosen.get((ranks, key))
             if known is None:
@@ -288,7 +293,7 @@ class AutoTuner(Decorated):
                 if not agreed:
                     self._forget_destroyed()
                 call = Call(args, kwargs, key, self._calls, traced, sizes, agreed)
-                known = self._resolve(parts, space, call, fixed)
+                known = self._resolve(subject, parts, call)
                 self._calls = 0
             if known.record is not None and known.kept:
                 self._chosen[ranks, key] = known
@@ -298,14 +303,16 @@ class AutoTuner(Decorated):
                     self._keep(process_group, exact, known.of(sizes).arguments)
             return known.of(sizes)
 
-    def _resolve(self, parts: Parts, space: ConfigSpace, call: Call, fixed: Config) -> Choice:
+    def _subject(self, space: ConfigSpace, fixed: Config) -> Subject:
         origin = self._origin_of(self.fn, space.names)
         sizes, safe_kind = self.sizes, self.safe_kind
         if fixed:
             sizes = sizes and sizes.beside(fixed)
             safe_kind = judge_of_whole(safe_kind, fixed)
         about = (self._hooks, sizes, safe_kind)
-        subject = Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
+        return Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
+
+    def _resolve(self, subject: Subject, parts: Parts, call: Call) -> Choice:
         resolution = resolve(subject, parts, call)
         config, record = resolution.config, resolution.record
         self.tuning_count += resolution.tuned
@@ -316,21 +323,33 @@ class AutoTuner(Decorated):
             self._warnings.warn(resolution.advice, resolution.advice)
         return Choice(config, config.arguments(), record, resolution.kept, resolution.span)
 
-    @contextmanager
-    def _told(self, process_group: Any) -> Iterator[None]:
-        """A call that is no hit. What is raised within is told to ranks that wait for this one in
-        this call, or will."""
+    def _count_call(self) -> None:
+        """Count a call that is no hit. Ranks that count alike know which call an error is of."""
         if self._default_group.WORLD is not self._world:
             self._enter_world()
         self._calls += 1
+
+    @contextmanager
+    def _told(self, process_group: Any) -> Iterator[None]:
+        """Context manager that reports an exception of its block to all ranks.
+
+        Ranks that wait for this rank in this call, or will, raise at once.
+        """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt too: the others must not wait for this rank
             with suppress(TritonDistError):
-                ranks = self._surroundings.ranks(process_group)
+                try:
+                    ranks = self._surroundings.ranks(process_group)
+                except TritonDistError:  # autotune_pg is refused: the others use the world
+                    ranks = self._surroundings.ranks(None)
                 about = ranks.converse(self._name, call=self._calls)
-                about.leave(said(error), refused=True)
+                about.leave(said(error), refused=isinstance(error, Exception))
             raise
+
+    def _is_off(self, process_group: Any) -> bool:
+        with self._told(process_group):
+            return self._surroundings.is_off()
 
     def _note(self, process_group: Any, why: str) -> None:
         """Tell ranks that wait for this one in vain, once, what may be the reason."""

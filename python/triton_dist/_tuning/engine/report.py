@@ -24,6 +24,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.outcome import outcome_tree
 from triton_dist._tuning.values.show import said
+from triton_dist._warn import print_line
 
 _logger = logging.getLogger("triton_dist.tuning")
 
@@ -80,14 +81,16 @@ class Report:
             reason=reason,
             policy=dict(policy.facts()),
         )
-        if self._aloud and sys.stderr is not None and sys.stderr.isatty():
-            self._bar = _bar()
-            self._task = self._bar.add_task("", total=self._total)
+        with suppress(OSError, ValueError):  # standard error is closed
+            if self._aloud and sys.stderr is not None and sys.stderr.isatty():
+                self._bar = _bar()
+                self._task = self._bar.add_task("", total=self._total)
         return self
 
     def __enter__(self) -> Report:
         if self._bar is not None:
-            self._bar.start()
+            with suppress(OSError, ValueError):
+                self._bar.start()
         return self
 
     def __exit__(
@@ -97,7 +100,8 @@ class Report:
         traceback: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError, ValueError):
+                self._bar.stop()
             self._bar = None
         if error is not None:
             text = said(error)
@@ -131,7 +135,8 @@ class Report:
             text = f"  [{label}] {_ms(together)} {config}  ({self._so_far()})"
             self._say(text, logging.DEBUG)
         if self._bar is not None:
-            self._bar.update(self._task, advance=int(new), description=self._so_far())
+            with suppress(OSError, ValueError):
+                self._bar.update(self._task, advance=int(new), description=self._so_far())
 
     def tuned(self, record: TuningRecord, where: str) -> None:
         best = record.best
@@ -172,15 +177,15 @@ class Report:
             self._log.event(name, **facts)
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
-        if self._parts.ranks.is_leader:
-            _logger.log(level, "%s", text)
-        if not self._aloud:
-            return
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif sys.stderr is not None:  # a service may have none
-            with suppress(OSError, ValueError):  # or one that nobody reads any more
-                print(text, file=sys.stderr, flush=True)
+        # A handler of the user, or the bar, may write to a standard error that is closed.
+        with suppress(OSError, ValueError):
+            if self._parts.ranks.is_leader:
+                _logger.log(level, "%s", text)
+        if self._aloud and self._bar is None:
+            print_line(text)
+        elif self._aloud:
+            with suppress(OSError, ValueError):
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _bar() -> Any:

@@ -6,7 +6,6 @@ import datetime
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 from triton_dist._tuning.store.disk import expanded, make_folder, open_regular
 from triton_dist._tuning.store.journal import lines_of
-from triton_dist._warn import warn
+from triton_dist._warn import print_line, warn
 from triton_dist.errors import TuningWarning
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -125,9 +124,10 @@ class StepLog:
 
     def say(self, text: str) -> None:
         self.line(text)
-        _steps.info("%s", text)
+        with suppress(OSError, ValueError):  # a handler of the user whose stream is closed
+            _steps.info("%s", text)
         if self._prints:
-            print(f"contextual_autotune: {text}", file=sys.stderr, flush=True)
+            print_line(f"contextual_autotune: {text}")
 
     def close(self) -> None:
         self._lines.close()

@@ -296,10 +296,11 @@ class StoreRanks:
         awaited = ", ".join(str(self.named(rank)) for rank in missing)
         known = "".join(f" Rank {r} {text}." for r, text in self._notes(missing).items())
         known = known or f" {self._hint}".rstrip()
-        _log.warning(
-            f"rank {self.named(self.rank)}: {about}{phase}{key}: waiting for rank(s) {awaited} "
-            f"for {waited:.0f} s.{known}"
-        )
+        with suppress(OSError, ValueError):  # a handler of the user whose stream is closed
+            _log.warning(
+                f"rank {self.named(self.rank)}: {about}{phase}{key}: waiting for rank(s) {awaited} "
+                f"for {waited:.0f} s.{known}"
+            )
 
     def _notes(self, ranks: Sequence[int]) -> dict[int, str]:
         """Notes that they have left."""

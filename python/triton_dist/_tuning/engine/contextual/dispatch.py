@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from typing import Any
 
@@ -28,7 +28,7 @@ from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values.show import said
-from triton_dist._warn import called_by_users
+from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import TritonDistError
 
 _all: weakref.WeakSet[ContextualAutoTuner] = weakref.WeakSet()
@@ -73,7 +73,7 @@ class ContextualAutoTuner(Decorated):
         super().__init__(fn)
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
-        self._default_group, self._is_off = default_group, is_off
+        self._default_group, self._is_off_now = default_group, is_off
         self._contexts: Contexts = {}
         self._chosen_in: object = None
         """The world that ``_contexts`` are of."""
@@ -139,6 +139,7 @@ class ContextualAutoTuner(Decorated):
             self._ranks().note(self._name, "called it with TRITON_DIST_AUTOTUNE=0")
         return Defaults(self._interception)
 
+    @held_warnings()
     def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._session() as session:
             call = Call(self, outer, session)
@@ -162,14 +163,25 @@ class ContextualAutoTuner(Decorated):
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world
-        try:
+        with self._told():
             parts = self._compose()
-        except Exception as error:  # of a variable, perhaps, that is set on this rank only
+        return Session(self._name, self._contexts, parts, self._interception)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Context manager that reports an exception of its block to all ranks, such as that of a
+        variable which is set on this rank only."""
+        try:
+            yield
+        except BaseException as error:
             with suppress(TritonDistError):
                 about = self._ranks().converse(self._name)
-                about.leave(said(error), refused=True)
+                about.leave(said(error), refused=isinstance(error, Exception))
             raise
-        return Session(self._name, self._contexts, parts, self._interception)
+
+    def _is_off(self) -> bool:
+        with self._told():
+            return self._is_off_now()
 
     def _settle(self, session: Session | Defaults) -> None:
         self.tuning_calls += session.calls - 1
@@ -193,6 +205,7 @@ class ContextualAutoTuner(Decorated):
             return NOT_KNOWN
         return Launch(tuner, args, kwargs, Undo()).known(context.winner)
 
+    @held_warnings()
     def _continue(
         self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:

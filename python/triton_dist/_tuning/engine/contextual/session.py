@@ -220,9 +220,6 @@ class Session:
             context.close(None)  # what failed is tried again by the next start
             raise self._messages.lose(error) from None
         context.publish()
-        if parts.ranks.is_leader:
-            title = f"contextual_autotune {context.name}"
-            warn_of_failures(title, record, "the log of each rank has them all")
         if not parts.ranks.is_leader:
             where = "the leader's store"
         elif context.can_persist:
@@ -231,6 +228,9 @@ class Session:
             where = "memory"
         context.close(None)
         parts.log.say(f"{context.name}: best is {shown(context.winner)}; kept in {where}")
+        if parts.ranks.is_leader:
+            title = f"contextual_autotune {context.name}"
+            warn_of_failures(title, record, "the log of each rank has them all")
 
     def _goes_nowhere(self) -> bool:
         """True if each call brings a new key and comes back to none: it would never end."""
