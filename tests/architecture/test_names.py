@@ -172,7 +172,7 @@ PARAMETERS = {
     "triton_dist.layers.nvidia.GemmARLayer": [
         "tp_group", "max_M", "N", "K", "input_dtype", "output_dtype", "local_world_size",
         "persistent", "use_ll_kernel", "copy_to_local", "NUM_COMM_SMS", "NUM_SM_MARGIN",
-        "TILE_MAP_LEVEL", "user_gemm_config",
+        "TILE_MAP_LEVEL", "user_gemm_config", "has_weight", "has_bias",
     ],
     "triton_dist.kernels.nvidia.allgather_group_gemm.sort_topk_ids_align_block_size": [
         "topk_ids", "num_experts", "rank", "num_ranks", "num_local_ranks", "block_size",

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.layers.nvidia import GEMMARLayer, GemmARLayer
+from triton_dist.layers.nvidia import GemmARLayer
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
@@ -22,7 +22,9 @@ def as_a_linear_layer() -> int:
     count = 0
     for has_bias in (True, False):
         bias = torch.rand(40).half().to(device) if has_bias else None
-        with GEMMARLayer(None, 30, 40, 48, torch.float16, bias=has_bias) as layer:
+        with GemmARLayer(
+            None, 30, 40, 48, torch.float16, has_weight=True, has_bias=has_bias
+        ) as layer:
             layer.load_weight(weight, bias)
             for leading in ((30,), (2, 7), (1,), (3, 2, 2), ()):
                 x = torch.rand(*leading, 48).half().to(device)
@@ -38,11 +40,15 @@ def as_a_linear_layer() -> int:
     return count
 
 
+def linear_layer(max_M: int, N: int, K: int, **options: bool) -> GemmARLayer:
+    return GemmARLayer(None, max_M, N, K, torch.float32, has_weight=True, **options)
+
+
 def by_a_state_dict() -> list[str]:
     """Names of what is saved; another layer that loads it gives the same."""
-    with GEMMARLayer(None, 4, 16, 16, torch.float32, bias=True) as first:
+    with linear_layer(4, 16, 16, has_bias=True) as first:
         first.load_weight(torch.rand(16, 16), torch.rand(16))
-        with GEMMARLayer(None, 4, 16, 16, torch.float32, bias=True) as second:
+        with linear_layer(4, 16, 16, has_bias=True) as second:
             second.load_state_dict(first.state_dict())
             x = torch.rand(4, first.K_per_rank)
             assert_allclose(second(x), first(x))
@@ -59,12 +65,15 @@ def mistakes() -> list[str]:
         except InvalidArgument as error:
             seen.append(str(error))
 
-    refused(lambda: GEMMARLayer(None, 4, 16, 15))
-    refused(lambda: GEMMARLayer(None, 0, 16, 16))
-    with GEMMARLayer(None, 4, 16, 16, torch.float32) as layer:
+    refused(lambda: linear_layer(4, 16, 15))
+    refused(lambda: linear_layer(0, 16, 16))
+    with linear_layer(4, 16, 16) as layer:
         refused(lambda: layer.load_weight(torch.rand(16, 8)))
         refused(lambda: layer.load_weight(torch.rand(16, 16), torch.rand(16)))
         refused(lambda: layer(torch.rand(5, layer.K_per_rank)))
+    with GemmARLayer(None, 4, 16, 16, torch.float32) as layer:
+        refused(lambda: layer(torch.rand(4, layer.K_per_rank)))
+        refused(lambda: layer.load_weight(torch.rand(16, 16)))
     return seen
 
 

@@ -12,7 +12,7 @@ from triton_dist.errors import InvalidArgument, TritonDistWarning
 from triton_dist.layers.nvidia import (
     TP_MLP,
     Collectives,
-    GEMMARLayer,
+    GemmARLayer,
     TensorParallel,
     experts,
     functional,
@@ -146,7 +146,7 @@ def test_operands_are_matrices():
 
 
 def test_a_bias_of_another_shape_is_refused():
-    layer = GEMMARLayer(None, 4, 6, 8, torch.float32, bias=True)
+    layer = GemmARLayer(None, 4, 6, 8, torch.float32, has_weight=True, has_bias=True)
     with layer, pytest.raises(InvalidArgument, match=r"bias.shape is \(1,\), expected \[N\]"):
         layer.load_weight(torch.rand(6, 8), torch.rand(1))
 

@@ -24,11 +24,13 @@ def test_its_state_is_saved_and_loaded(spawn_ranks):
 
 def test_mistakes_are_said(spawn_ranks):
     starts = (
-        "GEMMARLayer: K is 15, expected a positive multiple of the group's size 2",
+        "GemmARLayer: K is 15, expected a positive multiple of the group's size 2",
         "create_gemm_ar_context: max_M is 0, expected at least 1",
         "load_weight: weight.shape is (16, 8), expected [N, K] = (16, 16)",
         "load_weight: bias is ",
         "gemm_ar: M is 5, expected at most the context's max_M = 4",
+        "GemmARLayer: weight is None, expected a tensor [N, K_per_rank]",
+        "load_weight: self is 'GemmARLayer', expected has_weight=True",
     )
     for seen in spawn_ranks(2, gemm_ar_layer_ranks.mistakes):
         assert len(seen) == len(starts)

@@ -1,7 +1,6 @@
 """Tensor-parallel layers for NVIDIA GPUs; the same run interpreted on CPU ranks."""
 
 from triton_dist.layers.nvidia import experts, functional
-from triton_dist.layers.nvidia.gemm_allreduce_layer import GEMMARLayer
 from triton_dist.layers.nvidia.gemm_ar_layer import GemmARLayer
 from triton_dist.layers.nvidia.parallelize import parallelize, sum_gradients
 from triton_dist.layers.nvidia.tensor_parallel import Collectives, TensorParallel
@@ -11,7 +10,6 @@ from triton_dist.layers.nvidia.tp_moe import TP_MoE
 
 __all__ = [
     "Collectives",
-    "GEMMARLayer",
     "GemmARLayer",
     "TP_MLP",
     "TP_Attn",

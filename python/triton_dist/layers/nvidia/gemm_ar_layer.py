@@ -1,4 +1,4 @@
-"""GEMM-AllReduce as scripts call it: with a weight that comes with each call."""
+"""A linear layer whose input is sharded by columns: the second of a tensor-parallel pair."""
 
 from __future__ import annotations
 
@@ -18,39 +18,50 @@ from triton_dist.kernels.nvidia import (
     gemm_ar,
     matmul,
 )
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 
 _TILE_NAMES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "EPILOGUE_SUBTILE")
 
 
 class GemmARLayer(torch.nn.Module):
-    """``sum over ranks of input @ weight.T``, on every rank; ``GEMMARLayer`` holds its weight.
+    """``sum over ranks of input @ weight.T + bias``, returned on every rank. For inference only.
 
-    Tuned at the first call of a number of rows, unless ``user_gemm_config`` says how to multiply.
-    Creation is collective over ``tp_group``.
+    The weight is passed with each call, or held by the layer (``has_weight=True``). The first call
+    of each number of rows tunes ``gemm_ar``, unless ``user_gemm_config`` gives the GEMM's config.
+    A context manager. Creation is collective over ``tp_group``.
 
     Attributes:
         ctx: symmetric memory for up to ``max_M`` rows.
+        weight: [N, K_per_rank], uninitialised until ``load_weight`` or a state dict fills it, or
+            ``None``.
+        bias: [N], the same on all ranks, zeros at first, or ``None``.
 
     Args:
         tp_group: process group; ``None``: the world, or without ``torch.distributed`` this process.
-        max_M: most rows of a call.
-        N, K: sizes of the whole weight; K is a multiple of the group's size.
-        input_dtype, output_dtype: one and the same: fp16, bf16 or fp32.
+        max_M: largest number of rows of a call, over all leading dimensions.
+        N, K: sizes of the whole weight. K must be a multiple of the group's size.
+        input_dtype: dtype of weight, input and output: fp16, bf16 or fp32.
+        output_dtype: must equal ``input_dtype``, which is the default.
         local_world_size: ranks on one host; -1: all, since all must be on one host.
         persistent: kind of the GEMM kernel with ``user_gemm_config``.
-        use_ll_kernel: with ``user_gemm_config``: go to all ranks in one shot, as far as rows fit;
-            else to owners, who add, in two.
+        use_ll_kernel: with ``user_gemm_config``: use the one-shot algorithm as far as rows fit,
+            else the two-shot algorithm.
         copy_to_local: ``False``: a result may be a view of the context's memory, which is valid
             until the call after the next one begins.
-        NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: of other kernels than ours; without effect.
-        user_gemm_config: tiles, warps and stages; what else it names is for other kernels.
+        NUM_COMM_SMS, NUM_SM_MARGIN, TILE_MAP_LEVEL: accepted for scripts and ignored.
+        user_gemm_config: tiles, warps and stages. Other names in it are ignored.
+        has_weight: the layer holds its weight.
+        has_bias: the layer holds a bias too.
 
     Raises:
         InvalidArgument: on every rank, for sizes or dtypes that cannot work.
         RankDisagreement: ranks ask for different layers.
         SymmetricMemoryFull: on every rank, if some rank has too little memory.
     """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -59,7 +70,7 @@ class GemmARLayer(torch.nn.Module):
         N: int,
         K: int,
         input_dtype: torch.dtype,
-        output_dtype: torch.dtype,
+        output_dtype: torch.dtype | None = None,
         local_world_size: int = -1,
         persistent: bool = True,
         use_ll_kernel: bool = False,
@@ -68,13 +79,16 @@ class GemmARLayer(torch.nn.Module):
         NUM_SM_MARGIN: int = 0,
         TILE_MAP_LEVEL: int = 0,
         user_gemm_config: triton.Config | None = None,
+        *,
+        has_weight: bool = False,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         ranks = group_for(tp_group)
         if ranks.size > K or K % ranks.size:
             expected = f"a positive multiple of the group's size {ranks.size}"
             raise InvalidArgument("GemmARLayer", "K", K, expected)
-        if output_dtype != input_dtype:
+        if output_dtype not in (None, input_dtype):
             expected = f"input_dtype, {input_dtype}: products are not scaled"
             raise InvalidArgument("GemmARLayer", "output_dtype", output_dtype, expected)
         hosts_ranks = ranks.size if local_world_size == -1 else local_world_size
@@ -85,42 +99,97 @@ class GemmARLayer(torch.nn.Module):
         self.persistent, self.use_ll_kernel = persistent, use_ll_kernel
         self.copy_to_local = copy_to_local
         self._tiles = None if user_gemm_config is None else _tiles(user_gemm_config)
+        self.K_per_rank = K // ranks.size
+        options: dict[str, Any] = {
+            "dtype": input_dtype,
+            "device": current_device().torch_device,
+        }
+        weight = torch.empty(N, self.K_per_rank, **options) if has_weight else None
+        bias = torch.zeros(N, **options) if has_bias else None
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            held = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, held)
+
+    def load_weight(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Copy this rank's columns of the whole weight [N, K], and ``bias`` [N].
+
+        Raises:
+            InvalidArgument: wrong shape, a layer without a weight, or a bias it lacks.
+        """
+        shape = (self.ctx.N, self.K_per_rank * self.ctx.num_ranks)
+        if self.weight is None:
+            raise InvalidArgument("load_weight", "self", "GemmARLayer", "has_weight=True")
+        if tuple(weight.shape) != shape:
+            raise InvalidArgument(
+                "load_weight", "weight.shape", tuple(weight.shape), f"[N, K] = {shape}"
+            )
+        if (bias is None) != (self.bias is None):
+            expected = "None, as the layer has none" if self.bias is None else "the layer's bias"
+            raise InvalidArgument("load_weight", "bias", bias, expected)
+        if bias is not None and tuple(bias.shape) != (self.ctx.N,):
+            expected = f"[N] = ({self.ctx.N},)"
+            raise InvalidArgument("load_weight", "bias.shape", tuple(bias.shape), expected)
+        first = self.ctx.rank * self.K_per_rank
+        with torch.no_grad():
+            self.weight.copy_(weight[:, first : first + self.K_per_rank])
+            if bias is not None and self.bias is not None:
+                self.bias.copy_(bias)
 
     def forward(
         self,
         input: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input: [M, K_per_rank]; weight: [N, K_per_rank]; bias: [N], the same on all ranks, added
-        once. Returns [M, N]. All ranks call alike.
+        """Multiply and sum over the ranks. All ranks must make the same calls.
+
+        Args:
+            input: [..., K_per_rank], this rank's columns.
+            weight: [N, K_per_rank]; default: the layer's.
+            bias: [N], the same on all ranks, added once; default: the layer's.
+            scale_a, scale_b: must be ``None``.
+
+        Returns:
+            [..., N], the same on every rank.
 
         Raises:
-            InvalidArgument, ContextFinalized: before anything is launched; a scale is one.
+            InvalidArgument, ContextFinalized: before anything is launched.
         """
         _refuse_scales(scale_a, scale_b)
+        weight = self._weight(weight)
+        bias = self.bias if bias is None else bias
+        rows = input.reshape(-1, input.shape[-1])
         options: dict[str, Any] = {"bias": bias, "copy_to_local": self.copy_to_local}
         if self._tiles is None:
-            return gemm_ar(input, weight.T, self.ctx, autotune_pg=self.ctx.group, **options)  # type: ignore[no-any-return]
-        one_shot = self.use_ll_kernel and input.shape[0] <= self.ctx.one_shot_rows
-        method = GEMMAllReduceMethod.ONE_SHOT if one_shot else GEMMAllReduceMethod.TWO_SHOT
-        return gemm_ar.fn(  # type: ignore[no-any-return]
-            input, weight.T, self.ctx, self._tiles, self.persistent, method, **options
-        )
+            total = gemm_ar(rows, weight.T, self.ctx, autotune_pg=self.ctx.group, **options)
+        else:
+            one_shot = self.use_ll_kernel and rows.shape[0] <= self.ctx.one_shot_rows
+            method = GEMMAllReduceMethod.ONE_SHOT if one_shot else GEMMAllReduceMethod.TWO_SHOT
+            total = gemm_ar.fn(
+                rows, weight.T, self.ctx, self._tiles, self.persistent, method, **options
+            )
+        return total.view(*input.shape[:-1], self.ctx.N)  # type: ignore[no-any-return]
+
+    def _weight(self, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None and self.weight is None:
+            expected = "a tensor [N, K_per_rank], or a layer with has_weight=True"
+            raise InvalidArgument("GemmARLayer", "weight", None, expected)
+        return weight if weight is not None else self.weight  # type: ignore[return-value]
 
     def forward_gemm(
         self,
         input: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product of this rank alone, to see what the sum adds to it; tuned without
-        ``user_gemm_config``."""
+        """Return the product of this rank without the sum; tuned without ``user_gemm_config``."""
         _refuse_scales(scale_a, scale_b)
+        weight = self._weight(weight)
+        bias = self.bias if bias is None else bias
         if self._tiles is None:
             product: torch.Tensor = matmul(input, weight.T)
         else:
@@ -128,8 +197,10 @@ class GemmARLayer(torch.nn.Module):
         return product if bias is None else product.add_(bias)
 
     def forward_ar(self, input: torch.Tensor) -> torch.Tensor:
-        """The sum of ``input`` over ranks; tuned. The first call allocates memory for it, also one
-        that needs no tuning, and cannot be in a CUDA graph's capture."""
+        """Return the sum of ``input`` over the ranks; tuned.
+
+        The first call allocates memory, so it cannot be part of a CUDA graph's capture.
+        """
         ctx = self.ctx
         if self._reducer is None:
             self._reducer = create_allreduce_ctx(
@@ -143,6 +214,14 @@ class GemmARLayer(torch.nn.Module):
         self.ctx.finalize()
         if self._reducer is not None:
             self._reducer.finalize()
+
+    def __enter__(self) -> GemmARLayer:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        self.ctx.__exit__(failure, *rest)
+        if self._reducer is not None:
+            self._reducer.__exit__(failure, *rest)
 
 
 def _tiles(config: triton.Config) -> triton.Config:
