@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search import model, search_for
+from triton_dist._tuning.search import search_for, surrogate
 from triton_dist._tuning.search.choose import GENERATION
 from triton_dist._tuning.search.exploring import Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
@@ -94,7 +94,7 @@ def leave_one_out(spaces: Sequence[RecordedSpace], seeds: range, tries: int) -> 
     """For each space, what the constants reach that are best on the others."""
     means: dict[tuple[float, float], dict[str, float]] = {}
     for constants in CONSTANTS:
-        model.ALIKE, model.PRIOR = constants
+        surrogate.ALIKE, surrogate.PRIOR = constants
         own = {s.name: score(s, "", _modelled(1), _policy(tries), seeds).mean for s in spaces}
         means[constants] = own
         print(f"alike {constants[0]:g}, prior {constants[1]:g}: {_shown(own)}", flush=True)

@@ -29,11 +29,13 @@ def test_constants_are_judged_on_the_space_that_did_not_choose_them(monkeypatch,
             self.name = name
 
     def score(space, name, make, policy, seeds):
-        mean = regrets[space.name, bench_search.model.ALIKE]
+        mean = regrets[space.name, bench_search.surrogate.ALIKE]
         return bench_search.Score(space.name, name, mean, 0.0, 0.0, 1, 0.0)
 
     for constant in ("ALIKE", "PRIOR"):
-        monkeypatch.setattr(bench_search.model, constant, getattr(bench_search.model, constant))
+        monkeypatch.setattr(
+            bench_search.surrogate, constant, getattr(bench_search.surrogate, constant)
+        )
     monkeypatch.setattr(bench_search, "score", score)
     monkeypatch.setattr(bench_search, "CONSTANTS", [(0.1, 1.0), (0.5, 1.0)])
     bench_search.leave_one_out([Space("one"), Space("two")], range(1), 1)

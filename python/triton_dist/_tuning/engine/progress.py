@@ -20,8 +20,7 @@ from triton_dist._tuning.values import (
     TuningRecord,
     codec,
 )
-from triton_dist._tuning.values.by_rank import ByRank
-from triton_dist._tuning.values.outcome import joined
+from triton_dist._tuning.values.outcome import ByRank, joined
 from triton_dist.errors import RankTimeout
 
 

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search.exhaustive import Exhaustive
 from triton_dist._tuning.search.exploring import Exploring
 from triton_dist._tuning.search.plugged import Factory, Plugged
 from triton_dist._tuning.search.racing import Racing
-from triton_dist._tuning.values import Candidates, Config, Policy, Unlisted
+from triton_dist._tuning.values import Candidates, Config, Outcome, Policy, Request, Unlisted
+
+
+class Exhaustive:
+    """The search that cannot miss the best config and needs no outcome to go on."""
+
+    runs_user_code = False
+
+    def __init__(
+        self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
+    ) -> None:
+        """``incumbent``, if a candidate, is tried like any other."""
+        self._ahead: Sequence[Config] = candidates[: policy.max_trials]
+        self._remaining = iter([Request(config, policy.repeat) for config in self._ahead])
+
+    def ask(self) -> Request | None:
+        return next(self._remaining, None)
+
+    def ahead(self) -> Sequence[Config]:
+        named, self._ahead = self._ahead, ()
+        return named
+
+    def tell(self, request: Request, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
 
 GENERATION = 4
 """Candidates that a model chooses at a time where they are compiled ahead."""

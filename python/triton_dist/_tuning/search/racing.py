@@ -18,9 +18,10 @@ final  11, and at most  who is behind by more than three standard errors, after 
 =====  ===============  ==========================================================================
 
 A *lap* is a sample of each that is left, forward, the next lap backward (A B C C B A). So samples
-of one candidate are spread over time, and those of different candidates lie side by side: what a
-lap has in common is the clocks', and is taken out (:mod:`~triton_dist._tuning.values.laps`). Before
-the final, where a lap takes long, :mod:`~triton_dist._tuning.search.drift` does it.
+of one candidate are spread over time, and those of different candidates are taken next to each
+other. What all samples of a lap have in common is caused by the clocks, and is removed
+(:mod:`~triton_dist._tuning.values.winner`). Before the final a lap takes long, and :class:`Drift`
+removes the drift of the clocks within it.
 
 Until the final a candidate leaves when it is behind another by more than ``4 * noise * sqrt(2 /
 samples)``: four standard errors of the difference of two means, because the leader of many is
@@ -43,11 +44,70 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
-from triton_dist._tuning.search.drift import Drift
 from triton_dist._tuning.values import Config, Failure, Outcome, Policy, Request
-from triton_dist._tuning.values.laps import levels, typical
+from triton_dist._tuning.values.winner import levels, typical
+
+_BLOCK = 16
+_PASSES = 10
+_HICCUP = 0.1
+"""A sample that is further from its candidate's level, relatively, is no matter of clocks."""
+
+
+class Drift:
+    """Removes the drift of the device's clocks from samples in milliseconds.
+
+    Time is cut into *blocks* of consecutive samples. Candidates with samples in two or more blocks
+    show how fast the device was in each of them.
+    """
+
+    def __init__(self) -> None:
+        self._times: defaultdict[str, list[float]] = defaultdict(list)
+        self._blocks: defaultdict[str, list[int]] = defaultdict(list)
+        self._taken = 0
+        self._speed: dict[int, float] = {}
+        """By block, the factor by which runs took longer in it, about 1."""
+
+    def add(self, digest: str, samples: Iterable[float]) -> None:
+        """``samples`` were taken now, one after another."""
+        for time in samples:
+            self._times[digest].append(time)
+            self._blocks[digest].append(self._taken // _BLOCK)
+            self._taken += 1
+
+    def first_block(self, digest: str) -> int:
+        """Block of the first sample."""
+        return self._blocks[digest][0]
+
+    def fit(self, digests: Iterable[str]) -> None:
+        """Estimate each block's speed from the samples of these: alternately the candidates' levels
+        and the blocks' speeds, from where the last fit ended."""
+        several = [digest for digest in digests if len(self._times[digest]) > 1]
+        for _ in range(_PASSES):
+            ratios: defaultdict[int, list[float]] = defaultdict(list)
+            for digest in several:
+                steady = self.steadied(digest)
+                level = statistics.median(steady) or 1.0
+                for time, block in zip(steady, self._blocks[digest], strict=True):
+                    if abs(time / level - 1) < _HICCUP:
+                        ratios[block].append(time / level)
+            # Means: a block is half before a step of the clocks and half after it, and medians that
+            # take sides come to rest far from what fits.
+            for block, each in ratios.items():
+                self._speed[block] = self._speed.get(block, 1.0) * statistics.fmean(each)
+            # Only how they differ is known; what is not known is in the middle.
+            mean = statistics.fmean(self._speed.values()) if self._speed else 1.0
+            self._speed = {block: speed / mean for block, speed in self._speed.items()}
+
+    def steadied(self, digest: str) -> list[float]:
+        """Its samples without the drift, as far as it is known."""
+        times, blocks = self._times[digest], self._blocks[digest]
+        return [
+            time / self._speed.get(block, 1.0) for time, block in zip(times, blocks, strict=True)
+        ]
+
 
 CLEARLY_SLOWER = 3.0
 """Times the fastest, after a single sample, when the noise is not known yet."""

@@ -9,9 +9,8 @@ from triton_dist._tuning.store.beside import (
 )
 from triton_dist._tuning.store.file import FileStore
 from triton_dist._tuning.store.journal import FileJournal
-from triton_dist._tuning.store.layered import LayeredStore
+from triton_dist._tuning.store.layered import LayeredStore, MemoryStore
 from triton_dist._tuning.store.log import FileLog, StepLog, events_of
-from triton_dist._tuning.store.memory import MemoryStore
 from triton_dist._tuning.store.packs import PackStore
 from triton_dist._tuning.store.readonly import ReadOnlyStore
 

@@ -7,7 +7,6 @@ from triton_dist._tuning.values.config import (
     Pruned,
     told_apart,
 )
-from triton_dist._tuning.values.entry import Entry
 from triton_dist._tuning.values.fingerprint import (
     DIFFERS,
     Difference,
@@ -23,14 +22,26 @@ from triton_dist._tuning.values.key import (
     qualified_name,
     to_hashable,
 )
-from triton_dist._tuning.values.outcome import Failure, FailureKind, Measurement, Outcome
+from triton_dist._tuning.values.outcome import (
+    Entry,
+    Failure,
+    FailureKind,
+    Measurement,
+    Outcome,
+    Request,
+)
 from triton_dist._tuning.values.pack import PACK_FORMAT, merge, pack, unpack
 from triton_dist._tuning.values.policy import Policy
 from triton_dist._tuning.values.product import Candidates, Point, Product, Unlisted
-from triton_dist._tuning.values.record import SCHEMA, StoredRecord, Trial, TuningRecord
-from triton_dist._tuning.values.request import Request
+from triton_dist._tuning.values.record import (
+    SCHEMA,
+    StoredRecord,
+    Trial,
+    TuningRecord,
+    Validity,
+    validity,
+)
 from triton_dist._tuning.values.sizes import Sizes, fine_bucket
-from triton_dist._tuning.values.validity import Validity, validity
 from triton_dist._tuning.values.winner import winner
 
 __all__ = [

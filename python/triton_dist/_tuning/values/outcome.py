@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+from triton_dist._tuning.values.config import Config
 
 Reduction = Literal["none", "maximum"]
 
@@ -96,3 +98,83 @@ def read_outcome(tree: Mapping[str, Any]) -> Outcome:
         raise ValueError(f"no measurement's reduction is {tree['reduction']!r}")
     samples = tuple(map(read_number, tree["samples"]))
     return Measurement(samples, int(tree["warmup"]), tree["reduction"])
+
+
+class ByRank(NamedTuple):
+    """Times of one config; a number for each rank, in the order of ranks."""
+
+    ms: tuple[float, ...]
+    """Median of the rank's own samples."""
+    slowest: tuple[int, ...]
+    """Number of samples in which the rank was the slowest; of equals the lowest rank."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[float]]) -> ByRank:
+        """``samples`` in the order in which they were taken, by rank."""
+        laps = list(zip(*samples, strict=True))
+        slowest = [lap.index(max(lap)) for lap in laps]
+        medians = (round(statistics.median(own), 6) for own in samples)
+        return cls(tuple(medians), tuple(map(slowest.count, range(len(samples)))))
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> ByRank:
+        return cls(tuple(map(float, tree["ms"])), tuple(map(int, tree["slowest"])))
+
+    def to_tree(self) -> dict[str, Any]:
+        return {"ms": list(self.ms), "slowest": list(self.slowest)}
+
+    def __str__(self) -> str:
+        """The slowest rank and the span of the medians, in words."""
+        worst = max(range(len(self.slowest)), key=self.slowest.__getitem__)
+        low, high = (pick(range(len(self.ms)), key=self.ms.__getitem__) for pick in (min, max))
+        return (
+            f"rank {worst} was the slowest in {self.slowest[worst]} of {sum(self.slowest)} "
+            f"samples; medians from {self.ms[low]:.4f} ms (rank {low}) to {self.ms[high]:.4f} ms "
+            f"(rank {high})"
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """Measure ``config`` with so many timed samples, now.
+
+    A config may be asked for again: its samples are put together, and all but measuring (prepare,
+    first run, check) is done at the first request alone.
+    """
+
+    config: Config
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"a request for {self.samples} samples measures nothing")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Outcome of the n-th request of a tuning."""
+
+    n: int
+    """From 0."""
+    config: str
+    """Its digest."""
+    samples: int
+    """Number of samples that were asked for."""
+    outcome: Outcome
+    seconds: float
+    """Since the tuning began, without the time between an interruption and the next start."""
+
+    def to_tree(self) -> dict[str, Any]:
+        asked = {"n": self.n, "config": self.config, "asked": self.samples}
+        return {**asked, "seconds": round(self.seconds, 3), **outcome_tree(self.outcome)}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Entry:
+        """Reads what :meth:`to_tree` wrote. Raises one of :data:`outcome.UNREADABLE`."""
+        return cls(
+            int(tree["n"]),
+            str(tree["config"]),
+            int(tree["asked"]),
+            read_outcome(tree),
+            read_number(tree["seconds"]),
+        )

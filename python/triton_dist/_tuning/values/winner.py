@@ -1,11 +1,76 @@
-"""The winner of several outcomes: one rule, for the record and for every search."""
+"""The winner of several outcomes: one rule, for the record and for every search.
+
+Clocks and temperature drift while candidates are measured, by more than candidates differ. A search
+that measures them in turn takes the n-th sample of each at about the same time, in the n-th *lap*.
+What the samples of a lap have in common is caused by the device; it is estimated and removed. Where
+samples were not taken in turn, laps have nothing in common, and nothing is removed.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from triton_dist._tuning.values.laps import levels
 from triton_dist._tuning.values.outcome import Measurement, Outcome
+
+_PASSES = 4
+_DEVIATIONS = 1.4826  # median absolute deviations in a standard deviation
+
+
+class Levels(NamedTuple):
+    """Several candidates, each without what its laps have in common."""
+
+    level: list[float]
+    """Milliseconds of each in a typical lap."""
+    noise: float
+    """Standard deviation of a sample, milliseconds; that of most samples, whatever their tails."""
+
+    def doubt(self, first: int, second: int) -> float:
+        """Standard error of the difference of two levels, from so many samples each."""
+        return self.noise * math.sqrt(1 / first + 1 / second)
+
+
+def typical(samples: Sequence[float]) -> float:
+    """Mean of the middle half.
+
+    Three and more samples bear one that is late by any time, as a median does; of a device that is
+    in either of two states, where a median jumps from one to the other, it is about the mean.
+    """
+    ordered, cut = sorted(samples), round(len(samples) / 4)
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def levels(samples: Sequence[Sequence[float]]) -> Levels:
+    """Level of each candidate from its ``samples``, the n-th of which was taken in lap n.
+
+    Levels and laps are, in turn, what the other leaves of the samples.
+
+    Args:
+        samples: milliseconds, of candidates that are about as fast; at least one of each.
+    """
+    common = [0.0] * max(map(len, samples))
+    for _ in range(_PASSES):
+        level = [
+            typical([time - lap for time, lap in zip(own, common, strict=False)]) for own in samples
+        ]
+        if len(samples) == 1:
+            break
+        pairs = list(zip(samples, level, strict=True))
+        common = [
+            statistics.median(own[lap] - mine for own, mine in pairs if lap < len(own))
+            for lap in range(len(common))
+        ]
+    left = [
+        abs(time - lap - mine)
+        for own, mine in zip(samples, level, strict=True)
+        for time, lap in zip(own, common, strict=False)
+    ]
+    # Laps took their share of the differences; of two candidates, half.
+    taken = len(samples) / max(len(samples) - 1, 1)
+    return Levels(level, _DEVIATIONS * statistics.median(left) * math.sqrt(taken))
+
 
 _CLOCKS = 0.1
 """Relative difference of medians that drifting clocks alone may make."""
@@ -19,7 +84,7 @@ def winner(outcomes: Sequence[Outcome], indifference: float) -> int | None:
     """Index of the outcome that wins; ``None`` if all are failures.
 
     The fastest by what its samples are without the drift that all have in common
-    (:func:`~triton_dist._tuning.values.laps.levels`); of those that noise does not tell from it,
+    (:func:`~triton_dist._tuning.values.winner.levels`); of those that noise does not tell from it,
     the earliest. This zone is as wide as the noise, half a standard error of the difference, and
     never wider than ``indifference``: a difference that was measured is not given away, and one
     that was not decides nothing.
