@@ -229,7 +229,7 @@ class Pack:
         return data
 
     def _refuse(self, reason: str, member: str = "") -> NoReturn:
-        raise PackRefused(str(self.path), member, reason) from None
+        raise PackRefused(str(self.path), member, reason)
 
 
 def sha256(data: bytes) -> str:

@@ -43,8 +43,8 @@ class Knob(Generic[T]):
             return self.default
         try:
             return self.parse(raw)
-        except ValueError:
-            raise InvalidKnob(self.variable, raw, self.expected) from None
+        except ValueError as error:
+            raise InvalidKnob(self.variable, raw, self.expected) from error
 
 
 class Folder(Knob[Path]):

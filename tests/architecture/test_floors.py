@@ -66,6 +66,17 @@ def test_only_knobs_reads_the_environment() -> None:
     assert not found, "read it through triton_dist.knobs:\n" + "\n".join(found)
 
 
+def test_no_exception_hides_another() -> None:
+    """``raise … from None`` would hide an exception of the user's that is being handled."""
+    found = [
+        f"{name(path)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and isinstance(node.cause, ast.Constant)
+    ]
+    assert not found, "raise from the exception, or after the except block:\n" + "\n".join(found)
+
+
 def test_what_triton_does_not_promise_is_asked_in_two_files_of_the_runner() -> None:
     """With every Triton that is supported ``make versions`` runs these two."""
     private = re.compile(r"triton\.(compiler\.compiler|runtime\.(jit|interpreter)|(.*\.)?_(?!_))")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from tests.tuning.fakes import Rank, fingerprint, in_threads, thread_ranks, together
@@ -12,6 +14,7 @@ from triton_dist.errors import (
     CaptureInProgress,
     NoValidConfig,
     RankDisagreement,
+    RankTimeout,
     TritonDistError,
     TuningAborted,
     TuningTimeout,
@@ -393,6 +396,24 @@ def test_a_rank_that_does_not_come_is_named():
     alone = Rank(ranks[0], SPACE, cost_is_n)
     with pytest.raises(TuningTimeout, match=r"ops.run, first call of a key: rank\(s\) 1"):
         alone.tuned(1)
+
+
+def test_a_timeout_of_a_clean_up_keeps_the_exception_before_it():
+    ranks = thread_ranks(2, seconds=0.1)
+    tuned = Rank(ranks[0], SPACE, cost_is_n).tuned
+
+    def fail(clean_up):
+        try:
+            raise ValueError("the real error")
+        finally:
+            clean_up()
+
+    for clean_up in (lambda: tuned(1), lambda: ranks[0].barrier("end", 0.1)):
+        with pytest.raises(RankTimeout) as raised:
+            fail(clean_up)
+        shown = "".join(traceback.format_exception(raised.value))
+        assert "ValueError: the real error" in shown
+        assert shown.count("Error") == shown.count("real error") == 2  # the line and its message
 
 
 def test_invalid_arguments_while_the_others_are_content_are_the_ranks_own_error():

@@ -163,6 +163,15 @@ def test_an_exception_of_key_fn_surfaces_as_it_is():
     assert raised.value.__context__ is None
 
 
+def test_an_exception_of_an_iterator_of_configs_surfaces_as_it_is():
+    def configs():
+        yield {"n": 1}
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        autotune(configs(), key_fn=lambda x: x)
+
+
 def test_a_lazy_space_is_evaluated_at_the_first_call():
     evaluated = []
     tuned = make(lambda: evaluated.append(1) or [{"n": 1}])

@@ -196,10 +196,11 @@ def autotune(
         raise InvalidArgument("autotune", "search", search, wanted)
     if not callable(config_space) and not isinstance(config_space, Product):
         try:
-            config_space = list(config_space)  # an iterator would be empty at the second look
-        except TypeError:
+            configs = iter(config_space)
+        except TypeError as error:
             expected = "dicts of keyword arguments, or a function that returns them"
-            raise InvalidArgument("autotune", "config_space", config_space, expected) from None
+            raise InvalidArgument("autotune", "config_space", config_space, expected) from error
+        config_space = list(configs)  # an iterator would be empty at the second look
     own = search if callable(search) else None
     named_search = search if isinstance(search, str) else f"own {qualified_name(search)}"
     policy = functools.partial(

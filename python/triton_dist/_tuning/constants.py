@@ -35,9 +35,9 @@ def constant(value: T) -> T:
     try:
         if not _holds_code(value):  # code counts by its source
             text_of(value)
-    except TypeError:
+    except TypeError as error:
         expected = "numbers, texts, dtypes, and tuples, lists, sets, dicts of these"
-        raise InvalidArgument("constant", "value", value, expected) from None
+        raise InvalidArgument("constant", "value", value, expected) from error
     return value
 
 

@@ -46,7 +46,7 @@ def attach(rank: int, job: str | None, seconds: float) -> int:
                 raise TimeoutError(
                     f"rank {rank} did not stop within {seconds:g} s: it has come to no "
                     "dl.breakpoint and stands in no dl.wait of an interpreted kernel"
-                ) from None
+                ) from failure
             debugger.request_of(folder, rank).unlink(missing_ok=True)
             _talk(connection, sys.stdin.buffer, sys.stdout.buffer)
             return 0

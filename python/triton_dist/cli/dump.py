@@ -81,8 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _levels(raw: str) -> tuple[str, ...]:
     try:
         return knobs.dump_levels.parse(raw)
-    except ValueError:
-        raise InvalidArgument("dump", "--levels", raw, knobs.dump_levels.expected) from None
+    except ValueError as error:
+        raise InvalidArgument("dump", "--levels", raw, knobs.dump_levels.expected) from error
 
 
 def _row(side: Path, with_sass: bool) -> tuple[object, ...]:

@@ -78,9 +78,9 @@ def _run(arguments: argparse.Namespace) -> int:
     calls = arguments.calls or ":".join(map(str, knobs.profile_calls.default))
     try:
         knobs.profile_calls.parse(calls)
-    except ValueError:
+    except ValueError as error:
         expected = f"{knobs.profile_calls.expected}, FIRST below LAST"
-        raise InvalidArgument("profile", "--calls", calls, expected) from None
+        raise InvalidArgument("profile", "--calls", calls, expected) from error
     known = knobs.environment()
     package = str(Path(triton_dist.__file__).parents[1])
     paths = [str(Path(str(site.__file__)).parent), known.get("PYTHONPATH", ""), package]
@@ -115,9 +115,9 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
     try:
         content = trace.read(file)
         ranks = content[trace.SCOPE]["ranks"]
-    except (ValueError, KeyError, TypeError, EOFError):
+    except (ValueError, KeyError, TypeError, EOFError) as error:
         expected = "a timeline that triton-dist profile or group_profile(tool='torch') has merged"
-        raise InvalidArgument("profile show", "FILE", str(file), expected) from None
+        raise InvalidArgument("profile show", "FILE", str(file), expected) from error
     found = summaries(trace.calls_of(content))
     if png is not None:
         _draw(found, ranks, png)
@@ -132,8 +132,8 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
 def _draw(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]], png: Path) -> None:
     try:
         from triton_dist.cli import roofline
-    except ImportError:
-        raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from None
+    except ImportError as error:
+        raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from error
     _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
 
 

@@ -62,5 +62,5 @@ def _check_matplotlib() -> None:
     """Raise before anything is written."""
     try:
         import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtra("triton-dist report", "matplotlib", "report") from None
+    except ImportError as error:
+        raise MissingExtra("triton-dist report", "matplotlib", "report") from error

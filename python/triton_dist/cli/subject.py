@@ -31,12 +31,12 @@ def load(module_name: str, function: str) -> AutoTuner:
     for part in function.split("."):
         try:
             value = getattr(value, part)
-        except AttributeError:
+        except AttributeError as error:
             raise NoSuchFunction(
                 f"{module_name}:{function}",
                 f"{getattr(value, '__name__', value)!r} has no {part!r}",
                 "Name it as in the module: function, or Class.method",
-            ) from None
+            ) from error
     if not isinstance(value, AutoTuner):
         raise NoSuchFunction(
             f"{module_name}:{function}",

@@ -70,7 +70,7 @@ def _with_site(original: Any) -> Callable[..., None]:
         try:
             original(self, condition, message)
         except AssertionError as failed:
-            raise KernelAssertion(f"{site()}: {failed}") from None
+            raise KernelAssertion(f"{site()}: {failed}") from failed
 
     return create_assert
 

@@ -52,8 +52,8 @@ def init_model_cpu(
 def _loaded(folder: str, dtype: torch.dtype) -> Any:
     try:
         from transformers import AutoModelForCausalLM
-    except ModuleNotFoundError:
-        raise MissingExtra(f"init_model_cpu({folder!r})", "transformers", "models") from None
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"init_model_cpu({folder!r})", "transformers", "models") from error
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
 
 

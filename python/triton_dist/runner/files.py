@@ -84,7 +84,7 @@ def content(path: Path) -> bytes:
         beside = path.parent
         found = sorted(each.name for each in beside.iterdir()) if beside.is_dir() else []
         there = f"in {beside} there are {', '.join(found[:8])}" if found else f"{beside} is empty"
-        raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from None
+        raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from error
 
 
 def _read(side: Path, function: str) -> About:
@@ -99,7 +99,7 @@ def _read(side: Path, function: str) -> About:
         if isinstance(error, InvalidArtefact):
             raise
         why = f"it cannot be read: {type(error).__name__}: {error}"
-        raise InvalidArtefact(str(side), why) from None
+        raise InvalidArtefact(str(side), why) from error
     if about.function != function:
         raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
     return about

@@ -60,7 +60,7 @@ def about_of(src: Any, metadata: Mapping[str, Any], ttgir: str) -> About:
             constants[place] = tree_of(value)
         except TypeError as error:
             expected = f"a value with an exact text ({error})"
-            raise InvalidArgument(function, named[place], value, expected) from None
+            raise InvalidArgument(function, named[place], value, expected) from error
     attributes = {place: dict(each) for place, each in src.attrs.items() if each}
     options = options_of(metadata)
     # Of a kernel with specialised warps the metadata has all warps, those of its helpers too.
@@ -101,7 +101,7 @@ def about(metadata: Any, function: str, where: str) -> About | None:
         return About(function, int(arch), made_for, options_of(tree), launch_of(tree), version)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         why = f"its metadata cannot be read: {type(error).__name__}: {error}"
-        raise InvalidArtefact(where, why) from None
+        raise InvalidArtefact(where, why) from error
 
 
 def _of_triton_runner(signature: str) -> Specialisation:

@@ -133,8 +133,8 @@ def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> Non
             [sys.executable, "-c", _PROGRAM], input=json.dumps(request), env=environment,
             capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise CompileTimeout(f"{kernel} by {folder}", seconds) from None
+    except subprocess.TimeoutExpired as error:
+        raise CompileTimeout(f"{kernel} by {folder}", seconds) from error
     if done.returncode:
         said = "; ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
         raise InvalidArtefact(f"{kernel} by the Triton in {folder}", said)

@@ -170,25 +170,25 @@ class Conversation:
         try:
             with self.clock.phase("agree"):
                 return message()
-        except RankTimeout as late:
-            if late.refusals:
-                ranks = [self.named(rank) for rank in range(self.size)]
-                by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
-                by_rank |= late.refusals
-                what = f"the arguments of {self._function}"
-                self.lost = RankDisagreement(what, by_rank)
-                raise self.lost from None
-            at = replace(at, config=self.accused(at))
-            if not (self.has_met or late.because):
-                at = replace(at, remark=self._hint)
-            error = self._timeout(at, late.missing, late.seconds, late.because)
-            if at.config is not None and late.missing and not late.because:
-                self.quarantine(at.config, Failure("timeout", error.summary, int(late.missing[0])))
-            self.lost = error
-            raise error from None
         except RankDisagreement as error:
             self.lost = error
             raise
+        except RankTimeout as error:
+            late = error
+        # Not in the ``except`` block: only an exception that the caller handles is the context.
+        if late.refusals:
+            ranks = [self.named(rank) for rank in range(self.size)]
+            by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
+            by_rank |= late.refusals
+            what = f"the arguments of {self._function}"
+            raise self.lose(RankDisagreement(what, by_rank))
+        at = replace(at, config=self.accused(at))
+        if not (self.has_met or late.because):
+            at = replace(at, remark=self._hint)
+        timeout = self._timeout(at, late.missing, late.seconds, late.because)
+        if at.config is not None and late.missing and not late.because:
+            self.quarantine(at.config, Failure("timeout", timeout.summary, int(late.missing[0])))
+        raise self.lose(timeout)
 
     def _timeout(
         self,

@@ -364,9 +364,9 @@ class AutoTuner(Decorated):
         key = self.key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
         try:
             hash(key)
-        except TypeError:
+        except TypeError as error:
             expected = "a hashable value"
-            raise InvalidArgument(self._name, "the result of key_fn", key, expected) from None
+            raise InvalidArgument(self._name, "the result of key_fn", key, expected) from error
         return (key, f"with {fixed}", fixed.digest) if fixed else key
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -246,9 +246,9 @@ class Neighbours:
             kind = self.safe_kind(config)
             try:
                 kinds.setdefault(kind, config)
-            except TypeError:
-                expected = "True, False or a name"
-                raise InvalidArgument("autotune", "the result of safe_fn", kind, expected) from None
+            except TypeError as error:
+                expected, what = "True, False or a name", "the result of safe_fn"
+                raise InvalidArgument("autotune", what, kind, expected) from error
         return list(kinds.values())
 
     @property

@@ -36,7 +36,7 @@ def os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -61,8 +61,8 @@ def read_bytes(path: Path, largest: int = 1 << 28) -> bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes, the limit is {largest}", str(path))
         try:
             return file.read()
-        except MemoryError:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
+        except MemoryError as error:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
 
 
 def names_in(folder: Path) -> list[str]:

@@ -107,10 +107,10 @@ def loads(content: str | bytes) -> Tree:
     """
     try:
         return json.loads(content, parse_constant=_finite, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except MemoryError:
-        raise ValueError("it does not fit into the memory") from None
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except MemoryError as error:
+        raise ValueError("it does not fit into the memory") from error
 
 
 def _finite(written: str) -> float:

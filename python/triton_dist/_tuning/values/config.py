@@ -124,7 +124,7 @@ def _own(value: Any) -> Any:
 def _encode(name: str, value: object) -> codec.Tree:
     try:
         return codec.encode(value, binding=False)
-    except TypeError:
+    except TypeError as error:
         if codec.is_triton_config(value):
             _check_parts(name, value)
         shown = repr(value)
@@ -136,7 +136,7 @@ def _encode(name: str, value: object) -> codec.Tree:
                 "a value with a stable text: a number, string, enum, tuple, frozen dataclass, "
                 "triton.Config, function, functools.partial of these, or an object whose repr "
                 "tells it from all others",
-            ) from None
+            ) from error
         return {"object": shown}
 
 

@@ -102,7 +102,7 @@ class Key:
                 value,
                 f"a hashable value of numbers, strings, enums, dtypes, tuples, frozen dataclasses "
                 f"({error}); to_hashable(tensor) makes one from a tensor",
-            ) from None
+            ) from error
 
     def under(self, found: Fingerprint) -> Key:
         """This key where a tuning depends on ``found``: functions of one factory, which bind other
@@ -177,8 +177,8 @@ def to_hashable(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any] | N
         return None
     try:
         return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-    except (AttributeError, TypeError):
-        raise InvalidArgument("to_hashable", "tensor", tensor, "a tensor, or None") from None
+    except (AttributeError, TypeError) as error:
+        raise InvalidArgument("to_hashable", "tensor", tensor, "a tensor, or None") from error
 
 
 def bucket(n: int, half_steps_from: int | None = None) -> int:

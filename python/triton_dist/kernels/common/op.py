@@ -147,12 +147,12 @@ def check_tiles(function: str, config: Any, way: str | None = None) -> None:
     """
     try:
         config.kwargs["BLOCK_SIZE_K"]
-    except (AttributeError, KeyError):
+    except (AttributeError, KeyError) as error:
         expected = "a triton.Config" if way is None else f"a triton.Config for way={way!r}"
         if isinstance(config, triton.Config):
             missing = {f"BLOCK_SIZE_{axis}" for axis in "MNK"} - set(config.kwargs)
             config, expected = str(config), f"one with {', '.join(sorted(missing))}"
-        raise InvalidArgument(function, "gemm_config", config, expected) from None
+        raise InvalidArgument(function, "gemm_config", config, expected) from error
 
 
 class OpCall:

@@ -273,8 +273,10 @@ class StoreRanks:
             seconds = min(knobs.autotune_timeout.get(), waits.limit_seconds() or float("inf"))
         try:
             return self._wait(step, phase, ranks, seconds)
-        except Absent as absent:
-            raise self._timeout(phase, absent) from None
+        except Absent as error:
+            absent = error
+        # Not in the ``except`` block: only an exception that the caller handles is the context.
+        raise self._timeout(phase, absent)
 
     def _wait(
         self, step: int, phase: str, ranks: Sequence[int], seconds: float
@@ -355,7 +357,7 @@ class StoreRanks:
                 missing=missing,
                 seconds=time.monotonic() - begin,
                 because={server: known},
-            ) from None
+            ) from error
 
 
 class ProcessGroupRanks(StoreRanks):

@@ -143,9 +143,9 @@ class Session:
         except WaitTimeout as error:
             self.fail_call(error)
             raise
-        except TimeoutError:
+        except TimeoutError as error:
             at, how = Situation(f"end of call {turn.number}"), "its device has not finished"
-            raise self._messages.lose(self._messages.stuck(at, self._limit, how)) from None
+            raise self._messages.lose(self._messages.stuck(at, self._limit, how)) from error
         except Exception as error:
             self.fail_call(error)
             raise
@@ -218,7 +218,8 @@ class Session:
             record = context.finish(self._reduction)
         except NoValidConfig as error:
             context.close(None)  # what failed is tried again by the next start
-            raise self._messages.lose(error) from None
+            self._messages.lose(error)
+            raise
         context.publish()
         if not parts.ranks.is_leader:
             where = "the leader's store"

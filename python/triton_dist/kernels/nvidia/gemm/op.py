@@ -24,10 +24,10 @@ from triton_dist.runtime.device import current_device
 def _check(A: torch.Tensor, B: torch.Tensor) -> None:
     try:
         _check_matrices(A, B)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError) as error:
         for name, matrix in (("A", A), ("B", B)):
             if not isinstance(matrix, torch.Tensor):
-                raise InvalidArgument("matmul", name, matrix, "a tensor") from None
+                raise InvalidArgument("matmul", name, matrix, "a tensor") from error
         raise
 
 
