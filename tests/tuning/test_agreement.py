@@ -88,13 +88,17 @@ def test_a_later_hit_says_no_word(size):
 
 
 @SIZES
-def test_records_on_all_ranks_cost_one_word(size):
+def test_records_on_all_ranks_cost_two_messages_at_the_first_call(size):
     disk = MemoryStore()
     together(group(size, disk=disk))
     warm = group(size, disk=disk)
     assert together(warm) == [(1, {"n": 1})] * size
-    assert [len(rank.ranks.phases) for rank in warm] == [1] * size
+    phases = ["first call of a key", "first use of a record"]
+    assert [rank.ranks.phases for rank in warm] == [phases] * size
     assert [rank.tuned.tuning_count for rank in warm] == [0] * size
+    ahead = group(size, disk=disk)
+    in_threads([lambda rank=rank: rank.tuned.tune(1) for rank in ahead])
+    assert [rank.ranks.phases for rank in ahead] == [phases[:1]] * size
 
 
 @SIZES

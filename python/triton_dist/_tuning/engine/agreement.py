@@ -1,7 +1,8 @@
 """The beginning: each rank says what it came with, and all see that it is the same.
 
 One message carries everything, so a key that every rank has a record of costs one exchange at its
-first use in a process, and later none. Both tuners begin so.
+first use in a process, and later none. Both tuners begin so. A first call of ``tune.autotune`` with
+a record takes one more, which says whether its winner still works.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Arrival:
     always_tune: bool = False
     frozen: bool = False
     capturing: bool = False
+    runs: bool = False
+    """The function is called with the choice at once."""
 
     @classmethod
     def of(
@@ -92,6 +95,7 @@ class Arrival:
         verdict: Verdict,
         kept: Sequence[str] = (),
         traced: bool = False,
+        runs: bool = False,
     ) -> Arrival:
         return cls(
             tuple(compared),
@@ -102,6 +106,7 @@ class Arrival:
             always_tune=parts.settings.always_tune,
             frozen=parts.settings.frozen,
             capturing=traced or parts.device.is_capturing(),
+            runs=runs,
         )
 
 
@@ -113,6 +118,7 @@ class Meeting:
         leader: what the leader came with.
         capturing: some rank cannot measure now.
         frozen: ranks on which tuning is forbidden; one is enough.
+        runs: every rank calls the function with the choice at once.
         holder: the rank whose record all use; ``None`` if there is none to be used.
         winner: digest of the config that it names.
     """
@@ -135,6 +141,7 @@ class Meeting:
         self.leader = arrivals[place]
         self.capturing = any(arrival.capturing for arrival in arrivals)
         self.frozen = [ranks.named(r) for r, arrival in enumerate(arrivals) if arrival.frozen]
+        self.runs = all(arrival.runs for arrival in arrivals)
         # What a record counts, all ranks must hold alike; that on the holder it is the same as
         # recorded, the holder has seen.
         counted = frozenset(self.fingerprint.bound)

@@ -108,6 +108,10 @@ class Attempts:
                 "reset_fn, and start again; what was measured is kept"
             )
 
+    def recover(self, why: str) -> None:
+        """Bring all ranks back into order after a call in which a recorded winner failed."""
+        self._recover(None, Failure("launch", why), "the recorded winner")
+
     def attempt(self, request: Request, label: str) -> Outcome:
         """Prepare, run once and check, at the first request of a config; then measure.
 
@@ -292,7 +296,7 @@ class Attempts:
         if self._subject.hooks.reset is not None:
             self._subject.hooks.reset(*self._call.args, **self._call.kwargs)
 
-    def _recover(self, config: Config, failure: Failure, label: str) -> None:
+    def _recover(self, config: Config | None, failure: Failure, label: str) -> None:
         """Bring all ranks back into order after a failure that may have launched on some of
         them."""
         at, recover = Situation(f"recover after {label}", config), self._subject.hooks.recover
@@ -313,7 +317,7 @@ class Attempts:
             self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
         }
         if causes:
-            if self._ranks.is_leader:
+            if self._ranks.is_leader and config is not None:
                 self._ranks.quarantine(config, failure)
             raise TuningAborted(self._subject.name, config, causes)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from triton_dist._tuning.engine.first_use import FirstUse
 from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.values import Config, TuningRecord
 
@@ -22,6 +24,8 @@ class Choice:
     """It holds for later calls."""
     span: Span | None = None
     """Configs by exact size, within the range of the key."""
+    first_use: FirstUse | None = None
+    """Of a recorded winner, in the call that found the record."""
 
     def of(self, sizes: tuple[int, ...]) -> Choice:
         """The choice for exact sizes."""
@@ -31,6 +35,65 @@ class Choice:
         if config == self.config:
             return self
         return replace(self, config=config, arguments=config.arguments())
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The config of a key, and how it was come by."""
+
+    config: Config
+    record: TuningRecord | None
+    """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
+    tuned: bool
+    kept: bool = True
+    """It is good for later calls too: nothing better can be had by measuring then."""
+    span: Span | None = None
+    """Configs by exact size."""
+    first_use: FirstUse | None = None
+    advice: str = ""
+    """Reason for tuning again that the user should know."""
+
+    def choice(self) -> Choice:
+        arguments = self.config.arguments()
+        return Choice(self.config, arguments, self.record, self.kept, self.span, self.first_use)
+
+
+class Choices:
+    """The choices of one tuned function, which hold while the world is the same.
+
+    Attributes:
+        by_ranks: choices by ranks and key.
+        hits: arguments by exact key, of calls without a group.
+        group_hits: the same by group, of calls with one.
+        ranges: choices by group and range; none is dropped, unlike exact keys.
+        most_hits: how many exact keys are kept.
+    """
+
+    def __init__(self) -> None:
+        self.by_ranks: dict[Any, Choice] = {}
+        self.hits: dict[Any, dict[str, Any]] = {}
+        self.group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
+        self.ranges: dict[Any, Choice] = {}
+        self.most_hits = 0
+
+    def agreed(self, ranks: Any) -> tuple[Any, ...]:
+        """Return the keys that ``ranks`` agreed on."""
+        return tuple(key for group, key in self.by_ranks if group == ranks)
+
+    def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
+        """Keep the arguments of an exact key, in place of the oldest if there are many."""
+        hits = self.hits if group is None else self.group_hits.setdefault(group, {})
+        while len(hits) >= self.most_hits:
+            with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
+                del hits[next(iter(hits))]
+        hits[key] = arguments
+
+    def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
+        """Drop the choices of groups that were destroyed: a program may make many, one after
+        another."""
+        drop(self.group_hits, is_destroyed)
+        drop(self.ranges, lambda place: is_destroyed(place[0]))
+        drop(self.by_ranks, lambda place: not place[0].is_current())
 
 
 def drop(table: dict[Any, Any], is_gone: Callable[[Any], bool]) -> None:

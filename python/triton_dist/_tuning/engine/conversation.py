@@ -81,14 +81,15 @@ class Conversation:
         """The rank of the world, for messages, errors and records."""
         return self._ranks.named(rank)
 
-    def meet(self, at: Situation, value: T) -> list[T]:
+    def meet(self, at: Situation, value: T, soon: bool = False) -> list[T]:
         """``gather``, as the first message. Inside the trial of another function it waits no longer
         than a step may take: there the others can say, at the end of the step, that they failed.
+        The same where all ranks agreed to come ``soon``.
 
         Raises:
             RankDisagreement: the call of some rank was refused.
         """
-        limit = self._seconds if self._is_nested else None
+        limit = self._seconds if self._is_nested or soon else None
         values = self._say(at, lambda: self._ranks.meet(str(at), value, limit))
         self.has_met = True
         return values

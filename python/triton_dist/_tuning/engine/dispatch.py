@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from triton_dist._tuning.engine.call_site import OnceWarnings
-from triton_dist._tuning.engine.choice import Choice, drop
+from triton_dist._tuning.engine.choice import Choice, Choices
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
-from triton_dist._tuning.engine.tunable import misfit
+from triton_dist._tuning.engine.tunable import key_of, misfit
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
@@ -75,19 +76,9 @@ class AutoTuner(Decorated):
         self._compose, self._forget = compose, forget
         self.sizes, self.safe_kind = sizes, safe_kind
         self._first_call = self._surroundings.untraced(self._call_first)
-        self._chosen: dict[Any, Choice] = {}
-        # Views of it for the hot path: arguments by key, of calls without and with a group. They
-        # hold while ``_world``, whose ranks agreed, is the group of all; none comes before a call.
         self._default_group = self._surroundings.default_group
         self._is_compiled = self._surroundings.is_compiled
-        self._world = self._default_group.WORLD
-        self._hits: dict[Any, dict[str, Any]] = {}
-        self._group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
-        self._ranges: dict[Any, Choice] = {}  # by group and range: no exact key, none is dropped
-        self._most_hits = 0
-        self._noted: set[tuple[int, str]] = set()
-        self._calls = 0
-        """Since all ranks met in one. Ranks that count alike know which call an error is of."""
+        self._enter_world()
         self._names: frozenset[str] = frozenset()  # known once the space is; empty until then
         kind = type(self)
         self._warnings = OnceWarnings([kind.__call__, kind.tune, kind.best_config])
@@ -208,25 +199,26 @@ class AutoTuner(Decorated):
             arguments = self._untuned("while it is traced").arguments()
         else:
             options = (process_group, verbose, allow_overwrite)
-            arguments = self._choose(args, kwargs, *options).arguments
+            choice = self._choose(args, kwargs, *options, runs=True)
+            if choice.first_use is not None:
+                whole = {**choice.arguments, **kwargs}
+                result, unusable = choice.first_use.run(lambda: self.fn(*args, **whole))
+                if not unusable:
+                    return result
+                choice = self._choose(args, kwargs, *options, True, unusable)
+            arguments = choice.arguments
         return self.fn(*args, **{**arguments, **kwargs})
 
     def _enter_world(self) -> None:
         """Forget what other groups have agreed on: that of all ranks has begun, or has ended, and
         with it all others."""
         world = self._default_group.WORLD
-        self._chosen, self._hits, self._group_hits, self._ranges = {}, {}, {}, {}
-        self._noted, self._calls = set(), 0
+        self._choices = Choices()
+        self._hits, self._group_hits = self._choices.hits, self._choices.group_hits
+        self._noted: set[tuple[int, str]] = set()
+        self._calls = 0
+        """Since all ranks met in one. Ranks that count alike know which call an error is of."""
         self._world = world
-
-    def _forget_destroyed(self) -> None:
-        """Let go of groups that were destroyed: a program may make many, one after another. Done at
-        the first key of a group, so that hits, and first calls of other keys, cost nothing for it.
-        """
-        is_destroyed = self._surroundings.is_destroyed
-        drop(self._group_hits, is_destroyed)
-        drop(self._ranges, lambda place: is_destroyed(place[0]))
-        drop(self._chosen, lambda place: not place[0].is_current())
 
     def _served(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], process_group: Any
@@ -237,23 +229,14 @@ class AutoTuner(Decorated):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
-            choice = self._ranges.get((process_group, self.sizes.range_of(key)))
+            choice = self._choices.ranges.get((process_group, self.sizes.range_of(key)))
             if choice is None:
                 return None
         except Exception:  # _choose calls key_fn again and reports the exception to all ranks
             return None
         arguments = choice.of(self.sizes.values(key)).arguments
-        self._keep(process_group, key, arguments)
+        self._choices.keep(process_group, key, arguments)
         return arguments
-
-    def _keep(self, process_group: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Have the arguments of an exact key at hand, in place of the oldest if there are many."""
-        groups = self._group_hits
-        hits = self._hits if process_group is None else groups.setdefault(process_group, {})
-        while len(hits) >= self._most_hits:
-            with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
-                del hits[next(iter(hits))]
-        hits[key] = arguments
 
     @held_warnings()
     def _choose(
@@ -263,9 +246,17 @@ class AutoTuner(Decorated):
         process_group: Any,
         verbose: bool,
         allow_overwrite: bool,
+        runs: bool = False,
+        unusable: str = "",
     ) -> Choice:
-        """The choice for these arguments, made now if there is none. One thread at a time; the
-        others find it made."""
+        """Return the choice for these arguments, made now if there is none. One thread at a time;
+        the others find it made.
+
+        Args:
+            runs: the function is called with the choice at once.
+            unusable: why the recorded winner failed in this call, so that all ranks tune.
+        """
+        choices = self._choices
         with self._told(process_group):
             ranks = self._surroundings.ranks(process_group)
             fixed = self._fixed(kwargs, allow_overwrite)
@@ -273,34 +264,39 @@ class AutoTuner(Decorated):
             if fixed and not space.names:  # nothing is left to be chosen
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
                 return Choice(space.default, {}, None)
-            self._check_arguments(args, kwargs)
-            exact = self._key(args, kwargs, fixed)
+            wrong = misfit(self.fn, self.config_space.names, args, {**self._default(), **kwargs})
+            if wrong:
+                raise TypeError(f"{self._name}(): {wrong}{self._without_object(args)}")
+            exact = key_of(self._name, self.key_fn, args, kwargs, fixed)
             key = exact if self.sizes is None else self.sizes.range_of(exact)
             sizes = () if self.sizes is None else self.sizes.values(exact)
-            known = self._chosen.get((ranks, key))
+            known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is not None:
                 found = known.of(sizes)
                 if not fixed:  # it was at hand once, and gave way to others
-                    self._keep(process_group, exact, found.arguments)
+                    choices.keep(process_group, exact, found.arguments)
                 return found
             parts = self._compose(process_group, verbose)
+            if unusable:
+                parts = replace(parts, settings=replace(parts.settings, always_tune=True))
             subject = self._subject(space, fixed)
         with watchdog.paused(), parts.gate():
-            known = self._chosen.get((ranks, key))
+            known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
-                agreed = tuple(key for group, key in self._chosen if group == ranks)
-                if not agreed:
-                    self._forget_destroyed()
-                call = Call(args, kwargs, key, self._calls, traced, sizes, agreed)
+                agreed = choices.agreed(ranks)
+                if not agreed:  # the first key of a group, so that others cost nothing for it
+                    choices.drop_destroyed(self._surroundings.is_destroyed)
+                about = (traced, sizes, runs, unusable, agreed)
+                call = Call(args, kwargs, key, self._calls, *about)
                 known = self._resolve(subject, parts, call)
                 self._calls = 0
             if known.record is not None and known.kept:
-                self._chosen[ranks, key] = known
+                kept = choices.by_ranks[ranks, key] = replace(known, first_use=None)
                 if not fixed:
-                    self._most_hits = self._surroundings.most_hits()
-                    self._ranges[process_group, key] = known
-                    self._keep(process_group, exact, known.of(sizes).arguments)
+                    choices.most_hits = self._surroundings.most_hits()
+                    choices.ranges[process_group, key] = kept
+                    choices.keep(process_group, exact, known.of(sizes).arguments)
             return known.of(sizes)
 
     def _subject(self, space: ConfigSpace, fixed: Config) -> Subject:
@@ -314,14 +310,13 @@ class AutoTuner(Decorated):
 
     def _resolve(self, subject: Subject, parts: Parts, call: Call) -> Choice:
         resolution = resolve(subject, parts, call)
-        config, record = resolution.config, resolution.record
         self.tuning_count += resolution.tuned
-        if record is None and parts.ranks.is_leader:
+        if resolution.record is None and parts.ranks.is_leader:
             when = "while it is traced" if call.traced else "during CUDA-graph capture"
             self._untuned(when, call.key)
         if resolution.advice:
             self._warnings.warn(resolution.advice, resolution.advice)
-        return Choice(config, config.arguments(), record, resolution.kept, resolution.span)
+        return resolution.choice()
 
     def _count_call(self) -> None:
         """Count a call that is no hit. Ranks that count alike know which call an error is of."""
@@ -357,23 +352,6 @@ class AutoTuner(Decorated):
             self._noted.add((id(process_group), why))
             with suppress(TritonDistError):
                 self._surroundings.ranks(process_group).note(self._name, why)
-
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Config) -> Any:
-        """The result of ``key_fn``. It need not know the tunable names; values given for them are
-        added."""
-        key = self.key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
-        try:
-            hash(key)
-        except TypeError as error:
-            expected = "a hashable value"
-            raise InvalidArgument(self._name, "the result of key_fn", key, expected) from error
-        return (key, f"with {fixed}", fixed.digest) if fixed else key
-
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``TypeError``, as the call would, before any message to other ranks."""
-        wrong = misfit(self.fn, self.config_space.names, args, {**self._default(), **kwargs})
-        if wrong:
-            raise TypeError(f"{self._name}(): {wrong}{self._without_object(args)}")
 
     def _default(self) -> Config:
         if not self.config_space:

@@ -172,5 +172,9 @@ class Call:
     """It computes nothing, so nothing can be measured with it."""
     sizes: tuple[int, ...] = ()
     """Exact ones, whose ranges are in the key."""
+    runs: bool = False
+    """The function is called with the choice at once."""
+    unusable: str = ""
+    """Why the winner of the record failed in this call, so that no record is used."""
     agreed: tuple[object, ...] = ()
     """Keys that the same ranks agreed on before: calls with one of them send no message."""

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from triton_dist._tuning.values import fine_bucket
+from triton_dist._tuning.values import Config, fine_bucket
 from triton_dist.errors import InvalidArgument
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -86,6 +86,28 @@ def misfit(
     except TypeError as error:
         return str(error)
     return ""
+
+
+def key_of(
+    function: str,
+    key_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fixed: Config,
+) -> Any:
+    """Return the result of ``key_fn``. It need not know the tunable names: the values that the
+    caller gives for them, ``fixed``, are added.
+
+    Raises:
+        InvalidArgument: the result is not hashable.
+    """
+    key = key_fn(*args, **{name: kwargs[name] for name in kwargs if name not in fixed})
+    try:
+        hash(key)
+    except TypeError as error:
+        expected = "a hashable value"
+        raise InvalidArgument(function, "the result of key_fn", key, expected) from error
+    return (key, f"with {fixed}", fixed.digest) if fixed else key
 
 
 def one_of(argument: str, value: str, choices: Sequence[str]) -> None:

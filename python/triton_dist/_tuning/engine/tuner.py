@@ -9,22 +9,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, own_record
 from triton_dist._tuning.engine.attempt import Attempts
+from triton_dist._tuning.engine.choice import Resolution
 from triton_dist._tuning.engine.clock import timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.engine.field import Field, field_of
+from triton_dist._tuning.engine.first_use import FirstUse
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress, journal_head
 from triton_dist._tuning.engine.pruning import Pruning
 from triton_dist._tuning.engine.report import Report
 from triton_dist._tuning.engine.restless import Restless
 from triton_dist._tuning.engine.restore import Restorer
-from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.engine.transfer import Transfer
 from triton_dist._tuning.engine.varied import sampled_calls
 from triton_dist._tuning.engine.watchdog import watchdog
@@ -51,22 +52,6 @@ from triton_dist.errors import (
 
 _Wanted: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
 """A request, with its config and those to be compiled ahead by place; ``None``: it is over."""
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """The config of a key, and how it was come by."""
-
-    config: Config
-    record: TuningRecord | None
-    """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
-    tuned: bool
-    kept: bool = True
-    """It is good for later calls too: nothing better can be had by measuring then."""
-    span: Span | None = None
-    """Configs by exact size."""
-    advice: str = ""
-    """Reason for tuning again that the user should know."""
 
 
 def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
@@ -145,7 +130,8 @@ class _FirstCall:
             where = own.where if record is own.record else f"the cache of rank {holder}"
             self._restless.is_used(record)
             report.cached(record, where, own.tolerated)
-            return self._resolution(key, meeting.fingerprint, record, tuned=False)
+            found = self._resolution(key, meeting.fingerprint, record, tuned=False)
+            return replace(found, first_use=self._first_use(found.config, where, meeting))
 
         if meeting.frozen or meeting.capturing:
             predicted, failure = self._transfer.predicted(key, meeting.fingerprint)
@@ -159,16 +145,18 @@ class _FirstCall:
 
         if meeting.frozen:
             raise self._cannot(key, meeting, own.where)
-
         if meeting.capturing:
             return Resolution(subject.space.default, None, tuned=False)
 
         record, where = self._tune(key, meeting.fingerprint, own, report)
         report.tuned(record, where)
         self._restless.is_used(record)
-        advice = self._restless.advice if self._ranks.is_leader else ""
         found = self._resolution(key, meeting.fingerprint, record, tuned=True)
-        return replace(found, advice=advice)
+        advice = self._restless.advice
+        if self._call.unusable:
+            now = f"It was tuned again, and uses {found.config}"
+            advice = f"{subject.name}, key {key}: {self._call.unusable}. {now}"
+        return replace(found, advice=advice if self._ranks.is_leader else "")
 
     def _cannot(self, key: Key, meeting: Meeting, why: str) -> Exception:
         """The error where nothing may be measured."""
@@ -182,6 +170,15 @@ class _FirstCall:
     ) -> Resolution:
         config = self._winner(record)
         return Resolution(config, record, tuned, span=self._transfer.span(key, fingerprint, record))
+
+    def _first_use(self, config: Config, where: str, meeting: Meeting) -> FirstUse:
+        remedy = (
+            f"To tune again: triton-dist clear {self._subject.origin.function}, or set "
+            "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
+        )
+        votes = meeting.runs and not (meeting.frozen or meeting.capturing)
+        source = f"config {config} of the tuning record {where}"
+        return FirstUse(self._ranks, source, remedy, votes, bool(self._subject.hooks.restore))
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
@@ -232,8 +229,9 @@ class _FirstCall:
             (f"the arguments of {name}", details),
             (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
         ]
-        arrival = Arrival.of(self._parts, compared, fingerprint, own.verdict, traced=call.traced)
-        arrivals = self._ranks.meet(Situation("first call of a key"), arrival)
+        about = (self._parts, compared, fingerprint, own.verdict)
+        arrival = Arrival.of(*about, traced=call.traced, runs=call.runs)
+        arrivals = self._ranks.meet(Situation("first call of a key"), arrival, bool(call.unusable))
         return Meeting(self._ranks, name, arrivals)
 
     def _shared_record(self, meeting: Meeting, own: TuningRecord | None) -> TuningRecord:
@@ -256,7 +254,8 @@ class _FirstCall:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks, subject = self._parts, self._ranks, self._subject
         about = (subject, parts, self._call, ranks, self._pruning, key)
-        reason = "told to tune always" if parts.settings.always_tune else own.where
+        told = "told to tune always" if parts.settings.always_tune else ""
+        reason = self._call.unusable or told or own.where
         field = field_of(*about, functools.partial(self._transfer.few, key, fingerprint))
         try:
             return self._race(key, fingerprint, own, field, reason, report)
@@ -331,6 +330,8 @@ class _FirstCall:
             is_only = policy.most_tried(len(field.candidates)) == 1
             about = (self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled)
             attempts = Attempts(*about, is_only)
+            if self._call.unusable:
+                attempts.recover(self._call.unusable)
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
                 label = field.label(request.config, policy)
