@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -224,11 +226,25 @@ def _code_of(value: object) -> types.CodeType | None:
     return code if isinstance(code, types.CodeType) else None
 
 
+_parsing = threading.Lock()
+"""Python 3.11 raises ``SystemError`` if threads parse at the same time."""
+
+
+def _forget_lock() -> None:
+    """In the child of a fork, where the thread that holds the lock is missing."""
+    global _parsing
+    _parsing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
 @functools.lru_cache(maxsize=256)
 def _listing(text: str) -> Listing | None:
     try:
-        tree = ast.parse(text)
-        module = compile(tree, "listing", "exec", dont_inherit=True)
+        with _parsing:
+            tree = ast.parse(text)
+            module = compile(tree, "listing", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return None
     listing = Listing()
