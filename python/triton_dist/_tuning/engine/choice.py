@@ -25,7 +25,7 @@ class Choice:
     span: Span | None = None
     """Configs by exact size, within the range of the key."""
     first_use: FirstUse | None = None
-    """Of a recorded winner, in the call that found the record."""
+    """Set in the call that found a record."""
 
     def of(self, sizes: tuple[int, ...]) -> Choice:
         """The choice for exact sizes."""

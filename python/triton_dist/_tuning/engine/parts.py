@@ -175,6 +175,6 @@ class Call:
     runs: bool = False
     """The function is called with the choice at once."""
     unusable: str = ""
-    """Why the winner of the record failed in this call, so that no record is used."""
+    """Failure of the recorded winner in this call, so that no record is used; else empty."""
     agreed: tuple[object, ...] = ()
     """Keys that the same ranks agreed on before: calls with one of them send no message."""
