@@ -7,6 +7,7 @@ derive from :class:`TritonDistError`; where Python has a fitting built-in (``Val
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -358,18 +359,42 @@ class RankFailure:
 class RanksFailed(TritonDistError, RuntimeError):
     """Some spawned ranks did not return.
 
-    ``by_rank`` has the :class:`RankFailure` of each, in the order in which they failed: the first
-    is most often the cause of the others.
+    ``by_rank`` has the :class:`RankFailure` of each, in the order in which they failed. The message
+    begins with the failure that most likely caused the others, and shows equal failures once.
     """
 
     def __init__(self, function: str, world_size: int, by_rank: Mapping[int, RankFailure]) -> None:
         self.by_rank = dict(by_rank)
-        details = "\n".join(
-            f"--- rank {rank}: {failure.exception}: {failure.message}\n{failure.traceback}".rstrip()
-            for rank, failure in self.by_rank.items()
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank, failure in sorted(
+            self.by_rank.items(), key=lambda item: _is_consequence(item[1])
+        ):
+            texts = (failure.exception, failure.message, failure.traceback)
+            alike.setdefault(
+                tuple(re.sub(rf"\brank {rank}\b", "this rank", text) for text in texts), []
+            ).append(rank)
+        details = []
+        for ranks in alike.values():
+            failure = self.by_rank[ranks[0]]
+            named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            heading = f"{named}: {failure.exception}: {failure.message}"
+            details.append((heading, f"--- {heading}\n{failure.traceback}".rstrip()))
+        first = details[0][0].partition("\n")[0] if details else ""
+        super().__init__(
+            "\n".join(
+                [
+                    f"{function}: {len(self.by_rank)} of {world_size} ranks failed. {first}",
+                    *(text for _, text in details),
+                ]
+            )
         )
-        ranks = ", ".join(map(str, self.by_rank))
-        super().__init__(f"{function}: rank(s) {ranks} of {world_size} failed:\n{details}")
+
+
+def _is_consequence(failure: RankFailure) -> bool:
+    """True if the rank most likely failed because another rank did."""
+    return failure.exception in (
+        "RankTimeout", "TuningTimeout", "WaitTimeout", "RankDisagreement", "TimedOut"
+    )  # fmt: skip
 
 
 class TritonDistWarning(UserWarning):

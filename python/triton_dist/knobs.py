@@ -337,6 +337,14 @@ debug_tool: Knob[str | None] = Knob(
     "a tool of compute-sanitizer",
     "The tool that this process runs under; set by triton-dist debug.",
 )
+traceback: Knob[str] = Knob(
+    "TRITON_DIST_TRACEBACK",
+    "folded",
+    _one_of("folded", "full"),
+    "folded or full",
+    "full: reports about failed ranks show all frames of their tracebacks, those inside "
+    "triton_dist and Triton too.",
+)
 
 # What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.
 rank = integer("RANK", 0, "Rank of this process in the world.")

@@ -113,7 +113,7 @@ def outcome_of(report: str) -> tuple[str, tuple[str, ...]]:
 def _reason(test: ElementTree.Element, failure: ElementTree.Element) -> str:
     """Of ranks that failed, the first that did for a reason of its own."""
     lines = (failure.get("message") or "").splitlines() or [""]
-    of_ranks = [line for line in lines if line.startswith("--- rank ")]
+    of_ranks = [line for line in lines if line.startswith("--- rank")]
     of_checks = [line for line in of_ranks if ", program (" in line]
     return f"{test.get('name')}: {[*of_checks, *of_ranks, lines[0]][0]}"
 

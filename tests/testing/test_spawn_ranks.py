@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_dist.errors import InvalidArgument
-from triton_dist.testing import RankFailure, RanksFailed, spawn_ranks
+from triton_dist._traceback import format_exception
+from triton_dist.errors import InvalidArgument, NoValidConfig
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing import RankFailure, RanksFailed, assert_allclose, spawn_ranks
+from triton_dist.tune import autotune
 
 
 def shared_memory_files() -> set[str]:
@@ -74,7 +79,10 @@ def unwritten_is_nan() -> bool:
 def fail_on_rank_1(how: str) -> str:
     if dist.get_rank() == 1:
         if how == "raise":
-            raise ValueError("a message of rank 1")
+            try:
+                raise ValueError("a message of rank 1")
+            finally:
+                group_for().barrier("clean-up", 0.1)
         if how == "exit":
             os._exit(3)
         if how == "kill":
@@ -176,8 +184,49 @@ def test_unwritten_buffers_of_a_rank_are_nan() -> None:
 def test_a_rank_that_raises() -> None:
     by_rank = failures(fail_on_rank_1, "raise")
     assert list(by_rank) == [1]
-    assert (by_rank[1].exception, by_rank[1].message) == ("ValueError", "a message of rank 1")
+    assert by_rank[1].exception == "ValueError"
+    assert by_rank[1].message.startswith("a message of rank 1; then RankTimeout: rank 1: clean-up")
     assert 'raise ValueError("a message of rank 1")' in by_rank[1].traceback
+    assert "_wait" not in by_rank[1].traceback, "frames of the package are folded"
+    assert by_rank[1].traceback.count("of triton_dist or Triton: TRITON_DIST_TRACEBACK=full]") == 2
+
+
+def test_frames_of_the_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: x)
+    def fail(x: int, n: int) -> None:
+        raise NameError("mine")
+
+    with pytest.raises(NoValidConfig) as purposeful:
+        fail(1)
+    with pytest.raises(NameError) as users:
+        fail(1, autotune=False)
+    with pytest.raises(AttributeError) as defect:
+        assert_allclose(1, 2)
+    folded = "frames of triton_dist or Triton: TRITON_DIST_TRACEBACK=full]\n"
+    text = format_exception(purposeful.value)
+    assert text.endswith(f"{folded}{text.rpartition(folded)[2]}")
+    assert text.rpartition(folded)[2].startswith("triton_dist.errors.NoValidConfig: ")
+    assert 'raise NameError("mine")' in format_exception(users.value)
+    assert "/triton_dist/" not in format_exception(users.value)
+    assert format_exception(defect.value).count("/triton_dist/") == 1, "the innermost is shown"
+    monkeypatch.setenv("TRITON_DIST_TRACEBACK", "full")
+    for error in (purposeful.value, users.value, defect.value):
+        assert format_exception(error) == "".join(traceback.format_exception(error))
+
+
+def test_the_cause_is_said_first_and_equal_failures_once() -> None:
+    late = RankFailure("RankTimeout", "rank {}: barrier: rank(s) 1 did not arrive", "lines")
+    by_rank = {
+        rank: dataclasses.replace(late, message=late.message.format(rank)) for rank in (2, 0, 3)
+    }
+    by_rank[1] = RankFailure("ValueError", "mine\nlonger", "its lines")
+    failed = RanksFailed("work", 4, by_rank)
+    assert str(failed) == (
+        "work: 4 of 4 ranks failed. rank 1: ValueError: mine\n"
+        "--- rank 1: ValueError: mine\nlonger\nits lines\n"
+        "--- ranks 2, 0, 3: RankTimeout: rank 2: barrier: rank(s) 1 did not arrive\nlines"
+    )
+    assert list(failed.by_rank) == [2, 0, 3, 1]
 
 
 @pytest.mark.parametrize(

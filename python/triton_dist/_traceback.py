@@ -1,0 +1,76 @@
+"""Format exceptions without the stack frames that lie inside triton_dist and Triton."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import traceback
+from typing import Any
+
+from triton_dist import knobs
+from triton_dist.errors import TritonDistError
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_SCRIPTS = _PACKAGE + "test" + os.sep
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+def format_exception(error: BaseException) -> str:
+    """Return the traceback of ``error`` and of the exceptions that led to it.
+
+    Runs of frames inside triton_dist and Triton are one line, unless ``TRITON_DIST_TRACEBACK`` is
+    ``full``. The innermost frame is shown, except for errors that triton_dist raises on purpose.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    if knobs.traceback.get() == "folded":
+        _fold(shown, error)
+    return "".join(shown.format())
+
+
+class _FoldedStack(traceback.StackSummary):
+    """Frames as ``format`` shows them: the first ``foldable`` ones in runs."""
+
+    foldable = 0
+
+    def format(self, **options: Any) -> list[str]:
+        lines: list[str] = []
+        inside: list[bool] = []
+        for place, frame in enumerate(self):
+            ours = _is_ours(frame) or (any(inside[-1:]) and _is_of_python(frame))
+            inside.append(ours and place < self.foldable)
+        for folded, run in itertools.groupby(range(len(self)), inside.__getitem__):
+            frames = [self[place] for place in run]
+            if folded:
+                count = f"{len(frames)} frame{'s' * (len(frames) > 1)}"
+                lines.append(
+                    f"  [{count} of triton_dist or Triton: {knobs.traceback.variable}=full]\n"
+                )
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines
+
+
+def _fold(shown: traceback.TracebackException, error: BaseException) -> None:
+    """Fold the stack of ``error``, and those of the exceptions that led to it."""
+    stack = _FoldedStack(shown.stack)
+    stack.foldable = len(stack) - (not isinstance(error, TritonDistError))
+    shown.stack = stack
+    for before, its_error in (
+        (shown.__cause__, error.__cause__),
+        (shown.__context__, error.__context__),
+    ):
+        if before is not None and its_error is not None:
+            _fold(before, its_error)
+
+
+def _is_of_python(frame: traceback.FrameSummary) -> bool:
+    """True for Python's own library. Its frames after folded ones are folded too."""
+    return frame.filename.startswith(_LIBRARY) and "-packages" not in frame.filename
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    triton = getattr(sys.modules.get("triton"), "__file__", None)
+    if triton and frame.filename.startswith(os.path.dirname(triton) + os.sep):
+        return True
+    return frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_SCRIPTS)
