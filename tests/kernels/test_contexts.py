@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import dropped_contexts
 from triton_dist.errors import ContextFinalized, InvalidArgument, SymmetricMemoryFull
 from triton_dist.kernels.nvidia import (
     ag_gemm,
@@ -98,6 +99,11 @@ def second_memory_of_one_rank_is_too_large():
 def test_a_rank_without_memory_for_the_second_leaves_nothing_on_any(spawn_ranks):
     nothing = ([], 0)
     assert spawn_ranks(2, second_memory_of_one_rank_is_too_large) == [(nothing, nothing)] * 2
+
+
+def test_contexts_that_are_dropped_leave_nothing(spawn_ranks):
+    nothing = {op: [[], 0, 0, 0] for op in dropped_contexts.CALL}
+    assert spawn_ranks(2, dropped_contexts.every, 1 << 15, 2) == [nothing] * 2
 
 
 def test_every_memory_is_freed_whatever_another_raises():

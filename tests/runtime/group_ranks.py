@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ def meshes_and_other_values() -> list[Any]:
 
 
 def a_world_after_another() -> list[bool]:
-    """The second has ranks of its own, which meet from the beginning."""
-    first = group_for()
+    """The second has ranks of its own, which meet from the beginning. Threads and connections of
+    the first one end with it: nobody keeps its process group."""
+    first, process_group = group_for(), weakref.ref(dist.group.WORLD)
     first.barrier("first")
     first.converse("op").meet("word", 1)
     current = [first.is_current()]
     enter_world_of_own_store()
+    assert process_group() is None
     second = group_for()
     assert second.converse("op").meet("word", dist.get_rank()) == [0, 1]
     seen = [*current, first.is_current(), second.is_current(), first is second]

@@ -42,3 +42,10 @@ def test_a_forgotten_address_is_a_number(flags):
     assert describe_address(0x1004) == "0x1004"
     assert describe_address(0x2000) == "context.rows[0]"
     forget(0x1000)
+
+
+def test_memory_that_was_dropped_leaves_no_name_to_what_takes_its_place(flags):
+    register(0x1010, 16, 4, "context.later")
+    assert describe_address(0x1010) == "context.later[0]"
+    assert describe_address(0x1004) == "0x1004"
+    forget(0x1010)

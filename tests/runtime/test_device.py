@@ -114,6 +114,21 @@ def test_a_copy_stream_waits_for_a_flag():
     assert target.item() == 1
 
 
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
+def test_the_thread_of_a_copy_stream_ends_with_it(is_closed):
+    before = set(threading.enumerate())
+    stream, target = CpuCopyStream(), torch.zeros(1)
+    (thread,) = set(threading.enumerate()) - before
+    stream.copy(target, torch.ones(1))  # is done all the same
+    if is_closed:
+        stream.close()
+    else:
+        del stream
+    thread.join(60)
+    assert not thread.is_alive()
+    assert target.all()
+
+
 def test_what_goes_wrong_on_a_copy_stream_comes_with_the_join():
     stream, target = CpuCopyStream(), torch.zeros(2)
     stream.copy(target, torch.ones(3))

@@ -15,7 +15,9 @@ def register(
     base: int, nbytes: int, element_bytes: int, name: str, shape: Sequence[int] = ()
 ) -> None:
     """Name a region of ``nbytes`` bytes; ``shape``: to name elements by an index of each
-    dimension."""
+    dimension. Regions that it overlaps are gone: their memory was dropped."""
+    end = base + nbytes
+    _ranges[:] = [each for each in _ranges if each[0] + each[1] <= base or end <= each[0]]
     rows = tuple(math.prod(shape[dimension:]) for dimension in range(1, len(shape)))
     bisect.insort(_ranges, (base, nbytes, element_bytes, name, rows))
 

@@ -1,10 +1,31 @@
-"""Times in which no garbage is collected."""
+"""Blocks without garbage collection, and methods that leave nothing for it to collect."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def weak(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls a bound ``method`` and does not keep its object alive.
+
+    An object that hands out its own methods otherwise lies in a cycle, and its memory is returned
+    only when the collector runs.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        bound = reference()
+        assert bound is not None, "its object is gone"
+        return bound(*args)
+
+    return call
 
 
 class _Collection:

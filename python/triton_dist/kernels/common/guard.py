@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,22 +53,23 @@ class Disagreements:
         memory = self._device.host_word()
         self.address = memory.data_ptr()
         self.word = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy has the protocol
-        self._guards: list[Guard] = []
+        # Weak: guards refer to this object, and to memory that is to go with its owner.
+        self._guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()
 
     def add(self, guard: Guard) -> None:
         """Add the guards of a memory to the ring."""
-        self._guards.append(guard)
+        self._guards[id(guard)] = guard
         self.link()
 
     def link(self) -> None:
         """Write to each guard where the next of the ring is, and where to report."""
-        each = [words for guard in self._guards for words in guard.of_slots()]
+        each = [words for guard in self._guards.values() for words in guard.of_slots()]
         for words, following in zip(each, each[1:] + each[:1], strict=True):
             words[REPORT], words[NEXT] = self.address, following.data_ptr()
 
     def noted(self) -> RankDisagreement | None:
         """Once the device is done: the disagreement that is noted in one of the guards."""
-        return next(filter(None, (guard.disagreement() for guard in self._guards)), None)
+        return next(filter(None, (guard.disagreement() for guard in self._guards.values())), None)
 
     def check(self) -> None:
         """Raise if a kernel has found that ranks disagree; some tens of ns otherwise.

@@ -7,6 +7,7 @@ import platform
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -137,17 +138,17 @@ class CpuTimer:
 
 class CpuCopyStream:
     """A thread that does copies and flag writes in order, while kernels run on the caller's
-    thread."""
+    thread. It ends when the stream is closed, or dropped."""
 
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._abandoned = threading.Event()
-        threading.Thread(target=self._run, name="triton_dist-copy-stream", daemon=True).start()
-
-    def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
-            step()
+        threading.Thread(
+            target=_run_steps, args=(self._steps,), name="triton_dist-copy-stream", daemon=True
+        ).start()
+        self._end_thread = weakref.finalize(self, self._steps.put, None)
+        self._end_thread.atexit = False
 
     def _queue(self, step: Callable[[], object]) -> None:
         def guarded() -> None:
@@ -176,7 +177,7 @@ class CpuCopyStream:
 
     def close(self) -> None:
         """End the thread once all that was queued is done."""
-        self._steps.put(None)
+        self._end_thread()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._queue(lambda: destination.copy_(source))
@@ -186,6 +187,12 @@ class CpuCopyStream:
 
     def wait_flag(self, flags: torch.Tensor, index: int, value: int) -> None:
         self._queue(lambda: _spin_until_equal(flags, index, value, self._abandoned))
+
+
+def _run_steps(steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    while (step := steps.get()) is not None:
+        step()
+        del step  # it refers to the stream
 
 
 class CpuTransfer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -44,7 +45,8 @@ Group = dist.ProcessGroup | DeviceMesh | None
 ``None`` for the world."""
 
 _solo = SoloRank()
-_groups: dict[str, ProcessGroupRanks] = {}
+# Weak: threads and sockets of a process group end when it is destroyed.
+_groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
 _inherited: set[dist.ProcessGroup] = set()
 """Groups of the parent of a forked process, which is no rank of them."""
 
@@ -68,13 +70,9 @@ def group_for(group: Group = None, scope: str = "world") -> ProcessGroupRanks | 
     if members is None or members in _inherited or dist.get_backend(members) == "fake":
         return _solo
     # One object a group and process: its step counter must advance alike on all ranks.
-    known = _groups.get(members.group_name)
-    if known is None or known.process_group is not members:
-        # Names are not used again: a program that makes and destroys groups would keep them all.
-        for name, ranks in list(_groups.items()):
-            if not ranks.is_current():
-                _groups.pop(name, None)
-        known = _groups[members.group_name] = ProcessGroupRanks(members)
+    known = _groups.get(members)
+    if known is None:
+        known = _groups[members] = ProcessGroupRanks(members)
     return known
 
 

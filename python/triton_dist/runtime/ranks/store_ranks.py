@@ -11,6 +11,7 @@ import copy
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -364,7 +365,7 @@ class ProcessGroupRanks(StoreRanks):
     """Messages that all ranks of ``process_group`` send together."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
+        self._process_group = weakref.ref(process_group)
         super().__init__(
             distributed_c10d._get_process_group_store(process_group),
             process_group.rank(),
@@ -374,10 +375,22 @@ class ProcessGroupRanks(StoreRanks):
         self._is_world = process_group is dist.group.WORLD
         self._met_on_device: torch.Tensor | None = None
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group, which this does not keep alive.
+
+        Raises:
+            ReferenceError: it was destroyed.
+        """
+        process_group = self._process_group()
+        if process_group is None:
+            raise ReferenceError("the process group was destroyed")
+        return process_group
+
     def is_current(self) -> bool:
         """True if the process group was not destroyed yet; then nothing that was agreed in it
         counts any more."""
-        return self.process_group in distributed_c10d._world.pg_map
+        return self._process_group() in distributed_c10d._world.pg_map
 
     def meeting_seconds(self) -> float:
         """The knob's, else as long as the group's own collectives wait, else 30 minutes."""
@@ -385,7 +398,7 @@ class ProcessGroupRanks(StoreRanks):
         if limit is not None:
             return limit
         seconds = []
-        for device in self.process_group._device_types:
+        for device in getattr(self._process_group(), "_device_types", ()):
             with suppress(AttributeError, RuntimeError):  # not every backend has options
                 options = self.process_group._get_backend(device).options
                 seconds.append(options._timeout.total_seconds())

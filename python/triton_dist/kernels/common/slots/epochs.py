@@ -40,6 +40,7 @@ from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.garbage import weak
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.symmetric import Region
 
@@ -142,15 +143,16 @@ class EpochSlots:
         self._begun = [0] * SLOTS  # calls, for who asks where they stand
         self._in_turn = self._in_graphs = self._capturing = False
         self._clear_lines()
+        flags = weak(self._flags)
         self.guard = Guard(
-            name, kernels, self.memory["epoch"].local, _GUARD, _WAITS_IN_A_ROW, self._late,
-            self._flags, self.disagreements, ranks,
+            name, kernels, self.memory["epoch"].local, _GUARD, _WAITS_IN_A_ROW, weak(self._late),
+            flags, self.disagreements, ranks,
         )  # fmt: skip
         if self.num_ranks > 1:  # now, for loading waits for kernels that run (Launch.followed_by)
             self._peer_check(0).followed_by(self._finishing()).compile()
         self.device.synchronize()
         self._stand = rank_status.Slots(
-            self.memory["epoch"], EPOCH, SIZE_BITS.value, self._begun, self._late_of, self._flags
+            self.memory["epoch"], EPOCH, SIZE_BITS.value, self._begun, weak(self._late_of), flags
         )
         self._tells = rank_status.add(self._stand)
 
