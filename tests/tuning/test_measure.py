@@ -16,7 +16,7 @@ class Meeting(Conversation):
     """Of one rank: there is nobody to wait for. Notes what a sampler does, in order."""
 
     def __init__(self, order=None, meet=lambda: None):
-        super().__init__(SoloRank(), "op", SECONDS, SECONDS, lambda config, failure: None)
+        super().__init__(SoloRank(), "op", SECONDS, SECONDS)
         self.order, self._meet = [] if order is None else order, meet
 
     def gather(self, at, value, after=0.0):
@@ -29,8 +29,8 @@ class Meeting(Conversation):
 
 
 def sample(device, call, policy, number, ranks=None, settle=lambda: None, reset=lambda: None):
-    sampler = Sampler(device, ranks or Meeting(), policy, SECONDS, settle, reset)
-    return sampler.sample(Situation("measure"), call, number)
+    sampler = Sampler(device, ranks or Meeting(), policy, SECONDS, settle)
+    return sampler.sample(Situation("measure"), call, number, reset)
 
 
 def test_warm_up_runs_are_not_samples():
@@ -92,11 +92,11 @@ def test_the_first_sample_of_a_config_is_held_for_as_long_as_its_first_run_took_
 
     slow, quick = (Situation("measure", Config({"n": n})) for n in (1, 2))
     device = Recording()
-    sampler = Sampler(device, Meeting(), Policy(warmup=0), SECONDS, lambda: None, lambda: None)
+    sampler = Sampler(device, Meeting(), Policy(warmup=0), SECONDS, lambda: None)
     sampler.queued(slow.config, 5e-4)
     sampler.queued(quick.config, 2.0)  # it was compiled then
     for at in (quick, slow, quick):
-        sampler.sample(at, lambda: None, 1)
+        sampler.sample(at, lambda: None, 1, lambda: None)
     assert held[0] == 1e-3
     assert held[1] == 5e-4
     assert held[2] < 1e-3

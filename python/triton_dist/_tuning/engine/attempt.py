@@ -80,7 +80,7 @@ class Attempts:
         self._ready: set[str] = set()
         self._has_run = False
         self._sampler = Sampler(
-            parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle, self._reset
+            parts.device, ranks, parts.settings.policy, parts.settings.seconds, settle
         )
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
@@ -192,7 +192,9 @@ class Attempts:
     def _samples(self, at: Situation, run: Callable[[], Any], number: int) -> Sequence[float]:
         """Milliseconds of a call, so many times."""
         calls = len(self._sampled)
-        return [round(each / calls, 6) for each in self._sampler.sample(at, run, number)]
+        return [
+            round(each / calls, 6) for each in self._sampler.sample(at, run, number, self._reset)
+        ]
 
     def _failure_of(
         self, at: Situation, kind: FailureKind, step: Callable[[], object], limit: float

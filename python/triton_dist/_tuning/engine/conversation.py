@@ -45,7 +45,6 @@ class Conversation:
     """Messages between ``ranks``, all of which send each.
 
     Args:
-        quarantine: called with a config in which some rank is stuck.
         hint: what may explain that others do not come to the first message.
 
     Attributes:
@@ -53,6 +52,7 @@ class Conversation:
         has_met: whether all ranks have come to the first message.
         lost: the error that ended the conversation. Whoever catches exceptions of the user's
             function must let it pass: no vote can be held any more.
+        on_stuck: called, by any thread, with a config in which some rank is stuck.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Conversation:
         function: str,
         seconds: float,
         grace: float,
-        quarantine: Quarantine,
         key: str = "",
         call: int = 0,
         hint: str = "",
@@ -74,7 +73,7 @@ class Conversation:
         self._seconds, self._grace = seconds, grace
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
         self.clock = Clock()
-        self.quarantine = quarantine
+        self.on_stuck: Quarantine | None = None
         self.lost: Exception | None = None
 
     def named(self, rank: int) -> int:
@@ -112,6 +111,16 @@ class Conversation:
         """``error`` comes to all ranks: no more messages are needed."""
         self.lost = error
         return error
+
+    def quarantine(self, config: Config, failure: Failure) -> None:
+        """Do not try ``config`` in the next start. May be called by any thread."""
+        if self.on_stuck is not None:  # else none was tried yet
+            self.on_stuck(config, failure)
+
+    def end(self) -> None:
+        """Drop what refers to the call, so that its arguments are freed without the garbage
+        collector: an error holds the frames that it passed, and these hold this conversation."""
+        self.lost = self.on_stuck = None
 
     def leave(self, error: BaseException) -> None:
         """Spare the others the wait for this rank, which goes away because of ``error``."""
@@ -177,19 +186,25 @@ class Conversation:
         except RankTimeout as error:
             late = error
         # Not in the ``except`` block: only an exception that the caller handles is the context.
+        try:
+            raise self.lose(self._explained(at, late))
+        finally:
+            del late  # it holds this frame
+
+    def _explained(self, at: Situation, late: RankTimeout) -> Exception:
+        """The error of a message for which some rank did not come."""
         if late.refusals:
             ranks = [self.named(rank) for rank in range(self.size)]
             by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
             by_rank |= late.refusals
-            what = f"the arguments of {self._function}"
-            raise self.lose(RankDisagreement(what, by_rank))
+            return RankDisagreement(f"the arguments of {self._function}", by_rank)
         at = replace(at, config=self.accused(at))
         if not (self.has_met or late.because):
             at = replace(at, remark=self._hint)
-        timeout = self._timeout(at, late.missing, late.seconds, late.because)
+        error = self._timeout(at, late.missing, late.seconds, late.because)
         if at.config is not None and late.missing and not late.because:
-            self.quarantine(at.config, Failure("timeout", timeout.summary, int(late.missing[0])))
-        raise self.lose(timeout)
+            self.quarantine(at.config, Failure("timeout", error.summary, int(late.missing[0])))
+        return error
 
     def _timeout(
         self,

@@ -142,7 +142,10 @@ def field_of(
             plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
     decided = ranks.decide(Situation("prune_fn"), plan, parts.settings.seconds)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del answer, failure  # the error holds this frame
     if decided.failure is not None:
         raised = {ranks.named(0): decided.failure}
         raise RankDisagreement(f"{decided.raising} of {subject.name}", raised)

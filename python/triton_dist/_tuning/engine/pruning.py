@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,9 +38,20 @@ class Pruning:
 
     def __init__(self, subject: Subject, call: Call, ranks: Conversation) -> None:
         self._subject, self._call, self._ranks = subject, call, ranks
+        self._answer: Answer | None = None
 
-    @functools.cached_property
+    def forget(self) -> None:
+        """Drop the answer, whose failure holds frames that hold this."""
+        self._answer = None
+
+    @property
     def answer(self) -> Answer:
+        """Do not keep it in a local variable: its failure holds the frame of the first caller."""
+        if self._answer is None:
+            self._answer = self._ask()
+        return self._answer
+
+    def _ask(self) -> Answer:
         subject, call = self._subject, self._call
         try:
             with self._ranks.user_code(Situation("prune_fn")) as watch:

@@ -25,7 +25,6 @@ class Sampler:
         device: where the work runs.
         seconds: longest time to wait for other ranks, and for the device after all was queued.
         settle: called after each run, untimed; raises if a wait in a kernel gave up.
-        reset: called before each run, untimed; runs the user's code.
     """
 
     def __init__(
@@ -35,10 +34,9 @@ class Sampler:
         policy: Policy,
         seconds: float,
         settle: Callable[[], object],
-        reset: Callable[[], object],
     ) -> None:
         self._device, self._ranks, self._policy, self._seconds = device, ranks, policy, seconds
-        self._settle, self._reset = settle, reset
+        self._settle = settle
         self._queueing: dict[str, float] = {}
         """Seconds that the host lately needed to queue a call, by digest of the config."""
 
@@ -47,8 +45,13 @@ class Sampler:
         is loaded then. So already its first sample shows the device's time and not the host's."""
         self._queueing.setdefault(config.digest, min(seconds, _LONGEST_FIRST))
 
-    def sample(self, at: Situation, call: Callable[[], Any], number: int) -> tuple[float, ...]:
+    def sample(
+        self, at: Situation, call: Callable[[], Any], number: int, reset: Callable[[], object]
+    ) -> tuple[float, ...]:
         """Milliseconds of ``number`` runs, after ``policy.warmup`` that do not count.
+
+        Args:
+            reset: called before each run, untimed; runs the user's code.
 
         A rank on which something fails still meets the others before each run: they expect it
         there. The exception comes after the last run.
@@ -64,13 +67,16 @@ class Sampler:
         with self._ranks.user_code(at) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
-                failure = failure or _failure_in(self._make_ready, watch)
+                failure = failure or _failure_in(self._make_ready, watch, reset)
                 self._ranks.gather(at, None, self._seconds)
                 unheld = _failure_in(self._hold, at, failure is None)
                 self._ranks.line_up()
                 failure = failure or unheld or _failure_in(self._run, at, watch, timers[-1], call)
             if failure is not None:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    failure = unheld = None  # the error holds this frame
             self._device.synchronize(self._seconds)
             # To the nanosecond: what no timer resolves would only make the record hard to read.
             times = (round(timer.milliseconds(), 6) for timer in timers[self._policy.warmup :])
@@ -78,11 +84,11 @@ class Sampler:
             self._settle()  # the last run
         return samples
 
-    def _make_ready(self, watch: Watch) -> None:
+    def _make_ready(self, watch: Watch, reset: Callable[[], object]) -> None:
         self._settle()  # the run before
         watch.begin()
         try:
-            self._reset()
+            reset()
         finally:
             watch.end()
 

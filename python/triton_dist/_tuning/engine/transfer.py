@@ -124,11 +124,10 @@ class Transfer:
         near = self._neighbours(key, fingerprint)
         if near is None or not near.all:
             return Prediction()
-        pruned = self._pruning.answer
-        self.cause, raised = pruned.failure, pruned.raised
+        self.cause, raised = self._pruning.answer.failure, self._pruning.answer.raised
         if self.cause is None:
             try:
-                return Prediction(near.predict(key, pruned.listed, timestamp()))
+                return Prediction(near.predict(key, self._pruning.answer.listed, timestamp()))
             except Exception as error:  # of one of those
                 self.cause, raised = error, f"{ASKED} raised {said(error)}"
         return Prediction(failure=f"{raised} on rank {self._ranks.named(0)}")

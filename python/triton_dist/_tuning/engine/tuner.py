@@ -32,7 +32,6 @@ from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Search
 from triton_dist._tuning.values import (
     Config,
-    Failure,
     Fingerprint,
     Key,
     Measurement,
@@ -82,6 +81,8 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
     except BaseException as error:  # an interrupt too: the others must not wait for this rank
         first.ranks.leave(error)
         raise
+    finally:
+        first.end()
 
 
 def _hint(call: Call) -> str:
@@ -103,16 +104,20 @@ class _FirstCall:
             parts.ranks,
             subject.name,
             *limits,
-            self._quarantine,
             key=f"{call.key!r:.200}",
             call=call.number,
             hint=_hint(call),
         )
-        self._progress: Progress | None = None
         self._incumbent: Config | None = None
         self._restless = Restless(subject.name)
         self._pruning = Pruning(subject, call, self.ranks)
         self._transfer = Transfer(parts, subject, call, self.ranks, self._pruning)
+
+    def end(self) -> None:
+        """Drop the errors that were met: each holds frames of this call, and with them this."""
+        self._ranks.end()
+        self._pruning.forget()
+        self._transfer.cause = None
 
     def resolve(self) -> Resolution:
         subject, parts = self._subject, self._parts
@@ -204,11 +209,10 @@ class _FirstCall:
         same that was asked when it was tuned."""
         if not record.shipped:
             return []
-        pruned = self._pruning.answer
-        if pruned.failure is not None:
-            return [pruned.raised]
+        if self._pruning.answer.failure is not None:
+            return [self._pruning.answer.raised]
         best = self._subject.space.find(record.best.digest, record.best.config)
-        if best is not None and best in pruned.kept:
+        if best is not None and best in self._pruning.answer.kept:
             return []
         return [f"prune_fn drops the winner {record.best}"]
 
@@ -281,7 +285,8 @@ class _FirstCall:
         journal = parts.journal(key)
         try:
             head = journal_head(key, fingerprint, field.head)
-            progress = self._progress = Progress(journal, head, own.record, ranks)
+            progress = Progress(journal, head, own.record, ranks)
+            ranks.on_stuck = progress.quarantine
             with report.begin(field, reason, subject.space.default):
                 with parts.quiet():
                     restorer.keep()
@@ -306,10 +311,6 @@ class _FirstCall:
         finally:
             journal.close()
         return StoredRecord(record, where)
-
-    def _quarantine(self, config: Config, failure: Failure) -> None:
-        if self._progress is not None:  # else none was tried yet
-            self._progress.quarantine(config, failure)
 
     def _restorer(self) -> Restorer:
         call, subject = self._call, self._subject

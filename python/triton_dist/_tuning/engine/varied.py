@@ -42,7 +42,10 @@ def sampled_calls(
     own = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
     said = ranks.gather(at, own, seconds)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # the error holds this frame
     if len(set(said)) > 1:
         by_rank = {ranks.named(rank): each for rank, each in enumerate(said)}
         raise RankDisagreement(f"vary_fn of {subject.name}", by_rank)

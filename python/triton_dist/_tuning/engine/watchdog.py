@@ -179,7 +179,9 @@ class Watchdog:
                 left = math.inf if first is None else first.next() - self._now()
                 if first is None or left > 0:
                     # A watch that begins meanwhile does not say so: it is looked at now and then.
-                    self._sleep(None if first is None else min(left, _LOOK_SECONDS))
+                    seconds = None if first is None else min(left, _LOOK_SECONDS)
+                    first = None  # it may hold arguments of a call
+                    self._sleep(seconds)
                     continue
                 reported, first.overdue = first.overdue, True
             if reported:

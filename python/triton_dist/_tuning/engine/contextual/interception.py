@@ -280,7 +280,11 @@ class _Detour:
         tuner.fn, tuner.pre_hook = self._fn, self._pre_hook
         tuner.cache, tuner.cache_results = self._cache, self._cache_results
         del tuner._bench
-        return self._launch()
+        try:
+            return self._launch()
+        except BaseException:
+            tuner.nargs = None  # Triton's run, which this leaves, does so at its end alone
+            raise
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -34,7 +34,7 @@ class Messages(Conversation):
     ) -> None:
         with watchdog.paused(), parts.gate():
             limits = (parts.settings.seconds, parts.settings.grace)
-            super().__init__(parts.ranks, function, *limits, self._quarantine)
+            super().__init__(parts.ranks, function, *limits)
         self._suspect, self._call_limit = suspect, limit
 
     @property
@@ -54,7 +54,7 @@ class Messages(Conversation):
         suspect = self._suspect()
         return None if suspect is None else suspect[1]
 
-    def _quarantine(self, config: Config, failure: Failure) -> None:
+    def quarantine(self, config: Config, failure: Failure) -> None:
         suspect = self._suspect()
         if suspect is not None:
             suspect[0].quarantine(config, failure)

@@ -96,7 +96,7 @@ def open_context(
     arrival = Arrival.of(parts, compared, fingerprint, verdict, kept)
     arrivals = messages.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
     if own.failure is not None:
-        raise messages.lose(own.failure)
+        raise messages.lose(own.take_failure())
     meeting = Meeting(messages, context.name, arrivals)
     context.key = key.under(meeting.fingerprint)
     return _begun(context, own, meeting, found, parts, messages, call)
@@ -122,6 +122,12 @@ class _Own:
         self.live = {config.digest: live for config, live in [*kept, *pairs]}
         self.configs = {config.digest: config for config, _ in [*kept, *pairs]}
         self.kept = list({config.digest: config for config, _ in kept}.values())
+
+    def take_failure(self) -> Exception:
+        """The failure, which holds frames that hold this."""
+        failure, self.failure = self.failure, None
+        assert failure is not None
+        return failure
 
     @property
     def failure_text(self) -> str:

@@ -89,6 +89,9 @@ class Session:
         with self._scope:
             if kind is not None:
                 self._undo()
+        # Errors hold frames that hold arguments of the function, and this session.
+        self._messages.end()
+        self._turn.exhausted, self._settle = None, lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Call the function until nothing is left to be tuned; the result of the last call."""

@@ -181,18 +181,21 @@ class Turn:
         self.steps[context], self._used[context] = stepped, step.config
         last: Exception | None = None
         context.trying(digest)
-        for config in (step.config, *context.fallbacks(digest)):
-            try:
-                result = launch.step(context.live[config.digest], device, timer, step.timed)
-            except _OUT_OF_STEP:
-                raise
-            except Exception as error:
-                last, timer = error, device.timer()
-                stepped.failures[config.digest] = failure_of(error, "launch", self._own_rank)
-                continue
-            self._used[context], self._timers[context] = config, timer
-            return result
-        failures = stepped.failures | context.failures
-        causes = {str(config): str(failures[config.digest]) for config in context.candidates}
-        self.exhausted = NoValidConfig(context.name, context.key, causes)
-        raise self.exhausted from last
+        try:
+            for config in (step.config, *context.fallbacks(digest)):
+                try:
+                    result = launch.step(context.live[config.digest], device, timer, step.timed)
+                except _OUT_OF_STEP:
+                    raise
+                except Exception as error:
+                    last, timer = error, device.timer()
+                    stepped.failures[config.digest] = failure_of(error, "launch", self._own_rank)
+                    continue
+                self._used[context], self._timers[context] = config, timer
+                return result
+            failures = stepped.failures | context.failures
+            causes = {str(config): str(failures[config.digest]) for config in context.candidates}
+            self.exhausted = NoValidConfig(context.name, context.key, causes)
+            raise self.exhausted from last
+        finally:
+            last = None  # it holds this frame
