@@ -138,7 +138,7 @@ def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, name):
         ("no.such.module:f", "cannot be imported: ModuleNotFoundError"),
         (f"{OPS}:absent", "'tests.tuning.ops' has no 'absent'"),
         (f"{OPS}:Layer.absent", "'Layer' has no 'absent'"),
-        (f"{OPS}:key_fn", "it is a function, not a tuned function"),
+        (f"{OPS}:key_fn", "it is of <class 'function'>, not a tuned function"),
     ],
 )
 def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, name, said):

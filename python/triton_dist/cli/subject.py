@@ -40,7 +40,7 @@ def load(module_name: str, function: str) -> AutoTuner:
     if not isinstance(value, AutoTuner):
         raise NoSuchFunction(
             f"{module_name}:{function}",
-            f"it is a {type(value).__name__}, not a tuned function",
+            f"it is of {type(value)}, not a tuned function",
             "Name a function that is decorated with triton_dist.tune.autotune",
         )
     return value

@@ -96,7 +96,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
     def _check_members(self, name: str, module: torch.nn.Module, *members: str) -> None:
         if not all(hasattr(module, member) for member in members):
             expected = f"one with {', '.join(members)}"
-            raise self._refusal(name, type(module).__name__, expected)
+            raise self._refusal(name, type(module), expected)
 
     def _linear(
         self,
@@ -111,7 +111,7 @@ class TensorParallelLayer(torch.nn.Module, ABC):
         is_trusted = may_be_other and not isinstance(linear, torch.nn.Linear)
         if type(linear).forward is not _FORWARD and not is_trusted:
             expected = "a torch.nn.Linear, without a forward of its own"
-            raise self._refusal(name, type(linear).__name__, expected)
+            raise self._refusal(name, type(linear), expected)
         if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
             shown = None if weight is None else tuple(weight.shape)
             raise self._refusal(f"{name}.weight", shown, "a matrix [outputs, inputs]")

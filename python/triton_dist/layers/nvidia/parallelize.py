@@ -89,7 +89,7 @@ def parallelize(
         )
     if not found:
         expected = "a module with q_proj, k_proj, v_proj, o_proj or gate_proj, up_proj, down_proj"
-        raise InvalidArgument("parallelize", "module", type(module).__name__, expected)
+        raise InvalidArgument("parallelize", "module", type(module), expected)
     for parent, name, layer in found:
         setattr(parent, name, layer)
     module.register_forward_pre_hook(_check_call, with_kwargs=True)

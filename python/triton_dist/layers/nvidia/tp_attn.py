@@ -159,7 +159,7 @@ class TP_Attn(TensorParallelLayer):
                 cache = value
             elif "mask" in name or (hasattr(value, "update") and not isinstance(value, dict)):
                 expected = "a mask as attention_mask and one cache as past_key_values"
-                raise self._refusal(name, type(value).__name__, expected)
+                raise self._refusal(name, type(value), expected)
         cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

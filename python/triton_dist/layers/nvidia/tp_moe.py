@@ -59,7 +59,7 @@ class TP_MoE(TensorParallelLayer):
         self._check_members("module", module, "gate", "experts")
         for name in ("shared_expert", "shared_experts"):
             if hasattr(source, name):
-                raise self._refusal(name, type(getattr(source, name)).__name__, "none")
+                raise self._refusal(name, type(getattr(source, name)), "none")
         with torch.enable_grad():  # views of what is trained say so
             each = list(self._experts_of(source.experts))
         beside = ((source.gate, "bias"), (source, _CORRECTION), (source.gate, _CORRECTION))
