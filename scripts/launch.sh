@@ -98,6 +98,7 @@ if ((is_path)) && [[ ! -f $script ]]; then
 fi
 
 choose_device
+export_settings
 if [[ $DEVICE == cuda ]]; then
     if [[ -n $share ]] && ((GPU_COUNT == 1)); then nproc=${nproc:-2}; fi
     nproc=${nproc:-$GPU_COUNT}
@@ -114,7 +115,9 @@ if [[ $DEVICE == cuda ]]; then
 else
     if [[ $share == option ]]; then die "--share-gpus, but ranks would be on the CPU, because $DEVICE_REASON"; fi
     nproc=${nproc:-2}
-    say "device: cpu, $nproc rank(s) in Triton's interpreter, because $DEVICE_REASON"
+    how="in Triton's interpreter"
+    if ! asks_to_interpret; then how="whose kernels are compiled (TRITON_INTERPRET=$TRITON_INTERPRET)"; fi
+    say "device: cpu, $nproc rank(s) $how, because $DEVICE_REASON"
 fi
 
 use_python "$DEVICE"

@@ -36,7 +36,8 @@ detect_gpus() {
     fi
 }
 
-# choose_device: sets DEVICE (cuda, cpu), DEVICE_REASON, and what the environment must hold for it.
+# choose_device: sets DEVICE (cuda, cpu) and DEVICE_REASON. The rule is in docs/how-to/cpu-ranks.md, "Which
+# kernels are interpreted".
 choose_device() {
     detect_gpus
     local asked=${TRITON_DIST_DEVICE:-auto}
@@ -44,19 +45,28 @@ choose_device() {
     case $asked in
         cpu) DEVICE_REASON="TRITON_DIST_DEVICE=cpu" ;;
         auto | cuda)
-            if ((GPU_COUNT > 0)); then DEVICE=cuda; fi
-            if [[ $asked == cuda && $DEVICE == cpu ]]; then
+            if [[ $asked == auto ]] && asks_to_interpret; then
+                DEVICE_REASON="TRITON_INTERPRET=$TRITON_INTERPRET"
+            elif ((GPU_COUNT > 0)); then
+                DEVICE=cuda
+            elif [[ $asked == cuda ]]; then
                 die "TRITON_DIST_DEVICE=cuda, but there is no GPU: $GPU_REASON"
             fi
             ;;
         *) die "TRITON_DIST_DEVICE=$asked, expected auto, cuda or cpu" ;;
     esac
+}
+
+asks_to_interpret() { [[ ${TRITON_INTERPRET:-} =~ ^(1|[Tt]rue|TRUE|[Oo]n|ON|[Yy]es|YES)$ ]]; }
+
+# export_settings: exports what kernels on $DEVICE need.
+export_settings() {
     if [[ $DEVICE == cpu ]]; then
-        export TRITON_DIST_DEVICE=cpu TRITON_INTERPRET=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+        export TRITON_DIST_DEVICE=cpu TRITON_INTERPRET=${TRITON_INTERPRET:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
         return
     fi
-    if [[ -n ${TRITON_INTERPRET:-} ]]; then
-        say "ignoring TRITON_INTERPRET=$TRITON_INTERPRET on GPUs; TRITON_DIST_DEVICE=cpu runs the interpreter"
+    if asks_to_interpret; then
+        say "ignoring TRITON_INTERPRET=$TRITON_INTERPRET, because TRITON_DIST_DEVICE=cuda"
         unset TRITON_INTERPRET
     fi
     # One hardware queue: work starts in the order in which it was queued, over all streams. Producers

@@ -352,7 +352,8 @@ local_rank = integer("LOCAL_RANK", 0, "Rank of this process on its host.")
 world_size = integer("WORLD_SIZE", 1, "Number of processes in the world.")
 local_world_size = integer("LOCAL_WORLD_SIZE", 1, "Number of processes on this host.")
 triton_interpret = flag(
-    "TRITON_INTERPRET", "Triton's own switch: kernels decorated while it is set are interpreted."
+    "TRITON_INTERPRET",
+    "Triton's own switch: kernels decorated while it is 1 are interpreted, on the CPU.",
 )
 
 

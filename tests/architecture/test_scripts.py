@@ -118,6 +118,7 @@ def test_one_rank_per_gpu(launch: Launcher) -> None:
     launch.gpus(4)
     handed_over = launch.handed_over(
         "script.py",
+        TRITON_DIST_DEVICE="cuda",
         TRITON_INTERPRET="1",
         NCCL_NVLS_ENABLE="0",
         TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
@@ -130,7 +131,8 @@ def test_one_rank_per_gpu(launch: Launcher) -> None:
         "0",
         "1",
     )
-    assert "ignoring TRITON_INTERPRET=1" in launch("script.py", TRITON_INTERPRET="1").stderr
+    asked = {"TRITON_DIST_DEVICE": "cuda", "TRITON_INTERPRET": "1"}
+    assert "ignoring TRITON_INTERPRET=1, because" in launch("script.py", **asked).stderr
 
 
 def test_settings_of_the_user_win(launch: Launcher) -> None:

@@ -29,7 +29,7 @@ def _run(program: Path) -> int:
     file = os.open(printed_by(program), os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ["TRITON_DIST_CACHE_DIR"] = str(program.parent / "triton_dist")
+    os.environ["HOME"] = str(program.parent / "home")
     sys.argv = [str(program)]
     sys.path.insert(0, str(program.parent))
     try:

@@ -6,6 +6,7 @@ A file of its own, so that two workers share the work.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.conftest import environment_of_scripts_python
 from tests.docs.forked import printed_by
-from tests.docs.markdown import ROOT, Block, all_blocks
+from tests.docs.markdown import ROOT, Block, all_blocks, name, prose
 from tests.docs.outputs import check_output
 from tests.docs.run_blocks import run_program
 from triton_dist.testing.rank_pool import RankPool
@@ -81,9 +83,10 @@ def test_program(block: Block, process: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[subprocess.Popen[str]]:
-    """What forks the programs that are compiled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process that forks compiled programs, in the environment that their pages ask for."""
+    home = tmp_path_factory.mktemp("home")
+    environment = environment_of_scripts_python(home, TRITON_INTERPRET="0")
     path = os.pathsep.join((str(ROOT), str(ROOT / "python")))
     with subprocess.Popen(
         [sys.executable, "-m", "tests.docs.forked"],
@@ -103,6 +106,30 @@ def test_program_compiled(block: Block, forks: subprocess.Popen[str], tmp_path: 
     if status != "0\n":
         pytest.fail(f"{block.id} ended with status {status}:\n{printed}")
     check_output(block, printed)
+
+
+def test_ranks_of_tests_have_the_environment_of_scripts_python(spawn_ranks, tmp_path: Path) -> None:
+    """Blocks that are interpreted run in ranks, which start sooner."""
+    printed = environment_of_scripts_python(tmp_path)
+    (in_rank,) = spawn_ranks(1, environment)
+    names = [name for name in printed if name.startswith(("TRITON_", "OMP_", "CUDA_"))]
+    assert {name: in_rank.get(name) for name in names} == {name: printed[name] for name in names}
+    extra = {name for name in in_rank.keys() - printed.keys() if name.startswith("TRITON_")}
+    assert not extra
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in ALONE}), ids=name)
+def test_a_page_with_compiled_programs_names_the_command(page: Path) -> None:
+    assert "TRITON_INTERPRET=0 scripts/python" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in GPU}), ids=name)
+def test_a_page_with_programs_for_gpus_says_so(page: Path) -> None:
+    assert re.search(r"needs (an NVIDIA GPU|NVIDIA GPUs)", prose(page))
 
 
 @pytest.mark.gpu

@@ -67,6 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
         knobs.dump_dir.variable: str(folder),
         knobs.dump_levels.variable: ",".join(wanted),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        knobs.triton_interpret.variable: known.get(knobs.triton_interpret.variable) or "0",
     }
     status = subprocess.run(arguments.command, env=known | variables).returncode
     sides = sorted(folder.glob("*/*.json"))

@@ -84,11 +84,14 @@ def _version(package: str) -> str:
 
 def _device() -> dict[str, str]:
     """The device that kernels would run on."""
-    from triton_dist.runtime.device import current_device
+    from triton_dist.runtime.device import current_device, interprets_kernels
     from triton_dist.runtime.triton_compat import software_versions
 
     device = current_device()
-    return {"name": device.name, **device.facts(), "cuda": software_versions()["cuda"]}
+    interprets, why = interprets_kernels()
+    kernels = f"{'interpreted' if interprets else 'compiled'}, because {why}"
+    cuda = software_versions()["cuda"]
+    return {"name": device.name, **device.facts(), "cuda": cuda, "kernels": kernels}
 
 
 def _gpus() -> list[str]:

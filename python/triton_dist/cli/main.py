@@ -8,8 +8,9 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from triton_dist import __version__
+from triton_dist import __version__, knobs
 from triton_dist._warn import printable
 from triton_dist.cli import (
     clear,
@@ -85,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", CacheWarning)
         warnings.showwarning = _show_warning
         try:
-            status: int = parsed.run(parsed)
+            with _kernels_decided(parsed):
+                status: int = parsed.run(parsed)
             sys.stdout.flush()
         except BrokenPipeError:  # such as that of `head`, which has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,6 +96,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"triton-dist: {printable(str(error), keep=chr(10))}", file=sys.stderr)
             return _USAGE_ERROR
     return status
+
+
+def _kernels_decided(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    """Set ``TRITON_INTERPRET`` by the rule, for what imports kernels, here or in another process.
+
+    Other subcommands start without torch. Those that compile kernels set the variable themselves.
+    """
+    command = arguments.verb == "profile" and arguments.command
+    if not (command or arguments.verb == "explain" or getattr(arguments, "stale", False)):
+        return nullcontext()
+    from triton_dist.runtime.device import interprets_kernels
+
+    interprets, _ = interprets_kernels()
+    if interprets == knobs.triton_interpret.get():
+        return nullcontext()
+    return knobs.having(knobs.triton_interpret.variable, str(int(interprets)))
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

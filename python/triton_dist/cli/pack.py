@@ -80,7 +80,8 @@ def _with_kernels(out: Path, records: Contents, command: list[str]) -> int:
     _files.check_writable(out)
     with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as folder:
         told = {knobs.record_kernels.variable: folder, knobs.autotune_frozen.variable: "1"}
-        ran = subprocess.run(command, env=knobs.environment() | told)
+        known, interpret = knobs.environment(), knobs.triton_interpret.variable
+        ran = subprocess.run(command, env=known | told | {interpret: known.get(interpret) or "0"})
         if ran.returncode:
             print(f"The command ended with status {ran.returncode}: {out} is not written.")
             return 1

@@ -281,8 +281,10 @@ def _environment(world_size: int, port: int, device: str) -> dict[str, str]:
     if sys.platform == "linux":
         # Gloo otherwise looks the host's name up, which fails or takes seconds on some machines.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # By the rule of runtime.device.interprets_kernels.
     if device == "cpu":
-        return environment | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        environment["TRITON_INTERPRET"] = environment.get("TRITON_INTERPRET") or "1"
+        return environment | {"OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     return environment
 

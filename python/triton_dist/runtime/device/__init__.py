@@ -1,9 +1,15 @@
 """The device that this process runs kernels on: one NVIDIA GPU, or the CPU through the
 interpreter."""
 
-from triton_dist.runtime.device.detect import current_device
+from triton_dist.runtime.device.detect import current_device, interprets_kernels
 
-__all__ = ["current_device", "get_device_max_shared_memory_size", "is_cuda", "sleep_async"]
+__all__ = [
+    "current_device",
+    "get_device_max_shared_memory_size",
+    "interprets_kernels",
+    "is_cuda",
+    "sleep_async",
+]
 
 
 def is_cuda() -> bool:

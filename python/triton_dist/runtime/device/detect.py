@@ -42,6 +42,28 @@ def current_device() -> CpuDevice | CudaDevice:
     return _cuda(torch.cuda.current_device())
 
 
+def interprets_kernels() -> tuple[bool, str]:
+    """Return whether kernels are to be interpreted, and why. The first of these that applies:
+
+    1. ``TRITON_DIST_DEVICE=cuda``: compiled.
+    2. ``TRITON_INTERPRET`` is set: interpreted if it is 1, compiled if it is 0.
+    3. ``TRITON_DIST_DEVICE=cpu``, or torch finds no GPU: interpreted.
+    4. Compiled.
+
+    Entry points set ``TRITON_INTERPRET`` by this rule; Triton reads it when a kernel is decorated.
+    """
+    asked, variable = knobs.device.get(), knobs.triton_interpret.variable
+    if asked == "cuda":
+        return False, "TRITON_DIST_DEVICE=cuda"
+    if given := knobs.environment().get(variable):
+        return knobs.triton_interpret.get(), f"{variable}={given}"
+    if asked == "cpu":
+        return True, "TRITON_DIST_DEVICE=cpu"
+    if torch.cuda.is_available():
+        return False, "torch finds a GPU"
+    return True, "torch finds no GPU"
+
+
 @functools.cache
 def _cpu() -> CpuDevice:
     return CpuDevice()
