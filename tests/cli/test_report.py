@@ -62,7 +62,7 @@ def test_a_report_of_a_thousand_configs(run, tmp_path):
         {
             "event": "winner",
             "config": big().best.digest,
-            "phases": {"compile": 2.0, "measure": 1.0},
+            "phases": {"compile": 2.0, "measure": 1.0, "search": 0.5, "other": 0.5},
         },
     ]
     log = Path(file).with_suffix(".log.jsonl")
@@ -71,7 +71,7 @@ def test_a_report_of_a_thousand_configs(run, tmp_path):
     status, said, err = run("report", file, "--against", older, "--out", str(out), "--json")
     assert (status, err) == (0, "")
     tree = json.loads(said)
-    assert tree["phases"] == {"compile": 2.0, "measure": 1.0}
+    assert tree["phases"] == {"compile": 2.0, "measure": 1.0, "search": 0.5, "other": 0.5}
     assert tree["since"]["ms_old"] == pytest.approx(2 * tree["ms"])
     png = (out / "report.png").read_bytes()
     assert struct.unpack(">II", png[16:24]) == (1120, 1470)  # four rows of two panels
@@ -83,7 +83,31 @@ def test_a_report_of_a_thousand_configs(run, tmp_path):
     assert not {"b", "i", "link", "img"} & set(page.tags)
     assert "key '<b> & $x$'" in page.text
     assert "<i>misaligned" in page.text
+    assert "spent: compile 2, measure 1, search 0.5, other 0.5" in page.text
     assert "the fastest 300 of 980" in page.text
+
+
+def test_no_axis_of_times_or_ratios_is_negative(run, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, extra report")
+    from triton_dist.cli import plots
+
+    scattered = timed(0.05, 1.1, 1.1, 9.0, 40.0)
+    kept(record([({"x": 1}, timed(1.0)), ({"x": 2}, scattered), ({"x": 3}, timed(0.0, 1.2, 3.9))]))
+    drawn = []
+    save = plots.Figure.savefig
+    monkeypatch.setattr(
+        plots.Figure,
+        "savefig",
+        lambda figure, *given, **options: (
+            drawn.extend(figure.axes),
+            save(figure, *given, **options),
+        ),
+    )
+    assert run("report", "gemm", "--out", str(tmp_path))[0] == 0
+    titled = {ax.get_title(loc="left"): ax for ax in drawn}
+    assert titled["The fastest: all samples"].get_xlim()[0] == 0
+    assert len(drawn) == 8, "of the PNG and of the page"
+    assert all(ax.get_xlim()[0] >= 0 for ax in drawn)
 
 
 def test_of_a_log_the_tuning_of_the_record_is_read(tmp_path):

@@ -20,8 +20,9 @@ from tests.tuning.fakes import Rank, thread_ranks, together
 from triton_dist._tuning import store
 from triton_dist._tuning.engine.clock import Clock
 from triton_dist._tuning.engine.parts import Hooks
+from triton_dist._tuning.engine.progress import Progress
 from triton_dist._tuning.engine.summary import summary
-from triton_dist._tuning.search import Racing
+from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
 from triton_dist._warn import held_warnings, warn
@@ -70,6 +71,7 @@ def test_lines_and_table(tmp_path, capsys):
     assert lines[10].startswith("  to best, to default: its time over that of the fastest config")
     assert "1 x launch, the first: RuntimeError: no such kernel image" in lines[11]
     assert "compile 0.0 s, measure " in lines[12]
+    assert re.search(r"search \d+\.\d s, agree \d+\.\d s, other \d+\.\d s$", lines[12])
     assert "best of 3 measured (1 failed or pruned)" in lines[13]
     assert len(lines) == 14
 
@@ -241,9 +243,20 @@ def test_nothing_is_said_unless_asked_for(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_events_of_a_tuning(tmp_path):
+class SlowSearch(Exhaustive):
+    def ask(self):
+        time.sleep(0.02)
+        return super().ask()
+
+    def tell(self, request, outcome):
+        time.sleep(0.02)
+        super().tell(request, outcome)
+
+
+def test_events_of_a_tuning(tmp_path, monkeypatch):
     prepare = Hooks(prepare=lambda x, n: time.sleep(0.02))
-    tuned_ranks(tmp_path, size=2, hooks=prepare)
+    monkeypatch.setattr(Progress, "learn", slowly(Progress.learn))
+    tuned_ranks(tmp_path, size=2, hooks=prepare, search=SlowSearch)
     begin, *outcomes, winner = events(tmp_path)
     assert begin["event"] == "begin"
     assert (begin["function"], begin["key"], begin["ranks"]) == ("ops.run", "1", 2)
@@ -253,11 +266,30 @@ def test_events_of_a_tuning(tmp_path):
     assert outcomes[0]["samples"] == [4.0, 4.0, 4.0]
     assert outcomes[2]["failure"]["kind"] == "launch"
     assert (winner["event"], winner["shown"], winner["ms"]) == ("winner", "{'n': 1}", 1.0)
-    assert set(winner["phases"]) == {"compile", "measure", "agree"}
-    assert winner["phases"]["compile"] >= 0.08
-    phases = winner["phases"]  # the meeting, which is agreed in, came before
-    assert winner["seconds"] >= phases["compile"] + phases["measure"] - 0.01
+    phases = winner["phases"]
+    assert set(phases) == {"compile", "measure", "search", "agree", "other"}
+    assert phases["compile"] >= 0.08
+    assert phases["search"] >= 0.16
+    assert phases["other"] >= 0.08
+    assert sum(phases.values()) == pytest.approx(winner["seconds"], abs=0.01)
     assert all("time" in event for event in events(tmp_path))
+
+
+def slowly(function):
+    def call(*args):
+        time.sleep(0.02)
+        return function(*args)
+
+    return call
+
+
+def test_time_of_earlier_starts_is_accounted_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Progress, "seconds", 100.0)  # as after a start that goes on
+    tuned_ranks(tmp_path, verbose=True)
+    spent = capsys.readouterr().err.splitlines()[-2]
+    assert spent.startswith("  of 100.0 s: compile ")
+    parts = re.findall(r"([\d.]+) s(?:,|$)", spent)
+    assert sum(map(float, parts)) == pytest.approx(100, abs=0.3)
 
 
 def test_each_rank_has_a_log_that_says_what_it_is_at(tmp_path):

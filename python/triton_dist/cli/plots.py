@@ -16,7 +16,13 @@ from triton_dist._tuning.values.analysis import Timed, shown
 from triton_dist.cli.report_data import Subject
 
 _POINT, _BEST, _BAR, _ZONE = "#8fa9c4", "#c0392b", "#1f5f99", "#e4efe2"
-_PHASES = {"compile": "#8a6d1b", "measure": "#1f5f99", "agree": "#6b6b6b"}
+_PHASES = {
+    "compile": "#8a6d1b",
+    "measure": "#1f5f99",
+    "search": "#7a4a8c",
+    "agree": "#6b6b6b",
+    "other": "#a0a0a0",
+}
 _WIDTH, _HEIGHT = 5.6, 3.5
 """Inches of a panel; two side by side are as wide as a page."""
 _BARS, _FINALISTS, _LONGEST = 12, 8, 30
@@ -65,6 +71,7 @@ def png(subject: Subject) -> bytes:
                 ax.set_axis_off()
             for ax, (title, painter) in zip(axes, drawn, strict=False):
                 painter(ax, subject)
+                _not_below_0(ax)
                 ax.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
         written = io.BytesIO()
         figure.savefig(written, format="png")
@@ -77,7 +84,9 @@ def svgs(subject: Subject) -> list[tuple[str, str]]:
     with _style():
         for title, painter in panels(subject):
             figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-            painter(figure.subplots(), subject)
+            ax = figure.subplots()
+            painter(ax, subject)
+            _not_below_0(ax)
             written = io.StringIO()
             figure.savefig(written, format="svg", dpi=150, metadata={"Date": None})
             text = written.getvalue()
@@ -250,6 +259,15 @@ def _log_if_wide(set_scale: Callable[[str], object], axis: Any, values: Sequence
         set_scale("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         _plain_numbers(axis)
+
+
+def _not_below_0(ax: Any) -> None:
+    """End each axis at 0 if its margin is all that lies below: times and ratios are positive."""
+    bounds = ax.dataLim
+    if ax.get_xlim()[0] < 0 <= bounds.x0:
+        ax.set_xlim(left=0)
+    if ax.get_ylim()[0] < 0 <= bounds.y0:
+        ax.set_ylim(bottom=0)
 
 
 def _plain_numbers(axis: Any) -> None:

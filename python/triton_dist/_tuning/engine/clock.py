@@ -6,20 +6,21 @@ import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
-Phase = Literal["compile", "measure", "agree"]
+Phase = Literal["compile", "measure", "search", "agree"]
 
 
 class Clock:
     """Seconds by phase. Phases do not nest: time in an inner one counts for the outer.
 
     ``compile``: until a candidate is ready to run, on whichever rank. ``measure``: runs and
-    samples, with lining up for them. ``agree``: all other waits for other ranks.
+    samples, with lining up for them. ``search``: the leader's search, which picks the next config.
+    ``agree``: all other waits for other ranks.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = {"compile": 0.0, "measure": 0.0, "agree": 0.0}
+        self.seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
         self._running = False
 
     @contextmanager

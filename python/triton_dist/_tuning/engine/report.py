@@ -27,6 +27,8 @@ from triton_dist._tuning.values.show import said
 from triton_dist._warn import print_line
 
 _logger = logging.getLogger("triton_dist.tuning")
+_NOTICEABLE_SECONDS = 0.05
+"""Lines show tenths of a second."""
 
 
 class Report:
@@ -43,7 +45,7 @@ class Report:
         self._total = 0
         self._medians: dict[str, float] = {}
         self._failed: set[str] = set()
-        self._begin = 0.0
+        self._begin, self._clock_before = 0.0, dict(clock.seconds)
         self._default = ""
         self._bar: Any = None
         self._task: Any = None
@@ -63,7 +65,7 @@ class Report:
             default.digest,
         )
         self._total = policy.most_tried(len(field.candidates))
-        self._begin = time.monotonic()
+        self._begin, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
             f"{self._title}: {reason}; tuning {field.shown(policy)} "
             f"on {ranks.size} rank{'' if ranks.size == 1 else 's'}"
@@ -148,7 +150,11 @@ class Report:
             f"pruned) in {record.seconds:.1f} s: {_ms(best.outcome)} {best}"
             + (f"; kept in {where}" if where else "")
         )
-        for text in [*summary(record, self._default, self._clock.seconds), line]:
+        phases = self._phases(time.monotonic() - self._begin)
+        earlier = record.seconds - sum(phases.values())
+        if earlier > _NOTICEABLE_SECONDS:
+            phases["earlier starts"] = earlier
+        for text in [*summary(record, self._default, phases), line]:
             self._say(text)
             self._log.line(text)
         self._event(
@@ -169,8 +175,17 @@ class Report:
         return f"{best}{failed}, {left:.0f} s left" if done < self._total else f"{best}{failed}"
 
     def _spent(self) -> dict[str, Any]:
-        phases = {name: round(seconds, 3) for name, seconds in self._clock.seconds.items()}
-        return {"seconds": round(time.monotonic() - self._begin, 3), "phases": phases}
+        seconds = time.monotonic() - self._begin
+        phases = {name: round(each, 3) for name, each in self._phases(seconds).items()}
+        return {"seconds": round(seconds, 3), "phases": phases}
+
+    def _phases(self, total: float) -> dict[str, float]:
+        """Seconds by phase since ``begin``, which took ``total``; the rest is ``other``."""
+        phases: dict[str, float] = {
+            name: seconds - self._clock_before[name]
+            for name, seconds in self._clock.seconds.items()
+        }
+        return {**phases, "other": max(0.0, total - sum(phases.values()))}
 
     def _event(self, name: str, **facts: Any) -> None:
         if self._parts.ranks.is_leader:

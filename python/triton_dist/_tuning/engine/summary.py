@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from triton_dist._tuning.engine.clock import Phase
 from triton_dist._tuning.values import Failure, Measurement, Trial, TuningRecord
 from triton_dist._warn import printable, warn
 from triton_dist.errors import TuningWarning
@@ -17,12 +16,12 @@ _LEGEND = (
 )
 
 
-def summary(record: TuningRecord, default: str, phases: Mapping[Phase, float]) -> list[str]:
+def summary(record: TuningRecord, default: str, phases: Mapping[str, float]) -> list[str]:
     """Lines: the fastest configs, the winner and the default, then failures by kind.
 
     Args:
         default: digest of the first config of the space.
-        phases: seconds by name.
+        phases: seconds by name, which add up to those of the record.
     """
     measured = sorted(
         ((t, t.outcome) for t in record.trials if isinstance(t.outcome, Measurement)),

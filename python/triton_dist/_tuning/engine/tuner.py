@@ -349,7 +349,8 @@ class _FirstCall:
                 if is_only:
                     search = None  # one run, which tells whether the config works
                 if search is not None:
-                    search.tell(request, outcome)
+                    with ranks.clock.phase("search"):
+                        search.tell(request, outcome)
             attempts.undo_the_last()
 
     def _prepare(self, config: Config) -> None:
@@ -365,7 +366,7 @@ class _FirstCall:
         at, space = Situation(f"request {progress.requests + 1}"), self._subject.space
         wanted: _Wanted = (None, 0, None, ())
         if search is not None:
-            with self._watching(search):
+            with self._ranks.clock.phase("search"), self._watching(search):
                 asked = search.ask()
                 named = tuple(map(space.place, search.ahead()))
             if asked is not None and not self._spent(asked, progress):
