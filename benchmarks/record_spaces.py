@@ -4,8 +4,8 @@
     bash scripts/launch.sh benchmarks/record_spaces.py --op matmul --random 24 --out sizes.json.gz
 
 At each M every config that pruning leaves is run ``--runs`` times: interleaved, cold L2, ranks
-lined up, the slowest rank counts. The file is what ``bench_transfer.py`` replays: by M, times of
-each config, by its place in ``configs``; one that fails has the reason instead. And its waves.
+lined up, the slowest rank counts. ``bench_search_quality.py`` replays the file. It holds, by M, the
+times of each config by its place in ``configs``, or the reason why it failed, and its waves.
 """
 
 from __future__ import annotations

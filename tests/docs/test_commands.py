@@ -35,7 +35,7 @@ NOT_RUN = {
         "the page's own program, which test_code_blocks and test_programs run",
     r".*bench_(overlap|collectives)\.py( --json \w+\.json)?$|.*--all-candidates|.*--layers all":
         "takes minutes on CPU ranks, as the page says; tests/benchmarks measures less",
-    r".*bench_(tuning|racing|transfer|any_m|search|big_space)\.py":
+    r".*bench_(any_m|search_quality)\.py":
         "tests/benchmarks does a part of it",
     r"(bash scripts/launch\.sh|scripts/python) examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",

@@ -35,8 +35,8 @@ The first config of the space (the default) and the incumbent are in the final, 
 do worse than not tuning. What failed leaves at once, and whom it put out of the race is called
 back. Who wins is not decided here: :func:`triton_dist._tuning.values.winner`.
 
-``benchmarks/bench_racing.py`` replays all this on recorded spaces under clocks that drift, with
-heavy tails and in two states, and ``docs/explanation/measuring.md`` says what comes of it.
+``benchmarks/bench_search_quality.py`` replays races on recorded spaces under changing clocks; the
+results are in ``docs/explanation/measuring.md``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,577 @@
+"""How good the winners of the searches are, and what a search costs, on recorded spaces.
+
+    scripts/python benchmarks/bench_search_quality.py [racing|few|warm-start|matmul] [options]
+
+Without a name the three tables that need no GPU are printed.
+
+- ``racing``: ``search="racing"`` beside the usual "5 + 10" (every config 5 times untimed and 10
+  times timed, lowest mean wins) and an oracle, on a device whose clocks change during the tuning.
+- ``few``: searches that try 200 of many configs: random, ``search="surrogate"``, and Optuna's TPE
+  where it is installed.
+- ``warm-start``: the tuning of a size whose neighbours are tuned, beside a full race at that size.
+- ``matmul``: cold tunings of ``matmul`` on one GPU: surrogate over thousands of configs, and racing
+  over the list that was made by hand.
+
+In a recorded space every config was run many times. *Regret* is by how much the winner is slower
+than the best config, by the medians of all recorded runs. *Near* is the share of tunings whose
+regret is at most 1 %, or at most half of the 95 % interval of the best config's median. *Cost* is
+the device time of all runs relative to the reference: 5 + 10, or the full race.
+
+Recorded spaces are files in the T4 format of the autotuning community; ``benchmarks/data`` holds
+excerpts of two. ``--folder`` names another folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gzip
+import importlib.util
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+
+from triton_dist import knobs, tune
+from triton_dist._tuning import protocols
+from triton_dist._tuning.engine.transfer import REACH, Neighbours, nearest
+from triton_dist._tuning.search import Brief, Racing, search_for
+from triton_dist._tuning.search.choose import GENERATION
+from triton_dist._tuning.search.exploring import Exploring
+from triton_dist._tuning.search.surrogate import Surrogate
+from triton_dist._tuning.values import (
+    Config,
+    Failure,
+    Fingerprint,
+    Key,
+    Measurement,
+    Policy,
+    Sizes,
+    Trial,
+    TuningRecord,
+    fine_bucket,
+    winner,
+)
+from triton_dist._tuning.values.outcome import joined
+from triton_dist._tuning.values.sizes import distance
+from triton_dist.kernels.common.gemm.launch import sharded_gemm
+from triton_dist.kernels.common.gemm.sharded import (
+    kernel_gemm_non_persistent,
+    kernel_gemm_persistent,
+)
+from triton_dist.kernels.nvidia.gemm import matmul
+from triton_dist.runtime.device import current_device
+from triton_dist.testing.replay import RecordedSpace, Replay
+from triton_dist.testing.replayed import Make, Score, score
+from triton_dist.testing.timing import interleaved
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+RACING = Policy.on("cuda", timing="events", search="racing")
+Numbers = Any
+"""A numpy array of floats."""
+
+
+def half_interval(runs: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the median of ``runs``, relative to the median."""
+    ranked, n = sorted(runs), len(runs)
+    below = np.cumsum([math.comb(n, k) / 2**n for k in range(n)])
+    outside = max(int((below <= 0.025).sum()) - 1, 0)  # runs outside the interval on each side
+    return (ranked[n - 1 - outside] - ranked[outside]) / 2 / statistics.median(runs)
+
+
+# ---- racing: a device whose clocks change
+
+DRIFT, MODES, TAIL, RUNS = 0.05, 0.03, 0.05, 16
+"""Amplitudes of drift and of clock states, share of late runs, and runs of a config in a draw."""
+_CELLS, _HORIZON = 1 << 16, 1.25  # moments with a known clock, over 1.25 times the time of 5 + 10
+
+
+def _span(draw: np.random.Generator) -> float:
+    return math.exp(draw.uniform(math.log(0.03), 0.0))
+
+
+def _two_states(draw: np.random.Generator, at: Numbers, span: float) -> Numbers:
+    changes = np.cumsum(draw.exponential(span, int(10 + 3 * _HORIZON / span)))
+    return 2.0 * ((np.searchsorted(changes, at) + draw.integers(2)) % 2) - 1
+
+
+def _ramp(draw: np.random.Generator, at: Numbers) -> Numbers:
+    return DRIFT * draw.choice((-1.0, 1.0)) * (2 * np.minimum(at / _span(draw), 1.0) - 1)
+
+
+def _step(draw: np.random.Generator, at: Numbers) -> Numbers:
+    return DRIFT * _two_states(draw, at, _span(draw))
+
+
+def _sine(draw: np.random.Generator, at: Numbers) -> Numbers:
+    return DRIFT * np.sin(2 * np.pi * (at / _span(draw) + draw.uniform()))
+
+
+def _walk(draw: np.random.Generator, at: Numbers) -> Numbers:
+    steps = DRIFT * math.sqrt(_HORIZON / _CELLS / _span(draw)) * draw.normal(size=len(at))
+    walk = np.cumsum(steps) + draw.uniform(-DRIFT, DRIFT)
+    return np.abs((walk - DRIFT) % (4 * DRIFT) - 2 * DRIFT) - DRIFT  # reflected at the ends
+
+
+def _modes(draw: np.random.Generator, at: Numbers) -> Numbers:
+    return MODES * _two_states(draw, at, _span(draw) / 10)
+
+
+def _coin(draw: np.random.Generator, at: Numbers) -> Numbers:
+    return MODES * draw.choice((-1.0, 1.0), len(at))
+
+
+def _tails(draw: np.random.Generator, at: Numbers) -> Numbers:
+    return np.where(draw.random(len(at)) < TAIL, draw.uniform(0.2, 2.0, len(at)), 0.0)
+
+
+OF_TIME: dict[str, Callable[[np.random.Generator, Numbers], Numbers]] = {
+    "ramp": _ramp, "step": _step, "sine": _sine, "walk": _walk, "modes": _modes,
+}  # fmt: skip
+"""Factors on all runs at a moment, minus 1; of ``OF_RUN``, on each run independently."""
+OF_RUN = {"tails": _tails, "coin": _coin}
+CLOCKS = {
+    "steady": (),
+    **{name: (name,) for name in (*OF_TIME, *OF_RUN)},
+    "all": ("walk", "tails", "modes"),
+}
+
+
+class Space:
+    """The configs of a recorded space that do not fail, and their runs [configs, runs] in ms."""
+
+    def __init__(self, name: str, configs: Sequence[Config], runs: Numbers) -> None:
+        self.name, self.configs, self.runs = name, tuple(configs), runs
+        medians = np.median(runs, axis=1)
+        self.regrets = medians / medians.min() - 1
+        self.near = max(0.01, half_interval(runs[medians.argmin()].tolist()))
+
+    @classmethod
+    def read(cls, path: Path, most: int | None) -> Space:
+        """Read a file in T4 format, and take at most ``most`` configs, drawn at random."""
+        space = RecordedSpace.read(path)
+        valid = [c for c in space.configs if not isinstance(space.runs[c.digest], Failure)]
+        drawn = np.sort(np.random.default_rng(0).permutation(len(valid))[:most])
+        configs = [valid[place] for place in drawn]
+        return cls(space.name, configs, np.array([space.runs[c.digest] for c in configs]))
+
+
+class Device:
+    """A device on which each config takes as long as some of its recorded runs, times its clocks.
+
+    Attributes:
+        cost: time of all runs so far, relative to that of 15 runs of each config.
+    """
+
+    def __init__(self, space: Space, clocks: str, seed: int) -> None:
+        draw = np.random.default_rng([seed, *clocks.encode()])
+        configs, recorded = space.runs.shape
+        order = draw.permuted(np.tile(np.arange(recorded), (configs, 1)), axis=1)[:, :RUNS]
+        self._runs = np.take_along_axis(space.runs, np.sort(order, axis=1), axis=1)
+        self._duration = float(self._runs[:, :15].sum())
+        at = np.arange(_CELLS) * (_HORIZON / _CELLS)
+        self._of_time, self._of_run = np.ones(_CELLS), np.ones(_CELLS)
+        for name in CLOCKS[clocks]:
+            if name in OF_TIME:
+                self._of_time *= 1 + OF_TIME[name](draw, at)
+            else:
+                self._of_run *= 1 + OF_RUN[name](draw, at)
+        self._taken, self._number, self._now = [0] * configs, 0, 0.0
+
+    @property
+    def cost(self) -> float:
+        return self._now / self._duration
+
+    def run(self, config: int) -> float:
+        """Return the milliseconds of one run. After the last recorded run the first comes again."""
+        recorded = float(self._runs[config, self._taken[config] % RUNS])
+        cell = min(int(self.cost / _HORIZON * _CELLS), _CELLS - 1)
+        factor = float(self._of_time[cell] * self._of_run[self._number % _CELLS])
+        self._taken[config] += 1
+        self._number += 1
+        self._now += recorded
+        return recorded * factor
+
+
+def race(space: Space, device: Device) -> int:
+    """Return the winner's index."""
+    search = Racing(space.configs, RACING)
+    places = {config.digest: place for place, config in enumerate(space.configs)}
+    samples: defaultdict[int, tuple[float, ...]] = defaultdict(tuple)
+    while (request := search.ask()) is not None:
+        place = places[request.config.digest]
+        if place not in samples:
+            device.run(place)  # the first run, which compiles
+        taken = tuple(device.run(place) for _ in range(RACING.warmup + request.samples))
+        outcome = Measurement(taken[RACING.warmup :], RACING.warmup)
+        samples[place] += outcome.samples
+        search.tell(request, outcome)
+    tried = sorted(samples)
+    outcomes = [Measurement(samples[each], RACING.warmup) for each in tried]
+    first = winner(outcomes, RACING.indifference)
+    assert first is not None
+    return tried[first]
+
+
+def five_and_ten(space: Space, device: Device) -> int:
+    times = [[device.run(place) for _ in range(15)][5:] for place in range(len(space.configs))]
+    return int(np.mean(times, axis=1).argmin())
+
+
+def oracle(space: Space, device: Device) -> int:
+    """Take 16 samples in turn of the ten configs that are known to be the best."""
+    best = np.argsort(space.regrets, kind="stable")[:10]
+    rounds = [[device.run(int(place)) for place in best] for _ in range(RUNS)]
+    return int(best[np.median(rounds, axis=0).argmin()])
+
+
+DECISIONS = {"racing": race, "5 + 10": five_and_ten, "oracle": oracle}
+
+
+def racing_table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    print(f"{'space':20}{'configs':>8}{'clocks':>8}", end="")
+    print("".join(f" |{name:>8}: near, regret p95, cost" for name in DECISIONS))
+    rows = []
+    for path in recorded(options.folder):
+        space = Space.read(path, options.configs)
+        for clocks in options.clocks or CLOCKS:
+            line = f"{space.name:20.20}{len(space.configs):8}{clocks:>8}"
+            for name, decide in DECISIONS.items():
+                regrets, costs = [], []
+                for seed in range(options.draws):
+                    device = Device(space, clocks, seed)
+                    regrets.append(float(space.regrets[decide(space, device)]))
+                    costs.append(device.cost)
+                near = float(np.mean([each <= space.near + 1e-9 for each in regrets]))
+                p95, cost = float(np.quantile(regrets, 0.95)), statistics.fmean(costs)
+                facts = {"space": space.name, "clocks": clocks, "decision": name}
+                rows.append({**facts, "near": near, "regret p95": p95, "cost": cost})
+                line += f" |{near:14.0%}{p95:12.2%}{cost:6.3f}"
+            print(line, flush=True)
+    return rows
+
+
+# ---- few: searches of more candidates than can be tried
+
+
+class RandomSearch:
+    """Random configs, as :class:`triton_dist.tune.Search`."""
+
+    def __init__(self, values: Mapping[str, Sequence[Any]], seed: int) -> None:
+        self._values, self._draw = values, random.Random(seed)
+
+    def ask(self) -> dict[str, Any]:
+        return {name: self._draw.choice(own) for name, own in self._values.items()}
+
+    def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
+        """Ignore the result."""
+
+
+def _own(kind: Callable[..., Any]) -> Make:
+    def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
+        return search_for(candidates, policy, own=functools.partial(kind, seed=seed))
+
+    return make
+
+
+def _surrogate(generation: int) -> Make:
+    def make(candidates: Sequence[Config], policy: Policy, seed: int) -> protocols.Search:
+        return Exploring(Surrogate(candidates, generation, seed), candidates, policy)
+
+    return make
+
+
+def few_table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    # A generation is chosen at once where candidates are compiled ahead.
+    searches = {
+        "random": _own(RandomSearch),
+        "surrogate": _surrogate(1),
+        "generations": _surrogate(GENERATION),
+    }
+    if importlib.util.find_spec("optuna"):
+        sys.path.insert(0, str(HERE.parent / "examples"))
+        from own_search import OptunaSearch
+
+        searches["optuna"] = _own(OptunaSearch)
+    policy = Policy.on("cuda", timing="events", search="surrogate", max_trials=options.tries)
+    scores: list[Score] = []
+    for path in recorded(options.folder):
+        space = RecordedSpace.read(path)
+        print(f"{space.name}: {len(space.configs)} configs, {options.tries} tries")
+        for name, make in searches.items():
+            scores.append(score(space, name, make, policy, range(options.draws)))
+            print(f"  {scores[-1]}", flush=True)
+    return [dataclasses.asdict(each) for each in scores]
+
+
+# ---- warm-start: sizes next to tuned sizes
+
+_SIZES = Sizes("recorded", {"M": fine_bucket})
+_FINGERPRINT = Fingerprint({}, {}, {}, RACING.facts(), {}, "")
+
+
+class AtSize(NamedTuple):
+    """Key of a recorded size."""
+
+    M: int
+
+
+class SizedSpace:
+    """An op whose configs were run at many sizes, in a file of ``record_spaces.py``."""
+
+    def __init__(self, path: Path) -> None:
+        tree = json.loads(gzip.decompress(path.read_bytes()))
+        configs = [Config({"config": text}) for text in tree["configs"]]
+        self.name = f"{tree['op']} {tree['largest']}, {tree['ranks']} GPU"
+        self.runs: dict[int, dict[Config, list[float]]] = {
+            int(M): {configs[int(at)]: each for at, each in by.items() if isinstance(each, list)}
+            for M, by in tree["sizes"].items()
+        }
+        self.safe = frozenset(configs[place] for place in tree["safe"])
+        self.waves: dict[int, dict[Config, float | None]] = {
+            int(M): dict(zip(configs, each, strict=True))
+            for M, each in tree.get("waves", {}).items()
+        }
+
+    def tuned(
+        self, M: int, search: protocols.Search, draw: random.Random
+    ) -> tuple[TuningRecord, float]:
+        """Return the record of a search at ``M``, and the milliseconds of its runs."""
+        shuffled = {c.digest: draw.sample(list(r), len(r)) for c, r in self.runs[M].items()}
+        replay, outcomes = Replay(shuffled), {}
+        while (request := search.ask()) is not None:
+            outcome = replay.attempt(request, RACING)
+            search.tell(request, outcome)
+            outcomes[request.config] = joined(outcomes.get(request.config), outcome)
+        trials = tuple(Trial.of(c, outcomes[c]) for c in self.runs[M] if c in outcomes)
+        key = Key.of("recorded", AtSize(M), "recorded")
+        return TuningRecord(key, _FINGERPRINT, trials, "", 0.0), replay.milliseconds
+
+    def warm_started(
+        self, M: int, known: Mapping[int, TuningRecord], waves: bool, milliseconds: float
+    ) -> protocols.Search:
+        """Return the search at ``M`` from the ``known`` sizes, with or without ``waves_fn``."""
+        far = {size: distance((size,), (M,)) for size in known}
+        near = nearest((far[size], (size,), known[size]) for size in known if far[size] <= REACH)
+        found = Neighbours(_SIZES.family(AtSize(M)), near, self.safe.__contains__)
+        if waves:
+            lookup = lambda config, sizes: self.waves.get(sizes[0], {}).get(config)  # noqa: E731
+            found = dataclasses.replace(found, waves=lookup)
+        few = found.candidates(list(self.runs[M]), milliseconds)
+        return Brief(few, RACING, milliseconds)
+
+    def regret(self, M: int, record: TuningRecord) -> tuple[float, bool]:
+        """Return the regret of the winner at ``M``, and whether it is near the best."""
+        medians = {config.digest: statistics.median(r) for config, r in self.runs[M].items()}
+        best = min(self.runs[M], key=lambda config: medians[config.digest])
+        regret = medians[record.best.digest] / medians[best.digest] - 1
+        return regret, regret <= max(0.01, half_interval(self.runs[M][best]))
+
+
+def warm_start_table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Race the powers of two in full, then tune the other sizes in random order."""
+    rows = []
+    for path in sorted(options.folder.glob("*_sizes.json.gz")):
+        space = SizedSpace(path)
+        powers = [M for M in space.runs if M & (M - 1) == 0]
+        found: dict[str, list[tuple[float, bool, float]]] = defaultdict(list)
+        for number in range(options.draws):
+            draw = random.Random(number)
+            anchors = {
+                M: space.tuned(M, Racing(list(space.runs[M]), RACING), draw)[0] for M in powers
+            }
+            others = draw.sample(
+                sorted(space.runs.keys() - anchors.keys()), len(space.runs) - len(anchors)
+            )
+            for name in ("full race", "warm start", "without waves_fn"):
+                known = dict(anchors)
+                for M in others:
+                    search: protocols.Search = Racing(list(space.runs[M]), RACING)
+                    if name != "full race":
+                        waves = name == "warm start"
+                        search = space.warm_started(M, known, waves, options.milliseconds)
+                    record, spent = space.tuned(M, search, draw)
+                    known[M] = dataclasses.replace(record, carried="warm-started")
+                    found[name].append((*space.regret(M, record), spent))
+        print(f"{space.name}, {len(found['full race'])} tunings")
+        full = [spent for _, _, spent in found["full race"]]
+        for name, each in found.items():
+            regrets = sorted(regret for regret, _, _ in each)
+            row = {
+                "space": space.name,
+                "tuned by": name,
+                "near": statistics.fmean(near for _, near, _ in each),
+                "regret p95": regrets[int(0.95 * (len(regrets) - 1))],
+                "cost": statistics.fmean(e[2] / f for e, f in zip(each, full, strict=True)),
+            }
+            rows.append(row)
+            print(
+                f"  {name:>16}: near {row['near']:.0%}, regret p95 {row['regret p95']:.1%}, "
+                f"cost {row['cost']:.2f}",
+                flush=True,
+            )
+    return rows
+
+
+# ---- matmul: on one GPU
+
+SHAPES = [(4096, 4096, 4096), (128, 8192, 8192)]
+_SHARED = 227 * 1024
+
+
+def matmul_space() -> tune.Product:
+    if current_device().interprets:
+        return tune.Product({**dict.fromkeys("MNK", (32, 64)), **_axes(1), "persistent": (True,)})
+    tiles = {"M": (128, 16, 32, 64, 256), "N": (128, 32, 64, 256), "K": (64, 32, 128)}
+    return tune.Product({**tiles, **_axes(5), "persistent": (True, False)}, where=_fits)
+
+
+def _axes(most: int) -> dict[str, Sequence[Any]]:
+    return {
+        "group": (8, 1, 2, 4, 16)[:most],
+        "warps": (8, 4)[:most],
+        "stages": (3, 2, 4, 5, 6)[:most],
+        "subtile": (False, True)[:most],
+    }
+
+
+def _fits(config: Mapping[str, Any]) -> bool:
+    """Return whether tiles in flight fit shared memory, and the output the registers."""
+    M, N, K = (config[name] for name in "MNK")
+    in_flight = (M + N) * K * 2 * config["stages"]
+    return (
+        in_flight <= _SHARED
+        and 128 * 64 * config["warps"] >= M * N
+        and (config["persistent"] or not config["subtile"])
+    )
+
+
+def _config(M: int, N: int, K: int, group: int, warps: int, stages: int, subtile: bool) -> Any:
+    tile = {"BLOCK_SIZE_M": M, "BLOCK_SIZE_N": N, "BLOCK_SIZE_K": K, "GROUP_SIZE_M": group}
+    if subtile:
+        tile["EPILOGUE_SUBTILE"] = True
+    return triton.Config(tile, num_warps=warps, num_stages=stages)
+
+
+def _prepare(A: torch.Tensor, B: torch.Tensor, persistent: bool, **config: Any) -> None:
+    C = torch.empty(A.shape[0], B.shape[1], dtype=A.dtype, device=A.device)
+    sms = current_device().num_sms
+    sharded_gemm(A, B, C, _config(**config), num_sms=sms, persistent=persistent).compile()
+
+
+def _by_surrogate(tries: int) -> Any:
+    @tune.autotune(
+        matmul_space(),
+        key_fn=lambda A, B: (tune.to_hashable(A), tune.to_hashable(B)),
+        prepare_fn=_prepare,
+        scope="rank",
+        search="surrogate",
+        max_trials=tries,
+    )
+    def any_matmul(A: torch.Tensor, B: torch.Tensor, persistent: bool, **config: Any) -> Any:
+        return matmul.fn(A, B, gemm_config=_config(**config), persistent=persistent)
+
+    return any_matmul
+
+
+@contextlib.contextmanager
+def empty_caches() -> Iterator[None]:
+    """Context manager with empty caches of Triton and of the tuner."""
+    with tempfile.TemporaryDirectory(prefix="search-quality-") as folder:
+        knobs.put("TRITON_CACHE_DIR", f"{folder}/triton")
+        knobs.put("TRITON_DIST_CACHE_DIR", f"{folder}/tuner")
+        knobs.put("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", "1")  # whatever records are shipped
+        for kernel in (kernel_gemm_persistent, kernel_gemm_non_persistent):
+            if hasattr(kernel, "device_caches"):  # compiled, not interpreted
+                kernel.device_caches.clear()
+        yield
+
+
+def matmul_table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    device = current_device().torch_device
+    for M, N, K in options.shape or SHAPES:
+        A = torch.randn(M, K, device=device, dtype=torch.float16)
+        B = torch.randn(K, N, device=device, dtype=torch.float16)
+        # The surrogate first: kernels that racing leaves compiled in memory would help it.
+        tuners = {"surrogate": _by_surrogate(options.tries), "racing": matmul}
+        found: dict[str, dict[str, Any]] = {"torch.matmul": {}}
+        for name, tuner in tuners.items():
+            with empty_caches():
+                begin = time.perf_counter()
+                record = tuner.tune(A, B)
+                seconds = time.perf_counter() - begin
+            tried = {"seconds": seconds, "tried": len(record.trials)}
+            found[name] = {**tried, "winner": str(record.best)}
+            torch.testing.assert_close(tuner(A, B), A @ B, atol=0.5, rtol=2e-2)
+        calls: dict[str, Callable[[], Any]] = {
+            name: functools.partial(tuner, A, B) for name, tuner in tuners.items()
+        }
+        times = interleaved({**calls, "torch.matmul": functools.partial(torch.matmul, A, B)})
+        for name, row in found.items():
+            row |= {"shape": [M, N, K], "by": name, "ms": times[name].median}
+            rows.append(row)
+            tuned = f", {row['tried']} tried in {row['seconds']:.1f} s" if "tried" in row else ""
+            print(f"{M} x {N} x {K} {name:>12}: {row['ms']:.4f} ms{tuned}", flush=True)
+    return rows
+
+
+TABLES = {
+    "racing": racing_table,
+    "few": few_table,
+    "warm-start": warm_start_table,
+    "matmul": matmul_table,
+}
+
+
+def recorded(folder: Path) -> list[Path]:
+    """Return the recorded spaces of ``folder``.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    files = sorted(folder.glob("*_T4.json.gz"))
+    if not files:
+        raise SystemExit(f"no *_T4.json.gz in {folder}")
+    return files
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", nargs="?", choices=TABLES, help="default: all but matmul")
+    parser.add_argument("--folder", type=Path, default=DATA, help="of recorded spaces")
+    parser.add_argument("--draws", type=int, default=30, help="tunings of each row")
+    parser.add_argument("--configs", type=int, help="racing: configs of each space, at random")
+    parser.add_argument("--clocks", nargs="+", choices=CLOCKS, help="racing: default: all")
+    parser.add_argument(
+        "--tries", type=int, default=200, help="few, matmul: configs that are tried"
+    )
+    parser.add_argument("--milliseconds", type=float, default=30.0, help="warm-start: device time")
+    parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("M", "N", "K"))
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(arguments)
+    names = [options.table] if options.table else [name for name in TABLES if name != "matmul"]
+    results = {name: TABLES[name](options) for name in names}
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+if __name__ == "__main__" and knobs.rank.get() == 0:
+    main()
