@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -234,6 +236,45 @@ def test_a_fixed_value_may_have_any_name():
     )(run)
     with pytest.warns(TuningWarning, match="config=5"):
         assert tuned(x=3, config=5, autotune_allow_arg_overwrite=True) == (3, 5, 2)
+
+
+Key = collections.namedtuple("Key", "layer tokens")
+
+
+def keyed(key_fn=lambda layer, tokens: (Key(layer, tokens), "bf16"), **options):
+    return autotune([{"n": 1}, {"n": 2}], key_fn, **options)(lambda layer, tokens, n: n)
+
+
+def test_a_key_that_is_new_in_each_call_is_reported_once():
+    tuned = keyed()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(60):
+            tuned("attention", 4000 + 7 * step)
+    (warning,) = warned
+    said = r"16 keys .* not called again.* key\[0\]\.tokens, lately 4119, 4126, 4133\. .*sizes="
+    assert re.search(said, str(warning.message))
+    assert warning.filename == __file__
+    assert tuned.tuning_count == 60
+
+
+@pytest.mark.parametrize("case", ["called again", "ahead", "a size"])
+def test_keys_that_come_again_are_not_reported(case):
+    tuned = keyed()
+    if case == "a size":
+        tuned = keyed(lambda layer, tokens: layer, sizes=("tokens",))
+    first = ("attention", 4000)
+    for number in range(40):
+        arguments = ("attention", 4000 + 300 * number)
+        if case == "ahead":
+            tuned.tune(*arguments)
+            continue
+        tuned(*arguments)
+        if case == "called again" and number % 10 == 9:
+            tuned(*arguments)
+            steps = [calls_of(lambda each=each: tuned(*each)) for each in (first, arguments)]
+            assert steps[0] == steps[1]  # both are hits
+    assert tuned.tuning_count == 40
 
 
 def test_tune_best_config_and_clear():

@@ -20,6 +20,7 @@ from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.sampler import Sampler
 from triton_dist._tuning.engine.varied import Arguments
+from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure, FailureKind, Measurement, Outcome, Request
 from triton_dist._tuning.values.show import said
 from triton_dist.errors import (
@@ -247,18 +248,20 @@ class Attempts:
 
     def _first_run(self, at: Situation, arguments: dict[str, Any]) -> Sequence[float]:
         """One run to the end: compiles what is not compiled, and gives the output to check. Returns
-        its milliseconds.
+        its milliseconds if nothing else is measured.
 
         The first config that runs is the reference of all others. Its output is copied, because a
         function may return the same buffer each time.
         """
         check = self._subject.hooks.check
         if check is not None and self._reference is None and self._first_measured is not None:
-            output, _ = self._run_once(at, self._first_measured.arguments())
+            output = self._run_once(at, self._first_measured.arguments())
             self._reference = (copy.deepcopy(output),)
-        output, milliseconds = self._run_once(at, arguments)
+        timer = self._parts.device.timer() if self._is_only else None
+        output = self._run_once(at, arguments, timer)
+        milliseconds = [] if timer is None else [round(timer.milliseconds(), 6)]
         if check is None:
-            return [milliseconds]
+            return milliseconds
         if self._reference is None:
             self._reference = (copy.deepcopy(output),)
         reference = self._reference[0]
@@ -268,22 +271,25 @@ class Attempts:
             raise _WrongResult(text_of(error)) from error
         if verdict is not None and not verdict:
             raise _WrongResult("check_fn rejected its output")
-        return [milliseconds]
+        return milliseconds
 
-    def _run_once(self, at: Situation, arguments: dict[str, Any]) -> tuple[Any, float]:
+    def _run_once(
+        self, at: Situation, arguments: dict[str, Any], timer: Timer | None = None
+    ) -> Any:
         function, args, kwargs = self._subject.function, self._call.args, self._call.kwargs
         self._user(at, self._reset)
-        timer = self._parts.device.timer()
-        timer.start()
+        if timer is not None:
+            timer.start()
         began = time.perf_counter()
         output = self._user(at, lambda: function(*args, **kwargs, **arguments))
         if at.config is not None and self._parts.settings.policy.timing == "events":
             took = time.perf_counter() - began
             self._sampler.queued(at.config, took * len(self._sampled))
-        timer.stop()
+        if timer is not None:
+            timer.stop()
         self._settle()
         self._parts.device.synchronize(self._parts.settings.seconds)
-        return output, round(timer.milliseconds(), 6)
+        return output
 
     def _captured(self, at: Situation, call: Callable[[], Any]) -> Callable[[], Any]:
         parts = self._parts

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from triton_dist._tuning.engine.first_use import FirstUse
+from triton_dist._tuning.engine.new_keys import NewKeys
 from triton_dist._tuning.engine.span import Span
 from triton_dist._tuning.values import Config, TuningRecord
 
@@ -26,6 +27,8 @@ class Choice:
     """Configs by exact size, within the range of the key."""
     first_use: FirstUse | None = None
     """Set in the call that found a record."""
+    tuned: bool = False
+    """It was tuned in this call."""
 
     def of(self, sizes: tuple[int, ...]) -> Choice:
         """The choice for exact sizes."""
@@ -55,7 +58,8 @@ class Resolution:
 
     def choice(self) -> Choice:
         arguments = self.config.arguments()
-        return Choice(self.config, arguments, self.record, self.kept, self.span, self.first_use)
+        about = (self.kept, self.span, self.first_use, self.tuned)
+        return Choice(self.config, arguments, self.record, *about)
 
 
 class Choices:
@@ -67,6 +71,7 @@ class Choices:
         group_hits: the same by group, of calls with one.
         ranges: choices by group and range; none is dropped, unlike exact keys.
         most_hits: how many exact keys are kept.
+        new_keys: keys that were tuned and may not come again.
     """
 
     def __init__(self) -> None:
@@ -75,6 +80,7 @@ class Choices:
         self.group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
         self.ranges: dict[Any, Choice] = {}
         self.most_hits = 0
+        self.new_keys = NewKeys()
 
     def agreed(self, ranks: Any) -> tuple[Any, ...]:
         """Return the keys that ``ranks`` agreed on."""

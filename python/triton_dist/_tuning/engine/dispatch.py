@@ -229,12 +229,14 @@ class AutoTuner(Decorated):
             return None
         try:
             key = self.key_fn(*args, **kwargs)
-            choice = self._choices.ranges.get((process_group, self.sizes.range_of(key)))
-            if choice is None:
-                return None
+            in_range = self.sizes.range_of(key)
+            choice = self._choices.ranges.get((process_group, in_range))
         except Exception:  # _choose calls key_fn again and reports the exception to all ranks
             return None
+        if choice is None:
+            return None
         arguments = choice.of(self.sizes.values(key)).arguments
+        self._choices.new_keys.again(in_range)
         self._choices.keep(process_group, key, arguments)
         return arguments
 
@@ -273,7 +275,8 @@ class AutoTuner(Decorated):
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is not None:
                 found = known.of(sizes)
-                if not fixed:  # it was at hand once, and gave way to others
+                if not fixed:  # a second call, or its hit gave way to others
+                    choices.new_keys.again(key)
                     choices.keep(process_group, exact, found.arguments)
                 return found
             parts = self._compose(process_group, verbose)
@@ -296,7 +299,11 @@ class AutoTuner(Decorated):
                 if not fixed:
                     choices.most_hits = self._surroundings.most_hits()
                     choices.ranges[process_group, key] = kept
-                    choices.keep(process_group, exact, known.of(sizes).arguments)
+                    if not (runs and known.tuned and choices.new_keys.waits(key)):
+                        choices.keep(process_group, exact, known.of(sizes).arguments)
+            advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
+            if advice and parts.ranks.is_leader:
+                self._warnings.warn(advice, advice)
             return known.of(sizes)
 
     def _subject(self, space: ConfigSpace, fixed: Config) -> Subject:
