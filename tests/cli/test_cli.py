@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,9 @@ import triton_dist
 from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
-from triton_dist.cli import text
+from triton_dist.cli import judge, subject, text
 from triton_dist.cli.main import VERBS, main
-from triton_dist.errors import TuningWarning
+from triton_dist.errors import NoSuchFunction, TuningWarning
 from triton_dist.tune import autotune
 
 A, B = torch.ones(2, 3), torch.ones(3, 4)
@@ -45,12 +44,6 @@ def cache() -> Path:
     return Path(os.environ["TRITON_DIST_CACHE_DIR"])
 
 
-def explain(*arguments: str) -> tuple[int, str]:
-    """Status and output, in a process that has imported nothing of the caller's."""
-    with redirect_stdout(io.StringIO()) as shown:
-        return main(["explain", *arguments]), shown.getvalue()
-
-
 def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -68,18 +61,56 @@ def test_it_runs_as_a_module_and_imports_the_file_that_is_named(spawn_ranks, tmp
         )  # fmt: skip
 
     spawn_ranks(1, run_program, str(script), init=False)
-    explained = python("-m", "triton_dist", "explain", "scale", "--module", "script.py")
+    explained = python("-m", "triton_dist", "explain", "scale", "--module", "script.py", "--import")
     assert explained.returncode == 0, explained.stderr
     assert "\n  used\n" in explained.stdout
     assert f"{script}.scale, key 3\n" in explained.stdout
-    script.write_text(script.read_text().replace("x * n", "x / n"))
-    ((status, shown),) = spawn_ranks(1, explain, "scale", "--module", str(script), init=False)
-    assert status == 1
-    assert "  not used: source: scale changed, its digest was " in shown
+
+
+def test_no_file_is_run_unless_asked_and_two_of_one_name_are_two_modules(
+    run, spawn_ranks, tmp_path, monkeypatch
+):
+    ran = tmp_path / "ran"
+    scripts = [tmp_path / folder / "plain.py" for folder in "ab"]
+    for script in scripts:
+        script.parent.mkdir()
+        script.write_text(
+            "import os\nfrom triton_dist.tune import autotune\n\n"
+            f"with open({str(ran)!r}, 'a') as file:\n    print(__file__, os.getpid(), file=file)\n"
+            "@autotune([{'n': 1}, {'n': 2}], key_fn=lambda x: x)\n"
+            f"def work(x, n):\n    return '{script.parent.name}', x\n\n"
+            "work(3)\nos.environ['TRITON_DIST_AUTOTUNE_FROZEN'] = '1'\n"
+        )
+        spawn_ranks(1, run_program, str(script), init=False)
+    ran.unlink()
+    files = {path: path.read_bytes() for path in cache().rglob("*") if path.is_file()}
+    for command in ("list", "show work", "status", "explain work", "explain plain:work",
+                    f"explain work --module {scripts[0]}", "clear --all --stale",
+                    "clear --all --import --dry-run"):  # fmt: skip
+        shown = run(*command.split())[1]
+    assert "would remove 2 records" in shown
+    assert not ran.exists()
+    assert {path: path.read_bytes() for path in cache().rglob("*") if path.is_file()} == files
+
+    scripts[1].write_text(scripts[1].read_text().replace("'b', x", "'b', x, n"))
+    status, shown, _ = run("clear", "--all", "--stale", "--import", "--json")
+    removed = [each["file"] for each in json.loads(shown)["removed"]]
+    (record,) = [file for file in removed if file.endswith(".json")]
+    assert json.loads(files[Path(record)])["module"] == str(scripts[1])
+    assert json.loads(shown)["left_alone"] == []
+    files, pids = zip(*(line.rsplit(" ", 1) for line in ran.read_text().splitlines()), strict=True)
+    assert sorted(files) == sorted(map(str, scripts))
+    assert len({*pids, str(os.getpid())}) == 3
+
+    monkeypatch.setattr(judge, "SECONDS", 0.1)
+    status, _, err = run("explain", "work", "--module", str(scripts[0]), "--import")
+    assert status == 2
+    assert f"{scripts[0]}: its process did not end within" in err
 
 
 def test_a_module_that_calls_what_it_tunes_tunes_nothing_for_a_command(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(judge, "OURS", {"calling_script"})
     script = tmp_path / "calling_script.py"
     script.write_text(
         "from triton_dist.tune import autotune\n\n"
@@ -87,16 +118,14 @@ def test_a_module_that_calls_what_it_tunes_tunes_nothing_for_a_command(run, tmp_
         "def scale(x, n):\n    return x * n\n\n"
         "scale(3)\n"
     )
-    assert "No record" in "".join(run("explain", "scale", "--module", str(script))[1:])
-    assert not list(cache().rglob("*.json"))
-    calling_script = importlib.import_module("calling_script")
-    calling_script.scale(3)
+    importlib.import_module("calling_script")
     (file,) = cache().rglob("*.json")
     before = file.read_text()
     script.write_text(script.read_text().replace("x * n", "x / n + 0"))
     monkeypatch.delitem(sys.modules, "calling_script")
     linecache.clearcache()
     assert "would remove 1 record" in run("clear", "--all", "--stale", "--dry-run")[1]
+    assert [*cache().rglob("*.json")] == [file]
     assert file.read_text() == before
     assert "TRITON_DIST_AUTOTUNE" not in os.environ
 
@@ -116,13 +145,17 @@ def test_explain_finds_a_method(run):
     assert run("explain", f"{OPS}:Layer.forward")[0] == 0
 
 
-def test_a_bare_name_lists_and_says_that_nothing_was_compared(run):
+def test_without_import_versions_are_compared_and_code_is_not(run, monkeypatch):
+    monkeypatch.setattr(judge, "OURS", {"triton_dist"})
     ops.matmul(A, B)
-    status, out, _ = run("explain", "matmul")
-    assert status == 0
-    assert "Nothing was compared" in out
-    assert f"triton-dist explain {OPS}:matmul" in out
-    assert "used" not in out.replace("Nothing was compared", "")
+    for name in ("matmul", f"{OPS}:matmul"):
+        status, out, _ = run("explain", name)
+        assert status == 0
+        assert "  not compared: its code and config space are compared with --import" in out
+        assert "1 record of matmul, 0 used, 1 not compared." in out
+        assert "world_size was 1, is 8" in run("explain", name, "--world-size", "8")[1]
+    monkeypatch.setattr(triton, "__version__", "2.0.0")
+    assert "removed 1 record" in run("clear", "--all", "--stale")[1]
 
 
 @pytest.mark.parametrize("name", ["matmul", f"{OPS}:matmul"])
@@ -135,14 +168,16 @@ def test_without_a_record_the_status_is_1_and_says_where_was_looked(run, name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no.such.module:f", "cannot be imported: ModuleNotFoundError"),
+        ("no.such.module:matmul", "cannot be imported: ModuleNotFoundError"),
         (f"{OPS}:absent", "'tests.tuning.ops' has no 'absent'"),
         (f"{OPS}:Layer.absent", "'Layer' has no 'absent'"),
         (f"{OPS}:key_fn", "it is of <class 'function'>, not a tuned function"),
     ],
 )
-def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, name, said):
-    status, out, err = run("explain", name)
+def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, monkeypatch, name, said):
+    monkeypatch.setattr(judge, "OURS", {"tests", "no"})
+    ops.matmul(A, B)
+    status, out, err = run("explain", name, "--import")
     assert (status, out) == (2, "")
     assert said in err
 
@@ -154,18 +189,17 @@ def test_a_mistake_has_status_2_and_is_said_on_standard_error(run, name, said):
         ("ending_ops", "import sys; sys.exit(0)", "SystemExit: 0"),
     ],
 )
-def test_a_module_that_fails_when_it_is_imported_is_said(run, tmp_path, name, text, said):
+def test_a_module_that_fails_when_it_is_imported_is_said(tmp_path, monkeypatch, name, text, said):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / f"{name}.py").write_text(f"{text}\n")
-    status, out, err = run("explain", "f", "--module", str(tmp_path / f"{name}.py"))
-    assert (status, out) == (2, "")
-    assert said in err
-    sys.path.remove(str(tmp_path))
+    with pytest.raises(NoSuchFunction, match=said):
+        subject.module(str(tmp_path / f"{name}.py"))
 
 
 def test_what_the_locale_cannot_write_is_escaped(run, tmp_path, monkeypatch):
     plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     monkeypatch.setattr(sys, "stderr", plain)
-    assert main(["explain", "f", "--module", "größe"]) == 2
+    assert main(["show", "größe.json"]) == 2
     assert b"gr\\xf6\\xdfe" in plain.buffer.getvalue()
 
 
@@ -248,9 +282,9 @@ def test_a_damaged_file_is_a_warning_without_a_line_of_code(run):
     status, _, err = run("list")
     assert status == 0
     assert err.startswith(f"triton-dist: tuning record {file} is not used: it is damaged (")
-    aside = f"{file.name}.damaged"
-    assert err.endswith(f"It is now {aside}, which you may delete; its key is tuned again\n")
-    status, _, err = run("show", str(file.with_name(aside).rename(file)))
+    assert err.endswith(". Delete it, or write it anew\n")
+    assert file.read_text() == "{"
+    status, _, err = run("show", str(file))
     assert status == 2
     assert err.startswith(f"triton-dist: {file}: it is no tuning record, or a damaged one: ")
     assert "If it is damaged, delete it: its key is tuned again. " in err

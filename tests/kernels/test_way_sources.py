@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from triton_dist._tuning.source import source_of
+from triton_dist.cli import judge
 from triton_dist.cli.main import main
 from triton_dist.kernels.nvidia import ag_gemm, all_gather, all_reduce, gemm_rs, reduce_scatter
 from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
@@ -112,6 +113,7 @@ class Package:
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(judge, "OURS", {"edited_op"})  # imported in this process
     yield Package(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "edited_op"]:
         del sys.modules[name]

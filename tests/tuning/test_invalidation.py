@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from triton_dist._tuning import shared
+from triton_dist.cli import judge
 from triton_dist.cli.main import main
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks.solo import SoloRank
@@ -217,6 +218,7 @@ class Package:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch, capsys) -> Package:
+    monkeypatch.setattr(judge, "OURS", {"edited", "moved"})  # imported in this process
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits come within a file's time stamp
     monkeypatch.syspath_prepend(str(tmp_path))
     made = Package(tmp_path, capsys)

@@ -10,6 +10,7 @@ import pytest
 
 from triton_dist import knobs
 from triton_dist._tuning.values import SCHEMA, codec
+from triton_dist.cli import judge
 from triton_dist.cli.main import main
 from triton_dist.tune import AutoTuner, autotune
 
@@ -118,6 +119,7 @@ def test_a_relative_folder_is_that_of_its_first_read(monkeypatch, tmp_path):
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The files of a run, under "", and of one that blocks at each launch."""
+    monkeypatch.setattr(judge, "OURS", {"tests"})  # imported in this process
     in_a_new_process()
     monkeypatch.setenv(BLOCKING, "1")
     in_a_new_process()

@@ -11,7 +11,6 @@ from triton_dist import knobs
 from triton_dist._archive import pack_places
 from triton_dist._tuning.protocols import Store
 from triton_dist._tuning.store import (
-    FileStore,
     Interrupted,
     LayeredStore,
     PackStore,
@@ -23,13 +22,13 @@ from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
 from triton_dist.errors import NewerSchema, NoSuchRecord
 
 
-def user_store() -> FileStore:
-    """The user's own records.
+def user_store() -> ReadOnlyStore:
+    """The user's own records. A command renames no damaged file: it shows what is there.
 
     Raises:
         InvalidKnob: ``TRITON_DIST_CACHE_DIR`` is a file. (A tuner does without the folder.)
     """
-    store, folder = FileStore(knobs.cache_dir.get()), knobs.cache_dir
+    store, folder = ReadOnlyStore(knobs.cache_dir.get()), knobs.cache_dir
     if os.path.isfile(store.root.parent):
         raise knobs.InvalidKnob(folder.variable, str(folder.get()), "a folder, and it is a file")
     return store
@@ -42,7 +41,13 @@ def all_stores() -> LayeredStore:
 
 def with_packs() -> LayeredStore:
     """The same, and then what is shipped."""
-    return LayeredStore([all_stores(), *map(PackStore, pack_places())])
+    return LayeredStore([*layers()])
+
+
+def layers() -> list[Store]:
+    """The stores of :func:`with_packs`, in the order in which a tuner looks."""
+    read_only = map(ReadOnlyStore, knobs.autotune_readonly_dirs.get())
+    return [user_store(), *read_only, *map(PackStore, pack_places())]
 
 
 def records_of(store: Store, function: str | None) -> Iterator[StoredRecord]:
@@ -138,7 +143,7 @@ def in_file(path: Path) -> StoredRecord:
         ) from error
 
 
-def interrupted_of(store: FileStore, function: str | None) -> list[Interrupted]:
+def interrupted_of(store: ReadOnlyStore, function: str | None) -> list[Interrupted]:
     """Tunings that were begun and have no record yet, found by the same names."""
     return [
         each

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist._tuning.store import is_held, places, removable
-from triton_dist._tuning.values import Key, StoredRecord
-from triton_dist.cli import cache, subject
-from triton_dist.cli.judge import Judge
+from triton_dist._tuning.values import StoredRecord
+from triton_dist.cli import cache, text
+from triton_dist.cli.judge import imported, is_ours, verdict
 from triton_dist.cli.verb import add_verb, counted
-from triton_dist.errors import NoSuchFunction
 
 _THINGS = {"record": "record", "journal": "interrupted tuning", "log": "log"}
 
@@ -31,7 +30,7 @@ def add_to(verbs: Any) -> None:
         examples=[
             "clear matmul",
             "clear mypackage.ops.matmul --logs --interrupted",
-            "clear --all --stale --dry-run",
+            "clear --all --stale --import --dry-run",
         ],
     )
     which = parser.add_mutually_exclusive_group(required=True)
@@ -42,8 +41,15 @@ def add_to(verbs: Any) -> None:
     parser.add_argument(
         "--stale",
         action="store_true",
-        help="records, with their logs, that the function as it is now would not use on this "
-        "hardware with these versions; its module is imported",
+        help="records, with their logs, that would not be used on this hardware with these "
+        "versions",
+    )
+    parser.add_argument(
+        "--import",
+        action="store_true",
+        dest="imports",
+        help="of --stale: also records whose source or config space has changed; imports their "
+        "modules, which runs them",
     )
     parser.add_argument("--logs", action="store_true", help="logs; the records stay")
     parser.add_argument("--interrupted", action="store_true", help="what was begun; records stay")
@@ -66,17 +72,11 @@ def _run(arguments: argparse.Namespace) -> int:
     kinds |= {"journal"} if arguments.interrupted else set()
     if not (kinds or arguments.stale):
         kinds = set(_THINGS)
-    gone = {
-        path: kind
-        for place in known
-        for path, kind in removable(place).items()
-        if kind in kinds
-    }  # fmt: skip
+    gone = {path: kind for path, kind in removable(known).items() if kind in kinds}
     if arguments.stale:
-        stale, unjudged = _stale(records)
-        left |= unjudged
-        for place in stale:
-            gone |= {p: k for p, k in removable(place).items() if k != "journal"}
+        stale, unknown = _stale(records, arguments.imports)
+        left |= unknown
+        gone |= {path: kind for path, kind in removable(stale).items() if kind != "journal"}
     if not arguments.dry_run:
         for path in gone:
             path.unlink(missing_ok=True)
@@ -88,34 +88,28 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if gone or arguments.all else 1
 
 
-def _stale(records: list[StoredRecord]) -> tuple[set[Path], dict[str, str]]:
-    """Places of records that are of no use any more, and why others cannot be judged."""
+def _stale(records: list[StoredRecord], imports: bool) -> tuple[set[Path], dict[str, str]]:
+    """Places of records that are proven to be of no use, and why others cannot be judged."""
+    verdicts = [verdict(record, {}, any_settings=True) for record, _ in records]
+    modules: dict[str, list[int]] = {}
+    for number, each in enumerate(verdicts):
+        module = records[number].record.key.module
+        if each.by_import and (imports or is_ours(module)):
+            modules.setdefault(module, []).append(number)
+    for module, numbers in modules.items():
+        chosen = [records[number].record for number in numbers]
+        asked = [(record.key.function, record) for record in chosen]
+        found = imported(module, asked, {}, any_settings=True)
+        for number, each in zip(numbers, found, strict=True):
+            verdicts[number] = each
     stale: set[Path] = set()
-    unjudged: dict[str, str] = {}
-    judges: dict[tuple[str, str], Judge | NoSuchFunction] = {}
-    for record, where in records:
-        judge = _judge(judges, record.key)
-        if isinstance(judge, NoSuchFunction):
-            unjudged[where] = f"not compared: {judge}"
-            continue
-        is_stale = judge.is_stale(record)
-        if is_stale is None:
-            unjudged[where] = f"not compared: it was made on {record.key.hardware}"
-        elif is_stale:
+    unknown: dict[str, str] = {}
+    for (_, where), each in zip(records, verdicts, strict=True):
+        if each.used is None:
+            unknown[where] = f"not compared: {each.reasons[0]}"
+        elif not each.used:
             stale.add(Path(where).with_suffix(""))
-    return stale, unjudged
-
-
-def _judge(
-    judges: dict[tuple[str, str], Judge | NoSuchFunction], key: Key
-) -> Judge | NoSuchFunction:
-    name = key.module, key.function
-    if name not in judges:
-        try:
-            judges[name] = Judge(subject.load(*name), {})
-        except NoSuchFunction as error:  # a program that lies elsewhere: its records stay
-            judges[name] = error
-    return judges[name]
+    return stale, unknown
 
 
 def _print(
@@ -125,10 +119,10 @@ def _print(
     settings: Mapping[Path, str],
 ) -> None:
     for file, why in left.items():
-        print(f"{file}: left alone, {why}")
+        text.say(f"{file}: left alone, {why}")
     for path in (path for path, kind in gone.items() if kind != "log"):
         under = settings.get(path)
-        print(f"{path}, tuned under {under}" if under else path)
+        text.say(f"{path}, tuned under {under}" if under else str(path))
     counts = {kind: list(gone.values()).count(kind) for kind in _THINGS}
     parts = [counted(n, _THINGS[kind]) for kind, n in counts.items() if n or kind != "journal"]
     done = "would remove" if arguments.dry_run else "removed"

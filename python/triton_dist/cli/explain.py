@@ -6,18 +6,14 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from triton_dist import knobs
-from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.values import Key, Origin, StoredRecord, TuningRecord
-from triton_dist.cli import cache, listing, subject, text
-from triton_dist.cli.judge import Judge
+from triton_dist._tuning.values import Key, StoredRecord, TuningRecord
+from triton_dist.cli import cache, listing, text
+from triton_dist.cli.judge import OTHER_FUNCTION, Verdict, imported, is_ours, verdict
 from triton_dist.cli.verb import add_verb, counted, positive
 from triton_dist.errors import NoSuchFunction
-
-if TYPE_CHECKING:
-    from triton_dist.tune import AutoTuner
 
 _FOUND, _NOTHING = 0, 1
 
@@ -29,14 +25,14 @@ def add_to(verbs: Any) -> None:
         _run,
         help="why the records of a function are or are not used",
         description="Prints each record of FUNCTION: key, winner, date, file, and whether it would "
-        "be used now; if not, what differs, as recorded and as it is. The module is imported, so "
-        "that source and config space are compared; set TRITON_INTERPRET and the like as in the "
-        "run. With a bare name the records are listed and nothing is compared. Status 0: a record "
-        "would be used (bare name: there is one), 1: none, 2: a mistake.",
+        "be used now; if not, what differs, as recorded and as it is. Versions and hardware are "
+        "always compared. With --import the function's module is imported, in a process of its "
+        "own, and source and config space are compared too; set TRITON_INTERPRET and the like as "
+        "in the run. Status 0: a record would or may be used, 1: none, 2: a mistake.",
         examples=[
-            "explain mypackage.ops:matmul",
-            "explain matmul --module ops.py",
-            "explain mypackage.ops:matmul --json",
+            "explain mypackage.ops:matmul --import",
+            "explain matmul --module ops.py --import",
+            "explain matmul --json",
         ],
     )
     parser.add_argument(
@@ -44,7 +40,13 @@ def add_to(verbs: Any) -> None:
         metavar="FUNCTION",
         help="package.module:function, the name as `list` prints it, or a bare name",
     )
-    parser.add_argument("--module", help="where the function is: a dotted name or a .py file")
+    parser.add_argument(
+        "--module", help="where the function is now: a dotted name or a .py file; default: as "
+        "recorded",
+    )  # fmt: skip
+    parser.add_argument(
+        "--import", action="store_true", dest="imports", help="import the module, which runs it"
+    )
     parser.add_argument(
         "--world-size", type=positive, help="ranks that tune together; default: as recorded"
     )
@@ -57,7 +59,6 @@ def add_to(verbs: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     module, _, name = arguments.function.rpartition(":")
     module = arguments.module or module
-    store = cache.with_packs()
     ranks = {
         fact: str(value)
         for fact, value in (
@@ -66,104 +67,113 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         if value is not None
     }
-    found, why = _explained(store, module, name, ranks)
+    records = _records(module, name)
+    if module and not records and (arguments.imports or is_ours(module)):
+        # It may have been tuned under another name than it has in the module.
+        records = _records("", None)
+    found = _explained(records, module, name, ranks, arguments.imports)
+    found = [each for each in found if OTHER_FUNCTION not in each.verdict.reasons]
+    unknown = [each.verdict.reasons[0] for each in found if each.verdict.used is None]
+    why = "; ".join(dict.fromkeys(unknown))
+    if module and arguments.imports and len(unknown) == len(found) > 0:
+        raise NoSuchFunction(arguments.function, why, "Nothing was compared")
     if arguments.json:
         print(json.dumps({"records": [_tree(each) for each in found], "why": why}, indent=2))
     elif not found:
         print(f"No record of {name} in {cache.folders()}.")
     else:
-        _print(found, why, name, ranks)
-    return _FOUND if any(each.used or each.used is None for each in found) else _NOTHING
+        _print(found, ranks)
+    return _FOUND if any(each.verdict.used is not False for each in found) else _NOTHING
 
 
 @dataclass(frozen=True)
 class _Explained:
     """A record, and whether it would be used."""
 
-    record: TuningRecord
-    where: str
-    used: bool | None = None
-    """``None``: nothing was compared."""
-    reasons: tuple[str, ...] = ()
-    accepted: tuple[str, ...] = ()
-    may_be_dropped: bool = False
-    """It is used, unless ``prune_fn`` drops the winner."""
+    stored: StoredRecord
+    verdict: Verdict
+
+
+def _records(module: str, name: str | None) -> list[tuple[int, StoredRecord]]:
+    """Records of the function (``None``: of all), with the place of their store in a look-up."""
+    found = []
+    for layer, store in enumerate(cache.layers()):
+        if not (module and name):
+            found += [(layer, each) for each in cache.records_of(store, name)]
+            continue
+        for function in (name, f"{module}.{name}"):  # records of schema 1 have the module too
+            key = Key(function, "", "", module)
+            found += [(layer, each) for each in store.records_of(key)]
+    return found
 
 
 def _explained(
-    store: LayeredStore, module: str, name: str, ranks: Mapping[str, str]
-) -> tuple[list[_Explained], str]:
-    """Records with the verdict on each, and why nothing was compared, if so."""
-    if module:
-        return _compared(store, subject.load(module, name), ranks), ""
-    records = list(cache.records_of(store, name))
-    keys = [record.key for record, _ in records if record.key.module]
-    why = ""
-    key = next((key for key in keys if key.full_name == name), None)
-    if key is not None:  # the record says which part is the module
-        try:
-            return _compared(store, subject.load(key.module, key.function), ranks), ""
-        except NoSuchFunction as error:
-            why = str(error)
-    if records and not why:
-        key = (keys or [records[0].record.key])[0]
-        remedy = f"To compare: triton-dist explain {key.module or 'MODULE'}:{key.function}"
-        why = f"a bare name does not say where the function is. {remedy}"
-    return [_Explained(record, where) for record, where in records], why
-
-
-def _compared(store: LayeredStore, tuned: AutoTuner, ranks: Mapping[str, str]) -> list[_Explained]:
-    judge, explained = Judge(tuned, ranks), []
-    for key in _keys(store, tuned.origin()):
-        taken = ""
-        for record, where in store.find(judge.under(key)):
-            found = judge.validity(record, key)
-            reasons = found.reasons or ((f"{taken} comes first",) if taken else ())
-            taken = taken or ("" if reasons else where)
-            may_be_dropped = tuned.prune_fn is not None and record.shipped
-            accepted = () if reasons else found.tolerated
-            about = (record, where, not reasons, reasons, accepted, may_be_dropped)
-            explained.append(_Explained(*about))
+    found: Sequence[tuple[int, StoredRecord]],
+    module: str,
+    name: str,
+    ranks: Mapping[str, str],
+    imports: bool,
+) -> list[_Explained]:
+    """Records with the verdict on each: by key, in the order in which a tuner looks at them."""
+    groups: dict[str, list[tuple[int, StoredRecord]]] = {}
+    for layer, stored in found:
+        groups.setdefault(module or stored.record.key.module, []).append((layer, stored))
+    explained: list[_Explained] = []
+    for where, group in groups.items():
+        records = [stored.record for _, stored in group]
+        if is_ours(where) or (imports and where):
+            asked = [(name if module else record.key.function, record) for record in records]
+            verdicts = imported(where, asked, ranks)
+        else:
+            verdicts = [verdict(record, ranks) for record in records]
+        keys: dict[Key, list[tuple[int, _Explained]]] = {}
+        for (layer, stored), each in zip(group, verdicts, strict=True):
+            keys.setdefault(stored.record.key, []).append((layer, _Explained(stored, each)))
+        for same in keys.values():
+            same.sort(key=lambda pair: (pair[0], not pair[1].verdict.is_own))
+            explained += _with_first([each for _, each in same])
     return explained
 
 
-def _print(found: Sequence[_Explained], why: str, name: str, ranks: Mapping[str, str]) -> None:
+def _with_first(same: Sequence[_Explained]) -> Iterator[_Explained]:
+    """Of records of one key that can be used the first one is used."""
+    taken = ""
+    for each in same:
+        if each.verdict.used and taken:
+            each = replace(each, verdict=Verdict(False, (f"{taken} comes first",)))
+        elif each.verdict.used:
+            taken = each.stored.where
+        yield each
+
+
+def _print(found: Sequence[_Explained], ranks: Mapping[str, str]) -> None:
     for each in found:
-        text.say(*_heading(each.record, each.where))
-        text.say(*(f"  not used: {reason}" for reason in each.reasons))
-        if each.used:
-            text.say("  used" + ", unless prune_fn drops the winner" * each.may_be_dropped)
-        text.say(*(f"  accepted: {difference}" for difference in each.accepted))
-    if found[0].used is None:
-        text.say(f"{counted(len(found), 'record')} of {name}. Nothing was compared: {why}")
-        return
+        about = each.verdict
+        text.say(*_heading(*each.stored))
+        how = "not compared" if about.used is None else "not used"
+        text.say(*(f"  {how}: {reason}" for reason in about.reasons))
+        if about.used:
+            text.say("  used" + ", unless prune_fn drops the winner" * about.may_be_dropped)
+        text.say(*(f"  accepted: {difference}" for difference in about.accepted))
     if knobs.autotune_always_tune.get():
         print(f"{knobs.autotune_always_tune.variable} is set: it is tuned again in any case.")
     group = " ".join(f"{name} {value}" for name, value in ranks.items()) or "as many as recorded"
-    function, used = found[0].record.key.function, sum(bool(each.used) for each in found)
-    text.say(f"{counted(len(found), 'record')} of {function}, {used} used. Ranks: {group}.")
+    used = sum(each.verdict.used is True for each in found)
+    unknown = sum(each.verdict.used is None for each in found)
+    text.say(
+        f"{counted(len(found), 'record')} of {found[0].stored.record.key.function}, {used} used"
+        + f", {unknown} not compared" * bool(unknown)
+        + f". Ranks: {group}."
+    )
 
 
 def _tree(each: _Explained) -> dict[str, Any]:
     return {
-        **listing.tree_of(StoredRecord(each.record, each.where)),
-        "used": each.used,
-        "reasons": list(each.reasons),
-        "accepted": list(each.accepted),
+        **listing.tree_of(each.stored),
+        "used": each.verdict.used,
+        "reasons": list(each.verdict.reasons),
+        "accepted": list(each.verdict.accepted),
     }
-
-
-def _keys(store: LayeredStore, origin: Origin) -> Iterator[Key]:
-    """The keys that records of this function have, as a tuner would look for them."""
-    seen = set()
-    for function in (origin.function, f"{origin.module}.{origin.function}"):
-        asked = Key(function, "", "", origin.module, origin.signature)
-        for record, _ in store.records_of(asked):
-            text, hardware = record.key.text, record.key.hardware
-            key = replace(asked, function=origin.function, text=text, hardware=hardware)
-            if key not in seen:
-                seen.add(key)
-                yield key
 
 
 def _heading(record: TuningRecord, where: str) -> list[str]:

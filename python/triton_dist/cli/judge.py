@@ -1,11 +1,24 @@
-"""Judgement on the records of a tuned function that can be imported."""
+"""Decide whether records would be used now.
+
+:func:`verdict` reads the record and this environment. :func:`imported` also compares code and
+config space. It imports the module of the function, in a process of its own.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from triton_dist import knobs
 from triton_dist._tuning.values import (
@@ -17,49 +30,186 @@ from triton_dist._tuning.values import (
     Validity,
     validity,
 )
+from triton_dist._tuning.values.record import differences
+from triton_dist.cli import subject
+from triton_dist.errors import NoSuchFunction
 
 if TYPE_CHECKING:
     from triton_dist.tune import AutoTuner
 
+SECONDS = 120.0
+"""Time limit for importing one module and judging its records."""
 
-class Judge:
-    """A tuner's answer about records, without a call's arguments.
+
+OTHER_FUNCTION = "it is of another function"
+OURS = {"triton_dist"}
+"""Packages that are imported in this process, and without --import."""
+
+
+class Verdict(NamedTuple):
+    """Whether a record would be used now."""
+
+    used: bool | None
+    """``None``: not known."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not used, or why that is not known."""
+    accepted: tuple[str, ...] = ()
+    """Differences that do not count."""
+    is_own: bool = True
+    """The function, as it is now, would replace this record."""
+    may_be_dropped: bool = False
+    """It is used, unless ``prune_fn`` drops the winner."""
+    by_import: bool = False
+    """Importing the module may tell what is not known."""
+
+
+def verdict(record: TuningRecord, ranks: Mapping[str, str], any_settings: bool = False) -> Verdict:
+    """Judge ``record`` by its hardware, versions and ranks. Nothing of the user's is run.
 
     Args:
-        ranks: facts of the group that would call the function, by their names in the fingerprint;
-            this process is alone, so others are taken to be the recorded ones.
+        ranks: facts of the group that would call the function, which replace the recorded ones.
+        any_settings: settings may be those of the record. Other hardware is then not known, not
+            a reason.
+    """
+    from triton_dist.runtime.device import current_device
+    from triton_dist.runtime.triton_compat import software_versions
+
+    made, hardware = record.fingerprint, current_device().facts()
+    if any_settings and made.hardware.get("gpu") != hardware.get("gpu"):
+        return Verdict(None, (f"it was made on {record.key.hardware}",))
+    topology = {**made.topology, **ranks}
+    now = dataclasses.replace(
+        made, hardware=hardware, software=software_versions(), topology=topology
+    )
+    strict = knobs.autotune_version_check.get()
+    found = list(differences(made, _under_its_settings(now, made) if any_settings else now))
+    reasons = tuple(d.sentence for d in found if strict or not d.patch_level)
+    if reasons:
+        return Verdict(False, reasons)
+    if not record.key.module:
+        return Verdict(None, ("the record does not name the module of the function",))
+    why = "its code and config space are compared with --import, which runs its module"
+    return Verdict(None, (why,), by_import=True)
+
+
+def is_ours(module: str) -> bool:
+    """Return whether importing ``module`` runs no file of the user's."""
+    return module.partition(".")[0] in OURS
+
+
+def imported(
+    module: str,
+    asked: Sequence[tuple[str, TuningRecord]],
+    ranks: Mapping[str, str],
+    any_settings: bool = False,
+) -> list[Verdict]:
+    """Judge records by their functions, each by its name in ``module``; arguments as of `verdict`.
+
+    A module of the user's is imported in a new process, which is killed after ``SECONDS``.
+    """
+    if is_ours(module):
+        return _judged(module, asked, ranks, any_settings)
+    with tempfile.TemporaryDirectory(prefix="triton_dist-import-") as folder:
+        request = pickle.dumps((sys.path, module, asked, dict(ranks), any_settings))
+        Path(folder, "request").write_bytes(request)
+        with Path(folder, "output").open("wb") as output:
+            paths = os.pathsep.join(map(os.path.abspath, sys.path))
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import _serve; _serve({folder!r})"],
+                env=knobs.environment() | {"PYTHONPATH": paths},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+            try:
+                why = f"its process ended with status {process.wait(SECONDS)}"
+            except subprocess.TimeoutExpired:
+                why = f"its process did not end within {SECONDS:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):  # and what it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        try:
+            answer = json.loads(Path(folder, "answer").read_bytes())
+        except (OSError, ValueError):
+            last = Path(folder, "output").read_bytes().decode("utf-8", "replace").split("\n")[-2:-1]
+            unknown = Verdict(None, (f"{module}: {': '.join([why, *last])}",))
+            return [unknown] * len(asked)
+    return [Verdict(used, tuple(why), tuple(accepted), *rest)
+            for used, why, accepted, *rest in answer]  # fmt: skip
+
+
+def _serve(folder: str) -> None:
+    """Answer the request in ``folder``: the process of :func:`imported`."""
+    path, *request = pickle.loads(Path(folder, "request").read_bytes())
+    sys.path[:] = path
+    part = Path(folder, "part")
+    part.write_text(json.dumps(_judged(*request)), encoding="utf-8")
+    part.replace(Path(folder, "answer"))
+    os._exit(0)  # threads of the module may not end
+
+
+def _judged(
+    module: str,
+    asked: Sequence[tuple[str, TuningRecord]],
+    ranks: Mapping[str, str],
+    any_settings: bool,
+) -> list[Verdict]:
+    judges: dict[str, Judge | NoSuchFunction] = {}
+    try:
+        loaded = subject.module(module)
+        for function in dict.fromkeys(function for function, _ in asked):
+            try:
+                judge = Judge(subject.function_in(loaded, function), ranks, any_settings)
+                if module.endswith(".py"):
+                    judge.origin = judge.origin._replace(module=os.path.abspath(module))
+                judges[function] = judge
+            except NoSuchFunction as error:
+                judges[function] = error
+    except NoSuchFunction as error:
+        return [Verdict(None, (str(error),))] * len(asked)
+    return [
+        judge.verdict(record) if isinstance(judge, Judge) else Verdict(None, (str(judge),))
+        for judge, record in ((judges[function], record) for function, record in asked)
+    ]
+
+
+def _under_its_settings(now: Fingerprint, made: Fingerprint) -> Fingerprint:
+    software = {name: fact for name, fact in now.software.items() if name != "settings"}
+    if "settings" in made.software:
+        software["settings"] = made.software["settings"]
+    return dataclasses.replace(now, software=software)
+
+
+class Judge:
+    """A tuned function's answer about its records, without a call's arguments.
+
+    This process is alone: facts of a group that are not in ``ranks`` are the recorded ones.
     """
 
-    def __init__(self, tuned: AutoTuner, ranks: Mapping[str, str]) -> None:
-        self._tuned, self._ranks, self._whole = tuned, ranks, tuned.fingerprint()
+    def __init__(self, tuned: AutoTuner, ranks: Mapping[str, str], any_settings: bool) -> None:
+        self._tuned, self._ranks, self._any_settings = tuned, ranks, any_settings
+        self._whole, self.origin = tuned.fingerprint(), tuned.origin()
 
-    def validity(self, record: TuningRecord, key: Key) -> Validity:
-        """Reasons for and against ``record`` for a call with this key."""
-        space = self._space(key)
-        return self._validity(record, self._live(space), space)
+    def verdict(self, record: TuningRecord) -> Verdict:
+        names = (self.origin.function, f"{self.origin.module}.{self.origin.function}")
+        if record.key.function not in names:  # the latter in schema 1
+            return Verdict(None, (OTHER_FUNCTION,))
+        space = self._space(record.key)
+        live = self._live(space)
+        found = self._validity(record, live, space)
+        text, hardware = record.key.text, record.key.hardware
+        own = Key(self.origin.function, text, hardware, *self.origin[1:]).under(live)
+        is_own = (own.module, own.signature) == (record.key.module, record.key.signature)
+        if found.reasons:
+            return Verdict(False, found.reasons, (), is_own)
+        may_be_dropped = self._tuned.prune_fn is not None and record.shipped
+        return Verdict(True, (), found.tolerated, is_own, may_be_dropped)
 
     def _validity(self, record: TuningRecord, live: Fingerprint, space: ConfigSpace) -> Validity:
         topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
         now = dataclasses.replace(live, topology=topology)
+        if self._any_settings:
+            now = _under_its_settings(now, record.fingerprint)
         return validity(record, now, space, knobs.autotune_version_check.get())
-
-    def is_stale(self, record: TuningRecord) -> bool | None:
-        """True if no call on this hardware can use ``record`` again; ``None`` if it was made on
-        other hardware, of which nothing is known here. A call under the settings that ``record``
-        was made under can."""
-        if record.fingerprint.hardware.get("gpu") != self._whole.hardware.get("gpu"):
-            return None
-        space = self._space(record.key)
-        live = self._live(space)
-        made = record.fingerprint.software
-        settings = {"settings": made["settings"]} if "settings" in made else {}
-        software = {name: fact for name, fact in live.software.items() if name != "settings"}
-        live = dataclasses.replace(live, software=software | settings)
-        return bool(self._validity(record, live, space).reasons)
-
-    def under(self, key: Key) -> Key:
-        """The key by which a call here looks for records."""
-        return key.under(self._live(self._space(key)))
 
     def _live(self, space: ConfigSpace) -> Fingerprint:
         whole = space is self._tuned.config_space

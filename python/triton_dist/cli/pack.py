@@ -10,7 +10,7 @@ from typing import Any
 
 from triton_dist import _archive, _files, knobs
 from triton_dist._archive import SUFFIX, Contents, Pack
-from triton_dist._tuning.store import FileStore
+from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.store.archive import COLUMNS, contents_of, latest, merged
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import TuningRecord, pack
@@ -49,7 +49,7 @@ def add_to(verbs: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     folder = arguments.cache or knobs.cache_dir.get()
-    store = FileStore(folder) if arguments.cache else cache.user_store()
+    store = ReadOnlyStore(folder) if arguments.cache else cache.user_store()
     if bool(arguments.command) != arguments.kernels:
         arguments.fail("kernels are those that a command loads: --kernels --out FILE -- COMMAND")
     if not arguments.kernels and len(arguments.function) != 1:

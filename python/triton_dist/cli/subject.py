@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from triton_dist import knobs
+from triton_dist._tuning.values import codec
 from triton_dist.errors import NoSuchFunction
 
 if TYPE_CHECKING:
     from triton_dist.tune import AutoTuner
 
 
-def load(module_name: str, function: str) -> AutoTuner:
-    """The tuned ``function``, ``name`` or ``Class.name``, of a module.
+def module(name: str) -> ModuleType:
+    """Import a module by its dotted name, or by the path of its ``.py`` file.
 
-    Args:
-        module_name: dotted name, or the path of a ``.py`` file; it is imported, and calls on its
-            way tune nothing.
+    Calls of tuned functions on its way tune nothing.
 
     Raises:
-        NoSuchFunction: no such module, it fails when it is imported, or has no such tuned function.
+        NoSuchFunction: there is no such module, or it fails when it is imported.
     """
-    from triton_dist.tune import AutoTuner  # torch takes seconds, and other verbs need none
-
-    value: Any = _module(module_name)
-    for part in function.split("."):
-        try:
-            value = getattr(value, part)
-        except AttributeError as error:
-            raise NoSuchFunction(
-                f"{module_name}:{function}",
-                f"{getattr(value, '__name__', value)!r} has no {part!r}",
-                "Name it as in the module: function, or Class.method",
-            ) from error
-    if not isinstance(value, AutoTuner):
-        raise NoSuchFunction(
-            f"{module_name}:{function}",
-            f"it is of {type(value)}, not a tuned function",
-            "Name a function that is decorated with triton_dist.tune.autotune",
-        )
-    return value
-
-
-def _module(name: str) -> ModuleType:
-    dotted = _dotted(Path(name)) if name.endswith(".py") else name
     if "" not in sys.path:  # as for a script that is run from here
         sys.path.insert(0, "")
     try:
-        # A script that calls what it tunes must not change what a command is asked.
         with knobs.having(knobs.autotune.variable, "0"):
-            return importlib.import_module(dotted)
+            if name.endswith(".py"):
+                return _from_file(Path(name).resolve())
+            return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a script may end itself
         raise NoSuchFunction(
             name,
@@ -62,13 +40,49 @@ def _module(name: str) -> ModuleType:
         ) from error
 
 
-def _dotted(path: Path) -> str:
-    """The name by which the file can be imported, now that its root is on the path."""
-    path = path.resolve()
+def function_in(module: ModuleType, function: str) -> AutoTuner:
+    """Return the tuned ``function``, ``name`` or ``Class.name``, of ``module``.
+
+    Raises:
+        NoSuchFunction: it has no such tuned function.
+    """
+    from triton_dist.tune import AutoTuner  # torch takes seconds, and other verbs need none
+
+    value: Any = module
+    for part in function.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError as error:
+            raise NoSuchFunction(
+                f"{module.__name__}:{function}",
+                f"{getattr(value, '__name__', value)!r} has no {part!r}",
+                "Name it as in the module: function, or Class.method",
+            ) from error
+    if not isinstance(value, AutoTuner):
+        raise NoSuchFunction(
+            f"{module.__name__}:{function}",
+            f"it is of {type(value)}, not a tuned function",
+            "Name a function that is decorated with triton_dist.tune.autotune",
+        )
+    return value
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Import a file: one of a package by its dotted name, a script by its path.
+
+    Scripts of one name are two modules, and one called ``profile.py`` is not Python's.
+    """
     parts, root = [path.stem], path.parent
     while (root / "__init__.py").exists():
         parts.insert(0, root.name)
         root = root.parent
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    return ".".join(parts)
+    sys.path.insert(0, str(root))
+    if len(parts) > 1:
+        return importlib.import_module(".".join(parts))
+    name = f"{path.stem}_{codec.digest(str(path))[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

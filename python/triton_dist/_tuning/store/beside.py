@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -69,20 +69,29 @@ def is_held(journal: Path) -> bool:
 Kind = Literal["record", "journal", "log"]
 
 
-def removable(place: Path) -> dict[Path, Kind]:
-    """Files of a record that may be removed, ``<place>.json`` and so on: itself, its journal, its
-    logs; of a tuning that is going on the record alone.
+def removable(places: Collection[Path]) -> dict[Path, Kind]:
+    """Return the files of records that may be removed: of each place ``<place>.json`` and so on.
+
+    They are the record, its journal and its logs; while a tuning is going on, the record alone.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: a folder cannot be read.
     """
+    names: dict[Path, set[str]] = {}
+    for place in places:
+        names.setdefault(place.parent, set()).add(place.name)
     found: dict[Path, Kind] = {}
-    stays = is_held(place.with_name(f"{place.name}.journal"))
-    for name in names_in(place.parent):
-        if name.startswith(f"{place.name}."):
-            kind = _KINDS.get(name.removeprefix(place.name), "log")
-            if kind == "record" or not stays:
-                found[place.parent / name] = kind
+    for folder, wanted in sorted(names.items()):
+        there = names_in(folder)
+        held = {name for name in there if name.endswith(".journal") and is_held(folder / name)}
+        for name in there:
+            ends = (index for index, letter in enumerate(name) if letter == ".")
+            stem = next((name[:end] for end in ends if name[:end] in wanted), None)
+            if stem is None:
+                continue
+            kind = _KINDS.get(name.removeprefix(stem), "log")
+            if kind == "record" or f"{stem}.journal" not in held:
+                found[folder / name] = kind
     return found
 
 

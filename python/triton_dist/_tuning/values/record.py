@@ -295,9 +295,9 @@ def validity(record: TuningRecord, now: Fingerprint, space: ConfigSpace, strict:
     Args:
         strict: a difference at patch level counts too (``TRITON_DIST_AUTOTUNE_VERSION_CHECK``).
     """
-    differences = list(_told(record.fingerprint, now))
-    reasons = [d.sentence for d in differences if strict or not d.patch_level]
-    tolerated = [d.sentence for d in differences if not strict and d.patch_level]
+    found = list(differences(record.fingerprint, now))
+    reasons = [d.sentence for d in found if strict or not d.patch_level]
+    tolerated = [d.sentence for d in found if not strict and d.patch_level]
     # Of one's own record, equal spaces have equal digests: this guards against edited ones. That of
     # a shipped record may have changed.
     best = record.best
@@ -310,10 +310,12 @@ _INTERPRETER = " (interpreter)"
 """Ends the name of a GPU, or of none, whose kernels are interpreted."""
 
 
-def _told(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
-    """Differences to be told. If kernels were interpreted then and are not now, or the other way
-    round, or if it is another GPU, that is said alone: driver, libraries, code and config space may
-    all be others for that one reason, and explain nothing."""
+def differences(then: Fingerprint, now: Fingerprint) -> Iterator[Difference]:
+    """Yield the differences worth reporting.
+
+    If kernels were interpreted then and are not now, or the other way round, or if the GPU differs,
+    only that is reported. Driver, libraries, code and config space may differ for that one reason.
+    """
     was, is_ = (each.hardware.get("gpu", "") for each in (then, now))
     if was == is_:
         yield from then.compare(now)
