@@ -22,6 +22,7 @@ import triton_dist
 from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
 from tests.tuning import ops
+from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.cli import judge, subject, text
 from triton_dist.cli.main import VERBS, main
 from triton_dist.errors import NoSuchFunction, TuningWarning
@@ -267,7 +268,7 @@ def test_a_stale_record_of_ones_own_does_not_hide_a_valid_one_that_is_shipped(
     tree["fingerprint"]["source"]["matmul"] = "stale"
     own = cache() / good.relative_to(shipped)
     own.parent.mkdir(parents=True)
-    own.write_text(json.dumps(tree))
+    own.write_text(with_checksum(tree))
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(shipped))
     ops.matmul.clear()
     before = ops.matmul.tuning_count
@@ -441,7 +442,6 @@ def test_explain_says_the_one_cause_of_a_record_of_another_gpu(run):
     ops.matmul(A, B)
     (file,) = cache().rglob("*.json")
     tree = json.loads(file.read_text())
-    tree.pop("whole", None)
     about = tree["fingerprint"]
     about["hardware"]["driver"], about["software"]["triton"], about["space"] = "1", "2.0.0", "3"
     for gpu, told in {
@@ -449,7 +449,7 @@ def test_explain_says_the_one_cause_of_a_record_of_another_gpu(run):
         "toaster (interpreter)": "hardware: gpu was toaster (interpreter), is none (interpreter)",
     }.items():
         about["hardware"]["gpu"] = gpu
-        file.write_text(json.dumps(tree))
+        file.write_text(with_checksum(tree))
         reasons = [e for e in run("explain", f"{OPS}:matmul")[1].splitlines() if "not used" in e]
         assert len(reasons) == 1
         assert told in reasons[0]

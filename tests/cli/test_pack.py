@@ -11,6 +11,7 @@ import pytest
 
 from tests.tuning.test_archives import contents
 from triton_dist import knobs
+from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.cli.main import main
 from triton_dist.errors import TuningFrozen
 from triton_dist.tune import autotune
@@ -127,14 +128,16 @@ def test_the_latest_version_and_of_a_key_the_latest_record(run, tmp_path):
         tree = json.loads(path.read_text())
         if tree["fingerprint"]["version"] == "2":
             tree["timestamp"] = "2999-01-01T00:00:00+00:00"
-            path.write_text(json.dumps(tree))
+            path.write_text(with_checksum(tree))
     assert "2 records" in run("pack", f"{__name__}.work", "--out", str(out))[1]
     assert json.loads(out.read_text())["version"] == "2"
     # A record of the same key under another place, as after a change of the signature.
     files = knobs.cache_dir.get().rglob("*.json")
     (newest,) = (path for path in files if json.loads(path.read_text())["key"] == 2)
     older = json.loads(newest.read_text()) | {"timestamp": "2998-01-01T00:00:00+00:00"}
-    newest.with_name(newest.name.partition("-")[0] + "-00000000.json").write_text(json.dumps(older))
+    newest.with_name(newest.name.partition("-")[0] + "-00000000.json").write_text(
+        with_checksum(older)
+    )
     assert "2 records" in run("pack", "work", "--out", str(out))[1]
     assert "2998" not in out.read_text()
 
@@ -145,7 +148,7 @@ def test_of_several_gpus_one_is_named(run, tmp_path):
     tree = json.loads(path.read_text())
     tree["fingerprint"]["hardware"]["gpu"] = "NVIDIA H200"
     tree["hardware_group"] = "cuda, NVIDIA H200, local_world_size 1, world_size 1"
-    path.with_name("a-0.json").write_text(json.dumps(tree))
+    path.with_name("a-0.json").write_text(with_checksum(tree))
     out = str(tmp_path / "work.json")
     status, _, err = run("pack", "work", "--out", out)
     assert status == 2

@@ -14,6 +14,7 @@ import pytest
 from tests.cli.made import SPACE, kept, record, timed
 from triton_dist import knobs
 from triton_dist._archive import Contents, PackedKernel, sha256
+from triton_dist._tuning.store.layout import with_checksum
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.analysis import Analysis, Changes, parameters
 from triton_dist.cli import text
@@ -66,6 +67,14 @@ def test_show(run, monkeypatch):
     assert "  always failed: block=256, 2 times" in lines
     assert run("show", file)[1] == out
     assert "2.2000" not in run("show", "gemm", "--top", "2")[1]
+    pruned = [({"block": n, "warps": 1}, Failure("pruned", "fits dropped it")) for n in (1, 2, 3)]
+    (other,) = kept(record([*SPACE, *pruned], key=1))
+    shown = run("show", other, "--top", "2")[1].splitlines()
+    at = shown.index("  pruned: {'block': 1, 'warps': 1}, fits dropped it")
+    assert shown[at + 1] == "  pruned: {'block': 2, 'warps': 1}, fits dropped it"
+    assert shown[at + 2] == "  3 were pruned; --top N names more"
+    assert not any("3 x pruned" in line for line in shown)
+    Path(other).unlink()
     about, code = run("show", "gemm", "--code")[1].splitlines()
     assert about.startswith("# ")
     assert about.endswith(": 1.0000 ms")
@@ -167,15 +176,14 @@ def test_clear_of_stale_records_leaves_those_that_are_used_or_cannot_be_judged(r
     stopped(0)
     (used,) = knobs.cache_dir.get().rglob("*.json")
     tree = json.loads(used.read_text())
-    tree.pop("whole", None)
     tree["key"], tree["fingerprint"]["space"] = 1, "another"
     stale = used.with_name(f"{'0' * 32}-0.json")
-    stale.write_text(json.dumps(tree))
+    stale.write_text(with_checksum(tree))
     contextual = used.with_name(f"{'2' * 32}-0.json")
-    contextual.write_text(json.dumps(tree | {"module": ""}))
+    contextual.write_text(with_checksum(tree | {"module": ""}))
     tree["fingerprint"]["hardware"]["gpu"] = "NVIDIA H200"
     foreign = used.with_name(f"{'1' * 32}-0.json")
-    foreign.write_text(json.dumps(tree))
+    foreign.write_text(with_checksum(tree))
     (program,) = kept(record())
     status, out, _ = run("clear", "--all", "--stale")
     assert status == 0
@@ -269,7 +277,7 @@ def names(tree: object) -> object:
             "records: always_failed: count parameter value; by_rank configs: config digest ms "
             "parameters samples to_best; dropped failures: count first kind; file fixed function "
             "hardware importance "
-            "key ms price seconds settings shipped timestamp winner within_1_percent",
+            "key ms price pruned seconds settings shipped timestamp winner within_1_percent",
         ),
         (
             "diff gemm gemm --key 4096",

@@ -19,6 +19,7 @@ from tests.tuning import ops
 from tests.tuning.fakes import in_threads
 from tests.tuning.spent import counted, spend
 from triton_dist import errors
+from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.tune import AutoTuner, autotune, to_hashable
 
@@ -313,7 +314,7 @@ def change_recorded(group, name, value):
     (path,) = cache_files()
     tree = json.loads(path.read_text())
     tree["fingerprint"][group][name] = value
-    path.write_text(json.dumps(tree))
+    path.write_text(with_checksum(tree))
 
 
 def patch_of(version):

@@ -105,6 +105,14 @@ def test_the_table_without_a_default_or_a_spread():
     assert lines[4] == "  1 x timeout, the first: late"
 
 
+def test_pruned_configs_are_named():
+    pruned = [Failure("pruned", "fits dropped it")] * 25
+    lines = summary(record(Measurement((1.0,), 0), *pruned), "", {})
+    named = [line for line in lines if line.startswith("  pruned: ")]
+    assert named == [f"  pruned: {{'n': {n}}}, fits dropped it" for n in range(1, 21)]
+    assert "  and 5 more were pruned" in lines
+
+
 class _Gone:
     """Standard error that nobody reads any more."""
 

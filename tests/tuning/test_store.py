@@ -12,7 +12,10 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
@@ -23,7 +26,7 @@ from hypothesis import strategies as st
 from tests.tuning.strategies import Method, records
 from tests.tuning.test_record import record
 from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore, ReadOnlyStore, readonly
-from triton_dist._tuning.store.layout import readable_json
+from triton_dist._tuning.store.layout import readable_json, with_checksum
 from triton_dist._tuning.values import (
     SCHEMA,
     Config,
@@ -107,7 +110,7 @@ def damaged_texts():
         "of no schema that there was": json.dumps(tree | {"schema": 0}),
         "nested deeply": "[" * 100_000,
         "binary": "\x00\x01",
-        "of another key": json.dumps(record_of_another_key().to_tree()),
+        "of another key": with_checksum(record_of_another_key().to_tree()),
     }
 
 
@@ -441,27 +444,49 @@ def mangled(draw):
 def test_whatever_is_in_a_file_is_a_record_or_a_miss(tmp_path, tree):
     path = FileStore(tmp_path).path(RECORD.key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(tree))
+    with suppress(ValueError):  # infinite numbers have no text
+        path.write_text(with_checksum(tree))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         assert all(each.key == RECORD.key for each in found(FileStore(tmp_path)))
         path.unlink(missing_ok=True)
 
 
-def test_who_finds_the_hash_wrong_reads_and_checks_all(tmp_path):
-    """A record that was edited is judged by its trials, as one without a hash."""
+def edits(tree: Any) -> Iterator[None]:
+    """Edit ``tree`` in one place after another; each edit is undone before the next."""
+    for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        before = tree[name]
+        if isinstance(before, (dict, list)):
+            yield from edits(before)
+        tree[name] = "edited" if isinstance(before, str) else 7.25
+        yield
+        tree[name] = before
+
+
+def test_whatever_is_edited_in_a_record_is_noticed_but_not_its_layout(tmp_path):
     store = FileStore(tmp_path)
-    slow, fast = Measurement((3.0, 3.0), 0), Measurement((1.0, 1.0), 0)
-    written = record(slow, fast)
+    written = record(Measurement((3.0, 3.0), 0), Measurement((1.0, 1.0), 0))
     path = Path(store.put(written))
     text = path.read_text()
-    assert text.splitlines()[-2].startswith('  "whole": "')
-    path.write_text(text.replace("3.0", "0.5"))  # now the first is faster
-    with pytest.warns(CacheWarning, match="best config is not the fastest of its trials"):
-        assert found(store) == []
-    without = re.sub(r',\n  "whole": ".*"\n', "\n", text)
-    path.write_text(without.replace("3.0", "2.0"))
-    assert found(store) == [record(Measurement((2.0, 2.0), 0), fast)]
+    tree = json.loads(text)
+    for _ in edits(tree):
+        for edited in (json.dumps(tree), readable_json(tree)):
+            path.write_text(edited)
+            with pytest.warns(CacheWarning, match="checksum does not fit|its schema is"):
+                assert found(FileStore(tmp_path)) == []
+    assert tree == json.loads(text)
+    path.write_text(re.sub(r',\n  "checksum": ".*"\n', "\n", text))
+    with pytest.warns(CacheWarning, match="checksum does not fit"):
+        assert found(FileStore(tmp_path)) == []
+    path.write_text(json.dumps(tree, indent=8).replace("\n", "\r\n"))
+    assert found(FileStore(tmp_path)) == [written]
+
+
+def test_a_record_of_schema_3_which_has_no_checksum_is_found(tmp_path):
+    store = FileStore(tmp_path)
+    path = Path(store.put(RECORD))
+    path.write_text(json.dumps(RECORD.to_tree() | {"schema": 3, "whole": "0" * 32}))
+    assert found(store) == [RECORD]
 
 
 def test_a_record_whose_trials_were_not_read_is_the_record(tmp_path):

@@ -136,7 +136,7 @@ def _explained(
 
 
 def _with_first(same: Sequence[_Explained]) -> Iterator[_Explained]:
-    """Of records of one key that can be used the first one is used."""
+    """Use the first of the records of one key that can be used."""
     taken = ""
     for each in same:
         if each.verdict.used and taken:

@@ -47,12 +47,12 @@ OURS = {"triton_dist"}
 
 
 class Verdict(NamedTuple):
-    """Whether a record would be used now."""
+    """The answer to whether a record would be used now."""
 
     used: bool | None
     """``None``: not known."""
     reasons: tuple[str, ...] = ()
-    """Why it is not used, or why that is not known."""
+    """Reasons for which it is not used, or for which that is not known."""
     accepted: tuple[str, ...] = ()
     """Differences that do not count."""
     is_own: bool = True

@@ -152,6 +152,9 @@ def _failures(subject: Subject) -> Iterator[str]:
         yield "<h2>Failures</h2>"
         rows = [[escape(f.kind), str(f.count), _code(f.first[:500])] for f in found.failed]
         yield _table(["kind", "configs", "message of the first"], rows)
+    if found.pruned:
+        yield "<h2>Pruned</h2>"
+        yield _table(["config", "reason"], [[*map(_code, each)] for each in found.pruned])
     if always := found.always_failed():
         values = ", ".join(f"{_code(f'{name}={value}')} ({count})" for name, value, count in always)
         yield f"<p>Nothing could be measured with {values}.</p>"

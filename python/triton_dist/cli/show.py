@@ -72,6 +72,7 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "ms": found.winner.ms,
         "configs": [_row(found, each) for each in found.timed],
         "failures": [vars(each) for each in found.failed],
+        "pruned": [{"config": config, "reason": reason} for config, reason in found.pruned],
         "always_failed": [
             {"parameter": name, "value": value, "count": count}
             for name, value, count in found.always_failed()
@@ -138,6 +139,10 @@ def _lines(stored: StoredRecord, top: int) -> Iterator[str]:
     important = [f"{name} {share:.0%}" for name, share in found.ranked() if share >= 0.005]
     if important:
         yield f"  share of the variance of log time, one alone: {', '.join(important)}"
+    for config, reason in found.pruned[:top]:
+        yield f"  pruned: {config}, {reason}"
+    if len(found.pruned) > top:
+        yield f"  {len(found.pruned)} were pruned; --top N names more"
     for each in found.failed:
         yield f"  {each.count} x {each.kind}, the first: {' '.join(each.first.split())[:120]}"
     for reason, number in record.dropped.items():

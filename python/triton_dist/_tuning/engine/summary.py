@@ -10,6 +10,8 @@ from triton_dist._warn import printable, warn
 from triton_dist.errors import TuningWarning
 
 _TOP = 5
+_PRUNED = 20
+"""Pruned configs that are named."""
 _LEGEND = (
     "  to best, to default: its time over that of the fastest config, and over that of the first "
     "one of the space; spread: distance of its quartiles over its median"
@@ -82,11 +84,17 @@ def _ratio(time: float, other: float | None) -> str:
 
 
 def _failures(trials: tuple[Trial, ...]) -> Iterator[str]:
-    """One line a kind, with the first message of it."""
+    """Yield a line for each pruned config, then one a kind of failure with its first message."""
     kinds: dict[str, list[Failure]] = {}
+    pruned: list[str] = []
     for trial in trials:
-        if isinstance(trial.outcome, Failure):
+        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "pruned":
+            pruned.append(f"  pruned: {trial}, {one_line(trial.outcome.message)}")
+        elif isinstance(trial.outcome, Failure):
             kinds.setdefault(trial.outcome.kind, []).append(trial.outcome)
+    yield from pruned[:_PRUNED]
+    if len(pruned) > _PRUNED:
+        yield f"  and {len(pruned) - _PRUNED} more were pruned"
     for kind, failures in kinds.items():
         yield f"  {len(failures)} x {kind}, the first: {one_line(failures[0].message)}"
 

@@ -7,43 +7,57 @@ import hashlib
 import json
 from typing import Any
 
-from triton_dist._tuning.values import TuningRecord, codec
+from triton_dist._tuning.values import SCHEMA, TuningRecord, codec
 from triton_dist._tuning.values.outcome import UNREADABLE
 
 _INDENT = 2
 _TRIALS, _END = b'\n  "trials": [\n', b"\n  ],\n"
 _TRIAL = b"\n    {"
-_WHOLE = '  "whole": '
+_CHECKSUM = b',\n  "checksum": "'
 
 
 def record_text(record: TuningRecord) -> str:
-    """The content of the file of ``record``.
+    """Return the content of the file of ``record``."""
+    return with_checksum(record.to_tree())
 
-    Its last line, ``whole``, is a hash of the trials' text with the winner's digest: who finds it
-    right knows that the winner is the winner, and need not look at each trial.
-    """
-    text = readable_json(record.to_tree())
-    trials = _trials(text.encode())
-    if trials is None:
-        return text
-    whole = _hash(trials[1], record.best.digest)
-    return text.removesuffix("\n}\n") + f',\n{_WHOLE}"{whole}"\n}}\n'
+
+def with_checksum(tree: codec.Tree) -> str:
+    """Return the tree of a record as text, with a checksum of all of it in the last line."""
+    text = readable_json({name: part for name, part in tree.items() if name != "checksum"})
+    return f'{text[:-3]}{_CHECKSUM.decode()}{_hash(text.encode())}"\n}}\n'
 
 
 def read_record(content: bytes) -> TuningRecord:
-    """The record in ``content``.
+    """Return the record in ``content``. If it is as it was written, its trials are not read yet.
 
     Raises:
         NewerSchema: it is of a later version of triton_dist.
-        ValueError: it is no record, or a damaged one.
+        ValueError: it is no record, a damaged one, or an edited one.
     """
-    cut = _trials(content)
+    text, mark, checksum = content.rpartition(_CHECKSUM)
+    text += b"\n}\n"
+    is_whole = bool(mark) and checksum == _hash(text).encode() + b'"\n}\n'
+    cut = _trials(text) if is_whole else None
     if cut is not None:
         tree = codec.loads(cut[0])
-        best = _winner(tree, cut[1])
-        if best is not None:
-            return TuningRecord.unread(tree, best, cut[1])
-    return TuningRecord.from_tree(codec.loads(content))
+        return TuningRecord.unread(tree, _winner(tree, cut[1]), cut[1])
+    tree = codec.loads(content)
+    if not _is_as_written(tree):
+        raise ValueError("its checksum does not fit: it was edited, or is damaged")
+    return TuningRecord.from_tree(tree)
+
+
+def _is_as_written(tree: Any) -> bool:
+    """Compare the checksum, which records have from schema 4 on. The layout does not count."""
+    if not isinstance(tree, dict) or tree.get("schema") not in range(1, SCHEMA + 1):
+        return True  # not ours to judge: the reader says what it is
+    known = tree.pop("checksum", None)
+    if known is None and tree["schema"] < SCHEMA:
+        return True
+    try:
+        return bool(known == _hash(readable_json(tree).encode()))
+    except RecursionError:
+        return False
 
 
 def _trials(content: bytes) -> tuple[bytes, bytes] | None:
@@ -57,21 +71,19 @@ def _trials(content: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _winner(tree: Any, trials: bytes) -> Any:
-    """The tree of the winner's trial; ``None`` if the hash is not there, or not right."""
+    """The tree of the winner's trial. Raises ``ValueError``."""
     try:
-        digest, whole = str(tree["best"]["digest"]), tree["whole"]
-    except UNREADABLE:
-        return None
-    if whole != _hash(trials, digest):
-        return None
+        digest = str(tree["best"]["digest"])
+    except UNREADABLE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     at = trials.index(f'"digest": "{digest}"'.encode())
     begin, end = trials.rfind(_TRIAL, 0, at), trials.find(_TRIAL, at)
     text = trials[begin : end if end > 0 else -1]
     return codec.loads(text.strip().rstrip(b","))
 
 
-def _hash(trials: bytes, digest: str) -> str:
-    return hashlib.sha256(trials + digest.encode()).hexdigest()[:32]
+def _hash(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:32]
 
 
 def readable_json(tree: Any, width: int = 100) -> str:

@@ -64,11 +64,21 @@ class Analysis:
         return next(each for each in self.timed if each.trial.digest == best)
 
     @cached_property
+    def pruned(self) -> tuple[tuple[str, str], ...]:
+        """Configs that were not tried, each with the reason."""
+        outcomes = ((trial, trial.outcome) for trial in self.record.trials)
+        return tuple(
+            (str(trial), each.message)
+            for trial, each in outcomes
+            if isinstance(each, Failure) and each.kind == "pruned"
+        )
+
+    @cached_property
     def failed(self) -> tuple[Failed, ...]:
-        """By kind, the most frequent first."""
+        """Failures of configs that were tried, by kind, the most frequent first."""
         kinds: dict[str, list[str]] = {}
         for trial in self.record.trials:
-            if isinstance(trial.outcome, Failure):
+            if isinstance(trial.outcome, Failure) and trial.outcome.kind != "pruned":
                 kinds.setdefault(trial.outcome.kind, []).append(trial.outcome.message)
         found = (Failed(kind, len(texts), texts[0]) for kind, texts in kinds.items())
         return tuple(sorted(found, key=lambda each: -each.count))

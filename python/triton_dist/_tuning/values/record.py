@@ -28,10 +28,10 @@ from triton_dist._tuning.values.outcome import (
 from triton_dist._tuning.values.winner import could_win, winner
 from triton_dist.errors import NewerSchema, NoValidConfig
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised whenever a reader of the previous one would misread a record; older records are read too.
 2: the function's module is no part of its name. 3: constants are recorded apart from the code that
-reads them."""
+reads them. 4: a checksum."""
 
 
 _NOT_ALWAYS = ("version", "literal", "bound", "uncounted")
