@@ -40,14 +40,14 @@ from overlap.shapes import NAMED, parse_numbers
 from overlap.tuned_op import TunedOp
 from overlap.workload import TUNED, TUNED_AGAIN, Choice
 
-from triton_dist.kernels.common.case import Peer
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.opinfo import GEMM_OPINFOS
+from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 ROOT = Path(__file__).parents[1]
-CASES = gemm_cases()
+
 _CPU_SCALE = 256
 _REGRET = "best of all"
 
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
     parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
     parser.add_argument("--M", type=parse_numbers, default=[], help="these besides")
     parser.add_argument("--M-random", type=int, default=64, metavar="N")
@@ -81,7 +81,7 @@ class Sweep:
     """One op and layer, with one context for all M. Collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.case = options, CASES[options.op]
+        self.options, self.info = options, GEMM_OPINFOS[options.op]
         self.ranks, self.dtype = dist.get_world_size(), dtype_named(options.dtype)
         self.scale = 1 if is_cuda() else _CPU_SCALE
         self.tree = self._read()
@@ -94,7 +94,7 @@ class Sweep:
         again = {e["M"]: e for e in self.tree["points"] if e["ratio"] < FLOOR and "before" not in e}
         todo = list(again) if options.again else [M for M in asked if M not in done]
         regret = set(asked[: options.regret])
-        with self.case.context(self._shape(max([1, *asked, *todo])), self.dtype) as ctx:
+        with self.info.context(self._shape(max([1, *asked, *todo])), self.dtype) as ctx:
             for M in todo:
                 if self._time_is_up():
                     break
@@ -121,13 +121,13 @@ class Sweep:
 
     def _shape(self, M: int) -> Any:
         N, K = self.options.sizes
-        shape = self.case.layer(M * self.scale, N, K)
-        return self.case.scaled(shape, self.scale, self.ranks)
+        shape = self.info.layer(M * self.scale, N, K)
+        return self.info.scaled(shape, self.scale, self.ranks)
 
     def _point(self, M: int, ctx: Any, regret: bool) -> dict[str, Any]:
         options = self.options
         rounds = options.rounds * (4 if options.again else 1)
-        tuned = TunedOp(self.case, self._shape(M), self.dtype, ctx, Choice(0))
+        tuned = TunedOp(self.info, self._shape(M), self.dtype, ctx, Choice(0))
         workload = _Rows(tuned, options.limit, regret)
         rows, failures = measure(workload, ["graph"], rounds, warmup_rounds=2 if is_cuda() else 1)
         samples = {row.name: row.samples.milliseconds for row in rows}
@@ -185,7 +185,7 @@ class _Rows:
 
     def __init__(self, tuned: TunedOp, limit: bool, regret: bool) -> None:
         self._tuned, self._limit = tuned, limit
-        self._finalists: dict[str, Peer] = {}
+        self._finalists: dict[str, Baseline] = {}
         if regret:
             with _all_anew():
                 finalists = tuned.raced_anew()
@@ -194,7 +194,7 @@ class _Rows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tuned, name)
 
-    def candidates(self) -> dict[str, Peer]:
+    def candidates(self) -> dict[str, Baseline]:
         rows = {
             name: each
             for name, each in self._tuned.candidates().items()

@@ -35,26 +35,25 @@ from overlap.tuned_op import open_op
 from overlap.workload import TUNED, TUNED_AGAIN, Choice
 from rich.table import Table
 
-from triton_dist.kernels.common.collective.case import LIBRARY, CollectiveCase, Size
-from triton_dist.kernels.nvidia.allreduce.case import IN_PLACE
 from triton_dist.runtime.device import current_device
 from triton_dist.test.report import NO_TIMES
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.collectives import IN_PLACE, LIBRARY, CollectiveOpInfo, Size
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 1024
 
 
-def _collectives() -> dict[str, CollectiveCase]:
+def _collectives() -> dict[str, CollectiveOpInfo]:
     """Cases of the plain collectives, the dearest first."""
-    found = [case for case in all_cases().values() if isinstance(case, CollectiveCase)]
-    costs = {case.name: case.cost(Size(1 << 20), torch.bfloat16, 2) for case in found}
-    found.sort(key=lambda case: -costs[case.name].read_bytes - costs[case.name].link_bytes)
-    return {case.name: case for case in found}
+    found = [info for info in OPINFOS.values() if isinstance(info, CollectiveOpInfo)]
+    costs = {info.name: info.cost(Size(1 << 20), torch.bfloat16, 2) for info in found}
+    found.sort(key=lambda info: -costs[info.name].read_bytes - costs[info.name].link_bytes)
+    return {info.name: info for info in found}
 
 
-CASES = _collectives()
+INFOS = _collectives()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _LEGEND = (
     "A/A: the winner against itself, measured twice; smaller differences mean nothing. x library, "
@@ -75,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", default=",".join(CASES), help="some of: %(default)s")
+    parser.add_argument("--ops", default=",".join(INFOS), help="some of: %(default)s")
     parser.add_argument(
         "--sizes", type=parse_sizes, help="16K,1M,…; default: powers of two from 16K to 256M"
     )
@@ -91,7 +90,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for the results; rewritten at each size")
     parser.add_argument("--from-json", type=Path, help="measure nothing: show this file")
     options = parser.parse_args(arguments)
-    for name, known in (("ops", CASES), ("mode", MODES)):
+    for name, known in (("ops", INFOS), ("mode", MODES)):
         unknown = set((getattr(options, name) or "eager").split(",")) - {*known, "eager"}
         if unknown:
             parser.error(f"--{name} {unknown.pop()!r}, expected some of {', '.join(known)}")
@@ -117,13 +116,13 @@ def run(options: argparse.Namespace) -> Tree:
     }
     choice, num_ranks = Choice(options.best, of_each_way=True), dist.get_world_size()
     for op in options.ops.split(","):
-        case = CASES[op]
-        asked = case.shapes if options.sizes is None else map(Size, options.sizes)
-        for size in dict.fromkeys(case.scaled(each, scale, num_ranks) for each in asked):
+        info = INFOS[op]
+        asked = info.shapes if options.sizes is None else map(Size, options.sizes)
+        for size in dict.fromkeys(info.scaled(each, scale, num_ranks) for each in asked):
             # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
             faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
             begin = time.perf_counter()
-            with open_op(case, size, dtype_named(options.dtype), choice) as work:
+            with open_op(info, size, dtype_named(options.dtype), choice) as work:
                 rows, failures = measure(
                     work, modes, rounds, 2 if is_cuda() else 1, num_calls=options.calls
                 )

@@ -33,10 +33,9 @@ from triton_dist import tune
 from triton_dist.errors import TuningFrozen
 from triton_dist.runtime.device import current_device
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.opinfo import GEMM_OPINFOS
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-CASES = gemm_cases()
 _FROZEN, _TRANSFER = "TRITON_DIST_AUTOTUNE_FROZEN", "TRITON_DIST_AUTOTUNE_TRANSFER_MS"
 _CPU_SCALE = 256
 
@@ -45,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
     parser.add_argument("--layer", choices=list(NAMED), default="llama-70b-gate-up")
     parser.add_argument("--sizes", type=int, default=64, help="so many random M")
     parser.add_argument("--seed", type=int, default=0)
@@ -61,7 +60,7 @@ class FirstCalls:
     """First calls of one op. Collective."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.case, self.options = CASES[options.op], options
+        self.info, self.options = GEMM_OPINFOS[options.op], options
         self.ranks, self.dtype = dist.get_world_size(), dtype_named(options.dtype)
 
     def run(self) -> list[dict[str, Any]]:
@@ -74,21 +73,21 @@ class FirstCalls:
             if tune.fine_bucket(shape.M) not in seen:
                 seen.add(tune.fine_bucket(shape.M))
                 drawn.append(shape)
-        with self.case.context(max(anchors, key=lambda shape: shape.M), self.dtype) as ctx:
+        with self.info.context(max(anchors, key=lambda shape: shape.M), self.dtype) as ctx:
             for shape in reversed(anchors):
                 self._first(shape, ctx, **{_TRANSFER: "0"})
             frozen = [self._first(shape, ctx, **{_FROZEN: "1"}) for shape in drawn]
-            self.case.op.clear()  # what was predicted
+            self.info.op.clear()  # what was predicted
             return frozen + [self._first(shape, ctx) for shape in drawn]
 
     def _shape(self, M: int) -> Any:
         scale = 1 if is_cuda() else _CPU_SCALE
-        return self.case.scaled(self.case.layer(M * scale, *self.options.widths), scale, self.ranks)
+        return self.info.scaled(self.info.layer(M * scale, *self.options.widths), scale, self.ranks)
 
     def _first(self, shape: Any, ctx: Any, **environment: str) -> dict[str, Any]:
         """How one call chose, and what that took on this rank, milliseconds."""
-        op, frozen = self.case.op, _FROZEN in environment
-        args, kwargs = self.case.arguments(self.case.operands(shape, self.dtype, self.ranks), ctx)
+        op, frozen = self.info.op, _FROZEN in environment
+        args, kwargs = self.info.arguments(self.info.operands(shape, self.dtype, self.ranks), ctx)
         with environment_with(**environment):
             begin = time.perf_counter()
             try:
@@ -101,7 +100,7 @@ class FirstCalls:
         if frozen:
             del cost["device"]  # nothing ran
         how = record.carried or "in full"
-        return {"M": shape.M, "frozen": frozen, "how": how, **cost, "own": self.case.is_own(config)}
+        return {"M": shape.M, "frozen": frozen, "how": how, **cost, "own": self.info.is_own(config)}
 
 
 def summary(calls: Sequence[dict[str, Any]]) -> list[str]:

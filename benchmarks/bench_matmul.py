@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 
 from triton_dist import jit, knobs
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.nvidia import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.timing import interleaved
 
 SHAPES = ["4096,4096,4096", "8192,8192,8192", "128,8192,8192", "1000,3000,2000", "16,4096,14336"]

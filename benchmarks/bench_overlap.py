@@ -36,22 +36,22 @@ from overlap.table import console, shape_table, summary_table
 from overlap.tuned_op import open_op
 from overlap.workload import Choice
 
-from triton_dist.kernels.common.case import Case
-from triton_dist.kernels.common.moe_case import ROUTINGS, RoutedCase
 from triton_dist.test.utils import dtype_named
-from triton_dist.testing.cases import all_cases, overlapped_cases
+from triton_dist.testing.opinfo import OPINFOS, OVERLAPPED_OPINFOS
+from triton_dist.testing.opinfo.base import OpInfo
+from triton_dist.testing.opinfo.moe import ROUTINGS, RoutedOpInfo
 from triton_dist.utils import finalize_distributed, initialize_distributed, is_cuda
 
 _CPU_SCALE = 256
 # One product has nothing to hide, but peers and a limit like the others.
-CASES = overlapped_cases() | {"grouped_gemm": all_cases()["grouped_gemm"]}
+INFOS = OVERLAPPED_OPINFOS | {"grouped_gemm": OPINFOS["grouped_gemm"]}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--op", choices=list(INFOS), default="ag_gemm")
     parser.add_argument("--shapes", help="M:N:K,... global; default: a mix")
     parser.add_argument(
         "--layers", help="N and K by name, or models of ops with experts, or all; with --M"
@@ -73,12 +73,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.shapes is not None:
         try:
-            options.shapes = parse_shapes(options.shapes, CASES[options.op].shape)
+            options.shapes = parse_shapes(options.shapes, INFOS[options.op].shape)
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --shapes: {error}")
     if options.layers is not None:
         try:
-            options.layers = parse_layers(options.layers, CASES[options.op])
+            options.layers = parse_layers(options.layers, INFOS[options.op])
         except argparse.ArgumentTypeError as error:
             parser.error(f"argument --layers: {error}")
     unknown = [mode for mode in (options.mode or "eager").split(",") if mode not in MODES]
@@ -95,14 +95,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or (25 if is_cuda() else 3)
     dtype = dtype_named(options.dtype)
     choice = Choice(options.best, options.all_candidates)
-    trees, case = [], CASES[options.op]
-    if isinstance(case, RoutedCase):
-        case.routing = options.routing
-    asked = (case.scaled(each, scale, num_ranks) for each in wanted(options, case))
+    trees, info = [], INFOS[options.op]
+    if isinstance(info, RoutedOpInfo):
+        info.routing = options.routing
+    asked = (info.scaled(each, scale, num_ranks) for each in wanted(options, info))
     for shape in dict.fromkeys(asked):
         # Ranks that hang end, and tell: whatever the caller has put in the place of stderr.
         faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.__stderr__)
-        trees.append(measured(case, shape, dtype, choice, modes, rounds))
+        trees.append(measured(info, shape, dtype, choice, modes, rounds))
         faulthandler.cancel_dump_traceback_later()
         result = report(options.op, dtype, rounds, trees)
         if dist.get_rank() == 0:
@@ -113,20 +113,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(
-    case: Case[Any], shape: Any, dtype: torch.dtype, choice: Choice, modes: list[str], rounds: int
+    info: OpInfo[Any], shape: Any, dtype: torch.dtype, choice: Choice, modes: list[str], rounds: int
 ) -> dict[str, Any]:
     """The tree of one shape, of which nothing else is left: the next may need the memory."""
-    with open_op(case, shape, dtype, choice) as workload:
+    with open_op(info, shape, dtype, choice) as workload:
         begin = time.perf_counter()
         rows, failures = measure(workload, modes, rounds, warmup_rounds=2 if is_cuda() else 1)
         return shape_tree(shape, workload, rows, failures, time.perf_counter() - begin)
 
 
-def wanted(options: argparse.Namespace, case: Case[Any]) -> list[Any]:
+def wanted(options: argparse.Namespace, info: OpInfo[Any]) -> list[Any]:
     """Shapes that the command line asks for; default: what the op has to be good at."""
     asked = list(options.shapes or [])
     asked += [layer(M) for layer in options.layers or [] for M in options.M]
-    return asked or list(case.shapes)
+    return asked or list(info.shapes)
 
 
 def show(result: dict[str, Any], png: Path | None) -> None:

@@ -27,16 +27,16 @@ import torch.distributed as dist
 from overlap.results import software
 from overlap.shapes import LAYERS, layers_of, parse_numbers
 
-from triton_dist.kernels.common.case import Call, Case
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
-from triton_dist.testing.cases import all_cases, overlapped_cases
+from triton_dist.testing.opinfo import OPINFOS, OVERLAPPED_OPINFOS
+from triton_dist.testing.opinfo.base import Call, OpInfo
+from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.timing import interleaved
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
-CASES = overlapped_cases() | {"grouped_gemm": all_cases()["grouped_gemm"]}
+INFOS = OVERLAPPED_OPINFOS | {"grouped_gemm": OPINFOS["grouped_gemm"]}
 _SIZES = [64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
 _SIZES += [2560, 3072, 3584, 4096]
 _CPU_SCALE = 256
@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", choices=["matmul", *CASES], default="matmul")
+    parser.add_argument("--op", choices=["matmul", *INFOS], default="matmul")
     parser.add_argument("--layer", help="N:K, or its name; default: the first")
     parser.add_argument("--M", type=parse_numbers, default=_SIZES)
     parser.add_argument("--random", type=int, default=0, help="so many M more, log-uniform")
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     try:
-        options.shape = _layer(options.layer, CASES.get(options.op))
+        options.shape = _layer(options.layer, INFOS.get(options.op))
     except (KeyError, ValueError):
         parser.error(f"argument --layer: {options.op} has no {options.layer!r}")
     draw, ends = random.Random(options.seed), (min(options.M), max(options.M))
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _layer(name: str | None, case: Case[Any] | None) -> Callable[[int], Any]:
+def _layer(name: str | None, info: OpInfo[Any] | None) -> Callable[[int], Any]:
     """The shape with so many rows.
 
     Raises:
@@ -73,9 +73,9 @@ def _layer(name: str | None, case: Case[Any] | None) -> Callable[[int], Any]:
     """
     if name is not None and ":" in name:
         return functools.partial(_shape, *map(int, name.split(":")))
-    if case is None:
+    if info is None:
         return functools.partial(_shape, *LAYERS[name or next(iter(LAYERS))])
-    layers = layers_of(case)
+    layers = layers_of(info)
     return layers[name or next(iter(layers))]
 
 
@@ -88,8 +88,8 @@ class Recorder:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.case = CASES.get(options.op)
-        self.op = matmul if self.case is None else self.case.op
+        self.info = INFOS.get(options.op)
+        self.op = matmul if self.info is None else self.info.op
         self.configs = list(self.op.config_space)
 
     def record(self) -> dict[str, Any]:
@@ -116,15 +116,15 @@ class Recorder:
 
     def _calls(self) -> Iterator[tuple[int, Call]]:
         """A call of each size; it holds until the next one."""
-        if self.case is None:
+        if self.info is None:
             for M in self.options.M:
                 yield M, self._matrices(self._shape(M))
             return
         dtype, ranks = torch.bfloat16, dist.get_world_size()
-        with self.case.context(self._shape(max(self.options.M)), dtype) as ctx:
+        with self.info.context(self._shape(max(self.options.M)), dtype) as ctx:
             for M in self.options.M:
-                operands = self.case.operands(self._shape(M), dtype, ranks)
-                yield M, self.case.arguments(operands, ctx)
+                operands = self.info.operands(self._shape(M), dtype, ranks)
+                yield M, self.info.arguments(operands, ctx)
 
     def _waves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | None]:
         """Of each config; ``None`` where they are not known."""

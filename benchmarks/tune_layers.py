@@ -28,9 +28,9 @@ from overlap.tuned_op import TunedOp
 from overlap.workload import Choice
 
 from triton_dist import tune
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.test.utils import LAYER_CONFIGS, dtype_named
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.opinfo import GEMM_OPINFOS
+from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.utils import dist_print, finalize_distributed, initialize_distributed, is_cuda
 
 _MOST = 16384
@@ -38,14 +38,13 @@ _TRANSFER_MS = "400"
 """Device time for each M that is not tuned in full: more than a first call takes."""
 _TRANSFER = "TRITON_DIST_AUTOTUNE_TRANSFER_MS"
 _CPU_SCALE = 512
-CASES = gemm_cases()
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", choices=list(CASES), default="ag_gemm")
+    parser.add_argument("--op", choices=list(GEMM_OPINFOS), default="ag_gemm")
     parser.add_argument("--M", type=parse_numbers, help="global rows; default: every range")
     parser.add_argument("--layers", help="names of models, separated by commas; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
@@ -84,11 +83,11 @@ def shapes(options: argparse.Namespace, num_ranks: int) -> list[list[Shape]]:
     layers = {
         (each["N"], each["K"]) for name, each in LAYER_CONFIGS.items() if name in options.layers
     }
-    case = CASES[options.op]
+    info = GEMM_OPINFOS[options.op]
     # The most that the ranks can share: a middle may be odd.
     rows = options.M or [max(M // num_ranks, 1) * num_ranks for M in every_range()]
     return [
-        list(dict.fromkeys(case.scaled(case.layer(M, N, K), scale, num_ranks) for M in rows))
+        list(dict.fromkeys(info.scaled(info.layer(M, N, K), scale, num_ranks) for M in rows))
         for N, K in sorted(layers)
     ]
 
@@ -98,15 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     beside = os.environ.get(_TRANSFER, _TRANSFER_MS)
     initialize_distributed()
     begin, dtype = time.perf_counter(), dtype_named(options.dtype)
-    case, layers = CASES[options.op], shapes(options, dist.get_world_size())
+    info, layers = GEMM_OPINFOS[options.op], shapes(options, dist.get_world_size())
     total, number = sum(map(len, layers)), 0
     for asked in layers:
         largest = max(asked, key=lambda shape: shape.M)
-        with case.context(largest, dtype) as ctx:
+        with info.context(largest, dtype) as ctx:
             for shape in asked:
                 number += 1
                 os.environ[_TRANSFER] = "0" if is_in_full(shape.M) else beside
-                op = TunedOp(case, shape, dtype, ctx, Choice(0))
+                op = TunedOp(info, shape, dtype, ctx, Choice(0))
                 if options.run:
                     op.run()
                 took = time.perf_counter() - begin

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from triton_dist.kernels.common.case import Peer
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import poisoned_empty
 from triton_dist.testing.assertions import count_mismatches
+from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.testing.timing import Samples, interleaved
 
 from .workload import Workload
@@ -30,7 +30,7 @@ class Row:
 
     name: str
     mode: str
-    candidate: Peer
+    candidate: Baseline
     samples: Samples
 
 
@@ -47,7 +47,7 @@ def measure(
     divided by their number: as in a model, where the launch of a graph, and how far apart the
     ranks begin, is shared by many calls.
     """
-    ready: dict[str, tuple[str, str, Peer]] = {}
+    ready: dict[str, tuple[str, str, Baseline]] = {}
     calls: dict[str, Callable[[], Any]] = {}
     failures: dict[str, str] = {}
     for name, candidate in workload.candidates().items():
@@ -66,7 +66,7 @@ def measure(
 
 
 def _checked(
-    candidate: Peer, label: str, graph: bool, tolerance: float, num_calls: int
+    candidate: Baseline, label: str, graph: bool, tolerance: float, num_calls: int
 ) -> Callable[[], Any]:
     """What to time, after one run of it whose last output was right on every rank."""
     latest: dict[str, torch.Tensor] = {}

@@ -8,10 +8,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from triton_dist.kernels.common.case import Case
-from triton_dist.kernels.common.gemm_case import Shape
-from triton_dist.kernels.common.moe_case import GroupedShape, RoutedCase
 from triton_dist.test.utils import LAYER_CONFIGS
+from triton_dist.testing.opinfo.base import OpInfo
+from triton_dist.testing.opinfo.gemm import Shape
+from triton_dist.testing.opinfo.moe import GroupedShape, RoutedOpInfo
 
 S = TypeVar("S")
 
@@ -38,17 +38,17 @@ def parse_shapes(text: str, kind: type[S] = Shape) -> list[S]:
     return shapes
 
 
-def layers_of(case: Case[Any]) -> dict[str, Callable[[int], Any]]:
+def layers_of(info: OpInfo[Any]) -> dict[str, Callable[[int], Any]]:
     """By the name of a layer, or of a model whose layers have experts: the shape of ``case`` with
     so many rows."""
-    if isinstance(case, RoutedCase):
-        return {name: functools.partial(_with_rows, shape) for name, shape in case.models.items()}
-    return {name: functools.partial(_of_layer, case.shape, N, K) for name, (N, K) in LAYERS.items()}
+    if isinstance(info, RoutedOpInfo):
+        return {name: functools.partial(_with_rows, shape) for name, shape in info.models.items()}
+    return {name: functools.partial(_of_layer, info.shape, N, K) for name, (N, K) in LAYERS.items()}
 
 
-def parse_layers(text: str, case: Case[Any]) -> list[Callable[[int], Any]]:
+def parse_layers(text: str, info: OpInfo[Any]) -> list[Callable[[int], Any]]:
     """Names of ``layers_of``, or ``all``, for argparse."""
-    layers = layers_of(case)
+    layers = layers_of(info)
     names = list(layers) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in layers]
     if unknown:

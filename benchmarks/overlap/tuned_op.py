@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from triton_dist._tuning.search.brief import LAPS
 from triton_dist._tuning.values import Measurement, Policy, Trial, TuningRecord
-from triton_dist.kernels.common.case import Case, Peer
 from triton_dist.runtime.device import current_device
+from triton_dist.testing.opinfo.base import Baseline, OpInfo
 
 from .workload import TUNED, TUNED_AGAIN, Choice
 
@@ -27,20 +27,20 @@ class TunedOp:
     """The op of ``case`` at ``shape``, tuned when it is made, or its cached config used."""
 
     def __init__(
-        self, case: Case[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
+        self, info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, ctx: Any, choice: Choice
     ) -> None:
         size = dist.get_world_size()
-        self.case, self.serial = case, case.serial
-        self.tolerance = case.tolerance(dtype, size)
-        self.cost = case.cost(shape, dtype, size)
+        self.info, self.serial = info, info.serial
+        self.tolerance = info.tolerance(dtype, size)
+        self.cost = info.cost(shape, dtype, size)
         self._ctx, self._choice = ctx, choice
-        self._operands = case.operands(shape, dtype, size)
-        self._args, self._kwargs = case.arguments(self._operands, ctx)
-        before, begin = case.op.tuning_count, time.perf_counter()
-        self._record = case.op.tune(*self._args, **self._kwargs)
+        self._operands = info.operands(shape, dtype, size)
+        self._args, self._kwargs = info.arguments(self._operands, ctx)
+        before, begin = info.op.tuning_count, time.perf_counter()
+        self._record = info.op.tune(*self._args, **self._kwargs)
         took = time.perf_counter() - begin
-        self._winner = case.op.best_config(*self._args, **self._kwargs)
-        tuned_now = case.op.tuning_count > before
+        self._winner = info.op.best_config(*self._args, **self._kwargs)
+        tuned_now = info.op.tuning_count > before
         self.how = self._record.carried or "tuned at a size of this range"
         self.first_call = cost_of(self._record, took) if tuned_now else None
         """What choosing took now: milliseconds of the host, and of the device."""
@@ -50,11 +50,11 @@ class TunedOp:
 
     def run(self) -> Any:
         """Call the op as a program does; returns its result."""
-        return self.case.op(*self._args, **self._kwargs)
+        return self.info.op(*self._args, **self._kwargs)
 
-    def raced_anew(self, number: int = 3) -> list[Peer]:
+    def raced_anew(self, number: int = 3) -> list[Baseline]:
         """The fastest of a new tuning at this size, which is then forgotten."""
-        op = self.case.op
+        op = self.info.op
         op.clear()
         record = op.tune(*self._args, **self._kwargs)
         op.clear()
@@ -62,36 +62,36 @@ class TunedOp:
         found = (op.config_space.find(trial.digest) for trial in fastest[:number])
         return [self._candidate(config) for config in found if config is not None]
 
-    def candidates(self) -> Mapping[str, Peer]:
+    def candidates(self) -> Mapping[str, Baseline]:
         winner = self._candidate(self._winner)
         others = {name: self._candidate(config) for name, config in self._others().items()}
-        peers = self.case.peers(self._operands, self._ctx)
+        peers = self.info.baselines(self._operands, self._ctx)
         return {**peers, TUNED: winner, **others, TUNED_AGAIN: winner}
 
     def refresh(self) -> None:
-        self.case.refill(self._operands, dist.get_world_size())
+        self.info.refill(self._operands, dist.get_world_size())
 
     def recover(self) -> None:
-        self.case.recover(self._ctx)
+        self.info.recover(self._ctx)
 
     def _fastest(self) -> dict[str, float]:
         return {str(each.config): _median(each) for each in _measured(self._record)[:_RACED]}
 
-    def _candidate(self, config: Mapping[str, Any]) -> Peer:
-        return Peer(
+    def _candidate(self, config: Mapping[str, Any]) -> Baseline:
+        return Baseline(
             self._kind(config),
-            functools.partial(self.case.op.fn, *self._args, **self._kwargs, **config),
-            lambda: self.case.expected(self._operands),
+            functools.partial(self.info.op.fn, *self._args, **self._kwargs, **config),
+            lambda: self.info.reference(self._operands),
             str(config),
         )
 
     def _kind(self, config: Mapping[str, Any]) -> Any:
-        return "own" if self.case.is_own(config) else "vendor"
+        return "own" if self.info.is_own(config) else "vendor"
 
     def _others(self) -> dict[str, Any]:
         """Configs to measure beside the winner, best first by the record, by what they are called
         here."""
-        space, record = self.case.op.config_space, self._record
+        space, record = self.info.op.config_space, self._record
         found = (space.find(trial.digest) for trial in _measured(record))
         ranked = [each for each in found if each is not None]
         if self._choice.of_each_way:
@@ -107,8 +107,8 @@ class TunedOp:
         if self._choice.every:
             return ranked
         few = ranked[: self._choice.best]
-        if not any(map(self.case.is_own, [self._winner, *few])):
-            few += [each for each in ranked if self.case.is_own(each)][:1]
+        if not any(map(self.info.is_own, [self._winner, *few])):
+            few += [each for each in ranked if self.info.is_own(each)][:1]
         return few
 
     def _best_of_each_way(self, ranked: list[Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class TunedOp:
         seen: dict[Hashable, int] = {}
         best = {}
         for config in ranked:
-            way = self.case.way(config)
+            way = self.info.algorithm(config)
             seen[way] = seen.get(way, 0) + 1
             if seen[way] <= self._choice.best:
                 best[f"{way} {seen[way]}"] = config
@@ -150,8 +150,8 @@ def cost_of(record: TuningRecord, seconds: float) -> dict[str, float]:
 
 @contextmanager
 def open_op(
-    case: Case[Any], shape: Hashable, dtype: torch.dtype, choice: Choice
+    info: OpInfo[Any], shape: Hashable, dtype: torch.dtype, choice: Choice
 ) -> Iterator[TunedOp]:
     """One op at one shape, with a context of its own. Collective."""
-    with case.context(shape, dtype) as ctx:
-        yield TunedOp(case, shape, dtype, ctx, choice)
+    with info.context(shape, dtype) as ctx:
+        yield TunedOp(info, shape, dtype, ctx, choice)

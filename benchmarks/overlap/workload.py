@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from triton_dist.kernels.common.case import Cost, Peer
+from triton_dist.testing.opinfo.base import Baseline, Cost
 
 TUNED, TUNED_AGAIN = "tuned", "tuned, again"
 """The tuner's winner; and the same once more, which says how much a difference means."""
@@ -36,7 +36,7 @@ class Workload(Protocol):
     cost: Cost
     """Work of a call for each rank."""
 
-    def candidates(self) -> Mapping[str, Peer]:
+    def candidates(self) -> Mapping[str, Baseline]:
         """By name, in the order in which they are to be run: peers, ``TUNED``, other configs,
         ``TUNED_AGAIN``."""
 

@@ -24,7 +24,7 @@ MOST = {
     "reduce_scatter": (15, 3215),
     "allgather": (15, 3215),
 }
-OWN_FILES = ("__init__", "op", "context", "ways", "case", "kernel")
+OWN_FILES = ("__init__", "op", "context", "ways", "kernel")
 
 
 def reached(start: Path, package: Path) -> set[Path]:

@@ -18,8 +18,8 @@ from benchmarks.overlap.shapes import Shape
 from benchmarks.overlap.tuned_op import TunedOp
 from benchmarks.overlap.workload import TUNED, TUNED_AGAIN, Choice
 from tests.distributed.ag_gemm_calls import default_tiles
-from triton_dist.kernels.common.case import Cost, Peer
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.opinfo import GEMM_OPINFOS
+from triton_dist.testing.opinfo.base import Baseline, Cost
 
 
 class AddOne:
@@ -38,13 +38,13 @@ class AddOne:
         dist.barrier()
         self.recovered += 1
 
-    def candidates(self) -> Mapping[str, Peer]:
-        def whole(kind, call: Callable[[], torch.Tensor]) -> Peer:
-            return Peer(kind, call, lambda: self.x + 1)
+    def candidates(self) -> Mapping[str, Baseline]:
+        def whole(kind, call: Callable[[], torch.Tensor]) -> Baseline:
+            return Baseline(kind, call, lambda: self.x + 1)
 
         return {
-            "GEMM alone": Peer("gemm", lambda: self.x),
-            "transfer alone": Peer("transfer", lambda: self.x),
+            "GEMM alone": Baseline("gemm", lambda: self.x),
+            "transfer alone": Baseline("transfer", lambda: self.x),
             "serial": whole("peer", lambda: self.x + 1),
             TUNED: whole("vendor", lambda: self.x + 1),
             "own 1": whole("own", lambda: self.x + 1),
@@ -85,14 +85,14 @@ IN_ONE_LAUNCH: dict[str, dict[str, Any]] = {
 class OneFails(TunedOp):
     """The same call twice; the first time rank 1 does not make it. Nothing is tuned."""
 
-    def candidates(self) -> Mapping[str, Peer]:
+    def candidates(self) -> Mapping[str, Baseline]:
         good = self._candidate(self._winner)
         return {
-            "rank 1 fails": Peer("own", lambda: self._fail_or(good), good.expected),
+            "rank 1 fails": Baseline("own", lambda: self._fail_or(good), good.expected),
             TUNED: good,
         }
 
-    def _fail_or(self, good: Peer) -> torch.Tensor:
+    def _fail_or(self, good: Baseline) -> torch.Tensor:
         if dist.get_rank() == 1:
             raise MemoryError("too large")
         return good.call()
@@ -100,7 +100,7 @@ class OneFails(TunedOp):
 
 def recovered(op: str) -> tuple[list[str], dict[str, str]]:
     """Candidates that were right, and why the others were not."""
-    case, dtype = gemm_cases()[op], torch.float16
+    case, dtype = GEMM_OPINFOS[op], torch.float16
     shape = case.of_rank(5, 40, 72, dist.get_world_size())
     config = {"gemm_config": default_tiles(), **IN_ONE_LAUNCH[op]}
     record = SimpleNamespace(seconds=0.0, trials=[], carried="")

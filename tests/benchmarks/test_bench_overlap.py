@@ -16,9 +16,9 @@ from benchmarks.overlap.shapes import Shape
 from tests.architecture.source import ROOT
 from tests.benchmarks import overlap_ranks
 from tests.docs.run_blocks import run_program
-from triton_dist.kernels.common.moe_case import GroupedShape
 from triton_dist.testing import spawn_ranks
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.moe import GroupedShape
 
 SCRIPT = str(ROOT / "benchmarks" / "bench_overlap.py")
 EXPLANATION = ROOT / "docs" / "explanation"
@@ -212,7 +212,7 @@ def test_tables_and_ratios_do_without_what_failed():
 
 def test_shapes_of_the_command_line():
     assert shapes.parse_shapes("1:2:3,4:5:6") == [Shape(1, 2, 3), Shape(4, 5, 6)]
-    cases = all_cases()
+    cases = OPINFOS
     (layer,) = shapes.parse_layers("llama-70b-qkv", cases["ag_gemm"])
     assert layer(64) == Shape(64, 10240, 8192)
     assert len(shapes.parse_layers("all", cases["gemm_rs"])) == len(shapes.LAYERS)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import triton
 
 from tests.distributed.compiled_ahead import is_rehearsal, note
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.kernels.nvidia.gemm import get_config_space, prune_fn_by_shared_memory
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
 
 NAN = float("nan")
 

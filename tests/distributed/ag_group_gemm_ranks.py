@@ -20,7 +20,6 @@ from triton_dist.errors import InvalidArgument, RankDisagreement, WaitTimeout
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.rows import has_fast_library
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.common.moe_case import GroupedShape, routed_product
 from triton_dist.kernels.common.slots.epochs import SLOTS
 from triton_dist.kernels.nvidia import allgather_group_gemm, grouped_gemm
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
@@ -28,11 +27,12 @@ from triton_dist.kernels.nvidia.allgather_group_gemm import (
     create_ag_group_gemm_context,
     run_moe_ag_triton_non_overlap,
 )
-from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose, poisoned_empty
+from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
+from triton_dist.testing.opinfo.moe import GroupedShape, routed_product
 from triton_dist.testing.timing import captured
 
 # Rows of a rank, N of it, K, E, topk. No multiple of tiles; one route; more experts than routes; no
@@ -147,7 +147,7 @@ class Calls:
     def check(self) -> int:
         """Compare all results; returns how many there were."""
         current_device().synchronize()
-        limit = CASE.tolerance(self.dtype, self.num_ranks)
+        limit = AG_GROUP_GEMM.tolerance(self.dtype, self.num_ranks)
         for what, C, expected in self._results:
             try:
                 assert_allclose(C, expected, rtol=limit, atol=limit)
@@ -310,13 +310,13 @@ def bad_calls() -> dict[str, tuple[str, str, int]]:
     """Per bad call, on all ranks: argument and message of its error, and what was launched."""
     size, seen, count = dist.get_world_size(), {}, [0]
     shape = GroupedShape(6 * size, 40 * size, 16, 3, 2)
-    operands = CASE.operands(shape, torch.float16, size)
-    with CASE.context(shape, torch.float16) as ctx:
+    operands = AG_GROUP_GEMM.operands(shape, torch.float16, size)
+    with AG_GROUP_GEMM.context(shape, torch.float16) as ctx:
 
         def launched(*_: Any, **__: Any) -> None:
             count[0] += 1
 
-        bad = CASE.bad_calls(operands, size)
+        bad = AG_GROUP_GEMM.error_inputs(operands, size)
         with (
             mock.patch.object(Launch, "run", launched),
             mock.patch.object(Launcher, "run", launched),
@@ -374,7 +374,10 @@ def replayed(rounds: int, ways: tuple[str, ...] = ()) -> int:
     replay twice, with the same bits, while another rank is late."""
     rows, *sizes = (13, 40, 48, 6, 2) if current_device().interprets else (61, 264, 512, 16, 4)
     calls, count = Calls(rows, *sizes, torch.bfloat16), 0
-    routings, limit = itertools.cycle(ROUTINGS), CASE.tolerance(torch.bfloat16, calls.num_ranks)
+    routings, limit = (
+        itertools.cycle(ROUTINGS),
+        AG_GROUP_GEMM.tolerance(torch.bfloat16, calls.num_ranks),
+    )
     for options in defaults():
         if options.get("gather") == "collective" and not current_device().has_nccl:
             continue

@@ -16,9 +16,9 @@ from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
 from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm.case import CASE
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
+from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 
 ROWS, COLUMNS, K = 6, 40, 72
 
@@ -34,7 +34,7 @@ def like_b(k: int = K, columns: int = COLUMNS, dtype: torch.dtype = torch.float1
 def bad_calls(num_ranks: int) -> dict[str, dict[str, Any]]:
     """The case's; and rows that this test's context has no room for in one launch."""
     many = {"way (many rows)": {"way": "serial"}}
-    return CASE.bad_calls({"A": like_a(), "B": like_b()}, num_ranks) | many
+    return AG_GEMM.error_inputs({"A": like_a(), "B": like_b()}, num_ranks) | many
 
 
 def bad_contexts(num_ranks: int, rank: int) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,6 @@ from tests.distributed.collective_calls import (
 )
 from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
-from triton_dist.kernels.common.collective.case import Size
 from triton_dist.kernels.common.exchange import kernels as exchange_kernels
 from triton_dist.kernels.common.exchange import packets, sums
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
@@ -32,7 +31,8 @@ from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allre
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.collectives import Size
 from triton_dist.testing.timing import captured
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -371,8 +371,8 @@ def trainable_and_inference(op: str) -> int:
 
 
 def bad_calls(op: str, size: int) -> dict[str, dict[str, Any]]:
-    case = all_cases()[op]
-    return case.bad_calls(case.operands(Size(ROOM), torch.float32, size), size)
+    case = OPINFOS[op]
+    return case.error_inputs(case.operands(Size(ROOM), torch.float32, size), size)
 
 
 def refusal(call: Callable[[], object]) -> TritonDistError | None:

@@ -19,19 +19,20 @@ from triton_dist.debugging import races
 from triton_dist.errors import ContextFinalized, RankDisagreement, TritonDistError
 from triton_dist.kernels.common.launch import Launch, Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.common.moe_case import GroupedShape, SummedRoutesCase
 from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar_triton_non_overlap,
     run_moe_reduce_rs_triton_non_overlap,
 )
-from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE as AR
-from triton_dist.kernels.nvidia.moe_reduce_rs.case import CASE as RS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.moe import GroupedShape
+from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR as AR
+from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_RS as RS
+from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo
 from triton_dist.testing.timing import captured
 
-CASES: dict[str, SummedRoutesCase] = {case.name: case for case in (RS, AR)}
+INFOS: dict[str, MoEReduceOpInfo] = {info.name: info for info in (RS, AR)}
 ALONE = {
     RS.name: run_moe_reduce_rs_triton_non_overlap,
     AR.name: run_moe_reduce_ar_triton_non_overlap,
@@ -70,8 +71,8 @@ def operands(
     name: str, shape: GroupedShape, dtype: torch.dtype, routing: str = "random"
 ) -> dict[str, torch.Tensor]:
     """New random ones; ``routing``: ``"random"`` has ids of nobody, whose weights are NaN."""
-    case, size = CASES[name], dist.get_world_size()
-    data = case.operands(shape, dtype, size)
+    info, size = INFOS[name], dist.get_world_size()
+    data = info.operands(shape, dtype, size)
     reroute(data, routing)
     return data
 
@@ -103,7 +104,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @contextmanager
 def context(name: str, shape: GroupedShape, dtype: torch.dtype, **options: Any) -> Iterator[Any]:
     """A context whose memory holds NaN where peers write."""
-    with CASES[name].context(shape, dtype, **options) as ctx:
+    with INFOS[name].context(shape, dtype, **options) as ctx:
         for slot in range(2):
             ctx.buffer.slots.of_slot(slot, "shards").local.fill_(NAN)
         current_device().synchronize()
@@ -112,10 +113,10 @@ def context(name: str, shape: GroupedShape, dtype: torch.dtype, **options: Any) 
 
 
 def check(name: str, C: torch.Tensor, data: dict[str, torch.Tensor], what: object) -> None:
-    case = CASES[name]
-    limit = case.tolerance(C.dtype, dist.get_world_size())
+    info = INFOS[name]
+    limit = info.tolerance(C.dtype, dist.get_world_size())
     try:
-        assert_allclose(C, case.expected(data), rtol=limit, atol=limit)
+        assert_allclose(C, info.reference(data), rtol=limit, atol=limit)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from None
 
@@ -124,14 +125,14 @@ def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[in
     """Calls of several sizes in turn, each in every way, with nothing between them; checked at the
     end."""
     results = []
-    case = CASES[name]
+    info = INFOS[name]
     sizes = [GroupedShape(tokens(name, n), shape.N, shape.K, shape.E, shape.topk) for n in rows]
     with context(name, sizes[0], dtype) as ctx:
         for number, size in enumerate(sizes):
             data = operands(name, size, dtype, ("random", "nobody", "one", "few")[number % 4])
             for way in every(name, dtype):
-                args, _ = case.arguments(data, ctx)
-                results.append((case.op.fn(*args, **way), data, way))
+                args, _ = info.arguments(data, ctx)
+                results.append((info.op.fn(*args, **way), data, way))
         for C, data, way in results:
             check(name, C, data, way)
     return len(results)
@@ -140,7 +141,7 @@ def every_way(name: str, dtype: torch.dtype, shape: GroupedShape, rows: tuple[in
 def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
     """Weights laid out in each way, and in the last of a further shape: sizes that are no multiples
     of anything, ids of 64 bits, weights of routes in 16."""
-    count, case, dtype = 0, CASES[name], torch.float16
+    count, info, dtype = 0, INFOS[name], torch.float16
     for number, shape in enumerate(shapes):
         with context(name, shape, dtype) as ctx:
             for layout, laid_out in [*LAYOUTS.items()][2 if number else 0 :]:
@@ -149,8 +150,8 @@ def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
                 data["chosen_experts"] = data["chosen_experts"].long()
                 data["expert_weight"] = data["expert_weight"].to(dtype)
                 for way in ways(name, chunks=(2,)):
-                    args, _ = case.arguments(data, ctx)
-                    check(name, case.op.fn(*args, **way), data, (shape, layout, way))
+                    args, _ = info.arguments(data, ctx)
+                    check(name, info.op.fn(*args, **way), data, (shape, layout, way))
                     count += 1
     return count
 
@@ -158,16 +159,16 @@ def layouts(name: str, shapes: tuple[GroupedShape, ...]) -> int:
 def same_bits(name: str, shape: GroupedShape, rounds: int) -> int:
     """The same operands twice, another rank being late each time; all own reductions, and all ranks
     where they have the same rows."""
-    case, count, size = CASES[name], 0, dist.get_world_size()
+    info, count, size = INFOS[name], 0, dist.get_world_size()
     with context(name, shape, torch.bfloat16) as ctx:
         data = operands(name, shape, torch.bfloat16)
-        args, _ = case.arguments(data, ctx)
+        args, _ = info.arguments(data, ctx)
         first = None
         for number in range(rounds):
             for way in ways(name):
                 if number % size == ctx.rank:
                     current_device().sleep(1_000_000)
-                C = case.op.fn(*args, **way)
+                C = info.op.fn(*args, **way)
                 first = C.clone() if first is None else first
                 assert torch.equal(C, first), way
                 count += 1
@@ -182,14 +183,14 @@ def same_bits(name: str, shape: GroupedShape, rounds: int) -> int:
 def replayed(name: str, shape: GroupedShape, rounds: int, most_ways: int = 99) -> int:
     """A captured call in each way, or in the first ones, replayed with other ids each time; again
     with the same bits, while another rank is late."""
-    case, count = CASES[name], 0
+    info, count = INFOS[name], 0
     with context(name, shape, torch.bfloat16) as ctx:
         for way in itertools.islice(every(name, torch.bfloat16), most_ways):
             data, out = operands(name, shape, torch.bfloat16), []
-            args, _ = case.arguments(data, ctx)
-            replay = captured(lambda a=args, w=way, o=out: o.append(case.op.fn(*a, **w)))
+            args, _ = info.arguments(data, ctx)
+            replay = captured(lambda a=args, w=way, o=out: o.append(info.op.fn(*a, **w)))
             for number in range(rounds):
-                case.refill(data, ctx.num_ranks)
+                info.refill(data, ctx.num_ranks)
                 reroute(data, ("random", "even", "one", "few")[number % 4])
                 if out:
                     out[-1].fill_(NAN)
@@ -209,22 +210,22 @@ def replayed(name: str, shape: GroupedShape, rounds: int, most_ways: int = 99) -
 
 def tuned(name: str, shape: GroupedShape) -> tuple[int, list[str]]:
     """Tunings of calls in one range, and what the caller may fix."""
-    case, dtype = CASES[name], torch.bfloat16
-    before, configs = case.op.tuning_count, []
-    with context(name, shape, dtype) as ctx, some_configs(case.op):
+    info, dtype = INFOS[name], torch.bfloat16
+    before, configs = info.op.tuning_count, []
+    with context(name, shape, dtype) as ctx, some_configs(info.op):
         for fixed in ((), (), (2,), (None, False, grouped_tiles()[1])):
             data = operands(name, shape, dtype)
-            args, _ = case.arguments(data, ctx)
-            check(name, case.op(*args, *fixed), data, fixed)
-            configs.append(str(case.op.best_config(*args, *fixed)["way"]))
-        case.op.clear()
-    return case.op.tuning_count - before, configs
+            args, _ = info.arguments(data, ctx)
+            check(name, info.op(*args, *fixed), data, fixed)
+            configs.append(str(info.op.best_config(*args, *fixed)["way"]))
+        info.op.clear()
+    return info.op.tuning_count - before, configs
 
 
 def without_context(name: str, shape: GroupedShape) -> None:
     """The product, then the collective; and what it refuses."""
     data = operands(name, shape, torch.bfloat16)
-    args, _ = CASES[name].arguments(data, None)
+    args, _ = INFOS[name].arguments(data, None)
     call = ALONE[name]
     check(name, call(*args[:4], n_chunks=7, config=grouped_tiles()[0]), data, "not overlapped")
     function = call.__name__
@@ -272,16 +273,16 @@ class Launches:
 
 def launches(name: str, shape: GroupedShape) -> dict[str, list[str]]:
     """Names of kernels that the third call of each way launches."""
-    case, seen = CASES[name], {}
+    info, seen = INFOS[name], {}
     with context(name, shape, torch.bfloat16) as ctx:
         data = operands(name, shape, torch.bfloat16)
-        args, _ = case.arguments(data, ctx)
+        args, _ = info.arguments(data, ctx)
         for way in ways(name, chunks=(2,)):
             for _ in range(2):
-                case.op.fn(*args, **way)
+                info.op.fn(*args, **way)
             count = Launches()
             with count.counted():
-                case.op.fn(*args, **way)
+                info.op.fn(*args, **way)
             seen[f"{way['way']} {way.get('reduction', '')}".strip()] = count.names
     return seen
 
@@ -289,23 +290,23 @@ def launches(name: str, shape: GroupedShape) -> dict[str, list[str]]:
 def every_bad_call(name: str, shape: GroupedShape) -> dict[str, tuple[str, str, int]]:
     """Per bad call, on all ranks: argument and message of its error, and what was launched; tuned
     and not."""
-    case, seen = CASES[name], {}
+    info, seen = INFOS[name], {}
     with context(name, shape, torch.float16) as ctx:
-        good = case.operands(shape, torch.float16, ctx.num_ranks)
+        good = info.operands(shape, torch.float16, ctx.num_ranks)
         count = Launches()
         with count.counted():
-            for which, changes in case.bad_calls(good, ctx.num_ranks).items():
+            for which, changes in info.error_inputs(good, ctx.num_ranks).items():
                 arguments = {**good, "ctx": ctx, "gemm_config": grouped_tiles()[0]} | changes
-                error = refusal(lambda a=arguments: case.op.fn(**a))
+                error = refusal(lambda a=arguments: info.op.fn(**a))
                 seen[which] = (error.argument, str(error), len(count.names))
                 if not {"way", "gemm_config", "num_chunks", "reduction"} & set(changes):
                     del arguments["gemm_config"]
                     options = {"autotune": not which.endswith(".device")}
-                    told = refusal(lambda a=arguments, o=options: case.op(**a, **o))
+                    told = refusal(lambda a=arguments, o=options: info.op(**a, **o))
                     assert str(told) == str(error)
-        args, _ = case.arguments(good, ctx)
-        check(name, case.op.fn(*args, gemm_config=grouped_tiles()[0]), good, "a good one")
-    assert isinstance(refusal(lambda: case.op.fn(*args)), ContextFinalized)
+        args, _ = info.arguments(good, ctx)
+        check(name, info.op.fn(*args, gemm_config=grouped_tiles()[0]), good, "a good one")
+    assert isinstance(refusal(lambda: info.op.fn(*args)), ContextFinalized)
     return seen
 
 
@@ -337,7 +338,7 @@ def every_bad_context(name: str) -> dict[str, tuple[str, str]]:
     }
     seen = {}
     for which, changes in bad.items():
-        error = refusal(lambda c=changes: CASES[name].create(**good | c))
+        error = refusal(lambda c=changes: INFOS[name].create(**good | c))
         seen[which] = (type(error).__name__, str(error))
     return seen
 
@@ -345,43 +346,43 @@ def every_bad_context(name: str) -> dict[str, tuple[str, str]]:
 def other_ids_on_one_rank(name: str, shape: GroupedShape) -> tuple[str, str]:
     """What this rank is told at the first call of a key; and, where every call compares, at a later
     one, behind and before calls that all make alike."""
-    case = CASES[name]
-    case.op.clear()
+    info = INFOS[name]
+    info.op.clear()
     with context(name, shape, torch.float16) as ctx:
-        data = case.operands(shape, torch.float16, ctx.num_ranks)
+        data = info.operands(shape, torch.float16, ctx.num_ranks)
         if ctx.rank == 1:
             data["chosen_experts"][0, 0] += 1
-        args, _ = case.arguments(data, ctx)
-        error = refusal(lambda: case.op(*args))
+        args, _ = info.arguments(data, ctx)
+        error = refusal(lambda: info.op(*args))
     assert isinstance(error, RankDisagreement)
     comparing = mock.patch.dict("os.environ", TRITON_DIST_DEBUG="agree")
     way = next(ways(name))
     with comparing, context(name, shape, torch.float16) as ctx:
-        alike, _ = case.arguments(case.operands(shape, torch.float16, ctx.num_ranks), ctx)
-        case.op.fn(*alike, **way)
+        alike, _ = info.arguments(info.operands(shape, torch.float16, ctx.num_ranks), ctx)
+        info.op.fn(*alike, **way)
         with mock.patch.object(Launcher, "run") as launched:
-            later = refusal(lambda: case.op.fn(*args[:4], ctx, **way))
+            later = refusal(lambda: info.op.fn(*args[:4], ctx, **way))
         launched.assert_not_called()
-        case.op.fn(*alike, **way)
+        info.op.fn(*alike, **way)
     assert isinstance(later, RankDisagreement)
     return str(error), str(later)
 
 
 def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, object]]:
     """By way, what each rank came with as this one is told, behind calls with equal numbers."""
-    case, told = CASES[name], []
+    info, told = INFOS[name], []
     with context(name, shape, torch.float16) as ctx:
         size = ctx.num_ranks
-        data = case.operands(shape, torch.float16, size)
-        args, _ = case.arguments(data, ctx)
+        data = info.operands(shape, torch.float16, size)
+        args, _ = info.arguments(data, ctx)
         fewer = shape.M - size * (ctx.rank == 1)
         x, weights, ids, choices, _ = args
         other = (x[: fewer * shape.topk], weights, ids[:fewer], choices[:fewer], ctx)
         for way in ways(name, chunks=(2,)):
-            case.op.fn(*args, **way)
+            info.op.fn(*args, **way)
 
             def call(way: Way = way) -> None:
-                case.op.fn(*other, **way)
+                info.op.fn(*other, **way)
                 ctx.check()
 
             # Parts lie as far apart as the rank has tokens.
@@ -390,5 +391,5 @@ def other_tokens_on_one_rank(name: str, shape: GroupedShape) -> list[dict[int, o
             assert isinstance(error, RankDisagreement)
             told.append(dict(error.by_rank))
             ctx.reset()
-        check(name, case.op.fn(*args, **way), data, "after a reset")
+        check(name, info.op.fn(*args, **way), data, "after a reset")
     return told

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.compiled_ahead import compile_together
-from triton_dist.kernels.common.case import Operands
-from triton_dist.kernels.common.gemm_case import GEMMCase, Shape
 from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing.assertions import count_mismatches
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.opinfo import GEMM_OPINFOS
+from triton_dist.testing.opinfo.base import Operands
+from triton_dist.testing.opinfo.gemm import GEMMOpInfo, Shape
 from triton_dist.utils import init_seed
 
 _CAPTURE_SECONDS = 60.0
@@ -51,7 +51,7 @@ class Load:
     op: str = "ag_gemm"
 
 
-OPS = gemm_cases()
+OPS = GEMM_OPINFOS
 
 
 class _Stress:
@@ -59,27 +59,27 @@ class _Stress:
 
     def __init__(self, load: Load) -> None:
         rank = dist.get_rank()
-        self.load, self.case, self.device = load, OPS[load.op], current_device()
+        self.load, self.info, self.device = load, OPS[load.op], current_device()
         init_seed(load.seed)  # for its other half: references that accumulate in fp32
         self.shared = random.Random(load.seed)
         self.own = random.Random(1 + 1000 * load.seed + rank)
         self.values = torch.Generator(self.device.torch_device).manual_seed(1 + load.seed + rank)
-        self.ctx = self.case.context(self.shape(load.max_rows), load.dtype)
+        self.ctx = self.info.context(self.shape(load.max_rows), load.dtype)
         self.wrong: list[str] = []
         self._pending: list[tuple[str, Operands, torch.Tensor]] = []
 
     def shape(self, rows: int) -> Shape:
         load = self.load
-        return self.case.of_rank(rows, load.columns, load.K, dist.get_world_size())
+        return self.info.of_rank(rows, load.columns, load.K, dist.get_world_size())
 
     def operands(self, rows: int) -> Operands:
         """Those of a call that has ``rows`` rows a rank."""
         size = dist.get_world_size()
-        return self.case.operands(self.shape(rows), self.load.dtype, size, self.values)
+        return self.info.operands(self.shape(rows), self.load.dtype, size, self.values)
 
     def call(self, operands: Operands, **options: Any) -> torch.Tensor:
-        args, kwargs = self.case.arguments(operands, self.ctx)
-        C: torch.Tensor = self.case.op.fn(*args, **kwargs, **options)
+        args, kwargs = self.info.arguments(operands, self.ctx)
+        C: torch.Tensor = self.info.op.fn(*args, **kwargs, **options)
         return C
 
     def be_late(self) -> None:
@@ -105,10 +105,10 @@ class _Stress:
         """Compare what is pending, with one look at the device for all of it."""
         if not self._pending:
             return
-        tolerance = self.case.tolerance(self.load.dtype, dist.get_world_size())
+        tolerance = self.info.tolerance(self.load.dtype, dist.get_world_size())
         counts = torch.stack(
             [
-                count_mismatches(C, self.case.expected(given), rtol=tolerance, atol=tolerance)
+                count_mismatches(C, self.info.reference(given), rtol=tolerance, atol=tolerance)
                 for _, given, C in self._pending
             ]
         ).tolist()
@@ -156,7 +156,7 @@ def random_replays(load: Load, graphs: int) -> tuple[int, list[str]]:
     ]
     for number in range(load.calls):
         each = stress.shared.choice(captures)
-        stress.case.refill(each.operands, dist.get_world_size(), stress.values)
+        stress.info.refill(each.operands, dist.get_world_size(), stress.values)
         kept = each.operands | {"A": each.operands["A"].clone()}
         stress.be_late()
         each.replay()
@@ -180,26 +180,26 @@ class _Capture:
 
 def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
     """Configs of own algorithms that compile on every rank; every way, then at random."""
-    load, case = stress.load, stress.case
-    args, kwargs = case.arguments(stress.operands(load.max_rows), stress.ctx)
-    left, _ = case.op.config_space.prune(case.op.prune_fn, args, kwargs)
+    load, info = stress.load, stress.info
+    args, kwargs = info.arguments(stress.operands(load.max_rows), stress.ctx)
+    left, _ = info.op.config_space.prune(info.op.prune_fn, args, kwargs)
     # Those that use the memory of the context.
     vendors = {method.value for method in VendorMethod}
     own = [config for config in left if config["way"] not in vendors]
     stress.shared.shuffle(own)
-    ways = {case.way(config): config for config in own}
+    ways = {info.algorithm(config): config for config in own}
     ordered = list(dict.fromkeys([*ways.values(), *own]))
     drawn: list[dict[str, Any]] = []
     most = max(load.configs, len(ways))
     if stress.device.name == "cuda":
         compile_together(
-            functools.partial(_compiles, case, args, kwargs, config.arguments())
+            functools.partial(_compiles, info, args, kwargs, config.arguments())
             for config in ordered[:most]
         )
     for config in ordered:
         if len(drawn) == most:
             break
-        compiles = _compiles(case, args, kwargs, config.arguments())
+        compiles = _compiles(info, args, kwargs, config.arguments())
         if all(group_for().gather("config compiles", compiles)):
             drawn.append(config.arguments())
     assert drawn, "no config of an own algorithm can be compiled here"
@@ -207,9 +207,9 @@ def drawn_configs(stress: _Stress) -> list[dict[str, Any]]:
 
 
 def _compiles(
-    case: GEMMCase, args: tuple[Any, ...], kwargs: dict[str, Any], config: dict[str, Any]
+    info: GEMMOpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], config: dict[str, Any]
 ) -> bool:
-    prepare = case.op._hooks.prepare
+    prepare = info.op._hooks.prepare
     assert prepare is not None
     try:
         prepare(*args, **kwargs, **config)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, empty, uniform
 from tests.distributed.compiled_ahead import is_rehearsal, note
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
 
 Way: TypeAlias = dict[str, Any]
 """Keyword arguments that say how the product of a call is summed."""

@@ -18,7 +18,6 @@ from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.common.scatter import ways as scatter_ways
@@ -27,7 +26,8 @@ from triton_dist.kernels.common.slots import epochs
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.timing import captured
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -384,7 +384,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch
 
 def bad_calls(kind: Kind, size: int) -> dict[str, dict[str, Any]]:
     good = {"A": matrix(kind.rows_of_a(ROWS, size), K), "B": matrix(K, COLUMNS)}
-    return all_cases()[kind.name].bad_calls(good, size)
+    return OPINFOS[kind.name].error_inputs(good, size)
 
 
 def refusal(call: Callable[[], object]) -> TritonDistError | None:

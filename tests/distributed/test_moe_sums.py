@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.distributed import moe_sum_ranks
-from tests.distributed.moe_sum_ranks import AR, CASES, RS
-from triton_dist.kernels.common.moe_case import GroupedShape
+from tests.distributed.moe_sum_ranks import AR, INFOS, RS
+from triton_dist.testing.opinfo.moe import GroupedShape
 
 SHAPE = GroupedShape(12, 72, 80, 5, 3)
 SMALL = GroupedShape(4, 40, 32, 2, 2)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=INFOS)
 def name(request):
     return request.param
 

@@ -28,7 +28,7 @@ def wrong_in_one_place() -> list[str]:
     stress = overlap_stress._Stress(LOAD)
     for number in range(LOAD.batch + 1):
         operands = stress.operands(3)
-        C = stress.case.expected(operands)
+        C = stress.info.reference(operands)
         if number == 2 and stress.ctx.rank == 1:
             C[4, 7] += 0.5
         stress.check_later(f"call {number}", operands, C)

@@ -58,9 +58,9 @@ OTHER_NAMES = {
     "triton_dist.kernels.common.vendor": [
         "all_gather_rows", "all_gather_matmul", "async_tp_matmul", "has_async_tp",
     ],
-    "triton_dist.kernels.common.case": ["Case", "Cost", "Peer", "tolerance"],
-    "triton_dist.kernels.nvidia.allgather_gemm.case": ["gather_alone"],
-    "triton_dist.testing.cases": ["all_cases"],
+    "triton_dist.testing.opinfo.base": ["OpInfo", "Cost", "Baseline", "tolerance"],
+    "triton_dist.testing.opinfo.allgather_gemm": ["gather_alone"],
+    "triton_dist.testing.opinfo": ["OPINFOS"],
     "triton_dist.testing.overlap": ["overlap_limit"],
     "triton_dist.testing.compile_only": ["compile_only", "install", "compile_kernel", "Compiled"],
     "triton_dist.testing.assertions": [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.moe.routing import block_map
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import grouped_gemm
-from triton_dist.kernels.nvidia.grouped_gemm.case import CASE, GroupedShape
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
+from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM, GroupedShape
 from triton_dist.testing.timing import captured
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
@@ -19,12 +19,12 @@ SHAPE = GroupedShape(500, 768, 1024, 16, 3)
 
 
 def data(dtype=torch.bfloat16, shape=SHAPE):
-    return CASE.operands(shape, dtype, 1)
+    return GROUPED_GEMM.operands(shape, dtype, 1)
 
 
 def check(C, operands):
-    limit = CASE.tolerance(C.dtype, 1)
-    assert_allclose(C, CASE.expected(operands), rtol=limit, atol=limit)
+    limit = GROUPED_GEMM.tolerance(C.dtype, 1)
+    assert_allclose(C, GROUPED_GEMM.reference(operands), rtol=limit, atol=limit)
 
 
 def ways():
@@ -77,7 +77,7 @@ def test_orders_and_activation():
     operands = data()
     operands["topk_ids"][5:9] = 16
     ids = operands["topk_ids"].flatten().long()
-    product = CASE.expected(operands).float()
+    product = GROUPED_GEMM.reference(operands).float()
     gate, up = product.chunk(2, dim=1)
     limit = 2 * tolerance(torch.bfloat16)  # the reference is rounded before
     for way in ways():

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.distributed import moe_sum_ranks
-from tests.distributed.moe_sum_ranks import AR, CASES
+from tests.distributed.moe_sum_ranks import AR, INFOS
 from tests.gpu.ranks import few_ranks
-from triton_dist.kernels.common.moe_case import GroupedShape
+from triton_dist.testing.opinfo.moe import GroupedShape
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.gpu]
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=INFOS)
 def name(request):
     return request.param
 

@@ -14,13 +14,13 @@ import triton.language as tl
 from tests.compile.runner_kernels import add_one, gluon_copy, product, scale
 from triton_dist import runner, tune
 from triton_dist.errors import ArtefactRefused, TuningWarning
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES
 from triton_dist.runner import files
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
 from triton_dist.testing.compile_only import compile_only
+from triton_dist.testing.opinfo.base import tolerance
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.gpu]
 N = 1000

@@ -11,14 +11,14 @@ from triton_dist.errors import ContextFinalized, InvalidArgument
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
 from triton_dist.kernels.common.moe.same_ids import ids_as_text
-from triton_dist.kernels.common.moe_case import FIRST_PRODUCTS, GroupedShape
 from triton_dist.kernels.nvidia import ag_group_gemm, create_ag_group_gemm_context
 from triton_dist.kernels.nvidia.allgather_group_gemm import ways
-from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import WAYS, group_ends
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
+from triton_dist.testing.opinfo.moe import FIRST_PRODUCTS, GroupedShape
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ SHAPE = GroupedShape(24, 48, 40, 5, 2)
 
 @pytest.mark.parametrize("options", [{"way": way} for way in WAYS] + [{"num_groups": 3}])
 def test_alone(options):
-    data = CASE.operands(SHAPE, torch.float16, 1, torch.Generator().manual_seed(1))
+    data = AG_GROUP_GEMM.operands(SHAPE, torch.float16, 1, torch.Generator().manual_seed(1))
     data["full_topk_ids"][3] = -1
-    with CASE.context(SHAPE, torch.float16, BLOCK_SIZE_M=16, BLOCK_SIZE_N=32) as ctx:
-        args, _ = CASE.arguments(data, ctx)
+    with AG_GROUP_GEMM.context(SHAPE, torch.float16, BLOCK_SIZE_M=16, BLOCK_SIZE_N=32) as ctx:
+        args, _ = AG_GROUP_GEMM.arguments(data, ctx)
         ag_group_gemm._hooks.prepare(*args, **options)
         C = ag_group_gemm.fn(*args, **options)
-    limit = CASE.tolerance(torch.float16, 1)
-    assert_allclose(C, CASE.expected(data), rtol=limit, atol=limit)
+    limit = AG_GROUP_GEMM.tolerance(torch.float16, 1)
+    assert_allclose(C, AG_GROUP_GEMM.reference(data), rtol=limit, atol=limit)
     assert not C[6:8].any()
     with pytest.raises(ContextFinalized):
         ag_group_gemm.fn(*args, **options)
@@ -125,9 +125,9 @@ def test_alone(options):
 
 def test_tiles_of_the_context_are_those_of_calls_that_name_none():
     given = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 4}
-    with CASE.context(SHAPE, torch.float16, **given, stages=2, num_warps=4) as ctx:
+    with AG_GROUP_GEMM.context(SHAPE, torch.float16, **given, stages=2, num_warps=4) as ctx:
         call = ways.Call(
-            *CASE.arguments(CASE.operands(SHAPE, torch.float16, 1), ctx)[0],
+            *AG_GROUP_GEMM.arguments(AG_GROUP_GEMM.operands(SHAPE, torch.float16, 1), ctx)[0],
             None, 1, None, None, None,
         )  # fmt: skip
         assert call.tiles.kwargs == given
@@ -161,7 +161,7 @@ def test_text_of_ids_differs_where_they_do():
 
 
 def test_costs_are_those_of_all_that_has_to_move():
-    cost = CASE.cost(GroupedShape(1024, 4096, 512, 8, 2), torch.bfloat16, 4)
+    cost = AG_GROUP_GEMM.cost(GroupedShape(1024, 4096, 512, 8, 2), torch.bfloat16, 4)
     assert cost.flops == 2 * 2048 * 1024 * 512
     assert cost.link_bytes == 768 * 512 * 2
     assert cost.written_bytes == 2048 * 1024 * 2

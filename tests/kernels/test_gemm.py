@@ -10,7 +10,6 @@ import triton
 
 from tests.distributed.ag_gemm_calls import LAYOUTS, uniform
 from triton_dist.errors import InvalidArgument, NoValidConfig
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
 from triton_dist.kernels.nvidia import gemm_non_persistent, gemm_persistent, matmul
 from triton_dist.kernels.nvidia.gemm import (
@@ -19,6 +18,7 @@ from triton_dist.kernels.nvidia.gemm import (
     prune_fn_by_shared_memory,
 )
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = ((37, 72, 72), (1, 24, 16), (65, 33, 33), (1, 1, 1), (8, 128, 64))

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from tests.distributed.ag_gemm_calls import uniform
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.moe import rows as moe_rows
 from triton_dist.kernels.common.moe import spaces
 from triton_dist.kernels.common.moe.product import fits_weights_descriptor, weights_layout
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles, suits_grouped
 from triton_dist.kernels.nvidia import grouped_gemm
 from triton_dist.kernels.nvidia.grouped_gemm import ways
-from triton_dist.kernels.nvidia.grouped_gemm.case import CASE, GroupedShape
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.testing import assert_allclose, poisoned_empty
+from triton_dist.testing.opinfo.base import tolerance
+from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM, GroupedShape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = {
@@ -178,23 +178,23 @@ def test_two_calls_give_the_same_bits():
 
 def test_the_case_describes_the_op():
     shape = GroupedShape(24, 48, 40, 5, 2)
-    data = CASE.operands(shape, torch.bfloat16, 1, torch.Generator().manual_seed(1))
-    args, options = CASE.arguments(data, None)
+    data = GROUPED_GEMM.operands(shape, torch.bfloat16, 1, torch.Generator().manual_seed(1))
+    args, options = GROUPED_GEMM.arguments(data, None)
     C = grouped_gemm(*args, **options, autotune=False)
-    limit = CASE.tolerance(torch.bfloat16, 1)
-    assert_allclose(C, CASE.expected(data), rtol=limit, atol=limit)
-    check(CASE.expected(data), *args)
+    limit = GROUPED_GEMM.tolerance(torch.bfloat16, 1)
+    assert_allclose(C, GROUPED_GEMM.reference(data), rtol=limit, atol=limit)
+    check(GROUPED_GEMM.reference(data), *args)
     assert 0.5 < C.float().std() < 2
-    for peer in CASE.peers(data, None).values():
+    for peer in GROUPED_GEMM.baselines(data, None).values():
         if peer.expected is not None:
             assert_allclose(peer.call(), peer.expected(), rtol=limit, atol=limit)
     before = data["topk_ids"].clone()
-    CASE.refill(data, 1)
+    GROUPED_GEMM.refill(data, 1)
     assert not torch.equal(before, data["topk_ids"])
 
 
-BAD = CASE.bad_calls(
-    CASE.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1), 1
+BAD = GROUPED_GEMM.error_inputs(
+    GROUPED_GEMM.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1), 1
 )  # names and arguments
 
 
@@ -205,7 +205,7 @@ def test_bad_calls_are_refused_before_any_launch(name, tuned, monkeypatch):
         raise AssertionError("launched")
 
     monkeypatch.setattr("triton_dist.kernels.common.launch.Launch.run", launched)
-    good = CASE.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1)
+    good = GROUPED_GEMM.operands(GroupedShape(6, 24, 16, 3, 2), torch.float16, 1)
     arguments = good | BAD[name]
     call, options = grouped_gemm.fn, {"gemm_config": grouped_tiles()[0]}
     if tuned and not {"way", "gemm_config"} & set(BAD[name]):
@@ -230,7 +230,7 @@ def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch):
 
     assert on("9.0") == [()]
     assert on("8.0") == on("10.0") == []
-    key = CASE.key(GroupedShape(64, 48, 40, 8, 2), torch.bfloat16)
+    key = GROUPED_GEMM.key(GroupedShape(64, 48, 40, 8, 2), torch.bfloat16)
     assert library.suits({}, key)
     assert not library.suits({}, key._replace(dtype=torch.float16))
     assert not library.suits({}, key._replace(N=50))

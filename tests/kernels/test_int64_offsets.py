@@ -12,7 +12,6 @@ import triton.language as tl
 
 from tests.distributed.ag_gemm_calls import uniform
 from triton_dist import jit
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.scatter.one_launch import _copy_sub_tiles
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
@@ -31,6 +30,7 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.language.signals import sized
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
 
 # No multiple of 16 bytes, which descriptors would need; times the rows of a tile, beyond 2**31.
 FAR = 2**27 + 1

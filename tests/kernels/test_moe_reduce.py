@@ -14,17 +14,17 @@ from triton_dist.kernels.common.moe.columns import columns_of
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumSizes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.common.moe_case import SECOND_PRODUCTS, GroupedShape
 from triton_dist.kernels.nvidia.moe_reduce_ar import ways as ar_ways
-from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE as AR
 from triton_dist.kernels.nvidia.moe_reduce_rs import ways as rs_ways
-from triton_dist.kernels.nvidia.moe_reduce_rs.case import CASE as RS
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose, poisoned_empty
+from triton_dist.testing.opinfo.moe import SECOND_PRODUCTS, GroupedShape
+from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR as AR
+from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_RS as RS
 
 BF16 = torch.bfloat16
 WAYS = {RS.name: rs_ways.WAYS, AR.name: ar_ways.WAYS}
-CASES = pytest.mark.parametrize("case", [RS, AR], ids=lambda case: case.name)
+INFOS = pytest.mark.parametrize("info", [RS, AR], ids=lambda info: info.name)
 
 
 def in_order(products, choices, ids, E):
@@ -80,13 +80,13 @@ def test_columns_are_cut_where_tiles_end(N, num_chunks, multiple):
     assert all((end - first) % multiple == 0 for first, end in spans[:-1])
 
 
-@CASES
-def test_one_rank_needs_no_peer(case):
+@INFOS
+def test_one_rank_needs_no_peer(info):
     shape = GroupedShape(5, 40, 24, 3, 2)
-    data = case.operands(shape, BF16, 1)
-    limit = case.tolerance(BF16, 1)
-    with case.context(shape, BF16) as ctx:
-        args, _ = case.arguments(data, ctx)
+    data = info.operands(shape, BF16, 1)
+    limit = info.tolerance(BF16, 1)
+    with info.context(shape, BF16) as ctx:
+        args, _ = info.arguments(data, ctx)
         tiles = {"gemm_config": grouped_tiles()[0]}
         for way in (
             {"way": "chunks", "num_chunks": 2, **tiles},
@@ -94,9 +94,9 @@ def test_one_rank_needs_no_peer(case):
             {"way": "library"},
             {"config": triton.Config({f"BLOCK_SIZE_{axis}": 32 for axis in "MNK"})},
         ):
-            assert_allclose(case.op.fn(*args, **way), case.expected(data), limit, limit)
-        C = case.op(*args, autotune=False)
-        assert_allclose(C, case.expected(data), limit, limit)
+            assert_allclose(info.op.fn(*args, **way), info.reference(data), limit, limit)
+        C = info.op(*args, autotune=False)
+        assert_allclose(C, info.reference(data), limit, limit)
         assert 0.5 < C.float().std() < 2
 
 
@@ -111,18 +111,18 @@ class Gpu:
         return {"capability": "9.0"}
 
 
-def tried(monkeypatch, case, shape, dtype=BF16, num_ranks=4, **fixed):
+def tried(monkeypatch, info, shape, dtype=BF16, num_ranks=4, **fixed):
     """Configs that a tuning on GPUs tries for a shape, by way."""
     for module in (rows, spaces, sum_ways):
         monkeypatch.setattr(module, "current_device", Gpu)
-    key = next(case.sample_keys())._replace(
+    key = next(info.sample_keys())._replace(
         M=shape.M, N=shape.N, K=shape.K // num_ranks, E=shape.E, topk=shape.topk, dtype=dtype,
         num_ranks=num_ranks,
     )  # fmt: skip
     sizes = SumSizes(key, fixed.get("n_chunks"), fixed.get("config"))
-    found = {name: [] for name in WAYS[case.name]}
-    for config in WAYS[case.name].config_space():
-        if WAYS[case.name][config["way"]].suits(config, sizes):
+    found = {name: [] for name in WAYS[info.name]}
+    for config in WAYS[info.name].config_space():
+        if WAYS[info.name][config["way"]].suits(config, sizes):
             found[config["way"]].append(config)
     return found
 
@@ -131,65 +131,65 @@ def values(configs, name):
     return {config[name] for config in configs}
 
 
-@CASES
-def test_what_is_tried_for_many_tokens(monkeypatch, case):
-    found = tried(monkeypatch, case, SECOND_PRODUCTS["Mixtral 8x7B"])
+@INFOS
+def test_what_is_tried_for_many_tokens(monkeypatch, info):
+    found = tried(monkeypatch, info, SECOND_PRODUCTS["Mixtral 8x7B"])
     assert values(found["chunks"], "num_chunks") == {1, 2, 4, 8}
-    own = {RS.name: {"push"}, AR.name: {"two_shot"}}[case.name]
+    own = {RS.name: {"push"}, AR.name: {"two_shot"}}[info.name]
     assert values(found["serial"], "reduction") == {*own, "collective"}
     assert values(found["library"], "reduction") == {*own, "collective"}
     assert {config["gemm_config"].kwargs["BLOCK_SIZE_M"] for config in found["chunks"]} == {128}
 
 
-@CASES
-def test_nothing_is_cut_where_reading_weights_takes_longest(monkeypatch, case):
+@INFOS
+def test_nothing_is_cut_where_reading_weights_takes_longest(monkeypatch, info):
     shape = GroupedShape(64, 7168, 2048, 256, 8)
-    found = tried(monkeypatch, case, shape)
+    found = tried(monkeypatch, info, shape)
     assert values(found["chunks"], "num_chunks") == {1}
-    assert ("one_shot" in values(found["serial"], "reduction")) is (case is AR)
+    assert ("one_shot" in values(found["serial"], "reduction")) is (info is AR)
     # Choices are summed in the exchange's load where tokens are few alone.
     assert "topk_exchange" in values(found["serial"], "reduction")
     assert "topk_exchange" in values(found["library"], "reduction")
 
 
-@CASES
-def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch, case):
+@INFOS
+def test_the_library_is_tried_where_it_has_a_kernel(monkeypatch, info):
     for shape, dtype in (
         (SECOND_PRODUCTS["Qwen3-30B-A3B"], torch.float16),
         (GroupedShape(64, 2046, 1024, 8, 2), BF16),
     ):
-        found = tried(monkeypatch, case, shape, dtype)
+        found = tried(monkeypatch, info, shape, dtype)
         assert not found["library"]
         assert found["chunks"]
 
 
-@CASES
-def test_a_caller_fixes_chunks_or_tiles(monkeypatch, case):
+@INFOS
+def test_a_caller_fixes_chunks_or_tiles(monkeypatch, info):
     shape = SECOND_PRODUCTS["Mixtral 8x7B"]
-    found = tried(monkeypatch, case, shape, n_chunks=3)
+    found = tried(monkeypatch, info, shape, n_chunks=3)
     assert values(found["chunks"], "num_chunks") == {1}  # for which the caller's stands
     assert not found["serial"]
-    assert tried(monkeypatch, case, shape, n_chunks=1)["serial"]
-    found = tried(monkeypatch, case, shape, config=GROUPED_TILES[5])
+    assert tried(monkeypatch, info, shape, n_chunks=1)["serial"]
+    found = tried(monkeypatch, info, shape, config=GROUPED_TILES[5])
     assert not found["library"]
     assert len(found["chunks"]) == 4
     assert len({str(config["gemm_config"]) for config in found["chunks"]}) == 1
 
 
-@CASES
-def test_one_rank_tries_products_alone(monkeypatch, case):
-    found = tried(monkeypatch, case, SECOND_PRODUCTS["Qwen3-30B-A3B"], num_ranks=1)
+@INFOS
+def test_one_rank_tries_products_alone(monkeypatch, info):
+    found = tried(monkeypatch, info, SECOND_PRODUCTS["Qwen3-30B-A3B"], num_ranks=1)
     assert not found["serial"]
     assert values(found["chunks"], "num_chunks") == {1}
 
 
-@CASES
-def test_keys_differ_in_what_a_tuning_depends_on(case):
+@INFOS
+def test_keys_differ_in_what_a_tuning_depends_on(info):
     shape = GroupedShape(8, 48, 32, 4, 2)
-    data = case.operands(shape, BF16, 1)
-    with case.context(shape, BF16) as ctx, case.context(shape, BF16, n_chunks_max=2) as few:
-        (x, weights, ids, choices, _), _ = case.arguments(data, ctx)
-        key = case.op.key_fn
+    data = info.operands(shape, BF16, 1)
+    with info.context(shape, BF16) as ctx, info.context(shape, BF16, n_chunks_max=2) as few:
+        (x, weights, ids, choices, _), _ = info.arguments(data, ctx)
+        key = info.op.key_fn
         keys = [
             key(x, weights, ids, choices, ctx),
             key(x[:8], weights, ids[:4], choices[:4], ctx),
@@ -205,7 +205,7 @@ def test_keys_differ_in_what_a_tuning_depends_on(case):
 
 
 def test_work_of_a_call():
-    rs, ar = (case.cost(GroupedShape(1000, 64, 32, 4, 2), BF16, 4) for case in (RS, AR))
+    rs, ar = (info.cost(GroupedShape(1000, 64, 32, 4, 2), BF16, 4) for info in (RS, AR))
     assert rs.flops == ar.flops == 2 * 2000 * 64 * 8
     assert rs.link_bytes == 1000 * 64 * 2 * 3 / 4
     assert ar.link_bytes == 2 * rs.link_bytes

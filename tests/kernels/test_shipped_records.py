@@ -42,7 +42,7 @@ from triton_dist.runtime.device import current_device, detect
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.ranks.solo import SoloRank
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
 
 SHIPPED = sorted(PACKAGE_RECORDS.glob("*.json"))
 KEYS: dict[str, Any] = {kind.__name__: kind for kind in (ProductKey, GroupedKey, RoutedKey, SumKey)}
@@ -135,15 +135,15 @@ def every_record_is_a_hit(path: Path, on: On, step: int = 1) -> int:
     """How many there are; raises for one, of every ``step``, that is no hit."""
     records, last = list(unpack(json.loads(path.read_text())))[::step], None
     for record in records:
-        case = all_cases()[record.key.function]
+        info = OPINFOS[record.key.function]
         tuned = getattr(importlib.import_module(record.key.module), record.key.function)
-        assert tuned is case.op
+        assert tuned is info.op
         hardware = record.fingerprint.hardware["gpu"], record.fingerprint.topology
         if hardware != last:  # the space takes a while to evaluate
             on(tuned, *hardware)
             last = hardware
         value = read(json.loads(record.key.text))
-        args, kwargs = case.recorded_call(measured_at(record, value))
+        args, kwargs = info.inputs_for(measured_at(record, value))
         asked = tuned.key_fn(*args, **kwargs)  # as many rows as the ranks can share
         assert asked == value or M_IN_RANGES.range_of(asked) == value
         found = tuned.tune(*args, **kwargs)
@@ -179,10 +179,9 @@ def made(
     origin = op.origin()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
     records = []
-    case = all_cases()[op.fn.__name__]
-    for value in case.sample_keys():
-        key = Key.of(origin, value, hardware)
-        args, kwargs = case.recorded_call(value)
+    info = OPINFOS[op.fn.__name__]
+    for args, kwargs in info.sample_inputs():
+        key = Key.of(origin, op.key_fn(*args, **kwargs), hardware)
         kept, _ = op.config_space.prune(op.prune_fn, args, kwargs)
         trial = Trial.of(kept[len(records) % len(kept)], Measurement((1.25,), 3))
         records.append(
@@ -202,9 +201,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", all_cases())
+@pytest.mark.parametrize("name", OPINFOS)
 def test_every_record_of_a_file_made_here_is_a_hit(on, folder, name):
-    path = made(on, folder, op=all_cases()[name].op)
+    path = made(on, folder, op=OPINFOS[name].op)
     assert every_record_is_a_hit(path, on) == 24
 
 
@@ -244,7 +243,7 @@ def test_a_winner_that_is_pruned_for_the_call_is_found_out(on, folder, monkeypat
 def test_on_other_hardware_they_are_no_hits(on, folder):
     made(on, folder)
     key = (ProductKey(16, 7168, 8192, torch.bfloat16, "column-major", True, 4), True)
-    args, kwargs = all_cases()["ag_gemm"].recorded_call(key)
+    args, kwargs = OPINFOS["ag_gemm"].inputs_for(key)
     for gpu, topology in (
         ("NVIDIA H100 80GB HBM3", FOUR),
         ("NVIDIA H200", {**FOUR, "world_size": "8"}),

@@ -12,7 +12,6 @@ import triton.language as tl
 import triton_dist
 from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, uniform
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.case import tolerance
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import gathered_tile
 from triton_dist.kernels.common.gemm.units import (
@@ -25,6 +24,7 @@ from triton_dist.kernels.common.gemm.units import (
 )
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo.base import tolerance
 
 
 def tiles(m=32, n=64, k=32, warps=4, group=2, **split):

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Peer
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.nvidia import AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm.case import CASE as AG_GEMM
-from triton_dist.kernels.nvidia.allgather_gemm.case import gather_alone
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 from triton_dist.testing.assertions import assert_allclose, count_mismatches
-from triton_dist.testing.cases import gemm_cases
+from triton_dist.testing.opinfo import GEMM_OPINFOS
+from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM, gather_alone
+from triton_dist.testing.opinfo.base import Baseline
+from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples
 
@@ -44,13 +43,13 @@ ON_GPUS = {
 
 def everything_there_is(name):
     """Kinds by name; each peer's output is what it says, for other operands than at the start."""
-    case, dtype = gemm_cases()[name], torch.float32
-    shape = case.of_rank(3, 8, 16, 2)
-    with case.context(shape, dtype) as ctx:
-        operands = case.operands(shape, dtype, 2, has_bias=case.sums_over_ranks)
-        peers = case.peers(operands, ctx)
-        case.refill(operands, 2)
-        tolerance = case.tolerance(dtype, 2)
+    info, dtype = GEMM_OPINFOS[name], torch.float32
+    shape = info.of_rank(3, 8, 16, 2)
+    with info.context(shape, dtype) as ctx:
+        operands = info.operands(shape, dtype, 2, has_bias=info.sums_over_ranks)
+        peers = info.baselines(operands, ctx)
+        info.refill(operands, 2)
+        tolerance = info.tolerance(dtype, 2)
         for each in peers.values():
             if each.expected is not None:
                 assert_allclose(each.call(), each.expected(), tolerance, tolerance)
@@ -75,7 +74,7 @@ def test_peers_do_what_they_say(spawn_ranks, op):
 
 
 def test_every_case_is_here():
-    assert list(gemm_cases()) == list(KINDS)
+    assert list(GEMM_OPINFOS) == list(KINDS)
 
 
 def test_the_transfer_alone_brings_the_rows_of_peers(spawn_ranks):
@@ -95,7 +94,7 @@ def test_torch_has_peers_on_gpus(spawn_ranks, op):
 def test_the_limit_is_the_slower_part_at_its_fastest(gemm, transfers, limit):
     times = {"g": gemm, "t0": transfers[0], "t1": transfers[1], "o": 1.0}
     kinds = {"g": "gemm", "t0": "transfer", "t1": "transfer", "o": "own"}
-    candidates = {name: Peer(kind, torch.Tensor) for name, kind in kinds.items()}
+    candidates = {name: Baseline(kind, torch.Tensor) for name, kind in kinds.items()}
     samples = {name: Samples((time,) * 3) for name, time in times.items()}
     assert overlap_limit(candidates, samples) == limit
 

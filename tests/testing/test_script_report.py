@@ -7,15 +7,15 @@ import io
 import pytest
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Peer
 from triton_dist.test import report
+from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.testing.timing import Samples
 
 CANDIDATES = {
-    "op": Peer("own", lambda: None),
-    "GEMM alone": Peer("gemm", lambda: None),
-    "all-gather alone": Peer("transfer", lambda: None),
-    "serial": Peer("peer", lambda: None),
+    "op": Baseline("own", lambda: None),
+    "GEMM alone": Baseline("gemm", lambda: None),
+    "all-gather alone": Baseline("transfer", lambda: None),
+    "serial": Baseline("peer", lambda: None),
 }
 TIMES = {"op": 2.5, "GEMM alone": 2.0, "all-gather alone": 1.0, "serial": 3.0}
 

@@ -17,7 +17,7 @@ from triton_dist.cli.main import main
 from triton_dist.errors import InvalidArgument
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.peaks import Peak, device_peak
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.timelines import trace
 from triton_dist.timelines.scopes import facts_of
 from triton_dist.timelines.summary import summaries
@@ -115,7 +115,7 @@ def test_each_rank_has_its_file_and_no_profile_has_none(ranks, folder, merged):
 
 def test_cases_know_the_shape_of_operands(ranks):
     for _, shapes in ranks:
-        assert shapes.keys() == all_cases().keys()
+        assert shapes.keys() == OPINFOS.keys()
         for op, (made, told) in shapes.items():
             assert made == told, op
 
@@ -269,8 +269,8 @@ def test_the_slowest_rank_counts_and_calls_that_tuned_do_not():
 
 
 def test_bounds_are_of_the_gpu_and_of_the_dtype():
-    case = all_cases()["ag_gemm"]
-    cost = case.cost(timeline_ranks.SHAPE, torch.float32, 2)
+    info = OPINFOS["ag_gemm"]
+    cost = info.cost(timeline_ranks.SHAPE, torch.float32, 2)
     peak = Peak(tflops=100.0, memory_gbps=1000.0, link_gbps=50.0, sms=1)
     assert cost.bounds_ms(peak) == {
         "arithmetic": pytest.approx(2 * 32 * 16 * 32 / 50e12 * 1e3),
@@ -281,8 +281,8 @@ def test_bounds_are_of_the_gpu_and_of_the_dtype():
 
 
 def test_arguments_that_the_op_will_refuse_have_no_cost():
-    case = all_cases()["grouped_gemm"]
-    assert facts_of(case.op, (1, 2), {"nonsense": 3}) == {"op": "grouped_gemm"}
+    info = OPINFOS["grouped_gemm"]
+    assert facts_of(info.op, (1, 2), {"nonsense": 3}) == {"op": "grouped_gemm"}
 
 
 PROGRAM = """

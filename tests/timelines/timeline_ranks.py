@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import tune
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.cases import all_cases
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.timelines import trace
 
 SHAPE = Shape(32, 32, 32)
@@ -30,22 +30,22 @@ def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
     costs, spans = {}, {}
     with group_profile("nothing", False, folder=folder):
         torch.ones(8) @ torch.ones(8)
-    cases = {name: all_cases()[name] for name in ("ag_gemm", "gemm_ar")}
-    contexts = {name: case.context(SHAPE, DTYPE) for name, case in cases.items()}
+    cases = {name: OPINFOS[name] for name in ("ag_gemm", "gemm_ar")}
+    contexts = {name: info.context(SHAPE, DTYPE) for name, info in cases.items()}
     calls = {}
-    for name, case in cases.items():
-        operands = case.operands(SHAPE, DTYPE, size)
-        calls[name] = case.arguments(operands, contexts[name])
-        case.op(*calls[name][0], **calls[name][1], autotune=False)
+    for name, info in cases.items():
+        operands = info.operands(SHAPE, DTYPE, size)
+        calls[name] = info.arguments(operands, contexts[name])
+        info.op(*calls[name][0], **calls[name][1], autotune=False)
     with group_profile("region", folder=folder, tool=tool):
-        for name, case in cases.items():
+        for name, info in cases.items():
             args, kwargs = calls[name]
             dist.barrier()
             begin = time.time_ns()
-            case.op(*args, **kwargs, autotune=False)
+            info.op(*args, **kwargs, autotune=False)
             current_device().synchronize()
             spans[name] = (begin, time.time_ns())
-            costs[name] = case.cost(SHAPE, DTYPE, size)
+            costs[name] = info.cost(SHAPE, DTYPE, size)
         with suppress(Exception):  # refused: of no known shape
             cases["ag_gemm"].op(calls["ag_gemm"][0][0], None, contexts["ag_gemm"], autotune=False)
         doubled(torch.ones(8), autotune=False)
@@ -64,15 +64,15 @@ def profile_calls(folder: Path, tool: str = "torch") -> dict[str, Any]:
 def marks_and_a_graph(folder: Path) -> dict[str, Any]:
     """How often "mma" is marked in a call, and in one that is then captured and replayed; whether
     all had the result of a call without marks. On GPUs."""
-    case, size, device = all_cases()["ag_gemm"], dist.get_world_size(), current_device()
+    info, size, device = OPINFOS["ag_gemm"], dist.get_world_size(), current_device()
     latest = torch.empty(0)
     results: list[torch.Tensor] = []
-    with case.context(SHAPE, DTYPE) as context:
-        args, kwargs = case.arguments(case.operands(SHAPE, DTYPE, size), context)
+    with info.context(SHAPE, DTYPE) as context:
+        args, kwargs = info.arguments(info.operands(SHAPE, DTYPE, size), context)
 
         def call() -> None:
             nonlocal latest
-            latest = case.op(*args, **kwargs, autotune=False)
+            latest = info.op(*args, **kwargs, autotune=False)
 
         def keep() -> None:
             device.synchronize()
@@ -106,11 +106,11 @@ def doubled(x: torch.Tensor, times: int) -> torch.Tensor:
 def shapes_of_operands() -> dict[str, tuple[str, str]]:
     """By op: a shape, and that which its case says of operands that were made for it."""
     size, found = dist.get_world_size(), {}
-    for name, case in all_cases().items():
-        shape = case.scaled(case.shapes[0], 512, size)
+    for name, info in OPINFOS.items():
+        shape = info.scaled(info.shapes[0], 512, size)
         ranks = size if name != "grouped_gemm" else 1
-        operands = case.operands(shape, torch.float16, ranks)
-        found[name] = (str(shape), str(case.shape_of(operands, ranks)))
+        operands = info.operands(shape, torch.float16, ranks)
+        found[name] = (str(shape), str(info.shape_of(operands, ranks)))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,15 +120,10 @@ def _use(gpu: int) -> None:
 
 
 def finalize_distributed() -> None:
-    """Wait for all ranks, then leave the world.
-
-    Does not wait while an exception is handled, as in a ``finally``: the other ranks may never
-    come, and the exception would be shown only after the process group's timeout.
-    """
+    """Wait for all ranks, then leave the world."""
     if dist.is_initialized():
-        if sys.exc_info()[0] is None:
-            current_device().synchronize()
-            dist.barrier()
+        current_device().synchronize()
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from triton_dist import knobs
-from triton_dist.kernels.common.case import Peer
 from triton_dist.runtime.device import current_device
+from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.testing.overlap import overlap_limit
 from triton_dist.testing.timing import Samples
 from triton_dist.tune import AutoTuner
@@ -50,7 +50,7 @@ def report_tuning(
 
 def report_times(
     title: str,
-    candidates: Mapping[str, Peer],
+    candidates: Mapping[str, Baseline],
     samples: Mapping[str, Samples],
     serial: str,
     transfer: str,

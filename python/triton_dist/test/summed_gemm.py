@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Operands, Peer
-from triton_dist.kernels.common.gemm_case import Shape, SummedGEMMCase
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser, at_least
 from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.testing.opinfo.gemm import Shape, SummedGEMMOpInfo
 from triton_dist.testing.timing import captured, interleaved
 
 CPU_SCALE = 128
@@ -29,7 +29,7 @@ CPU_SCALE = 128
 class Script:
     """An op, as the command line asks for it."""
 
-    case: SummedGEMMCase
+    info: SummedGEMMOpInfo
     options: Mapping[str, Any]
     """Arguments of a call beside operands and tunables."""
     fixed: Mapping[str, Any]
@@ -55,7 +55,7 @@ def make_parser(description: str | None) -> ScriptParser:
 
 def make_operands(script: Script, args: argparse.Namespace, shape: Shape) -> Operands:
     """The case's, with the layout of B and the bias that are asked for. Collective."""
-    return script.case.operands(
+    return script.info.operands(
         shape, dtype_named(args.dtype), dist.get_world_size(),
         column_major=args.trans_b, has_bias=args.has_bias,
     )  # fmt: skip
@@ -63,8 +63,8 @@ def make_operands(script: Script, args: argparse.Namespace, shape: Shape) -> Ope
 
 def run(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> torch.Tensor:
     """One call as the command line asks for it."""
-    op, fixed = script.case.op, dict(script.fixed)
-    operands, options = script.case.arguments(data, ctx)
+    op, fixed = script.info.op, dict(script.fixed)
+    operands, options = script.info.arguments(data, ctx)
     output: torch.Tensor
     if args.autotune:
         overwrite = {"autotune_allow_arg_overwrite": True} if fixed else {}
@@ -79,8 +79,8 @@ def run(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> t
 def check(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
     """Compare one call with the reference, one rank after the other."""
     C = run(script, args, data, ctx)
-    expected = script.case.expected(data)
-    tolerance = script.case.tolerance(C.dtype, dist.get_world_size())
+    expected = script.info.reference(data)
+    tolerance = script.info.tolerance(C.dtype, dist.get_world_size())
     for turn in range(dist.get_world_size()):
         dist.barrier()
         if turn == dist.get_rank():
@@ -99,9 +99,9 @@ def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> 
     def ours() -> torch.Tensor:
         return run(script, args, data, ctx)
 
-    candidates = {script.case.name: Peer("own", ours), **script.case.peers(data, ctx)}
+    candidates = {script.info.name: Baseline("own", ours), **script.info.baselines(data, ctx)}
     _report_table(script, args, data, candidates)
-    with group_profile(f"{script.case.name}_perf", args.profile):
+    with group_profile(f"{script.info.name}_perf", args.profile):
         for _ in range(20 if args.profile else 0):
             ours()
 
@@ -109,8 +109,8 @@ def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> 
 def report_config(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> None:
     """Say which config is in use and where it came from, if one is chosen."""
     if not script.fixed or not args.autotune:
-        op = script.case.op
-        operands, options = script.case.arguments(data, ctx)
+        op = script.info.op
+        operands, options = script.info.arguments(data, ctx)
         tuned_now = op.tuning_count > 0
         report_tuning(op, args.autotune, tuned_now, *operands, **options, **script.options)
 
@@ -119,10 +119,10 @@ def _report_table(
     script: Script,
     args: argparse.Namespace,
     data: Operands,
-    candidates: Mapping[str, Peer],
+    candidates: Mapping[str, Baseline],
 ) -> None:
     calls = {name: captured(each.call) for name, each in candidates.items()}
     samples = interleaved(calls, rounds=max(2, args.iters), warmup_rounds=args.warmup)
     (M, K), N, size = data["A"].shape, data["B"].shape[1], dist.get_world_size()
     title = f"{M}x{N}x{K * size} {args.dtype} on {size} ranks"
-    report_times(title, candidates, samples, script.case.serial, script.case.transfer)
+    report_times(title, candidates, samples, script.info.serial, script.info.transfer)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Operands, Peer
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
-from triton_dist.kernels.common.moe_case import GroupedShape, SummedRoutesCase
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.testing.opinfo.moe import GroupedShape
+from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
     finalize_distributed,
@@ -68,18 +69,18 @@ class Script:
 
     def __init__(
         self,
-        case: SummedRoutesCase,
+        info: MoEReduceOpInfo,
         alone: Callable[..., torch.Tensor],
         args: argparse.Namespace,
         ctx: Any,
     ) -> None:
-        self.case, self.alone, self.args, self.ctx = case, alone, args, ctx
+        self.info, self.alone, self.args, self.ctx = info, alone, args, ctx
         self.fixed = {} if args.n_chunks is None else {"n_chunks": args.n_chunks}
 
     def operands(self, shape: GroupedShape) -> Operands:
         """The case's; with ``--debug``, constant ones. Collective."""
         size, rank = dist.get_world_size(), dist.get_rank()
-        data = self.case.operands(shape, dtype_named(self.args.dtype), size)
+        data = self.info.operands(shape, dtype_named(self.args.dtype), size)
         if self.args.debug:
             data["x"].fill_((rank + 1) / 10)
             data["weights"].fill_(1 / data["weights"].shape[1])
@@ -87,25 +88,25 @@ class Script:
 
     def run(self, data: Operands) -> torch.Tensor:
         """One call."""
-        operands, _ = self.case.arguments(data, self.ctx)
+        operands, _ = self.info.arguments(data, self.ctx)
         output: torch.Tensor
         if self.args.autotune:
-            output = self.case.op(*operands, **self.fixed)
+            output = self.info.op(*operands, **self.fixed)
         else:
-            output = self.case.op.fn(*operands, gemm_config=grouped_tiles()[0], **self.fixed)
+            output = self.info.op.fn(*operands, gemm_config=grouped_tiles()[0], **self.fixed)
         if self.args.debug_sync:
             current_device().synchronize()
         return output
 
     def check(self, data: Operands) -> None:
         """Compare one call with the reference; and one in chunks, and one without overlap."""
-        operands, _ = self.case.arguments(data, self.ctx)
+        operands, _ = self.info.arguments(data, self.ctx)
         tiles = grouped_tiles()[0]
-        expected, size = self.case.expected(data), dist.get_world_size()
-        tolerance = self.case.tolerance(expected.dtype, size)
+        expected, size = self.info.reference(data), dist.get_world_size()
+        tolerance = self.info.tolerance(expected.dtype, size)
         for C in (
             self.run(data),
-            self.case.op.fn(*operands, n_chunks=_CHUNKS, config=tiles),
+            self.info.op.fn(*operands, n_chunks=_CHUNKS, config=tiles),
             self.alone(*operands[:4], n_chunks=_CHUNKS, config=tiles),
         ):
             for turn in range(size):
@@ -115,15 +116,15 @@ class Script:
 
     def report_tuning(self, data: Operands) -> None:
         """Say which config is in use and where it came from."""
-        op = self.case.op
-        operands, _ = self.case.arguments(data, self.ctx)
+        op = self.info.op
+        operands, _ = self.info.arguments(data, self.ctx)
         report_tuning(op, self.args.autotune, op.tuning_count > 0, *operands, **self.fixed)
 
     def perf(self, data: Operands, shape: GroupedShape) -> None:
         """Times of the op, its parts and its peers."""
         candidates = {
-            self.case.name: Peer("own", lambda: self.run(data)),
-            **self.case.peers(data, self.ctx),
+            self.info.name: Baseline("own", lambda: self.run(data)),
+            **self.info.baselines(data, self.ctx),
         }
         calls = {name: captured(each.call) for name, each in candidates.items()}
         rounds, warmup = max(2, self.args.iters), self.args.warmup
@@ -131,21 +132,21 @@ class Script:
             rounds, warmup = min(rounds, _CPU_ROUNDS), min(warmup, 1)
         samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)
         title = f"{shape} {self.args.dtype} on {dist.get_world_size()} ranks"
-        report_times(title, candidates, samples, self.case.serial, self.case.transfer)
-        with group_profile(f"{self.case.name}_perf", self.args.profile):
+        report_times(title, candidates, samples, self.info.serial, self.info.transfer)
+        with group_profile(f"{self.info.name}_perf", self.args.profile):
             for _ in range(20 if self.args.profile else 0):
                 self.run(data)
 
 
 def main(
-    case: SummedRoutesCase, alone: Callable[..., torch.Tensor], args: argparse.Namespace
+    info: MoEReduceOpInfo, alone: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> None:
     """All of a script."""
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
     shape = shape_of(args)
-    with case.context(shape, dtype_named(args.dtype)) as ctx:
-        script = Script(case, alone, args, ctx)
+    with info.context(shape, dtype_named(args.dtype)) as ctx:
+        script = Script(info, alone, args, ctx)
         data = script.operands(shape)
         script.check(data)
         script.report_tuning(data)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triton_dist.kernels.common.case import Peer
+from triton_dist.testing.opinfo.base import Baseline
 from triton_dist.testing.timing import Samples
 
 
-def overlap_limit(candidates: Mapping[str, Peer], samples: Mapping[str, Samples]) -> float:
+def overlap_limit(candidates: Mapping[str, Baseline], samples: Mapping[str, Samples]) -> float:
     """max(GEMM alone, fastest transfer alone), in ms: nothing is faster that does both.
 
     Args:

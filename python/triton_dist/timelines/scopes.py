@@ -25,7 +25,7 @@ class Scopes:
 
     Attributes:
         calls: facts of each call, by the name of its scope: ``<op> <shape> #<number>``. Those of
-            calls without a case say the function alone.
+            calls without an OpInfo have the function alone.
 
     Args:
         ranged: also show them as ranges of NVTX, which other profilers read.
@@ -35,8 +35,9 @@ class Scopes:
         self.calls: dict[str, Facts] = {}
         self._opened, self._marked = opened, marked
         self._ranged = current_device().ranged if ranged else nullcontext
-        for look in (_cases, device_peak):  # loads all ops, asks the driver: not in the first call
-            look()
+        # Load all ops and ask the driver now, not in the first call.
+        _opinfos()
+        device_peak()
 
     def on(self) -> AbstractContextManager[None]:
         """Region in which calls are put into scopes."""
@@ -61,18 +62,18 @@ class Scopes:
 
 
 def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-    """Work of a call, by the op's case; without a case, or for a call that the op is about to
+    """Work of a call, by the op's OpInfo; without one, or for a call that the op is about to
     refuse, the name alone."""
-    case = _cases().get(id(tuned))
-    if case is None:
+    info = _opinfos().get(id(tuned))
+    if info is None:
         return {"op": tuned.__name__}
     try:
-        shape, num_ranks, cost = case.cost_of(*args, **kwargs)
+        shape, num_ranks, cost = info.cost_of(*args, **kwargs)
     except Exception:  # the op says better what is wrong with the arguments
-        return {"op": case.name}
+        return {"op": info.name}
     bounds = cost.bounds_ms(device_peak())
     return {
-        "op": case.name,
+        "op": info.name,
         "shape": str(shape),
         "dtype": str(cost.dtype).removeprefix("torch."),
         "num_ranks": num_ranks,
@@ -85,8 +86,8 @@ def facts_of(tuned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fa
 
 
 @functools.cache
-def _cases() -> dict[int, Any]:
+def _opinfos() -> dict[int, Any]:
     # Here, so that what imports this starts without all ops.
-    from triton_dist.testing.cases import all_cases
+    from triton_dist.testing.opinfo import OPINFOS
 
-    return {id(case.op): case for case in all_cases().values()}
+    return {id(info.op): info for info in OPINFOS.values()}

@@ -13,17 +13,17 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Operands, Peer
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
 from triton_dist.kernels.nvidia import AllGatherGEMMTensorParallelContext, ag_gemm
-from triton_dist.kernels.nvidia.allgather_gemm.case import CASE
 from triton_dist.kernels.nvidia.gemm_perf_model import get_tensorcore_tflops
 from triton_dist.nv_utils import get_intranode_max_speed_gbps
 from triton_dist.profiler_utils import group_profile, perf_func
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import LAYER_CONFIGS, assert_allclose, dtype_named
+from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
+from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.testing.opinfo.gemm import Shape
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.testing.tma_autotuned_ag_gemm import TmaAutotunedAgGemm
 from triton_dist.utils import (
@@ -61,13 +61,13 @@ def make_data(
     args: argparse.Namespace, shape: Shape, dtype: torch.dtype
 ) -> tuple[Operands, torch.Tensor, torch.Tensor]:
     """The case's operands, and A and B of them."""
-    operands = CASE.operands(shape, dtype, dist.get_world_size(), column_major=args.trans_b)
+    operands = AG_GEMM.operands(shape, dtype, dist.get_world_size(), column_major=args.trans_b)
     return operands, operands["A"], operands["B"]
 
 
 def check_result(C: torch.Tensor, operands: Operands) -> None:
-    tolerance = CASE.tolerance(C.dtype, dist.get_world_size())
-    assert_allclose(C, CASE.expected(operands), rtol=tolerance, atol=tolerance)
+    tolerance = AG_GEMM.tolerance(C.dtype, dist.get_world_size())
+    assert_allclose(C, AG_GEMM.reference(operands), rtol=tolerance, atol=tolerance)
 
 
 def run_ag_gemm(
@@ -102,14 +102,14 @@ def check_shape(num_ranks: int) -> Shape:
 def check(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
     shape = check_shape(num_ranks)
-    with CASE.context(shape, dtype) as ctx:
+    with AG_GEMM.context(shape, dtype) as ctx:
         for round_number in range(5):
             operands, A, B = make_data(args, shape, dtype)
             ctx.symm_workspace[: shape.M].random_()
             if not args.local_copy:
                 ctx.own_rows(A.shape[0]).copy_(A)
             C = run_ag_gemm(args, A, B, ctx, round_number % num_ranks if args.debug else None)
-            expected, tolerance = CASE.expected(operands), CASE.tolerance(dtype, num_ranks)
+            expected, tolerance = AG_GEMM.reference(operands), AG_GEMM.tolerance(dtype, num_ranks)
             for turn in range(num_ranks):
                 dist.barrier()
                 if turn == dist.get_rank():
@@ -122,9 +122,9 @@ def perf(args: argparse.Namespace) -> None:
     dtype, num_ranks = dtype_named(args.dtype), dist.get_world_size()
     layer = LAYER_CONFIGS[args.shape_id]
     scale = 1 if is_cuda() else _CPU_PERF_SCALE
-    shape = CASE.scaled(CASE.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
+    shape = AG_GEMM.scaled(AG_GEMM.layer(args.M, layer["N"], layer["K"]), scale, num_ranks)
     operands, A, B = make_data(args, shape, dtype)
-    with CASE.context(shape, dtype) as ctx:
+    with AG_GEMM.context(shape, dtype) as ctx:
         if not args.local_copy:
             ctx.own_rows(A.shape[0]).copy_(A)
 
@@ -133,7 +133,7 @@ def perf(args: argparse.Namespace) -> None:
 
         check_result(ours(), operands)
         report_config(args, A, B, ctx)
-        candidates = {CASE.name: Peer("own", ours), **CASE.peers(operands, ctx)}
+        candidates = {AG_GEMM.name: Baseline("own", ours), **AG_GEMM.baselines(operands, ctx)}
         calls = {name: each.call for name, each in candidates.items()}
         samples = interleaved(
             calls | {f"{name}, CUDA graph": captured(call) for name, call in calls.items()}
@@ -145,10 +145,12 @@ def perf(args: argparse.Namespace) -> None:
         eager = {name: samples[name] for name in calls}
         if is_cuda():
             report_rates(perf_func(ours, iters=10, warmup_iters=5)[1], shape, dtype)
-        report_times(title, candidates, eager, CASE.serial, CASE.transfer)
+        report_times(title, candidates, eager, AG_GEMM.serial, AG_GEMM.transfer)
         if is_cuda():
             graphs = {name: samples[f"{name}, CUDA graph"] for name in calls}
-            report_times(f"{title}, CUDA graphs", candidates, graphs, CASE.serial, CASE.transfer)
+            report_times(
+                f"{title}, CUDA graphs", candidates, graphs, AG_GEMM.serial, AG_GEMM.transfer
+            )
         with group_profile("ag_gemm_perf", args.profile):
             for _ in range(20 if args.profile else 0):
                 ours()
@@ -167,7 +169,7 @@ def report_config(
 
 def report_rates(own_ms: float, shape: Shape, dtype: torch.dtype) -> None:
     """Each rank's rates in steady state: back-to-back calls, caches warm."""
-    cost = CASE.cost(shape, dtype, dist.get_world_size())
+    cost = AG_GEMM.cost(shape, dtype, dist.get_world_size())
     read, written, received = (
         nbytes / own_ms / 1e6 for nbytes in (cost.read_bytes, cost.written_bytes, cost.link_bytes)
     )

@@ -12,14 +12,14 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.case import Operands, Peer
-from triton_dist.kernels.common.moe_case import GroupedShape
 from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
-from triton_dist.kernels.nvidia.allgather_group_gemm.case import CASE
 from triton_dist.profiler_utils import group_profile
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import report_passed, report_times, report_tuning
 from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
+from triton_dist.testing.opinfo.base import Baseline, Operands
+from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
     finalize_distributed,
@@ -58,14 +58,14 @@ def get_args() -> argparse.Namespace:
 def shape_of(layer: str, M: int) -> GroupedShape:
     """Scaled on CPU ranks; M and N are cut to multiples of the ranks."""
     scale = 1 if is_cuda() else _CPU_SCALE
-    return CASE.scaled(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
+    return AG_GROUP_GEMM.scaled(GroupedShape(M, *LAYERS[layer]), scale, dist.get_world_size())
 
 
 def run(
     args: argparse.Namespace, data: Operands, ctx: MoEAllGatherGroupGEMMTensorParallelContext
 ) -> torch.Tensor:
     """One call as the command line asks for it."""
-    operands, options = CASE.arguments(data, ctx)
+    operands, options = AG_GROUP_GEMM.arguments(data, ctx)
     output: torch.Tensor = ag_group_gemm(
         *operands, **options, autotune=args.autotune, autotune_verbose=args.debug
     )
@@ -74,7 +74,10 @@ def run(
 
 def compare(output: torch.Tensor, data: Operands) -> None:
     """Compare with the reference, one rank after the other."""
-    expected, limit = CASE.expected(data), CASE.tolerance(output.dtype, dist.get_world_size())
+    expected, limit = (
+        AG_GROUP_GEMM.reference(data),
+        AG_GROUP_GEMM.tolerance(output.dtype, dist.get_world_size()),
+    )
     for turn in range(dist.get_world_size()):
         dist.barrier()
         if turn == dist.get_rank():
@@ -89,13 +92,13 @@ def check(
 ) -> None:
     for number in range(_ROUNDS_OF_CHECK if args.case == "check" else 1):
         if number:
-            CASE.refill(data, dist.get_world_size())
+            AG_GROUP_GEMM.refill(data, dist.get_world_size())
             data["full_topk_ids"][number::7] = -1  # as ids that pad a batch
         before = ag_group_gemm.tuning_count
         output = run(args, data, ctx)
         compare(output, data)
         if number == 0:
-            operands, options = CASE.arguments(data, ctx)
+            operands, options = AG_GROUP_GEMM.arguments(data, ctx)
             tuned_now = ag_group_gemm.tuning_count > before
             report_tuning(ag_group_gemm, args.autotune, tuned_now, *operands, **options)
     report_passed(f"{layer}, {args.dtype}, {shape_of(layer, args.M)}")
@@ -108,12 +111,15 @@ def perf(
     ctx: MoEAllGatherGroupGEMMTensorParallelContext,
 ) -> None:
     check(args, layer, data, ctx)
-    candidates = {CASE.name: Peer("own", lambda: run(args, data, ctx)), **CASE.peers(data, ctx)}
+    candidates = {
+        AG_GROUP_GEMM.name: Baseline("own", lambda: run(args, data, ctx)),
+        **AG_GROUP_GEMM.baselines(data, ctx),
+    }
     calls = {name: captured(each.call) for name, each in candidates.items()}
     rounds = max(1, args.iters) if is_cuda() else 1
     samples = interleaved(calls, rounds=rounds, warmup_rounds=args.warmup if is_cuda() else 0)
     title = f"{layer}: {shape_of(layer, args.M)} {args.dtype} on {dist.get_world_size()} ranks"
-    report_times(title, candidates, samples, CASE.serial, CASE.transfer)
+    report_times(title, candidates, samples, AG_GROUP_GEMM.serial, AG_GROUP_GEMM.transfer)
     with group_profile("ag_moe_perf", args.profile):
         for _ in range(20 if args.profile else 0):
             run(args, data, ctx)
@@ -129,8 +135,8 @@ def main() -> None:
     dtype = dtype_named(args.dtype)
     for layer in LAYERS if args.layer is None else [args.layer]:
         shape = shape_of(layer, args.M)
-        data = CASE.operands(shape, dtype, dist.get_world_size())
-        with CASE.context(shape, dtype) as ctx:
+        data = AG_GROUP_GEMM.operands(shape, dtype, dist.get_world_size())
+        with AG_GROUP_GEMM.context(shape, dtype) as ctx:
             CASES[args.case](args, layer, data, ctx)
         del data
     finalize_distributed()

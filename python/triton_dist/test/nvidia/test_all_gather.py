@@ -11,13 +11,12 @@ import argparse
 
 import torch.distributed as dist
 
-from triton_dist.kernels.common.collective.case import LIBRARY, Size
 from triton_dist.kernels.nvidia import AllGatherContext, GatherMethod, all_gather
-from triton_dist.kernels.nvidia.allgather.case import CASE
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import NO_TIMES, report_passed
 from triton_dist.test.utils import assert_bitwise_equal, dtype_named
+from triton_dist.testing.opinfo.collectives import ALL_GATHER, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
     dist_print,
@@ -47,7 +46,7 @@ def get_args() -> argparse.Namespace:
 def check(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None:
     for number in range(elements - 1, elements + 1):
         x = rand_tensor([number], dtype_named(args.dtype), current_device().torch_device)
-        expected = CASE.expected({"x": x})
+        expected = ALL_GATHER.reference({"x": x})
         for method in GatherMethod:
             assert_bitwise_equal(all_gather.fn(x, ctx, method=method), expected)
         assert_bitwise_equal(all_gather(x, ctx, autotune=args.autotune), expected)
@@ -56,7 +55,7 @@ def check(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> Non
 def perf(args: argparse.Namespace, ctx: AllGatherContext, elements: int) -> None:
     x = rand_tensor([elements], dtype_named(args.dtype), current_device().torch_device)
     calls = {
-        LIBRARY: captured(CASE.peers({"x": x}, ctx)[LIBRARY].call),
+        LIBRARY: captured(ALL_GATHER.baselines({"x": x}, ctx)[LIBRARY].call),
         "ours": captured(lambda: all_gather(x, ctx, autotune=args.autotune)),
     }
     samples = interleaved(calls, max(2, args.iters), args.warmup)
@@ -80,7 +79,7 @@ def main() -> None:
             if is_cuda()
             else NO_TIMES
         )
-    with CASE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
+    with ALL_GATHER.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
         elements = args.max_nbytes // ctx.num_ranks // dtype_named(args.dtype).itemsize
         while elements > 16:
             if args.case != "perf":

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.collective.case import LIBRARY, Size
 from triton_dist.kernels.nvidia import (
     AllReduceContext,
     AllReduceMethod,
@@ -23,12 +22,12 @@ from triton_dist.kernels.nvidia import (
     get_allreduce_methods,
     to_allreduce_method,
 )
-from triton_dist.kernels.nvidia.allreduce.case import CASE, IN_PLACE
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
 from triton_dist.test.options import ScriptParser, at_least
 from triton_dist.test.report import NO_TIMES, report_passed
 from triton_dist.test.utils import assert_allclose, assert_bitwise_equal, dtype_named
+from triton_dist.testing.opinfo.collectives import ALL_REDUCE, IN_PLACE, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
     dist_print,
@@ -96,8 +95,8 @@ def make_data(args: argparse.Namespace, elements: int) -> torch.Tensor:
 
 
 def check_sum(x: torch.Tensor, output: torch.Tensor) -> None:
-    tolerance = CASE.tolerance(x.dtype, dist.get_world_size())
-    assert_allclose(output, CASE.expected({"x": x}), tolerance, tolerance)
+    tolerance = ALL_REDUCE.tolerance(x.dtype, dist.get_world_size())
+    assert_allclose(output, ALL_REDUCE.reference({"x": x}), tolerance, tolerance)
 
 
 def check(args: argparse.Namespace, ctx: AllReduceContext) -> None:
@@ -149,7 +148,7 @@ def perf(args: argparse.Namespace, ctx: AllReduceContext) -> None:
     for elements in sizes_to_measure(args):
         x = make_data(args, elements)
         check_sum(x, run_all_reduce(args, x, ctx))
-        peers = CASE.peers({"x": x}, ctx)
+        peers = ALL_REDUCE.baselines({"x": x}, ctx)
         calls = {name: captured(peers[name].call) for name in (LIBRARY, IN_PLACE)}
         calls["ours"] = captured(lambda x=x: run_all_reduce(args, x, ctx))  # type: ignore[misc]
         samples = interleaved(calls, max(2, args.iters), args.warmup)
@@ -179,7 +178,7 @@ def main() -> None:
     args = get_args()
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
-    with CASE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
+    with ALL_REDUCE.context(Size(args.max_nbytes), dtype_named(args.dtype)) as ctx:
         (check if args.case == "check" else perf)(args, ctx)
     finalize_distributed()
 

@@ -14,13 +14,13 @@ import random
 
 import torch.distributed as dist
 
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.nvidia import GEMMAllReduceMethod, GEMMAllReduceTensorParallelContext
-from triton_dist.kernels.nvidia.gemm_allreduce.case import CASE
 from triton_dist.runtime.device import current_device
 from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
 from triton_dist.test.utils import dtype_named
+from triton_dist.testing.opinfo.gemm import Shape
+from triton_dist.testing.opinfo.gemm_allreduce import GEMM_AR
 from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
 
 _LATE_CYCLES = 17_000_000  # 10 ms
@@ -63,7 +63,7 @@ def script(args: argparse.Namespace) -> Script:
     if args.low_latency is not None:
         one_shot, two_shot = GEMMAllReduceMethod.ONE_SHOT, GEMMAllReduceMethod.TWO_SHOT
         fixed["method"] = one_shot if args.low_latency else two_shot
-    return Script(CASE, {"copy_to_local": args.copy_to_local}, fixed)
+    return Script(GEMM_AR, {"copy_to_local": args.copy_to_local}, fixed)
 
 
 def check(args: argparse.Namespace, shape: Shape, ctx: GEMMAllReduceTensorParallelContext) -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     initialize_distributed(args.seed)
     init_seed(args.seed + dist.get_rank())
     shape = shape_of(args)
-    with CASE.context(shape, dtype_named(args.dtype)) as ctx:
+    with GEMM_AR.context(shape, dtype_named(args.dtype)) as ctx:
         if args.case == "check":
             check(args, shape, ctx)
         else:

@@ -11,12 +11,12 @@ import argparse
 
 import torch.distributed as dist
 
-from triton_dist.kernels.common.gemm_case import Shape
 from triton_dist.kernels.nvidia import GEMMReduceScatterTensorParallelContext
-from triton_dist.kernels.nvidia.gemm_reduce_scatter.case import CASE
 from triton_dist.test import summed_gemm
 from triton_dist.test.summed_gemm import CPU_SCALE, Script, make_operands, report_check
 from triton_dist.test.utils import dtype_named
+from triton_dist.testing.opinfo.gemm import Shape
+from triton_dist.testing.opinfo.gemm_reduce_scatter import GEMM_RS
 from triton_dist.utils import finalize_distributed, init_seed, initialize_distributed, is_cuda
 
 
@@ -63,7 +63,7 @@ def script(args: argparse.Namespace) -> Script:
         for name in ("persistent", "fuse_scatter")
         if getattr(args, name) is not None
     }
-    return Script(CASE, {}, fixed)
+    return Script(GEMM_RS, {}, fixed)
 
 
 def check(
@@ -88,7 +88,7 @@ def main() -> None:
     init_seed(args.seed + dist.get_rank())
     asked = shapes(args)
     largest = max(asked, key=lambda shape: shape.M)
-    with CASE.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
+    with GEMM_RS.context(largest, dtype_named(args.dtype), reduce_st=args.reduce_st) as ctx:
         for shape in asked:
             (check if args.case == "check" else perf)(args, shape, ctx)
     finalize_distributed()

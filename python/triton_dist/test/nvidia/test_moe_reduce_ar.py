@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 
 from triton_dist.kernels.nvidia import run_moe_reduce_ar_triton_non_overlap
-from triton_dist.kernels.nvidia.moe_reduce_ar.case import CASE
 from triton_dist.test import summed_routes
+from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR
 
 
 def get_args() -> argparse.Namespace:
@@ -21,7 +21,7 @@ def get_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    summed_routes.main(CASE, run_moe_reduce_ar_triton_non_overlap, get_args())
+    summed_routes.main(MOE_REDUCE_AR, run_moe_reduce_ar_triton_non_overlap, get_args())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Facts that GEMMs across ranks share: shapes, operands, bad operands, calls from recorded keys."""
+"""Shared by the OpInfos of GEMMs across ranks: shapes, operands, error inputs, recorded calls."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,11 +11,25 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import triton
+from torch import Generator
 
-from triton_dist.kernels.common.case import Call, Case, Cost, Operands, Peer, tolerance, uniform
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
 from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    OpInfo,
+    laid_out,
+    meta,
+    other_dtype,
+    tolerance,
+    uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +44,8 @@ class Shape:
         return f"{self.M}x{self.N}x{self.K}"
 
     def scaled(self, divisor: int, num_ranks: int, any_rows: bool = False) -> Shape:
-        """Every size divided; M and N rounded down to positive multiples of the ranks, M not with
-        ``any_rows``."""
+        """Divide every size. M and N are rounded down to positive multiples of the ranks; with
+        ``any_rows``, M is not."""
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (self.M, self.N))
         if any_rows:
             M = max(1, self.M // divisor)
@@ -49,17 +63,18 @@ SHAPES = (
 """Compute-bound, balanced and small."""
 
 
-class GEMMCase(Case[Shape]):
+class GEMMOpInfo(OpInfo[Shape]):
     """A product of A and B across ranks.
 
     Attributes:
-        sums_over_ranks: K is what ranks share, and the op ends a layer. Else N is, and the op
+        sums_over_ranks: ranks share K, and the op ends a layer. Else they share N, and the op
             begins one.
-        any_rows: M need not be a multiple of the ranks.
+        any_rows: every rank gets all rows, so M need not be a multiple of the ranks.
     """
 
     shape = Shape
     shapes: Sequence[Shape] = SHAPES
+    choices = ("num_chunks",)
     sums_over_ranks: ClassVar[bool]
     any_rows: ClassVar[bool] = False
 
@@ -67,11 +82,11 @@ class GEMMCase(Case[Shape]):
         return shape.scaled(divisor, num_ranks, self.any_rows)
 
     def layer(self, M: int, N: int, K: int) -> Shape:
-        """Shape of the op with M rows in a feed-forward layer whose first GEMM is of N and K."""
+        """Return the op's shape for M rows, in a feed-forward layer whose first GEMM is N by K."""
         return Shape(M, K, N) if self.sums_over_ranks else Shape(M, N, K)
 
     def of_rank(self, rows: int, columns: int, K: int, num_ranks: int) -> Shape:
-        """Global shape from what a rank has of what ranks share, and all of what they do not."""
+        """Return the global shape from one rank's sizes."""
         rows = rows if self.any_rows else rows * num_ranks
         if self.sums_over_ranks:
             return Shape(rows, columns, K * num_ranks)
@@ -81,37 +96,32 @@ class GEMMCase(Case[Shape]):
     def operand_sizes(
         self, shape: Shape, num_ranks: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Sizes of A and of B."""
+        """Return the sizes of A and of B."""
 
-    def operands(
+    def allocate(
         self,
         shape: Shape,
         dtype: torch.dtype,
         num_ranks: int,
-        generator: torch.Generator | None = None,
+        generator: Generator | None,
         column_major: bool = True,
         has_bias: bool = False,
     ) -> Operands:
-        """A, as ``refill`` has it; B U(-1, 1), column-major or not; and a bias U(-1, 1) [N] if
-        asked for, which is then the same on all ranks of the world: it is broadcast."""
+        """Return A; B, U(-1, 1); and with ``has_bias`` a bias [N], U(-1, 1), the same on all ranks
+        of the world: it is broadcast."""
         a_sizes, (K, N) = self.operand_sizes(shape, num_ranks)
-        B = (
-            uniform((N, K), dtype, generator).T
-            if column_major
-            else uniform((K, N), dtype, generator)
-        )
-        operands = {"A": B.new_empty(a_sizes), "B": B}
-        self.refill(operands, num_ranks, generator)
+        B = uniform((N, K) if column_major else (K, N), dtype, generator)
+        operands = {"A": B.new_empty(a_sizes), "B": B.T if column_major else B}
         if has_bias:
             operands["bias"] = uniform((N,), dtype, generator)
             dist.broadcast(operands["bias"], 0)
         return operands
 
     def refill(
-        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
-        """A becomes U(-s, s), with s such that sums over all of K have a standard deviation of 1:
-        each product of U(-s, s) and U(-1, 1) has one of s / 3."""
+        """Fill A with U(-s, s). A product of U(-s, s) and U(-1, 1) has a standard deviation of
+        s / 3; s is such that sums over all of K have one of 1."""
         A = operands["A"]
         terms = A.shape[1] * (num_ranks if self.sums_over_ranks else 1)
         A.copy_(uniform(A.shape, A.dtype, generator, 3 / terms**0.5))
@@ -120,17 +130,14 @@ class GEMMCase(Case[Shape]):
         options = {name: value for name, value in operands.items() if name not in ("A", "B")}
         return (operands["A"], operands["B"], ctx), options
 
-    def way(self, config: Mapping[str, Any]) -> Hashable:
-        return config["way"], config.get("num_chunks")
-
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
         return tolerance(dtype, num_ranks if self.sums_over_ranks else 1)
 
-    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Bad operands of all GEMMs; ``M`` needs a context whose largest is that of ``good``."""
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        """Return operands that all GEMMs refuse; ``M`` needs a context for no more rows than
+        ``good`` has."""
         A, B = good["A"], good["B"]
-        (rows, K), N = A.shape, B.shape[1]
-        other = torch.bfloat16 if A.dtype is not torch.bfloat16 else torch.float16
+        (rows, K), N, other = A.shape, B.shape[1], other_dtype(A.dtype)
         step = 1 if self.any_rows or not self.sums_over_ranks else num_ranks
         return {
             "A": {"A": None},
@@ -156,10 +163,12 @@ class GEMMCase(Case[Shape]):
         }
 
 
-class SummedGEMMCase(GEMMCase):
+class SummedGEMMOpInfo(GEMMOpInfo):
     """``A @ B`` summed over ranks, which share K: A [M, K / W], B [K / W, N]."""
 
     sums_over_ranks = True
+    option: ClassVar[tuple[str, bool]]
+    """The argument that the op's key has next to the operands, and its default."""
 
     def operand_sizes(
         self, shape: Shape, num_ranks: int
@@ -173,7 +182,7 @@ class SummedGEMMCase(GEMMCase):
 
     @abstractmethod
     def create(self, *args: Any, **options: Any) -> Any:
-        """The op's ``create_…``."""
+        """Call the op's ``create_…``."""
 
     def context(self, shape: Shape, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
         ranks = group_for(group)
@@ -182,48 +191,44 @@ class SummedGEMMCase(GEMMCase):
         )
 
     @abstractmethod
-    def own_rows(self, total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Rows of the sum [M, N] that this rank gets."""
+    def own_rows(self, total: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return the rows of the sum [M, N] that this rank gets."""
 
-    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Own rows of the sum of ``A @ B``, plus the bias."""
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, B, bias = operands["A"], operands["B"], operands.get("bias")
         total = torch.matmul(A.float(), B.float())
         dist.all_reduce(total, group=group)
         mine = self.own_rows(total, group)
         return (mine if bias is None else mine + bias.float()).to(A.dtype)
 
-    def whole(self, call: Any, operands: Operands, group: dist.ProcessGroup | None) -> Peer:
-        """Others' code for the sum, to which the bias is added."""
+    def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
+        """Return other code for the sum, to which the bias is added."""
         bias = operands.get("bias")
-        return Peer(
+        return Baseline(
             "peer",
             call if bias is None else lambda: call() + bias,
-            lambda: self.expected(operands, group),
+            lambda: self.reference(operands, group),
         )
 
-    def summed_cost(
-        self, shape: Shape, dtype: torch.dtype, num_ranks: int, owners: int, crossings: int
-    ) -> Cost:
-        """``owners``: ranks that share the sum's rows; ``crossings``: of the links, by the rows of
-        a product that are not the own ones."""
+    def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """Return the cost. Rows cross the links to the rank that adds them; with ``any_rows`` once
+        more, to all ranks."""
         M, N, K, item = shape.M, shape.N, shape.K / num_ranks, dtype.itemsize
         return Cost(
             dtype,
             flops=2 * M * N * K,
             read_bytes=(M * K + K * N) * item,
-            written_bytes=M * N * item / owners,
-            link_bytes=crossings * M * N * item * (num_ranks - 1) / num_ranks,
+            written_bytes=M * N * item / (1 if self.any_rows else num_ranks),
+            link_bytes=(2 if self.any_rows else 1) * M * N * item * (num_ranks - 1) / num_ranks,
         )
 
-    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        bad = super().bad_calls(good, num_ranks)
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         B = good["B"]
         N = B.shape[1]
         return {
-            **bad,
+            **super().error_inputs(good, num_ranks),
             "bias": {"bias": [1.0]},
-            "bias.dtype": {"bias": B.new_ones(N).to(bad["B.dtype"]["B"].dtype)},
+            "bias.dtype": {"bias": B.new_ones(N).to(other_dtype(B.dtype))},
             "bias.device": {"bias": B.new_ones(N).to("meta")},
             "bias.shape": {"bias": B.new_ones(N + 1)},
             "bias.shape (2-D)": {"bias": B.new_ones(1, N)},
@@ -232,43 +237,20 @@ class SummedGEMMCase(GEMMCase):
             "num_chunks (none)": {"num_chunks": 0},
         }
 
-    def recorded_operands(self, looks: ProductKey, **attributes: Any) -> Call:
-        """A and B of a key, and a context with ``attributes`` beside what all have."""
-        M, N, K, dtype, layout, contiguous, num_ranks = looks
+    def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
+        (M, N, K, dtype, layout, contiguous, num_ranks), option = key
         M -= 0 if self.any_rows else M % num_ranks  # the end of a range may be odd
         A = meta(dtype, M, K) if contiguous else meta(dtype, M, 2 * K)[:, ::2]
         slots = SimpleNamespace(epoch=meta(dtype, 1))
         ctx = SimpleNamespace(
-            N=N,
-            max_M=M,
-            output_dtype=dtype,
-            num_ranks=num_ranks,
-            accepted={},
+            N=N, max_M=M, output_dtype=dtype, num_ranks=num_ranks, accepted={}, reduce_st=option,
             buffer=SimpleNamespace(slots=slots, num_ranks=num_ranks),
-            **attributes,
-        )
-        return (A, matrix_laid_out(layout, dtype, K, N), ctx), {}
+        )  # fmt: skip
+        return (A, laid_out(layout, dtype, K, N), ctx), {self.option[0]: option}
 
-    def sample_looks(self) -> Iterator[ProductKey]:
-        """Keys without what only the op knows."""
+    def sample_keys(self) -> Iterator[tuple[ProductKey, bool]]:
         for rows in (4, 16, 1024, 4096):
             for layout in LAYOUTS:
                 for contiguous in (True, False):
-                    yield ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
-
-
-LAYOUTS = ("row-major", "column-major", "strided")
-
-
-def matrix_laid_out(layout: str, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-    """A matrix without memory that ``layout_of`` calls ``layout``."""
-    if layout == "row-major":
-        return meta(dtype, rows, columns)
-    if layout == "column-major":
-        return meta(dtype, columns, rows).T
-    return meta(dtype, rows, 2 * columns)[:, ::2]
-
-
-def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """A tensor without memory."""
-    return torch.empty(sizes, dtype=dtype, device="meta")
+                    looks = ProductKey(rows, 8192, 7168, torch.bfloat16, layout, contiguous, 4)
+                    yield looks, self.option[1]

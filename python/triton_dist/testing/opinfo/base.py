@@ -1,6 +1,7 @@
-"""Facts of an op, said once: ``<op>/case.py`` has them; scripts, benchmarks and tests read them.
+"""Base of all OpInfos, the facts about an op that tests, scripts and benchmarks need.
 
-A case is no part of its op: the op, and its package's ``__init__``, never import it.
+As in PyTorch's ``testing/_internal/opinfo``: one object for each op has its inputs, its reference
+and how far a result may be off, so that tests and benchmarks are written once for all ops.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Generator
 
 from triton_dist.kernels.common.symmetric_sums import two_shot_all_reduce
 from triton_dist.kernels.common.vendor import VendorMethod
@@ -23,42 +25,46 @@ from triton_dist.tune import AutoTuner
 
 S = TypeVar("S", bound=Hashable)
 
+Group: TypeAlias = dist.ProcessGroup | None
+
 Operands: TypeAlias = dict[str, torch.Tensor]
 """Tensors of a call on this rank, by the name of the argument."""
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Kind = Literal["gemm", "transfer", "peer", "vendor", "own"]
-"""``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``peer``,
-others' code; ``own`` and ``vendor``, configs of ours that run an algorithm of this package or call
-the vendor's libraries."""
+"""``gemm`` and ``transfer``: one of the two parts alone. The others do the whole op: ``peer``, code
+of others; ``own`` and ``vendor``, configs of ours that run an algorithm of this package or call
+libraries."""
 Bound = Literal["arithmetic", "memory", "link"]
 """A resource whose peak limits a call."""
+LAYOUTS = ("row-major", "column-major", "strided")
+"""Layouts of B and of weights."""
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 """Names of torch's all-reduces over symmetric memory."""
 
 
 @dataclass(frozen=True)
-class Peer:
-    """Something to be timed beside others, and what it must give."""
+class Baseline:
+    """A call that is timed next to others."""
 
     kind: Kind
     call: Callable[[], torch.Tensor]
-    """Queues the work and returns its output."""
+    """Queue the work and return its output."""
     expected: Callable[[], torch.Tensor] | None = None
-    """Right output for the operands as they are now; ``None``: it cannot be told."""
+    """Return the right output for the operands as they are now; ``None``: it is not known."""
     config: str = ""
-    """As it would be typed, where there is one."""
+    """The config as a user would type it, if there is one."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Work that a call makes for a rank in any case, whatever its algorithm.
+    """Work of a rank in a call, whatever the algorithm.
 
     Attributes:
         dtype: of the operands.
-        flops: of products; sums of what ranks exchange are left out.
+        flops: of products; sums of exchanged data do not count.
         read_bytes, written_bytes: operands and output, each once, in device memory.
-        link_bytes: one direction of the links to the peers.
+        link_bytes: sent to the peers.
     """
 
     dtype: torch.dtype
@@ -107,17 +113,21 @@ def tolerance(dtype: torch.dtype, parts: int = 1) -> float:
     return float(_TOLERANCE[dtype] * math.sqrt(parts))
 
 
-class Case(ABC, Generic[S]):
-    """Facts of an op. ``S`` is the type of its shapes: global sizes, of all ranks together.
+class OpInfo(ABC, Generic[S]):
+    """Facts about an op, for tests, scripts and benchmarks.
+
+    ``S`` is the type of its shapes: global sizes, over all ranks.
 
     Attributes:
         op: the tuned op.
         shape: the type ``S``, made of whole numbers.
-        shapes: what the op has to be good at.
-        transfer: its collective, for people.
-        serial: the peer that does one part after the other.
+        shapes: what the op has to be fast at.
+        transfer: its collective, as a text.
+        serial: the baseline that does one part after the other.
         overlaps: it hides the collective behind arithmetic. Else it is a collective alone, and
             ``serial`` is the library's.
+        library_algorithms: algorithms that call libraries, beside those of ``VendorMethod``.
+        choices: names of tunables that count as part of a config's algorithm.
     """
 
     shape: type[S]
@@ -125,6 +135,8 @@ class Case(ABC, Generic[S]):
     transfer: ClassVar[str]
     serial: ClassVar[str]
     overlaps: ClassVar[bool] = True
+    library_algorithms: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, op: AutoTuner) -> None:
         self.op = op  # not of the class: a tuned op that is one becomes a method
@@ -135,30 +147,53 @@ class Case(ABC, Generic[S]):
 
     @abstractmethod
     def scaled(self, shape: S, divisor: int, num_ranks: int) -> S:
-        """``shape`` with its sizes divided, such that the ranks can share it."""
+        """Return ``shape`` with its sizes divided, such that the ranks can share it."""
 
     @abstractmethod
     def context(self, shape: S, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
-        """A context for calls of up to ``shape``; ``options``: of the op's ``create_…``.
+        """Create a context for calls of up to ``shape``; ``options``: of the op's ``create_…``.
         Collective over ``group``."""
 
     @abstractmethod
+    def allocate(
+        self,
+        shape: S,
+        dtype: torch.dtype,
+        num_ranks: int,
+        generator: Generator | None,
+        *_: Any,
+        **__: Any,
+    ) -> Operands:
+        """Return this rank's operands; those that ``refill`` writes are not initialised."""
+
+    @abstractmethod
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
+    ) -> None:
+        """Give the operands that change from call to call new random values, in place."""
+
     def operands(
         self,
         shape: S,
         dtype: torch.dtype,
         num_ranks: int,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
+        **options: Any,
     ) -> Operands:
-        """This rank's random operands, such that results have a standard deviation of about 1;
-        ``generator``: default: torch's."""
+        """Return this rank's random operands, whose results have a standard deviation of about 1.
+
+        generator: default: torch's. options: of ``allocate``.
+        """
+        operands = self.allocate(shape, dtype, num_ranks, generator, **options)
+        self.refill(operands, num_ranks, generator)
+        return operands
 
     @abstractmethod
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> S:
-        """Shape that ``operands`` would make such operands of."""
+        """Return the shape that has such ``operands``."""
 
     def cost_of(self, /, *args: Any, **kwargs: Any) -> tuple[S, int, Cost]:
-        """Shape, number of ranks and work of a call with these arguments, tunables or none."""
+        """Return shape, number of ranks and cost of a call with these arguments."""
         given = inspect.signature(self.op.fn).bind_partial(*args, **kwargs).arguments
         num_ranks = int(getattr(given.get("ctx"), "num_ranks", 1))
         operand = next(value for value in given.values() if isinstance(value, torch.Tensor))
@@ -166,71 +201,73 @@ class Case(ABC, Generic[S]):
         return shape, num_ranks, self.cost(shape, operand.dtype, num_ranks)
 
     @abstractmethod
-    def refill(
-        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
-    ) -> None:
-        """Give the operand that is new at each call other random values, in place."""
-
-    @abstractmethod
     def arguments(self, operands: Operands, ctx: Any) -> Call:
-        """Arguments of a call, without tunables."""
+        """Return the arguments of a call, without tunables."""
 
     @abstractmethod
-    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Result for the operands as they are now: multiplied and added in fp32, rounded once.
-        Collective over ``group``."""
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        """Return the result for the operands as they are now: multiplied and added in fp32, rounded
+        once. Collective over ``group``."""
 
-    @abstractmethod
     def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        """Largest error of a result, as rtol and atol: ``tolerance`` of this module."""
+        """Return the largest error of a result, as rtol and atol."""
+        return tolerance(dtype)
 
     @abstractmethod
-    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
-        """Measured beside the op, by name: its parts alone, and what others have for all of it.
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        """Return what is measured next to the op: its parts alone, and other code for all of it.
         Collective over the context's group.
 
-        All read the operands at each call, except where the case says otherwise.
+        All read the operands at each call, unless the OpInfo says otherwise.
         """
 
     @abstractmethod
     def cost(self, shape: S, dtype: torch.dtype, num_ranks: int) -> Cost:
-        """Work of a call for each rank."""
+        """Return the work of a call for each rank: flops and bytes."""
 
     def is_own(self, config: Mapping[str, Any]) -> bool:
-        """Tell if a config runs an algorithm of this package, instead of calling libraries."""
-        return config["way"] not in {method.value for method in VendorMethod}
+        """Return whether a config runs an algorithm of this package instead of a library's."""
+        libraries = (*(method.value for method in VendorMethod), *self.library_algorithms)
+        return config["way"] not in libraries
 
-    def way(self, config: Mapping[str, Any]) -> Hashable:
-        """Algorithm of a config, tiles and layouts aside."""
-        return str(config["way"])
-
-    @abstractmethod
-    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
-        """Arguments of which the op refuses one, by its name, and more in brackets where there are
-        several of a name; ``good``: the largest operands that the context takes, for the rest."""
+    def algorithm(self, config: Mapping[str, Any]) -> Hashable:
+        """Return the algorithm of a config, without its tiles and layouts."""
+        return (config["way"], *(config.get(name) for name in self.choices))
 
     @abstractmethod
-    def recorded_call(self, key: Any) -> Call:
-        """A call that has ``key``, the largest one: tensors without memory, and in place of the
-        context what ``key_fn`` and ``prune_fn`` ask of it."""
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        """Return arguments that the op refuses, by the name of the argument in its error.
+
+        Text in brackets tells several of one name apart. ``good``: the largest operands that the
+        context accepts, for the other arguments.
+        """
 
     @abstractmethod
-    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
-        """Keys of calls of all kinds."""
+    def inputs_for(self, key: Any) -> Call:
+        """Return the largest call that has ``key``: tensors without memory, and in place of the
+        context the attributes that ``key_fn`` and ``prune_fn`` read."""
+
+    @abstractmethod
+    def sample_keys(self) -> Iterator[Any]:
+        """Yield keys of calls of all kinds."""
+
+    def sample_inputs(self) -> Iterator[Call]:
+        """Yield calls of all kinds, of tensors without memory."""
+        return map(self.inputs_for, self.sample_keys())
 
     def recover(self, ctx: Any) -> None:
-        """Bring all of the context, on all ranks, back to one state after a call that failed on
-        some rank. Collective."""
+        """Bring the context of all ranks back to one state after a call that failed on some rank.
+        Collective."""
         ctx.reset()
 
 
 def uniform(
     sizes: Sequence[int],
     dtype: torch.dtype,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Random values in [-scale, scale), on this process's device."""
+    """Return random values in [-scale, scale), on this process's device."""
     device = current_device().torch_device
     # In place: weights of experts are the largest of all that is there.
     values = torch.rand(tuple(sizes), generator=generator, device=device)
@@ -240,10 +277,12 @@ def uniform(
 def symmetric_all_reduces(
     like: torch.Tensor,
     fill: Callable[[torch.Tensor], object],
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """torch's all-reduces of a tensor like ``like`` in symmetric memory, by name; ``fill`` writes
-    it at each call. None on CPU ranks, and for one rank. Collective over ``group``."""
+    """Return torch's all-reduces in symmetric memory, by name. Collective over ``group``.
+
+    ``fill`` writes a tensor like ``like`` at each call. Empty on CPU ranks, and for one rank.
+    """
     if not current_device().has_async_tp or dist.get_world_size(group) == 1:
         return {}
     import torch.distributed._symmetric_memory as symm_mem  # registers the operators
@@ -264,3 +303,23 @@ def symmetric_all_reduces(
         return two_shot_all_reduce(staged, members)
 
     return {ONE_SHOT: one_shot, TWO_SHOT: two_shot}
+
+
+def other_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return a 16-bit floating dtype that is not ``dtype``."""
+    return torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+
+
+def meta(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def laid_out(layout: str, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    """Return a tensor without memory whose last two dimensions are laid out as ``layout``."""
+    *batch, rows, columns = sizes
+    if layout == "row-major":
+        return meta(dtype, *sizes)
+    if layout == "column-major":
+        return meta(dtype, *batch, columns, rows).mT
+    return meta(dtype, *batch, rows, 2 * columns)[..., ::2]

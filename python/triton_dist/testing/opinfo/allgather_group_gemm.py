@@ -1,26 +1,18 @@
-"""Facts of AllGather + grouped GEMM."""
+"""OpInfo of AllGather + grouped GEMM."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
+from torch import Generator
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, tolerance, uniform
-from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
 from triton_dist.kernels.common.moe.rows import has_fast_library, suits_library
-from triton_dist.kernels.common.moe_case import (
-    FIRST_PRODUCTS,
-    GroupedShape,
-    RoutedCase,
-    routed_product,
-)
-from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_group_gemm import (
     MoEAllGatherGroupGEMMTensorParallelContext,
     ag_group_gemm,
@@ -30,16 +22,36 @@ from triton_dist.kernels.nvidia.allgather_group_gemm.context import RoutedKey, c
 from triton_dist.kernels.nvidia.allgather_group_gemm.ways import COLLECTIVE, Library
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.allgather_gemm import gather_alone
+from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    laid_out,
+    meta,
+    other_dtype,
+    uniform,
+)
+from triton_dist.testing.opinfo.moe import (
+    FIRST_PRODUCTS,
+    GroupedShape,
+    RoutedOpInfo,
+    routed_product,
+)
 
 LIBRARIES = "all-gather + torch grouped_mm"
 
 
-class AllGatherGroupGEMMCase(RoutedCase):
+class AllGatherGroupGEMMOpInfo(RoutedOpInfo):
     """Operands ``a`` [M / W, K], ``b`` [E, K, N / W] and ``full_topk_ids`` [M, topk], the same on
     all ranks of the world: they are broadcast."""
 
     models, shapes = FIRST_PRODUCTS, tuple(FIRST_PRODUCTS.values())
     transfer, serial = "all-gather", "all-gather + grouped_gemm"
+    library_algorithms, choices = (Library.name,), ("num_groups", "gather")
 
     def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M, N = (max(1, size // divisor // num_ranks) * num_ranks for size in (shape.M, shape.N))
@@ -55,26 +67,20 @@ class AllGatherGroupGEMMCase(RoutedCase):
             ranks.size, ranks.size, group=group, **options,
         )  # fmt: skip
 
-    def operands(
-        self,
-        shape: GroupedShape,
-        dtype: torch.dtype,
-        num_ranks: int,
-        generator: torch.Generator | None = None,
+    def allocate(
+        self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
         b = uniform((shape.E, shape.K, shape.N // num_ranks), dtype, generator)
         ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=b.device)
         a = b.new_empty(shape.M // num_ranks, shape.K)
-        operands = {"a": a, "b": b, "full_topk_ids": ids}
-        self.refill(operands, num_ranks, generator)
-        return operands
+        return {"a": a, "b": b, "full_topk_ids": ids}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
         (E, K, columns), (M, topk) = operands["b"].shape, operands["full_topk_ids"].shape
         return GroupedShape(M, columns * num_ranks, K, E, topk)
 
     def refill(
-        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
         """a as of a GEMM, and an even routing."""
         a, b, ids = operands["a"], operands["b"], operands["full_topk_ids"]
@@ -86,15 +92,12 @@ class AllGatherGroupGEMMCase(RoutedCase):
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["a"], operands["b"], ctx, operands["full_topk_ids"]), {}
 
-    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         a = operands["a"]
         rows = vendor.all_gather_rows(a, group) if group_for(group).size > 1 else a
         return routed_product(rows, operands["b"], operands["full_topk_ids"])
 
-    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        return tolerance(dtype)
-
-    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """Our grouped product alone, of a copy of all rows as they are now; the all-gather alone
         (NCCL; copy engines); one after the other; and NCCL with torch's grouped product, by our
         map, where torch has a kernel."""
@@ -104,25 +107,25 @@ class AllGatherGroupGEMMCase(RoutedCase):
         grouped_gemm(rows, b, ids)  # tuned now: calls that follow may be captured
 
         def expected() -> torch.Tensor:
-            return self.expected(operands, group)
+            return self.reference(operands, group)
 
         def gathered() -> torch.Tensor:
             return vendor.all_gather_rows(a, group)
 
-        peers = {
-            "GEMM alone": Peer("gemm", lambda: grouped_gemm(rows, b, ids)),
-            "all-gather alone": Peer("transfer", gathered, gathered),
+        baselines = {
+            "GEMM alone": Baseline("gemm", lambda: grouped_gemm(rows, b, ids)),
+            "all-gather alone": Baseline("transfer", gathered, gathered),
             # The own rows stay where they are, so its output is not all rows.
-            "copy-engine all-gather alone": Peer("transfer", lambda: gather_alone(a, ctx)),
-            self.serial: Peer("peer", lambda: grouped_gemm(gathered(), b, ids), expected),
+            "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(a, ctx)),
+            self.serial: Baseline("peer", lambda: grouped_gemm(gathered(), b, ids), expected),
         }
         key = check_operands(a, b, ctx, ids)
         if has_fast_library() and suits_library(key.N, key.K, key.dtype, key.layout):
             library = {"way": Library.name, "gather": COLLECTIVE}
-            peers[LIBRARIES] = Peer(
+            baselines[LIBRARIES] = Baseline(
                 "peer", lambda: ag_group_gemm.fn(a, b, ctx, ids, **library), expected
             )
-        return peers
+        return baselines
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
         """With weights of experts that a token may be expected at."""
@@ -135,24 +138,17 @@ class AllGatherGroupGEMMCase(RoutedCase):
             link_bytes=shape.M * shape.K * item * (num_ranks - 1) / num_ranks,
         )
 
-    def is_own(self, config: Mapping[str, Any]) -> bool:
-        return bool(config["way"] != Library.name)
-
-    def way(self, config: Mapping[str, Any]) -> Hashable:
-        return config["way"], config.get("num_groups"), config.get("gather")
-
-    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         a, b, ids = good["a"], good["b"], good["full_topk_ids"]
         (rows, K), (E, _, N), (M, topk) = a.shape, b.shape, ids.shape
-        other = torch.bfloat16 if a.dtype is not torch.bfloat16 else torch.float16
         return {
             "a": {"a": None},
             "full_topk_ids": {"full_topk_ids": ids.tolist()},
             "straggler_option": {"straggler_option": "4"},
             "num_groups (a text)": {"num_groups": "1"},
             "gemm_config": {"gemm_config": triton.Config({})},
-            "a.dtype": {"a": a.to(other)},
-            "b.dtype": {"b": b.to(other)},
+            "a.dtype": {"a": a.to(other_dtype(a.dtype))},
+            "b.dtype": {"b": b.to(other_dtype(a.dtype))},
             "a.device": {"a": a.to("meta")},
             "b.device": {"b": b.to("meta")},
             "full_topk_ids.device": {"full_topk_ids": ids.to("meta")},
@@ -179,15 +175,10 @@ class AllGatherGroupGEMMCase(RoutedCase):
             "way": {"way": "expert_parallel"},
         }  # fmt: skip
 
-    def recorded_call(self, key: RoutedKey) -> Call:
+    def inputs_for(self, key: RoutedKey) -> Call:
         M, N, K, E, topk, dtype, layout, num_ranks = key
         M -= M % num_ranks  # the end of a range may be odd
-        if layout == "row-major":
-            b = meta(dtype, E, K, N)
-        elif layout == "column-major":
-            b = meta(dtype, E, N, K).transpose(1, 2)
-        else:
-            b = meta(dtype, E, K, 2 * N)[:, :, ::2]
+        b = laid_out(layout, dtype, E, K, N)
         ctx = SimpleNamespace(
             max_ntokens=M, K=K, N_per_rank=N, num_experts=E, topk=topk, dtype=dtype,
             num_ranks=num_ranks, accepted={},
@@ -195,7 +186,7 @@ class AllGatherGroupGEMMCase(RoutedCase):
         )  # fmt: skip
         return (meta(dtype, M // num_ranks, K), b, ctx, meta(torch.int32, M, topk)), {}
 
-    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+    def sample_keys(self) -> Iterator[RoutedKey]:
         for name in ("Mixtral 8x7B", "DeepSeek-V3"):
             shape = FIRST_PRODUCTS[name]
             for M in (4, 64, 1024, 16384):
@@ -204,15 +195,4 @@ class AllGatherGroupGEMMCase(RoutedCase):
                     yield RoutedKey(*sizes, torch.bfloat16, layout, 4)
 
 
-def gather_alone(a: torch.Tensor, ctx: MoEAllGatherGroupGEMMTensorParallelContext) -> torch.Tensor:
-    """The transfer of a call without the product; returns where peers' rows land.
-
-    It is over when every rank's is: a rank waits for its own copies to others only.
-    """
-    gathered = ctx.buffer.start(a, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
-    ctx.buffer.finish()
-    rows: torch.Tensor = gathered.rows
-    return rows
-
-
-CASE = AllGatherGroupGEMMCase(ag_group_gemm)
+AG_GROUP_GEMM = AllGatherGroupGEMMOpInfo(ag_group_gemm)

@@ -1,4 +1,4 @@
-"""Facts of AllGather-GEMM."""
+"""OpInfo of AllGather-GEMM."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.case import Call, Cost, Operands, Peer
 from triton_dist.kernels.common.context import ProductKey
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS
-from triton_dist.kernels.common.gemm_case import (
+from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherBuffer, AllGatherMethod
+from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm, create_ag_gemm_context
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.base import (
     LAYOUTS,
-    GEMMCase,
-    Shape,
-    matrix_laid_out,
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    laid_out,
     meta,
 )
-from triton_dist.kernels.common.slots.gathered import MAX_CHUNKS, AllGatherMethod
-from triton_dist.kernels.nvidia.allgather_gemm import (
-    AllGatherGEMMTensorParallelContext,
-    ag_gemm,
-    create_ag_gemm_context,
-)
-from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.gemm import GEMMOpInfo, Shape
 
 ASYNC_TP = "torch async-TP"
 
 
-def gather_alone(A: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext) -> torch.Tensor:
-    """The transfer of a call of the op without its consumer; returns where peers' rows land.
+def gather_alone(A: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """Run the transfer of a call of ``ag_gemm`` or ``ag_group_gemm`` without its product, and
+    return where the rows of peers land.
 
-    It is over when every rank's is: a rank waits for its own copies to others only.
+    It is over when it is over on every rank: a rank waits for its own copies to others only.
     """
-    gathered = ctx.buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
-    ctx.buffer.finish()
-    rows: torch.Tensor = gathered.rows
-    return rows
+    buffer: AllGatherBuffer = ctx.buffer
+    gathered = buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, 1, 1)
+    buffer.finish()
+    return gathered.rows
 
 
-class AllGatherGEMMCase(GEMMCase):
+class AllGatherGEMMOpInfo(GEMMOpInfo):
     """Operands ``A`` [M / W, K] and ``B`` [K, N / W]; gives ``all_gather(A) @ B``, [M, N / W]."""
 
     transfer, serial = "all-gather", "all-gather + matmul"
@@ -63,12 +62,12 @@ class AllGatherGEMMCase(GEMMCase):
             shape.M, shape.N, shape.K, dtype, ranks.rank, ranks.size, group=group, **options
         )
 
-    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         A, B = operands["A"], operands["B"]
         rows = vendor.all_gather_rows(A, group)
         return torch.matmul(rows.float(), B.float()).to(A.dtype)
 
-    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """The GEMM alone (cuBLAS) of a copy of all rows as they are now; the all-gather alone
         (NCCL; copy engines); NCCL's and the GEMM one after the other; and torch's async-TP where it
         can run."""
@@ -76,22 +75,27 @@ class AllGatherGEMMCase(GEMMCase):
         rows = vendor.all_gather_rows(A, group)
 
         def expected() -> torch.Tensor:
-            return self.expected(operands, group)
+            return self.reference(operands, group)
 
-        peers = {
-            "GEMM alone": Peer("gemm", lambda: torch.matmul(rows, B)),
-            "all-gather alone": Peer(
+        def async_tp() -> torch.Tensor:
+            return vendor.async_tp_matmul(A, B, group)
+
+        baselines = {
+            "GEMM alone": Baseline("gemm", lambda: torch.matmul(rows, B)),
+            "all-gather alone": Baseline(
                 "transfer",
                 lambda: vendor.all_gather_rows(A, group),
                 lambda: vendor.all_gather_rows(A, group),
             ),
             # The own rows stay where they are, so its output is no gathered A.
-            "copy-engine all-gather alone": Peer("transfer", lambda: gather_alone(A, ctx)),
-            self.serial: Peer("peer", lambda: vendor.all_gather_matmul(A, B, group), expected),
+            "copy-engine all-gather alone": Baseline("transfer", lambda: gather_alone(A, ctx)),
+            self.serial: Baseline("peer", lambda: vendor.all_gather_matmul(A, B, group), expected),
         }
         if vendor.has_async_tp(group, vendor.ALL_GATHER_MATMUL):
-            peers[ASYNC_TP] = Peer("peer", lambda: vendor.async_tp_matmul(A, B, group), expected)
-        return peers
+            baselines[ASYNC_TP] = Baseline(
+                "peer", lambda: vendor.async_tp_matmul(A, B, group), expected
+            )
+        return baselines
 
     def cost(self, shape: Shape, dtype: torch.dtype, num_ranks: int) -> Cost:
         M, N, K, item = shape.M, shape.N / num_ranks, shape.K, dtype.itemsize
@@ -103,11 +107,11 @@ class AllGatherGEMMCase(GEMMCase):
             link_bytes=M * K * item * (num_ranks - 1) / num_ranks,
         )
 
-    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         A = good["A"]
         rows, K = A.shape
         return {
-            **super().bad_calls(good, num_ranks),
+            **super().error_inputs(good, num_ranks),
             "A.shape": {"A": A.new_ones(rows, K + 1)},
             "A.stride()": {"A": A.new_ones(2 * rows, K)[::2]},
             "A.stride() (transposed)": {"A": A.new_ones(K, rows).T},
@@ -123,23 +127,18 @@ class AllGatherGEMMCase(GEMMCase):
             "num_comm_sms (many)": {"way": "serial", "num_comm_sms": MAX_CTAS + 1},
         }
 
-    def recorded_call(self, key: Any) -> Call:
+    def inputs_for(self, key: tuple[ProductKey, bool]) -> Call:
         (M, columns, K, dtype, layout, _, num_ranks), local_copy = key
         rows = M // num_ranks
         ctx = SimpleNamespace(
-            K=K,
-            N=columns * num_ranks,
-            max_M=rows * num_ranks,
-            dtype=dtype,
-            num_ranks=num_ranks,
-            accepted={},
-            buffer=SimpleNamespace(num_ranks=num_ranks),
+            K=K, N=columns * num_ranks, max_M=rows * num_ranks, dtype=dtype, num_ranks=num_ranks,
+            accepted={}, buffer=SimpleNamespace(num_ranks=num_ranks),
             symm_workspace=meta(dtype, 1, K),
-        )
-        args = meta(dtype, rows, K), matrix_laid_out(layout, dtype, K, columns), ctx
+        )  # fmt: skip
+        args = meta(dtype, rows, K), laid_out(layout, dtype, K, columns), ctx
         return args, {} if local_copy else {"local_copy": False}
 
-    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+    def sample_keys(self) -> Iterator[tuple[ProductKey, bool]]:
         for rows in (1, 4, 1024, 4096):
             for layout in LAYOUTS:
                 for local_copy in (True, False):
@@ -147,4 +146,4 @@ class AllGatherGEMMCase(GEMMCase):
                     yield key, local_copy
 
 
-CASE = AllGatherGEMMCase(ag_gemm)
+AG_GEMM = AllGatherGEMMOpInfo(ag_gemm)

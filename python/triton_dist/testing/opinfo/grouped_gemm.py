@@ -1,28 +1,38 @@
-"""Facts of the grouped GEMM."""
+"""OpInfo of the grouped GEMM."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
+from torch import Generator
 
-from triton_dist.kernels.common.case import Call, Cost, Operands, Peer, tolerance, uniform
-from triton_dist.kernels.common.gemm_case import LAYOUTS, meta
 from triton_dist.kernels.common.moe.rows import grouped_mm
-from triton_dist.kernels.common.moe_case import (
-    FIRST_PRODUCTS,
-    GroupedShape,
-    RoutedCase,
-    routed_product,
-)
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
 from triton_dist.kernels.nvidia.grouped_gemm.ways import GroupedKey, Library
 from triton_dist.runtime.device import current_device
+from triton_dist.testing.opinfo.base import (
+    LAYOUTS,
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    laid_out,
+    meta,
+    other_dtype,
+    uniform,
+)
+from triton_dist.testing.opinfo.moe import (
+    FIRST_PRODUCTS,
+    GroupedShape,
+    RoutedOpInfo,
+    routed_product,
+)
 
 MODELS = {
     name: dataclasses.replace(shape, N=shape.N // 2) for name, shape in FIRST_PRODUCTS.items()
@@ -30,12 +40,12 @@ MODELS = {
 """First products of layers, gate and up together, on one of two ranks."""
 
 
-class GroupedGEMMCase(RoutedCase):
+class GroupedGEMMOpInfo(RoutedOpInfo):
     """Operands ``A`` [M, K], ``B`` [E, K, N] and ``topk_ids`` [M, topk]: even, random."""
 
     models, shapes = MODELS, tuple(MODELS.values())
     transfer, serial = "nothing", "grouped_mm between copies"
-    overlaps = False
+    overlaps, library_algorithms = False, (Library.name,)
 
     def scaled(self, shape: GroupedShape, divisor: int, num_ranks: int) -> GroupedShape:
         M, N, K = (max(1, size // divisor) for size in (shape.M, shape.N, shape.K))
@@ -46,26 +56,20 @@ class GroupedGEMMCase(RoutedCase):
     ) -> Any:
         return nullcontext()  # it needs none
 
-    def operands(
-        self,
-        shape: GroupedShape,
-        dtype: torch.dtype,
-        num_ranks: int,
-        generator: torch.Generator | None = None,
+    def allocate(
+        self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int, generator: Generator | None
     ) -> Operands:
         A = torch.empty((shape.M, shape.K), dtype=dtype, device=current_device().torch_device)
         B = uniform((shape.E, shape.K, shape.N), dtype, generator)
         ids = torch.empty((shape.M, shape.topk), dtype=torch.int32, device=A.device)
-        operands = {"A": A, "B": B, "topk_ids": ids}
-        self.refill(operands, num_ranks, generator)
-        return operands
+        return {"A": A, "B": B, "topk_ids": ids}
 
     def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> GroupedShape:
         (E, K, N), (M, topk) = operands["B"].shape, operands["topk_ids"].shape
         return GroupedShape(M, N, K, E, topk)
 
     def refill(
-        self, operands: Operands, num_ranks: int, generator: torch.Generator | None = None
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
     ) -> None:
         """A as of a GEMM; each token goes to other experts, all different if there are so many."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
@@ -75,13 +79,10 @@ class GroupedGEMMCase(RoutedCase):
     def arguments(self, operands: Operands, ctx: Any) -> Call:
         return (operands["A"], operands["B"], operands["topk_ids"]), {}
 
-    def expected(self, operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
         return routed_product(operands["A"], operands["B"], operands["topk_ids"])
 
-    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
-        return tolerance(dtype)
-
-    def peers(self, operands: Operands, ctx: Any) -> dict[str, Peer]:
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
         """torch's grouped product, of rows that are sorted already and stay so; and with copies to
         that order and back, by our map. As they are now. ``dense``: one expert takes all rows."""
         A, B, ids = operands["A"], operands["B"], operands["topk_ids"]
@@ -94,9 +95,9 @@ class GroupedGEMMCase(RoutedCase):
             return C
 
         return {
-            "grouped_mm alone": Peer("gemm", lambda: grouped_mm(rows, B, ends)),
-            "dense": Peer("gemm", lambda: torch.mm(rows, B[0])),
-            self.serial: Peer("peer", whole, lambda: self.expected(operands)),
+            "grouped_mm alone": Baseline("gemm", lambda: grouped_mm(rows, B, ends)),
+            "dense": Baseline("gemm", lambda: torch.mm(rows, B[0])),
+            self.serial: Baseline("peer", whole, lambda: self.reference(operands)),
         }
 
     def cost(self, shape: GroupedShape, dtype: torch.dtype, num_ranks: int) -> Cost:
@@ -110,23 +111,16 @@ class GroupedGEMMCase(RoutedCase):
             link_bytes=0,
         )
 
-    def is_own(self, config: Mapping[str, Any]) -> bool:
-        return bool(config["way"] != Library.name)
-
-    def way(self, config: Mapping[str, Any]) -> Hashable:
-        return str(config["way"])
-
-    def bad_calls(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         A, B, ids = good["A"], good["B"], good["topk_ids"]
         (M, K), N = A.shape, B.shape[2]
-        other = torch.bfloat16 if A.dtype is not torch.bfloat16 else torch.float16
         return {
             "A": {"A": None},
             "B": {"B": "B"},
             "topk_ids": {"topk_ids": ids.tolist()},
             "gemm_config (no tiles)": {"gemm_config": triton.Config({})},
             "A.dtype": {"A": A.int()},
-            "B.dtype": {"B": B.to(other)},
+            "B.dtype": {"B": B.to(other_dtype(A.dtype))},
             "B.device": {"B": B.to("meta")},
             "topk_ids.device": {"topk_ids": ids.to("meta")},
             "A.requires_grad": {"A": A.clone().requires_grad_()},
@@ -154,18 +148,13 @@ class GroupedGEMMCase(RoutedCase):
         sizes = (shape.M, shape.N, shape.K, shape.E, shape.topk)
         return GroupedKey(*sizes, dtype, "row-major", "token", "route", None)
 
-    def recorded_call(self, key: GroupedKey) -> Call:
+    def inputs_for(self, key: GroupedKey) -> Call:
         M, N, K, E, topk, dtype, layout, rows, order, activation = key
         A = meta(dtype, M if rows == "token" else M * topk, K)
-        if layout == "row-major":
-            B = meta(dtype, E, K, N)
-        elif layout == "column-major":
-            B = meta(dtype, E, N, K).transpose(1, 2)
-        else:
-            B = meta(dtype, E, K, 2 * N)[:, :, ::2]
+        B = laid_out(layout, dtype, E, K, N)
         return (A, B, meta(torch.int32, M, topk)), {"order": order, "activation": activation}
 
-    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+    def sample_keys(self) -> Iterator[GroupedKey]:
         for rows in (16, 1024):
             for layout in LAYOUTS:
                 for order in ("route", "sorted"):
@@ -178,4 +167,4 @@ class GroupedGEMMCase(RoutedCase):
         """Nothing: a call leaves nothing behind."""
 
 
-CASE = GroupedGEMMCase(grouped_gemm)
+GROUPED_GEMM = GroupedGEMMOpInfo(grouped_gemm)

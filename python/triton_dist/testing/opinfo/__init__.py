@@ -1,0 +1,28 @@
+"""OpInfos of all ops, for tests, scripts, benchmarks and timelines; no op reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
+from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
+from triton_dist.testing.opinfo.base import OpInfo
+from triton_dist.testing.opinfo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from triton_dist.testing.opinfo.gemm import GEMMOpInfo
+from triton_dist.testing.opinfo.gemm_allreduce import GEMM_AR
+from triton_dist.testing.opinfo.gemm_reduce_scatter import GEMM_RS
+from triton_dist.testing.opinfo.grouped_gemm import GROUPED_GEMM
+from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR, MOE_REDUCE_RS
+
+GEMM_OPINFOS: dict[str, GEMMOpInfo] = {info.name: info for info in (AG_GEMM, GEMM_AR, GEMM_RS)}
+"""GEMMs across ranks, by the name of the op."""
+OPINFOS: dict[str, OpInfo[Any]] = {
+    info.name: info
+    for info in (
+        AG_GEMM, AG_GROUP_GEMM, ALL_GATHER, ALL_REDUCE, GEMM_AR, GEMM_RS, GROUPED_GEMM,
+        REDUCE_SCATTER, MOE_REDUCE_AR, MOE_REDUCE_RS,
+    )
+}  # fmt: skip
+"""All ops, by name."""
+OVERLAPPED_OPINFOS = {name: info for name, info in OPINFOS.items() if info.overlaps}
+"""Ops that hide a collective behind arithmetic."""

@@ -1,0 +1,270 @@
+"""OpInfos of the plain collectives: all-reduce, reduce-scatter and all-gather."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Generator
+
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.nvidia import (
+    all_gather,
+    all_reduce,
+    create_all_gather_ctx,
+    create_allreduce_ctx,
+    create_reduce_scatter_ctx,
+    reduce_scatter,
+)
+from triton_dist.runtime.device import current_device
+from triton_dist.runtime.ranks import group_for
+from triton_dist.testing.opinfo.base import (
+    Baseline,
+    Call,
+    Cost,
+    Group,
+    Operands,
+    OpInfo,
+    meta,
+    other_dtype,
+    symmetric_all_reduces,
+    tolerance,
+    uniform,
+)
+
+LIBRARY, IN_PLACE = "library", "library, in place"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of the whole: of what a rank has before it or, of an all-gather, after it."""
+
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes"
+
+
+class CollectiveOpInfo(OpInfo[Size]):
+    """A collective of ``x``, U(-1, 1), of one dimension.
+
+    Attributes:
+        scatters: a rank gets the sum's shard; else all of the result.
+    """
+
+    shape, serial, overlaps = Size, LIBRARY, False
+    shapes = tuple(Size(1 << exponent) for exponent in range(14, 29))
+    scatters: ClassVar[bool] = False
+
+    @abstractmethod
+    def create(self, *args: Any, **options: Any) -> Any:
+        """Call the op's ``create_…``."""
+
+    @abstractmethod
+    def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return the result of the group's collective (NCCL, gloo on CPU ranks), out of place."""
+
+    def scaled(self, shape: Size, divisor: int, num_ranks: int) -> Size:
+        return Size(max(1, shape.nbytes // divisor))
+
+    def context(self, shape: Size, dtype: torch.dtype, group: Any = None, **options: Any) -> Any:
+        """With room for one element of each rank at least."""
+        ranks = group_for(group)
+        room = max(shape.nbytes, ranks.size * dtype.itemsize)
+        return self.create(room, ranks.rank, ranks.size, ranks.size, group=group, **options)
+
+    def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
+        """Elements of x: a multiple of the ranks, at least one for each."""
+        return max(1, shape.nbytes // dtype.itemsize // num_ranks) * num_ranks
+
+    def allocate(
+        self, shape: Size, dtype: torch.dtype, num_ranks: int, generator: Generator | None
+    ) -> Operands:
+        elements = self.elements(shape, dtype, num_ranks)
+        return {"x": torch.empty(elements, dtype=dtype, device=current_device().torch_device)}
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
+        return Size(operands["x"].nbytes)
+
+    def refill(
+        self, operands: Operands, num_ranks: int, generator: Generator | None = None
+    ) -> None:
+        x = operands["x"]
+        x.copy_(uniform(x.shape, x.dtype, generator))
+
+    def arguments(self, operands: Operands, ctx: Any) -> Call:
+        return (operands["x"], ctx), {}
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        """Own part of the sum: added in fp32, rounded once."""
+        x = operands["x"]
+        total = x.float()
+        dist.all_reduce(total, group=group)
+        if self.scatters:
+            total = total.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+        return total.to(x.dtype)
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        return tolerance(dtype, num_ranks)
+
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        """The library's, out of place."""
+        x, group = operands["x"], ctx.group
+        return {LIBRARY: self.whole(lambda: self.library(x, group), operands, group)}
+
+    def whole(self, call: Any, operands: Operands, group: Group) -> Baseline:
+        """Return other code for the collective."""
+        return Baseline("peer", call, lambda: self.reference(operands, group))
+
+    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """The whole is read, and written or the shard of it; what is not the own crosses links."""
+        nbytes = shape.nbytes
+        return Cost(
+            dtype,
+            flops=0,
+            read_bytes=nbytes,
+            written_bytes=nbytes / num_ranks if self.scatters else nbytes,
+            link_bytes=nbytes * (num_ranks - 1) / num_ranks,
+        )
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        x = good["x"]
+        columns = x.new_ones(x.numel(), 2)
+        return {
+            "x": {"x": None},
+            "x (of another library)": {"x": x.cpu().numpy()},
+            "x.dtype": {"x": x.int()},
+            "x.device": {"x": x.to("meta")},
+            "x.stride()": {"x": columns[:, 0]},
+            "x.shape": {"x": x[:0]},
+            "output.dtype": {"output": x.to(other_dtype(x.dtype))},
+            "output.device": {"output": x.to("meta")},
+            "output.shape": {"output": x[:3]},
+            "output.stride()": {"output": columns[:, 0]},
+            "output": {"output": "output"},
+            "straggler_option": {"straggler_option": {}},
+            "method": {"method": "one_shot"},
+            "way": {"way": "ring"},
+        }
+
+    def inputs_for(self, key: Any) -> Call:
+        """The largest size of the bucket, which always fits vectors."""
+        elements, dtype, _, num_ranks, *_ = key
+        x = meta(dtype, elements * (num_ranks if self.scatters else 1))
+        device = SimpleNamespace(torch_device=x.device)
+        ctx = SimpleNamespace(
+            num_ranks=num_ranks, buffer=SimpleNamespace(device=device), workspace_nbytes=1 << 40
+        )
+        return (x, ctx), {}
+
+    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+        for exponent in range(10, 22):
+            for dtype in (torch.bfloat16, torch.float32):
+                yield 1 << exponent, dtype, True, 4
+
+
+class AllReduceOpInfo(CollectiveOpInfo):
+    """Operand ``x``; gives its sum."""
+
+    transfer = "all-reduce"
+    create = staticmethod(create_allreduce_ctx)
+
+    def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return vendor.all_reduce(x.clone(), group)
+
+    def baselines(self, operands: Operands, ctx: Any) -> dict[str, Baseline]:
+        """Also torch's own over symmetric memory on GPUs, whose input is copied there first; and
+        the library's in place, without the copy, on zeros, unchecked."""
+        x, group = operands["x"], ctx.group
+        zeros = torch.zeros_like(x)
+        symmetric = symmetric_all_reduces(x, lambda staged: staged.copy_(x), group)
+        return {
+            **super().baselines(operands, ctx),
+            **{name: self.whole(call, operands, group) for name, call in symmetric.items()},
+            IN_PLACE: Baseline("peer", lambda: vendor.all_reduce(zeros, group)),
+        }
+
+    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+        """Each shard crosses the links to the rank that adds it, and its sum back to all."""
+        cost = super().cost(shape, dtype, num_ranks)
+        return dataclasses.replace(cost, link_bytes=2 * cost.link_bytes)
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        packets = {"packets": True, "way": "two_shot"}
+        return {**super().error_inputs(good, num_ranks), "packets": packets}
+
+    def inputs_for(self, key: Any) -> Call:
+        *_, method, in_place = key
+        (x, ctx), _ = super().inputs_for(key)
+        return (x, ctx), {"method": method, **({"output": x} if in_place else {})}
+
+    def sample_keys(self) -> Iterator[tuple[Any, ...]]:
+        for exponent in range(10, 22):
+            for in_place in (False, True):
+                yield 1 << exponent, torch.bfloat16, True, 4, None, in_place
+
+
+class ShardOpInfo(CollectiveOpInfo):
+    """A collective that moves shards; x is no larger than its context allows."""
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        x = good["x"]
+        return {
+            **super().error_inputs(good, num_ranks),
+            "x.nbytes": {"x": x.new_ones(x.numel() + num_ranks)},
+            "x.shape (no rows)": {"x": x[0]},
+        }
+
+
+class ReduceScatterOpInfo(ShardOpInfo):
+    """Operand ``x``; gives the own shard of its sum."""
+
+    transfer, scatters = "reduce-scatter", True
+    create = staticmethod(create_reduce_scatter_ctx)
+
+    def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return vendor.reduce_scatter(x, group)
+
+    def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
+        bad = super().error_inputs(good, num_ranks)
+        return {**bad, "x.shape (not a multiple)": {"x": good["x"][:-1]}}
+
+
+class AllGatherOpInfo(ShardOpInfo):
+    """Operand ``x``, the own shard; gives the shards of all ranks one after the other."""
+
+    transfer = "all-gather"
+    create = staticmethod(create_all_gather_ctx)
+
+    def elements(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> int:
+        return super().elements(shape, dtype, num_ranks) // num_ranks
+
+    def shape_of(self, operands: Mapping[str, Any], num_ranks: int) -> Size:
+        return Size(operands["x"].nbytes * num_ranks)
+
+    def library(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return vendor.all_gather_rows(x, group)
+
+    def reference(self, operands: Operands, group: Group = None) -> torch.Tensor:
+        return vendor.all_gather_rows(operands["x"], group)
+
+    def tolerance(self, dtype: torch.dtype, num_ranks: int) -> float:
+        """None: elements are copied."""
+        return 0.0
+
+    def cost(self, shape: Size, dtype: torch.dtype, num_ranks: int) -> Cost:
+        nbytes, shard = shape.nbytes, shape.nbytes / num_ranks
+        return Cost(
+            dtype, flops=0, read_bytes=shard, written_bytes=nbytes, link_bytes=nbytes - shard
+        )
+
+
+ALL_REDUCE = AllReduceOpInfo(all_reduce)
+REDUCE_SCATTER = ReduceScatterOpInfo(reduce_scatter)
+ALL_GATHER = AllGatherOpInfo(all_gather)
