@@ -408,22 +408,25 @@ def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_launch_with_one_line(launch: Launcher, number: signal.Signals) -> None:
-    (launch.folder / "waits.py").write_text(
-        "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
-    )
-    process = subprocess.Popen(
-        ["bash", str(LAUNCHER), "waits.py"], env=launch.environment | {"TORCHRUN": ""},
-        cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert errors.endswith(f"launch.sh: ended by {number.name}\n")
-    assert "torch" not in errors[errors.index("waits.py") :], "lines of torchrun"
+def test_a_signal_ends_a_launch_with_one_line(launch: Launcher) -> None:
+    (launch.folder / "waits.py").write_text("import time\nprint(1, flush=True)\ntime.sleep(60)\n")
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    started = [
+        subprocess.Popen(
+            ["bash", str(LAUNCHER), "waits.py"], env=launch.environment | {"TORCHRUN": ""},
+            cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in numbers
+    ]  # fmt: skip
+    for process, number in zip(started, numbers, strict=True):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        process.send_signal(number)
+    for process, number in zip(started, numbers, strict=True):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert errors.endswith(f"launch.sh: ended by {number.name}\n")
+        assert "torch" not in errors[errors.index("waits.py") :], "lines of torchrun"
 
 
 def test_requirements_are_those_of_pyproject() -> None:

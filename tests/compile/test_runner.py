@@ -745,6 +745,8 @@ def test_dump(tmp_path, capfd, monkeypatch):
     assert said.endswith(f"{folder}: 1 kernel, 1 new\n")
     assert main(["dump", "--to", str(folder), "--levels", "foo", "--", "true"]) == 2
     assert main(["dump", "--to", str(tmp_path / "none"), "--", "true"]) == 1
+    killed = ["bash", "-c", "kill -TERM $$"]
+    assert main(["dump", "--to", str(tmp_path / "none"), "--", *killed]) == 143
 
 
 def test_two_dumps_are_compared_by_level_and_part(exported, tmp_path, monkeypatch, capsys):

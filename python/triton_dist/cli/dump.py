@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(_ROW.format(*row) for row in (_HEAD, *rows)), file=sys.stderr)
     new = len(set(sides) - before)
     print(f"{folder}: {counted(len(sides), 'kernel')}, {new} new", file=sys.stderr)
-    return status or int(not sides)
+    return 128 - status if status < 0 else status or int(not sides)
 
 
 def _levels(raw: str) -> tuple[str, ...]:
