@@ -25,7 +25,7 @@ from tests.contextual.kernels import (
 )
 from triton_dist._tuning.engine.contextual.opening import as_config
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.errors import TuningWarning
+from triton_dist.errors import InvalidArgument, TuningWarning
 
 X = torch.arange(64.0)
 
@@ -143,6 +143,14 @@ def test_an_optional_buffer_that_is_none_is_left_alone(option):
     out = torch.full((1,), 5.0)
     function(kernel, torch.ones(32), out)
     assert float(out) in ((1.0, 2.0) if option == "reset_to_zero" else (6.0, 7.0))
+
+
+@pytest.mark.parametrize("option", ["reset_to_zero", "restore_value"])
+def test_a_buffer_that_is_no_argument_is_refused(option):
+    kernel = autotuned(add_kernel, configs(16, 32), **{option: ["x_pt"]})
+    said = f"add_kernel: {option} is 'x_pt', expected arguments of the kernel: x_ptr, n, BLOCK"
+    with pytest.raises(InvalidArgument, match=said):
+        contextual_autotune()(add)(kernel, X.clone())
 
 
 def test_hooks_of_the_tuner():

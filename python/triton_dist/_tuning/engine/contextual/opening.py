@@ -40,7 +40,7 @@ from triton_dist._tuning.values import (
     validity,
 )
 from triton_dist._warn import warn
-from triton_dist.errors import NoValidConfig, TuningFrozen, TuningWarning
+from triton_dist.errors import InvalidArgument, NoValidConfig, TuningFrozen, TuningWarning
 
 
 def as_config(config: Any) -> Config:
@@ -72,10 +72,11 @@ def open_context(
         RankDisagreement: ranks launch different kernels, or come with other keys, configs or
             sources; on every rank.
         RankTimeout: a rank launches none.
+        InvalidArgument: a buffer to reset or restore is no argument of the kernel.
         NoValidConfig: the leader's pruning leaves nothing.
     """
     name = kernel_name(tuner)
-    _warn_of_unknown_keys(name, tuner)
+    _check_names(name, tuner)
     own = _Own(tuner, prune)
     key = Key.of(name, tuple(map(_with_text, triton_key)), parts.hardware)
     fingerprint = parts.fingerprint(tuner, own.space)
@@ -220,8 +221,14 @@ def _with_text(value: object) -> object:
     return value
 
 
-def _warn_of_unknown_keys(name: str, tuner: Any) -> None:
-    """Triton before 3.9 drops them silently: one config for all values."""
+def _check_names(name: str, tuner: Any) -> None:
+    """Refuse unknown names of buffers, whose values would be wrong after a tuning. Warn of unknown
+    key names: Triton before 3.9 drops them silently and uses one config for all values."""
+    for option in ("reset_to_zero", "restore_value"):
+        for buffer in getattr(tuner, option):
+            if buffer not in tuner.arg_names:
+                expected = f"arguments of the kernel: {', '.join(tuner.arg_names)}"
+                raise InvalidArgument(name, option, buffer, expected)
     unknown = [key for key in tuner.keys if key not in tuner.arg_names]
     if unknown:
         warn(
