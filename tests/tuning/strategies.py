@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -137,3 +138,14 @@ def records(draw: st.DrawFn) -> TuningRecord:
         timestamp="2030-01-01T00:00:00+00:00",
         seconds=draw(milliseconds),
     )
+
+
+def edits(tree: Any) -> Iterator[None]:
+    """Edit ``tree`` in one place after another; each edit is undone before the next."""
+    for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
+        before = tree[name]
+        if isinstance(before, (dict, list)):
+            yield from edits(before)
+        tree[name] = "edited" if isinstance(before, str) else 7.25
+        yield
+        tree[name] = before

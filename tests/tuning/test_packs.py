@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
-from tests.tuning.strategies import configs, keys, measurements
+from tests.tuning.strategies import configs, edits, keys, measurements
 from triton_dist._archive import PACKAGE_RECORDS, pack_places
 from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, packs
 from triton_dist._tuning.store.layout import readable_json
@@ -44,9 +44,11 @@ def one(folder: Path | None = None, **options: Any) -> Rank:
     return Rank(ranks, SPACE, lambda _, config: config["n"], disk=LayeredStore(layers), **options)
 
 
-def tree_of(*keys: int) -> Any:
+def tree_of(*keys: int, checksum: bool = False) -> Any:
+    """A pack; without its checksum, so that a test may edit it."""
     rank = one()
-    return pack([rank.tuned.tune(key) for key in keys])
+    tree = pack([rank.tuned.tune(key) for key in keys])
+    return tree if checksum else {name: tree[name] for name in tree if name != "checksum"}
 
 
 def written(tree: Any, folder: Path, name: str = "run.fake.json") -> Path:
@@ -241,6 +243,14 @@ def test_a_damaged_file_is_one_warning_and_a_miss(how, tmp_path):
     assert [warning.category for warning in caught] == [CacheWarning]
     assert str(caught[0].message).startswith(f"pack {path} is not used: ")
     assert path.read_text(encoding="utf-8") == damaged  # it is not ours to move
+
+
+def test_whatever_is_edited_in_a_pack_is_noticed():
+    tree = tree_of(1, checksum=True)
+    assert len(list(unpack(json.loads(json.dumps(tree, indent=4))))) == 1
+    for _ in edits(tree):
+        with pytest.raises(ValueError, match=r"checksum does not fit|no pack|a later one wrote it"):
+            list(unpack(tree))
 
 
 def test_a_later_format_is_said():

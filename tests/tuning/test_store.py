@@ -12,10 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import filelock
 import pytest
@@ -23,7 +21,7 @@ import triton
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.tuning.strategies import Method, records
+from tests.tuning.strategies import Method, edits, records
 from tests.tuning.test_record import record
 from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore, ReadOnlyStore, readonly
 from triton_dist._tuning.store.layout import readable_json, with_checksum
@@ -450,17 +448,6 @@ def test_whatever_is_in_a_file_is_a_record_or_a_miss(tmp_path, tree):
         warnings.simplefilter("ignore", CacheWarning)
         assert all(each.key == RECORD.key for each in found(FileStore(tmp_path)))
         path.unlink(missing_ok=True)
-
-
-def edits(tree: Any) -> Iterator[None]:
-    """Edit ``tree`` in one place after another; each edit is undone before the next."""
-    for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
-        before = tree[name]
-        if isinstance(before, (dict, list)):
-            yield from edits(before)
-        tree[name] = "edited" if isinstance(before, str) else 7.25
-        yield
-        tree[name] = before
 
 
 def test_whatever_is_edited_in_a_record_is_noticed_but_not_its_layout(tmp_path):

@@ -14,6 +14,8 @@ from triton_dist.errors import InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 
+_LARGEST_JSON = 1 << 24
+
 
 def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
     """Write ``kernel`` at ``levels``, with what it was made for, into ``folder``; returns it.
@@ -89,7 +91,10 @@ def content(path: Path) -> bytes:
 
 def _read(side: Path, function: str) -> About:
     try:
-        tree = codec.loads(content(side))
+        text = content(side)
+        if len(text) > _LARGEST_JSON:
+            raise ValueError(f"{len(text)} bytes, the limit is {_LARGEST_JSON}")
+        tree = codec.loads(text)
         if "triton_dist_artefact" in tree:
             about: About | None = About.from_tree(tree)
         else:

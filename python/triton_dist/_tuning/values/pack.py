@@ -8,6 +8,7 @@ once for all of them, so that a few hundred fit into a file that a person can re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,12 +109,20 @@ def _assembled(about: Mapping[str, codec.Tree], results: Iterable[_Result]) -> c
         configs |= each.configs
         group = groups.setdefault(codec.text(each.common), {**each.common, "results": []})
         group["results"].append(each.result)
-    return {
+    tree = {
         "pack": PACK_FORMAT,
         **about,
         "configs": dict(sorted(configs.items())),
         "groups": list(groups.values()),
     }
+    return {**tree, "checksum": _checksum(tree)}
+
+
+def _checksum(tree: codec.Tree) -> str:
+    """Hash all of ``tree`` but its checksum. The layout of the file does not count."""
+    parts = {name: part for name, part in tree.items() if name != "checksum"}
+    text = json.dumps(parts, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
@@ -127,6 +136,12 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
         raise ValueError("it is no pack of tuning records")
     if tree["pack"] > PACK_FORMAT:
         raise NewerSchema(tree["pack"], PACK_FORMAT)
+    try:
+        fits = "checksum" not in tree or tree["checksum"] == _checksum(tree)
+    except RecursionError:
+        fits = False
+    if not fits:  # packs of earlier versions have none
+        raise ValueError("its checksum does not fit: it was edited, or is damaged")
     try:
         # Results have most configs in common: each one's digest is made once.
         digests = {name: codec.digest(config) for name, config in tree["configs"].items()}
