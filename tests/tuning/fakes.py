@@ -17,6 +17,7 @@ from triton_dist._tuning.engine.parts import Hooks, Parts, Settings, Surrounding
 from triton_dist._tuning.search import Brief, Exhaustive
 from triton_dist._tuning.store import FileJournal, FileLog, LayeredStore, MemoryStore
 from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, Sizes
+from triton_dist.runtime.random import RandomState
 from triton_dist.runtime.ranks import StoreRanks
 
 SECONDS = 5.0
@@ -220,6 +221,7 @@ class Rank:
             journal=lambda key: FileJournal(self.folder / f"{key.digest}.journal"),
             log=lambda key: FileLog(self.folder / f"{key.digest}.json", self.ranks.rank),
             compiler=None if self.compiler is None else lambda: self.compiler,
+            random_state=RandomState,
         )
 
     @property

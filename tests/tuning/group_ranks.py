@@ -217,3 +217,18 @@ def fails_before_a_collective(contextual: bool) -> str:
     if dist.get_rank() == 1:
         dist.all_reduce(total)
     return said[0] if said else ""
+
+
+def numbers_after_a_tuning() -> list[tuple[int, list[float]]]:
+    """The number of tunings on this rank, and what it draws in a call and afterwards: where only
+    rank 1 tunes, and where all ranks do."""
+    found = []
+    for scope in ("rank", "world"):
+        op = autotune([{"n": 1}, {"n": 2}], lambda x: x, scope=scope)(lambda x, n: torch.rand(2))
+        if scope == "rank" and dist.get_rank() == 0:
+            op(1)
+        before = op.tuning_count
+        torch.manual_seed(7)
+        numbers = [*op(1).tolist(), *torch.rand(2).tolist()]
+        found.append((op.tuning_count - before, numbers))
+    return found

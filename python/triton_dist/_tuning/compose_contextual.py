@@ -25,6 +25,7 @@ from triton_dist._tuning.values import ConfigSpace, Fingerprint, Policy, codec
 from triton_dist.debugging import modes
 from triton_dist.errors import InvalidArgument
 from triton_dist.runtime.inherited import InheritedValue, in_backward
+from triton_dist.runtime.random import RandomState
 from triton_dist.runtime.ranks import default_group, group_for
 from triton_dist.runtime.tracing import is_traced
 from triton_dist.runtime.triton_compat import is_interpreting
@@ -92,6 +93,7 @@ def contextual_autotune(
             group,
             composer.ranks,
             is_off,
+            functools.partial(RandomState, torch_only=True),
         )
 
     return decorate

@@ -230,6 +230,16 @@ class Log(Protocol):
     def close(self) -> None: ...
 
 
+class RandomState(Protocol):
+    """States of the random number generators, as they were when this was made."""
+
+    def rewind(self, numpy: bool = True) -> None:
+        """Set the generators to these states; ``numpy``: NumPy's too, which takes longest."""
+
+    def has_moved(self) -> bool:
+        """True if torch's generators are in other states now."""
+
+
 class Fingerprinter(Protocol):
     """Says what this rank's result depends on besides the key."""
 

@@ -30,6 +30,7 @@ from triton_dist.runtime import marking
 from triton_dist.runtime.compiling import CompilePool, shipped
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.inherited import InheritedValue
+from triton_dist.runtime.random import RandomState
 from triton_dist.runtime.sharing import ranks_per_gpu
 from triton_dist.runtime.triton_compat import software_versions
 from triton_dist.runtime.waits import bounded_waits, settling
@@ -135,6 +136,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         settling=functools.partial(settling, device, seconds),
         gate=gate_of(ranks).turn,
         compiler=CompilePool if device.name == "cuda" else None,
+        random_state=RandomState,
     )
 
 

@@ -1,4 +1,4 @@
-"""Seeds and random operands."""
+"""Seeds, states of the random number generators, and random operands."""
 
 from __future__ import annotations
 
@@ -25,6 +25,48 @@ def init_seed(seed: int = 0) -> None:
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+class RandomState:
+    """The states of the random number generators that a call may draw from.
+
+    These are torch's generators of the CPU and of each GPU, each ``torch.Generator`` among
+    ``values``, and the global ones of Python and NumPy. CUDA is not initialised for this. While
+    the current stream is captured, generators of GPUs cannot be read, and are left alone.
+    """
+
+    def __init__(self, values: Any = (), torch_only: bool = False) -> None:
+        generators = [torch.default_generator, *_generators(values)]
+        if torch.cuda.is_initialized():
+            generators += torch.cuda.default_generators
+            if torch.cuda.is_current_stream_capturing():
+                generators = [each for each in generators if each.device.type != "cuda"]
+        self._torch = [(each, each.get_state()) for each in generators]
+        self._python = None if torch_only else random.getstate()
+        self._numpy = None if torch_only else np.random.get_state(legacy=False)
+
+    def rewind(self, numpy: bool = True) -> None:
+        """Set the generators to these states. NumPy's takes 60 µs, the others together 5."""
+        for generator, state in self._torch:
+            generator.set_state(state)
+        if self._python is not None:
+            random.setstate(self._python)
+        if numpy and self._numpy is not None:
+            np.random.set_state(self._numpy)
+
+    def has_moved(self) -> bool:
+        """True if torch's generators are in other states now."""
+        return any(not torch.equal(each.get_state(), state) for each, state in self._torch)
+
+
+def _generators(value: Any) -> Iterator[torch.Generator]:
+    if isinstance(value, torch.Generator):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _generators(each)
+    elif isinstance(value, dict):
+        yield from _generators(list(value.values()))
 
 
 def rand_tensor(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.values.show import said
 from triton_dist.errors import TuningTimeout
 
@@ -32,6 +33,7 @@ class FirstUse:
         remedy: how to tune again.
         votes: every rank calls the function now, and may tune.
         restores: the function changes its arguments, so a rank that ran it cannot repeat it.
+        random_state: of the generators before the call.
     """
 
     ranks: Conversation
@@ -39,6 +41,7 @@ class FirstUse:
     remedy: str
     votes: bool
     restores: bool
+    random_state: RandomState
 
     def run(self, call: Callable[[], Any]) -> tuple[Any, str]:
         """Return the result of ``call`` and an empty text. If the config is unusable on some rank,
@@ -52,13 +55,17 @@ class FirstUse:
         except Exception as error:
             why = self._agreed(said(error) if _is_unusable(error) else None)
             if why:
+                self.random_state.rewind()
                 return None, why
             add_note(error, f"triton_dist: {self.source} was used. {self.remedy}")
             raise
         except BaseException as error:  # the others must not wait for this rank
             self.ranks.leave(error)
             raise
-        return result, self._agreed("")
+        why = self._agreed("")
+        if why:
+            self.random_state.rewind()
+        return result, why
 
     def _agreed(self, failure: str | None) -> str:
         """Tell the other ranks how the call ended here. Return why all ranks tune again, or an

@@ -13,6 +13,7 @@ from triton_dist._tuning.protocols import (
     Fingerprinter,
     Journal,
     Log,
+    RandomState,
     RankGroup,
     Search,
     Store,
@@ -141,6 +142,8 @@ class Common:
     that the one inside waits for: a tuned function may call a tuned function."""
     compiler: Callable[[], Compiler] | None
     """``None`` where nothing is compiled."""
+    random_state: Callable[[Any], RandomState]
+    """Takes the arguments of a call, which may hold generators."""
 
 
 @dataclass(frozen=True, kw_only=True)

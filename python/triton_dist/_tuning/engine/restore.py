@@ -1,4 +1,4 @@
-"""Arguments that the tuned function changes: as they were before each run of a tuning."""
+"""State that the tuned function changes: as it was before each run of a tuning."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from triton_dist._tuning.protocols import RandomState
 from triton_dist.errors import InvalidArgument
 
 
 class Restorer:
-    """The tensors among some arguments of one call.
+    """The tensors among some arguments of one call, and the random number generators.
 
     Args:
+        random_state: of the generators before the call.
         function: the tuned function; its signature says which argument is which.
         names: of the arguments; each a tensor, or tuples, lists and dicts of tensors.
 
@@ -21,8 +23,14 @@ class Restorer:
     """
 
     def __init__(
-        self, function: Callable[..., Any], names: Sequence[str], args: Any, kwargs: Any
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        args: Any,
+        kwargs: Any,
+        random_state: RandomState,
     ) -> None:
+        self._random_state = random_state
         self._tensors: list[Any] = []
         self._copies: list[Any] = []
         if not names:
@@ -43,7 +51,8 @@ class Restorer:
         self._copies = [tensor.clone() for tensor in self._tensors]
 
     def restore(self) -> None:
-        """Make the tensors what they were when they were kept."""
+        """Make the tensors what they were when they were kept, and rewind the generators."""
+        self._random_state.rewind(numpy=False)
         for tensor, copy in zip(self._tensors, self._copies, strict=False):
             tensor.copy_(copy)
 

@@ -29,7 +29,7 @@ from triton_dist._tuning.engine.restore import Restorer
 from triton_dist._tuning.engine.transfer import Transfer
 from triton_dist._tuning.engine.varied import sampled_calls
 from triton_dist._tuning.engine.watchdog import watchdog
-from triton_dist._tuning.protocols import Search
+from triton_dist._tuning.protocols import RandomState, Search
 from triton_dist._tuning.values import (
     Config,
     Fingerprint,
@@ -74,7 +74,10 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         TuningTimeout: a rank did not come to some step; on every rank that is there.
         NoValidConfig: nothing was left by ``prune_fn``, or every config failed; on every rank.
     """
-    first = _FirstCall(subject, parts, call)
+    # What a first call draws, in trials or hooks, a later call does not: the numbers that a program
+    # computes must not depend on whether it tuned.
+    random_state = parts.random_state((call.args, call.kwargs))
+    first = _FirstCall(subject, parts, call, random_state)
     try:
         with watchdog.paused():
             return first.resolve()
@@ -83,6 +86,7 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         raise
     finally:
         first.end()
+        random_state.rewind()
 
 
 def _hint(call: Call) -> str:
@@ -97,8 +101,11 @@ def _hint(call: Call) -> str:
 
 
 class _FirstCall:
-    def __init__(self, subject: Subject, parts: Parts, call: Call) -> None:
+    def __init__(
+        self, subject: Subject, parts: Parts, call: Call, random_state: RandomState
+    ) -> None:
         self._subject, self._parts, self._call = subject, parts, call
+        self._random_state = random_state
         limits = (parts.settings.seconds, parts.settings.grace)
         self.ranks = self._ranks = Conversation(
             parts.ranks,
@@ -183,7 +190,8 @@ class _FirstCall:
         )
         votes = meeting.runs and not (meeting.frozen or meeting.capturing)
         source = f"config {config} of the tuning record {where}"
-        return FirstUse(self._ranks, source, remedy, votes, bool(self._subject.hooks.restore))
+        restores = bool(self._subject.hooks.restore)
+        return FirstUse(self._ranks, source, remedy, votes, restores, self._random_state)
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
@@ -314,7 +322,8 @@ class _FirstCall:
 
     def _restorer(self) -> Restorer:
         call, subject = self._call, self._subject
-        return Restorer(subject.function, subject.hooks.restore, call.args, call.kwargs)
+        about = (subject.hooks.restore, call.args, call.kwargs)
+        return Restorer(subject.function, *about, self._random_state)
 
     def _try(self, field: Field, progress: Progress, report: Report, restorer: Restorer) -> None:
         """Do what the search asks for, until it asks for nothing more."""

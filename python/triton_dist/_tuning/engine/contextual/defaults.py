@@ -7,12 +7,14 @@ from typing import Any
 
 from triton_dist._tuning.engine.contextual.interception import Interception
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
+from triton_dist._tuning.protocols import RandomState
 
 
 class Defaults:
     """In place of a session. Nothing is looked up, measured or kept."""
 
     calls = 1
+    random_state: RandomState | None = None
 
     def __init__(self, interception: Interception) -> None:
         self._interception = interception
@@ -29,6 +31,9 @@ class Defaults:
 
     def run(self, call: Callable[[], Any]) -> Any:
         return call()
+
+    def has_drawn(self) -> bool:
+        return False
 
     def end_call(self) -> bool:
         return True

@@ -26,7 +26,7 @@ from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated
-from triton_dist._tuning.protocols import RankGroup
+from triton_dist._tuning.protocols import RandomState, RankGroup
 from triton_dist._tuning.values.show import said
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import TritonDistError
@@ -63,17 +63,20 @@ class ContextualAutoTuner(Decorated):
         default_group: Any,
         ranks: Callable[[], RankGroup],
         is_off: Callable[[], bool],
+        torch_state: Callable[[Any], RandomState],
     ) -> None:
         """
         Args:
             default_group: has the group of all ranks in ``WORLD``; in another one all is chosen
                 again.
             is_off: nothing is tuned now, and defaults are used.
+            torch_state: states of torch's generators, with those among some arguments.
         """
         super().__init__(fn)
         self.tuning_calls = 0
         self._compose, self._interception, self._ranks = compose, interception, ranks
         self._default_group, self._is_off_now = default_group, is_off
+        self._torch_state, self._draws = torch_state, False
         self._contexts: Contexts = {}
         self._chosen_in: object = None
         """The world that ``_contexts`` are of."""
@@ -92,6 +95,7 @@ class ContextualAutoTuner(Decorated):
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The settled function; notices kernels and keys that are new."""
         interception, watch = self._interception, (self, get_ident())
+        before = self._torch_state((args, kwargs)) if self._draws else None
         interception.watch(watch)
         try:
             result = self.fn(*args, **kwargs)
@@ -101,7 +105,7 @@ class ContextualAutoTuner(Decorated):
             raise
         finally:
             interception.unwatch(watch)
-        return self._continue(watch, args, kwargs, result) if interception.late else result
+        return self._continue(watch, args, kwargs, result, before) if interception.late else result
 
     def choices(self) -> dict[str, Any]:
         """The ``triton.Config`` of each kernel and key that this function has met."""
@@ -141,7 +145,7 @@ class ContextualAutoTuner(Decorated):
 
     @held_warnings()
     def _tune(self, outer: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._session() as session:
+        with self._session((args, kwargs)) as session:
             call = Call(self, outer, session)
             result = session.run(lambda: self._run(call, args, kwargs))
         self._settle(session)
@@ -158,14 +162,15 @@ class ContextualAutoTuner(Decorated):
         finally:
             interception.leave(call)
 
-    def _session(self) -> Session:
+    def _session(self, values: Any = ()) -> Session:
         world = self._default_group.WORLD
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world
         with self._told():
             parts = self._compose()
-        return Session(self._name, self._contexts, parts, self._interception)
+        about = (self._contexts, parts, self._interception)
+        return Session(self._name, *about, parts.random_state(values))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -187,6 +192,7 @@ class ContextualAutoTuner(Decorated):
         self.tuning_calls += session.calls - 1
         settled = all(context.winner is not None for context in self._contexts.values())
         self._settled_in = self._chosen_in if settled else _UNSETTLED
+        self._draws = self._draws or session.has_drawn()
 
     def begin_session(self) -> Session | Defaults:
         """The settled function launches a kernel, or a key, that is new: tune from here on."""
@@ -207,15 +213,25 @@ class ContextualAutoTuner(Decorated):
 
     @held_warnings()
     def _continue(
-        self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        watch: Watch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        before: RandomState | None,
     ) -> Any:
-        """Go on with the tuning, if any, that began in the call which gave ``result``."""
+        """Go on with the tuning, if any, that began in the call which gave ``result``.
+
+        Args:
+            before: states of torch's generators before that call, of a function that uses them.
+        """
         session: Session | Defaults | None = self._interception.late.pop(watch, None)
         if session is None:  # another thread's
             return result
         try:
             with ExitStack() as scope:
                 scope.push(session)  # it was entered when it began
+                session.random_state = before or session.random_state
                 if not session.end_call():
                     call = Call(self, self._interception.current_call(), session)
                     result = session.run(lambda: self._run(call, args, kwargs))

@@ -24,6 +24,7 @@ from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
 from triton_dist._tuning.engine.conversation import Situation
 from triton_dist._tuning.engine.summary import warn_of_failures
+from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.values import Failure
 from triton_dist._tuning.values.outcome import Reduction
 from triton_dist._warn import warn
@@ -51,8 +52,15 @@ class Session:
     """
 
     def __init__(
-        self, function: str, contexts: Contexts, parts: ContextualParts, interception: Interception
+        self,
+        function: str,
+        contexts: Contexts,
+        parts: ContextualParts,
+        interception: Interception,
+        random_state: RandomState,
     ) -> None:
+        """``random_state``: of the generators before each call."""
+        self.random_state = random_state
         self._contexts, self._parts = contexts, parts
         self._interception = interception
         self._limit = parts.settings.compile_seconds
@@ -69,6 +77,10 @@ class Session:
     def calls(self) -> int:
         """Number of calls of the function."""
         return self._turn.number + 1
+
+    def has_drawn(self) -> bool:
+        """True if the last call used torch's random number generators."""
+        return self.random_state.has_moved()
 
     def __enter__(self) -> Session:
         self._scope.callback(self._parts.log.close)
@@ -164,6 +176,7 @@ class Session:
                 self._parts.log.say(summary(tuned, self.calls, time.monotonic() - self._began))
             return True
         self._undo()
+        self.random_state.rewind()
         self._turn = self._next_turn(turn.number + 1)
         return False
 
