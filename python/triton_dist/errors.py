@@ -390,6 +390,18 @@ class RanksFailed(TritonDistError, RuntimeError):
         )
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return ``error``, or the exception that was handled when waiting for other ranks timed out.
+
+    Such a wait is most often part of a clean-up: the exception before it is the cause.
+    """
+    while isinstance(error, RankTimeout | WaitTimeout) and error.__cause__ is None:
+        if error.__context__ is None:
+            break
+        error = error.__context__
+    return error
+
+
 def _is_consequence(failure: RankFailure) -> bool:
     """True if the rank most likely failed because another rank did."""
     return failure.exception in (

@@ -47,6 +47,25 @@ def test_ranks_join_with_a_seed_of_their_own(spawn_ranks):
     assert own_0 != own_1
 
 
+def test_leaving_does_not_hold_up_an_exception(monkeypatch):
+    done = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("left"))
+
+    def fail():
+        try:
+            raise KeyError("the real error")
+        finally:
+            finalize_distributed()
+
+    with pytest.raises(KeyError, match="the real error"):
+        fail()
+    assert done == ["left"]
+    finalize_distributed()
+    assert done == ["left", "barrier", "left"]
+
+
 def join_alone(device, interpreted=True):
     """A process that no launcher started joins: its rank, size and device, or the error."""
     for variable in LAUNCHER_VARIABLES:

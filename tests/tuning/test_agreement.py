@@ -282,6 +282,22 @@ def test_a_failure_has_a_kind(error, kind):
     assert (outcome.kind, outcome.rank) == (kind, 0)
 
 
+def test_a_failure_is_what_came_before_a_timeout_of_its_clean_up():
+    def cost(rank, config):
+        if config["n"] > 1:
+            return config["n"]
+        try:
+            raise MemoryError("the real error")
+        finally:
+            thread_ranks(2)[0].barrier("clean-up", 0.01)
+
+    (rank,) = group(1, cost=cost)
+    rank.tuned(1)
+    outcome = next(t.outcome for t in rank.tuned.tune(1).trials if t.config == {"n": 1})
+    assert outcome.kind == "resources"
+    assert outcome.message.startswith("MemoryError: the real error; then RankTimeout: ")
+
+
 @SIZES
 def test_when_all_fail_every_rank_raises_every_cause_and_nothing_is_kept(size):
     disk = MemoryStore()

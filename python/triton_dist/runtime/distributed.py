@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,10 +121,15 @@ def _use(gpu: int) -> None:
 
 
 def finalize_distributed() -> None:
-    """Wait for all ranks, then leave the world."""
+    """Wait for all ranks, then leave the world.
+
+    Does not wait while an exception is handled, as in a ``finally``: the other ranks may never
+    come, and the exception would be shown only after the process group's timeout.
+    """
     if dist.is_initialized():
-        current_device().synchronize()
-        dist.barrier()
+        if sys.exc_info()[0] is None:
+            current_device().synchronize()
+            dist.barrier()
         dist.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from triton_dist import knobs
 from triton_dist._traceback import format_exception
-from triton_dist.errors import RankFailure, RankTimeout
+from triton_dist.errors import RankFailure, cause_of
 from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
 from triton_dist.testing.poison import poisoned_empty
 
@@ -123,19 +123,11 @@ def _failure_of(work: Callable[[], object]) -> RankFailure | None:
     try:
         work()
     except BaseException as error:  # whatever ended the rank is the news
-        cause, message = _cause_of(error), str(error)
+        cause, message = cause_of(error), str(error)
         if cause is not error:
             message = f"{cause}; then {type(error).__name__}: {message}"
         return RankFailure(type(cause).__name__, message, format_exception(error))
     return None
-
-
-def _cause_of(error: BaseException) -> BaseException:
-    """Return ``error``, or the exception that was handled when waiting for other ranks timed out:
-    that was in a clean-up."""
-    while isinstance(error, RankTimeout) and error.__cause__ is None and error.__context__:
-        error = error.__context__
-    return error
 
 
 def _end_with_parent() -> None:

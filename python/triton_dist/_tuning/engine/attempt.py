@@ -29,6 +29,7 @@ from triton_dist.errors import (
     TuningAborted,
     TuningTimeout,
     WaitTimeout,
+    cause_of,
 )
 
 _KINDS: dict[str, FailureKind] = {
@@ -333,11 +334,17 @@ class Attempts:
 def failure_of(error: Exception, kind: FailureKind, rank: int) -> Failure:
     if isinstance(error, _WrongResult):
         return Failure("wrong_result", str(error), rank)
-    known = (_KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in _KINDS)
+    bases = type(cause_of(error)).__mro__
+    known = (_KINDS[base.__name__] for base in bases if base.__name__ in _KINDS)
     return Failure(next(known, kind), text_of(error), rank)
 
 
 def text_of(error: Exception) -> str:
-    """Type and message; the middle of a very long one, such as a compiler's output, is left out."""
-    message = said(error).encode("utf-8", "backslashreplace").decode()
+    """Return type and message, without the middle of a very long one, such as a compiler's output.
+
+    If waiting for other ranks timed out in a clean-up, the exception before that comes first.
+    """
+    cause = cause_of(error)
+    message = said(error) if cause is error else f"{said(cause)}; then {said(error)}"
+    message = message.encode("utf-8", "backslashreplace").decode()
     return message if len(message) <= 1000 else f"{message[:500]} ... {message[-500:]}"
