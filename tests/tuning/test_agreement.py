@@ -298,6 +298,17 @@ def test_a_failure_is_what_came_before_a_timeout_of_its_clean_up():
     assert outcome.message.startswith("MemoryError: the real error; then RankTimeout: ")
 
 
+def test_when_all_fail_the_traceback_has_the_first_exception_of_the_function():
+    def cost(rank, config):
+        raise KeyError(config["n"])
+
+    ranks = group(2, cost=lambda rank, config: cost(rank, config) if rank else 1.0)
+    good, bad = together(ranks)
+    assert good.__cause__ is None
+    frames = traceback.extract_tb(bad.__cause__.__traceback__)
+    assert (repr(bad.__cause__), frames[-1].name) == ("KeyError(3)", "cost")
+
+
 @SIZES
 def test_when_all_fail_every_rank_raises_every_cause_and_nothing_is_kept(size):
     disk = MemoryStore()

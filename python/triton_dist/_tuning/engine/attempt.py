@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -88,6 +89,15 @@ class Attempts:
         self._first_measured: Config | None = None
         self.by_rank: Sequence[Sequence[float]] = ()
         """Samples of each rank in the last attempt; empty if it failed."""
+        self._error: Exception | None = None
+        """First exception of a config on this rank, while no config was measured."""
+        self._measured = False
+
+    def take_error(self) -> Exception | None:
+        """Return the first exception of a config on this rank, if none was measured, and drop it:
+        its frames lead here."""
+        error, self._error = self._error, None
+        return error
 
     def measured_before(self, config: Config) -> None:
         """An earlier start measured ``config``; its output is the reference if it was the first."""
@@ -135,6 +145,8 @@ class Attempts:
             outcome = outcome or self._measure(request, label)
             if isinstance(outcome, Failure):
                 self._recover(request.config, outcome, label)
+            else:
+                self._measured, self._error = True, None
             return outcome
 
     def _prepare(self, config: Config, label: str) -> Failure | None:
@@ -232,6 +244,9 @@ class Attempts:
             if self._ranks.lost is not None:
                 raise
             own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
+            if self._error is None and not self._measured:
+                self._error = error
+                traceback.clear_frames(error.__traceback__)  # they hold what the config allocated
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if after is None else after
         votes = self._ranks.gather(at, _Vote(own, samples), limit)

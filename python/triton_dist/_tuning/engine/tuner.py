@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -299,7 +299,7 @@ class _FirstCall:
                 with parts.quiet():
                     restorer.keep()
                     try:
-                        self._try(field, progress, report, restorer)
+                        error = self._try(field, progress, report, restorer)
                     finally:
                         restorer.restore()
                 trials = (*progress.trials(field.place), *field.pruned_trials())
@@ -309,8 +309,10 @@ class _FirstCall:
                 record = TuningRecord(key, fingerprint, trials, *about, progress.by_rank())
                 try:
                     _ = record.best
-                except NoValidConfig:  # on every rank; what failed is tried again by the next start
-                    journal.remove()
+                except NoValidConfig as none:  # on every rank
+                    journal.remove()  # what failed is tried again by the next start
+                    if error is not None:
+                        none.__cause__, error = error, None  # its frames lead here: no cycle
                     raise
                 if ranks.is_leader:
                     journal.finish(record.digest)
@@ -325,8 +327,13 @@ class _FirstCall:
         about = (subject.hooks.restore, call.args, call.kwargs)
         return Restorer(subject.function, *about, self._random_state)
 
-    def _try(self, field: Field, progress: Progress, report: Report, restorer: Restorer) -> None:
-        """Do what the search asks for, until it asks for nothing more."""
+    def _try(
+        self, field: Field, progress: Progress, report: Report, restorer: Restorer
+    ) -> Exception | None:
+        """Do what the search asks for, until it asks for nothing more.
+
+        Returns the first exception of a config on this rank, if no config was measured.
+        """
         parts, ranks, policy = self._parts, self._ranks, self._parts.settings.policy
         sampled = sampled_calls(self._subject, self._call, ranks, parts.settings.seconds)
         search: Search | None = None
@@ -336,10 +343,11 @@ class _FirstCall:
             search = parts.search(field.candidates, policy, self._incumbent)
         prepare = self._subject.hooks.prepare and self._prepare
         ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
-        with parts.settling() as settle, ahead:
+        with parts.settling() as settle, ahead, ExitStack() as scope:
             is_only = policy.most_tried(len(field.candidates)) == 1
             about = (self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled)
             attempts = Attempts(*about, is_only)
+            scope.callback(attempts.take_error)  # where another exception ends this
             if self._call.unusable:
                 attempts.recover(self._call.unusable)
             while (decided := self._next(search, progress, ahead)) is not None:
@@ -361,6 +369,7 @@ class _FirstCall:
                     with ranks.clock.phase("search"):
                         search.tell(request, outcome)
             attempts.undo_the_last()
+            return attempts.take_error()
 
     def _prepare(self, config: Config) -> None:
         prepare = self._subject.hooks.prepare
