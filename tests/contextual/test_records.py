@@ -14,6 +14,7 @@ import triton.language as tl
 
 import triton_dist
 from tests.contextual.kernels import Spy, autotuned, configs, scale, scale_kernel
+from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import TuningFrozen
 
@@ -81,7 +82,7 @@ def test_a_patch_level_counts_only_if_versions_are_checked(monkeypatch):
     (path,) = records()
     record = json.loads(path.read_text())
     record["fingerprint"]["software"]["triton"] += ".1"
-    path.write_text(json.dumps(record))
+    path.write_text(with_checksum(record))
     assert start(16, 32)[0] == 0
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_VERSION_CHECK", "1")
     assert start(16, 32)[0] == 4

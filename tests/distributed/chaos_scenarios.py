@@ -34,6 +34,7 @@ from tests.distributed.chaos_rank import (
 )
 from tests.distributed.chaos_start import GRACE, TIMEOUT
 from triton_dist._tuning.store import file, journal
+from triton_dist._tuning.store.layout import with_checksum
 from triton_dist.errors import RankDisagreement
 
 
@@ -131,7 +132,7 @@ def version_change(me: Me) -> int:
         tree = json.loads(path.read_text())
         tree["fingerprint"]["software"]["triton"] = "3.0.0"
         tree["best"]["digest"] = tree["trials"][0]["digest"]
-        path.write_text(json.dumps(tree))
+        path.write_text(with_checksum(tree))
 
     return spoil_record(me, change)
 
