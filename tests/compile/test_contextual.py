@@ -9,9 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
+from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.errors import NoValidConfig
+from triton_dist.errors import NoValidConfig, TuningWarning
 from triton_dist.runtime.compiling import CompilePool
 
 TOO_MUCH = triton.Config({"BLOCK": 128}, num_warps=8, num_stages=8)
@@ -71,6 +73,31 @@ def test_what_does_not_compile_or_fit_is_never_launched(sm90, candidates):
     assert winner in (SMALL, LARGE)
     function()
     assert len(sm90.launches) == 8
+
+
+def test_a_recorded_winner_that_does_not_fit_today_is_replaced(sm90, monkeypatch):
+    kernel, function = tuned([SMALL, LARGE])
+    function()
+    (before,) = kernel.cache.values()
+    compile_it = Launch.compile
+
+    def today(self, config):
+        if config == before:
+            raise OutOfResources(300000, 232448, "shared memory")
+        compile_it(self, config)
+
+    monkeypatch.setattr(Launch, "compile", today)
+    said = r"config BLOCK: .* of the tuning record .*json fails on rank 0: OutOfResources"
+    function.clear()
+    with pytest.warns(TuningWarning, match=said):
+        function()
+    (after,) = kernel.cache.values()
+    assert after != before
+    calls = function.tuning_calls
+    function.clear()
+    function()
+    assert function.tuning_calls == calls
+    assert list(kernel.cache.values()) == [after]
 
 
 def test_nothing_compiles(sm90):

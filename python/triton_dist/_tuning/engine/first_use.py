@@ -53,7 +53,7 @@ class FirstUse:
         try:
             result = call()
         except Exception as error:
-            why = self._agreed(said(error) if _is_unusable(error) else None)
+            why = self._agreed(said(error) if is_unusable(error) else None)
             if why:
                 self.random_state.rewind()
                 return None, why
@@ -88,7 +88,8 @@ class FirstUse:
         return ""
 
 
-def _is_unusable(error: Exception) -> bool:
+def is_unusable(error: Exception) -> bool:
+    """Return whether a config is to blame, which another build of the compiler may have made so."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_UNUSABLE) or _FAILED_PASS in said(error)
 

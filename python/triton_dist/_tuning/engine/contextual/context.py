@@ -65,6 +65,7 @@ class Context:
         live: by digest, the ``triton.Config`` objects of this process.
         winner: the config to use, once it is known.
         tuned: whether the winner was found here, and not loaded.
+        recorded: the winner and its record in words, if it was loaded.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Context:
         self.name = f"{kernel_name(tuner)} key {key}"
         self.winner: Any = None
         self.tuned = False
+        self.recorded = ""
         self.provisional = False
         """Chosen for one call, because nothing could be tuned."""
         self.compiled: set[str] = set()

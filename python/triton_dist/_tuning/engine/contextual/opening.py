@@ -153,6 +153,7 @@ def _begun(
 ) -> Context:
     if meeting.winner is not None:
         context.use(own.live[meeting.winner])
+        context.recorded = f"config {shown(context.winner)} of the tuning record {found.where}"
         parts.log.say(f"{context.name}: known, {shown(context.winner)}")
         return context
     leader, fingerprint, policy = meeting.leader, meeting.fingerprint, parts.settings.policy

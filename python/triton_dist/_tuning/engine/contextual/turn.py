@@ -14,9 +14,11 @@ from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.messages import Messages
 from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.conversation import Situation
+from triton_dist._tuning.engine.first_use import is_unusable
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure
+from triton_dist._tuning.values.show import said
 from triton_dist.errors import NoValidConfig, RankDisagreement, RankTimeout, WaitTimeout
 
 _OUT_OF_STEP = (RankTimeout, RankDisagreement, WaitTimeout)
@@ -84,6 +86,22 @@ class Turn:
         config = self._used[context]  # launched a second time in this call
         device = self._parts.device
         return launch.step(context.live[config.digest], device, device.timer(), timed=False)
+
+    def unusable(self, context: Context, launch: Launch) -> str:
+        """Compile a recorded winner; return on all ranks why one of them cannot use it, or an empty
+        text. Nothing has to be compiled where kernels are interpreted."""
+        if jit_function(context.tuner) is None:
+            return ""
+        own = ""
+        try:
+            with watchdog.paused():
+                launch.compile(context.winner)
+        except Exception as error:
+            own = said(error) if is_unusable(error) else ""  # the launch raises any other again
+        at = Situation(f"call {self.number}: compile the recorded winner of {context.name}")
+        whys = self._messages.gather(at, own, self._parts.settings.compile_seconds)
+        ranks = map(self._messages.named, range(len(whys)))
+        return next((f"on rank {r}: {why}" for r, why in zip(ranks, whys, strict=True) if why), "")
 
     def read_timers(self) -> None:
         """Wait for the device; raises ``TimeoutError`` past the limit."""
