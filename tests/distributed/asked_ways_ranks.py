@@ -31,12 +31,11 @@ from triton_dist.kernels.nvidia import (
     gemm_rs,
     reduce_scatter,
 )
-from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS as AG_GEMM_WAYS
 from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
 from triton_dist.kernels.nvidia.gemm_allreduce.ways import WAYS as GEMM_AR_WAYS
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as GEMM_RS_WAYS
-from triton_dist.kernels.nvidia.reduce_scatter.op import Call as ReduceScatterCall
+from triton_dist.kernels.nvidia.shard_collectives.ways import AllGatherCall, ReduceScatterCall
 from triton_dist.testing.assertions import assert_allclose
 
 FP32 = torch.float32

@@ -30,9 +30,8 @@ from triton_dist.kernels.nvidia import (
     get_allreduce_methods,
     to_allreduce_method,
 )
-from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
 from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
-from triton_dist.kernels.nvidia.reduce_scatter.op import Call as ReduceScatterCall
+from triton_dist.kernels.nvidia.shard_collectives.ways import AllGatherCall, ReduceScatterCall
 
 EACH_OP = pytest.mark.parametrize("op", list(OPS))
 OP_WAYS = {

@@ -14,8 +14,7 @@ from triton_dist.kernels.common.moe.columns import columns_of
 from triton_dist.kernels.common.moe.spaces import GROUPED_TILES, grouped_tiles
 from triton_dist.kernels.common.moe.summing import SumSizes
 from triton_dist.kernels.common.moe.topk_sum import topk_sum
-from triton_dist.kernels.nvidia.moe_reduce_ar import ways as ar_ways
-from triton_dist.kernels.nvidia.moe_reduce_rs import ways as rs_ways
+from triton_dist.kernels.nvidia.moe_reduce.ways import AllReduceCall, ReduceScatterCall
 from triton_dist.runtime.device import current_device
 from triton_dist.testing import assert_allclose, poisoned_empty
 from triton_dist.testing.opinfo.moe import SECOND_PRODUCTS, GroupedShape
@@ -23,7 +22,7 @@ from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_AR as AR
 from triton_dist.testing.opinfo.moe_reduce import MOE_REDUCE_RS as RS
 
 BF16 = torch.bfloat16
-WAYS = {RS.name: rs_ways.WAYS, AR.name: ar_ways.WAYS}
+WAYS = {RS.name: ReduceScatterCall.ways, AR.name: AllReduceCall.ways}
 INFOS = pytest.mark.parametrize("info", [RS, AR], ids=lambda info: info.name)
 
 

@@ -15,11 +15,10 @@ from triton_dist._tuning.source import source_of
 from triton_dist.cli import judge
 from triton_dist.cli.main import main
 from triton_dist.kernels.nvidia import ag_gemm, all_gather, all_reduce, gemm_rs, reduce_scatter
-from triton_dist.kernels.nvidia.allgather.op import Call as AllGatherCall
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS as AG_GEMM_WAYS
 from triton_dist.kernels.nvidia.allreduce.ways import WAYS as ALL_REDUCE_WAYS
 from triton_dist.kernels.nvidia.gemm_reduce_scatter.ways import WAYS as GEMM_RS_WAYS
-from triton_dist.kernels.nvidia.reduce_scatter.op import Call as ReduceScatterCall
+from triton_dist.kernels.nvidia.shard_collectives.ways import AllGatherCall, ReduceScatterCall
 
 OP = """
 from triton_dist.kernels.common.op import op

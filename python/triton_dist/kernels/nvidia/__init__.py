@@ -26,7 +26,7 @@ Creating a context is collective over its group (default: the world, else this p
 
 from triton_dist.kernels.common.slots.gathered import AllGatherMethod
 from triton_dist.kernels.common.vendor import VendorMethod
-from triton_dist.kernels.nvidia.allgather.op import (
+from triton_dist.kernels.nvidia.allgather import (
     AllGatherContext,
     GatherMethod,
     all_gather,
@@ -78,7 +78,7 @@ from triton_dist.kernels.nvidia.moe_reduce_rs import (
     run_moe_reduce_rs,
     run_moe_reduce_rs_triton_non_overlap,
 )
-from triton_dist.kernels.nvidia.reduce_scatter.op import (
+from triton_dist.kernels.nvidia.reduce_scatter import (
     ReduceScatterContext,
     ReduceScatterMethod,
     create_reduce_scatter_ctx,

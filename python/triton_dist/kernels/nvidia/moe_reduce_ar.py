@@ -1,10 +1,8 @@
-"""Grouped GEMM, top-k sum and AllReduce: ``op.py`` says what it is and how it is built."""
+"""Grouped GEMM, top-k sum and AllReduce, by the module that scripts import."""
 
-from triton_dist.kernels.nvidia.moe_reduce_ar.context import (
+from triton_dist.kernels.nvidia.moe_reduce import (
     MoEReduceARContext,
     create_moe_ar_context,
-)
-from triton_dist.kernels.nvidia.moe_reduce_ar.op import (
     run_moe_reduce_ar,
     run_moe_reduce_ar_triton_non_overlap,
 )

@@ -1,11 +1,13 @@
-"""Grouped GEMM, top-k sum and ReduceScatter: the end of a tensor-parallel mixture-of-experts layer.
+"""Grouped GEMM, top-k sum, and ReduceScatter or AllReduce: the end of a tensor-parallel
+mixture-of-experts layer.
 
 Abstraction
     A token went to ``topk`` experts; each of those *routes* has a row of x, sharded by columns,
     [M * topk, K / W] on each of W ranks, and the experts' weights are sharded by rows, [E, K / W,
     N]. The result is the sum, over ranks and over a token's routes, of the route's weight times its
-    product; each rank owns M / W tokens. Serial code multiplies expert by expert, weighs, adds,
-    then reduces and scatters.
+    product. ``run_moe_reduce_rs`` gives each rank its M / W tokens, ``run_moe_reduce_ar`` gives all
+    ranks all tokens, for any M. Serial code multiplies expert by expert, weighs, adds, then
+    reduces.
 
 Timeline of one call in 3 chunks of columns, on every rank at once
     main stream   map │ GEMM 0 │ sum 0 │ GEMM 1 │ sum 1 │ GEMM 2 │ sum 2 │ add all chunks
@@ -13,17 +15,20 @@ Timeline of one call in 3 chunks of columns, on every rank at once
     *map*: routes sorted by expert, on the device. *sum*: over choices, in fp32, to one row a token.
 
 Ways
-    ``"chunks"``: the above; with one chunk, nothing is hidden, but no multiprocessor sends.
-    ``"serial"``: the whole product and sum, then our reduce-scatter in one launch, or the group's;
-    for few tokens also one launch whose load adds the choices (``common/moe/topk_exchange.py``).
+    ``"chunks"``: the above; with one chunk, nothing is hidden, but no multiprocessor sends. For an
+    all-reduce each rank then sends its tokens to all in one more launch.
+    ``"serial"``: the whole product and sum, then our reduce-scatter in one launch, our all-reduce
+    in one shot, which is for few tokens, or in two, or the group's collective; for few tokens also
+    one launch whose load adds the choices (``common/moe/topk_exchange.py``).
     ``"library"``: the serial way with torch's grouped product in place of ours.
     Tried for bf16 on compute capability 9.0, where it has a kernel.
 
 Numerics
     A product is accumulated in fp32 and rounded to the dtype; the weight is multiplied in fp32 and
     choices are added in their order; the sum is rounded once and travels; ranks are added in fp32
-    in their order, and rounded once. Same operands and config: same bits, whoever is late; not with
-    ``reduction="collective"``, which adds as its library does.
+    in their order, and rounded once. Same operands and config: same bits, whichever rank is late;
+    an all-reduce has the same bits on every rank. Not with ``reduction="collective"``, which adds
+    as its library does.
 
 Built this way because
     * columns, not tokens, are cut: the weights of an expert are read once. Cut by tokens, each
@@ -45,15 +50,15 @@ from triton_dist.kernels.common.context import first_refusal
 from triton_dist.kernels.common.moe.summing import agreed, summed_routes, varied
 from triton_dist.kernels.common.op import op
 from triton_dist.kernels.nvidia.grouped_gemm import grouped_gemm
-from triton_dist.kernels.nvidia.moe_reduce_rs.context import MoEReduceRSContext
-from triton_dist.kernels.nvidia.moe_reduce_rs.ways import WAYS, Call
+from triton_dist.kernels.nvidia.moe_reduce.context import MoEReduceARContext, MoEReduceRSContext
+from triton_dist.kernels.nvidia.moe_reduce.ways import AllReduceCall, ReduceScatterCall
 
 
 @op(
-    ways=WAYS,
-    call=Call,
-    sizes=Call.sizes,
-    key_fn=Call.key_fn,
+    ways=ReduceScatterCall.ways,
+    call=ReduceScatterCall,
+    sizes=ReduceScatterCall.sizes,
+    key_fn=ReduceScatterCall.key_fn,
     key_sizes=("M",),
     agree_fn=agreed,
     vary_fn=varied,
@@ -105,7 +110,7 @@ def run_moe_reduce_rs(
         RankDisagreement: at the first call of a key, if ranks have other ids; at every call with
             ``TRITON_DIST_DEBUG=agree``.
     """
-    return Call(
+    return ReduceScatterCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
         num_chunks, reduction, way,
     ).run()  # fmt: skip
@@ -135,3 +140,72 @@ def run_moe_reduce_rs_triton_non_overlap(
         raise refusal
     total = summed_routes(function, grouped_gemm, x, weights, *routing, config)
     return vendor.reduce_scatter(total, None)
+
+
+@op(
+    ways=AllReduceCall.ways,
+    call=AllReduceCall,
+    sizes=AllReduceCall.sizes,
+    key_fn=AllReduceCall.key_fn,
+    key_sizes=("M",),
+    agree_fn=agreed,
+    vary_fn=varied,
+    version="1",  # another one when results that are shipped (records/) should not be used any more
+)
+def run_moe_reduce_ar(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen_experts: torch.Tensor,
+    expert_weight: torch.Tensor,
+    ctx: MoEReduceARContext,
+    n_chunks: int | None = None,
+    persistent: bool | None = None,
+    config: triton.Config | None = None,
+    gemm_config: triton.Config | None = None,
+    num_chunks: int | None = None,
+    reduction: str | None = None,
+    way: str | None = None,
+) -> torch.Tensor:
+    """The sum, over ranks and choices, of ``expert_weight * (x @ weights of the expert)``, on every
+    rank; tuned over all ranks. Returns [M, N], contiguous.
+
+    The same bits on every rank and at every call, but for ``reduction="collective"`` (see the
+    module). Nothing of the routing goes by the host: a captured graph serves any ids.
+
+    All ranks call alike; more about calls: the docstring of ``triton_dist.kernels.nvidia``. Errors,
+    and arguments that are not here: those of ``run_moe_reduce_rs``.
+
+    Args:
+        x: for any M from 1 on.
+        ctx: from ``create_moe_ar_context``.
+        reduction: of the serial ways: ``"two_shot"``, ``"one_shot"`` and ``"topk_exchange"``, for
+            sums of up to 4 MB, or ``"collective"`` (tuned).
+    """
+    return AllReduceCall(
+        x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
+        num_chunks, reduction, way,
+    ).run()  # fmt: skip
+
+
+def run_moe_reduce_ar_triton_non_overlap(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen_experts: torch.Tensor,
+    expert_weight: torch.Tensor,
+    n_chunks: int | None = None,
+    persistent: bool | None = None,
+    config: triton.Config | None = None,
+) -> torch.Tensor:
+    """The same one part after the other, over the world, with no context: ``grouped_gemm``, tuned
+    by each rank alone, the sum over choices, and the group's all-reduce.
+
+    n_chunks, persistent: accepted for scripts. config: tiles, in place of tuned ones.
+
+    Raises:
+        InvalidArgument: before anything is launched.
+    """
+    total = summed_routes(
+        "run_moe_reduce_ar_triton_non_overlap", grouped_gemm, x, weights, chosen_experts,
+        expert_weight, config,
+    )  # fmt: skip
+    return vendor.all_reduce(total, None)

@@ -1,6 +1,6 @@
-"""Reduce-scatter."""
+"""Reduce-scatter, by the module that scripts import."""
 
-from triton_dist.kernels.nvidia.reduce_scatter.op import (
+from triton_dist.kernels.nvidia.shard_collectives import (
     ReduceScatterContext,
     ReduceScatterMethod,
     create_reduce_scatter_ctx,

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import tune
-from triton_dist.errors import ContextFinalized
-from triton_dist.kernels.common.collective.context import CollectiveContext, fits_vectors
+from triton_dist.errors import InvalidArgument
+from triton_dist.kernels.common import vendor
+from triton_dist.kernels.common.collective.context import check_output, check_tensor, fits_vectors
 from triton_dist.kernels.common.collective.pushed import PushedShards
+from triton_dist.kernels.common.context import buffer_of
 from triton_dist.kernels.common.exchange.buffer import (
     LARGE_SHAPES,
     SMALL_SHAPES,
@@ -29,11 +31,17 @@ from triton_dist.kernels.common.exchange.buffer import (
     is_worth_trying,
     shape_in,
     shape_of,
-    shard_bytes,
     untuned,
 )
+from triton_dist.kernels.common.exchange.kernels import kernel_all_gather, kernel_reduce_scatter
+from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed, kernel_copy_pushed
 from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler
 from triton_dist.kernels.common.peers import folded
+from triton_dist.kernels.nvidia.shard_collectives.context import (
+    AllGatherContext,
+    PushingContext,
+    ReduceScatterContext,
+)
 from triton_dist.runtime.device import current_device
 
 # Bytes from which on copy engines are worth trying: each copy takes them some us to begin.
@@ -42,36 +50,32 @@ _PUSHED_SHAPES = tuple(Shape(ctas, 16384, pieces) for ctas in (16, 64) for piece
 
 
 class PushMethod(enum.Enum):
-    """Ways for shards to travel: the base of both ops' enumerations. Each has the members
-    ``PUSH``, ``COPY_ENGINE`` and ``COLLECTIVE``, whose values are names of ways, and says what they
-    do."""
+    """Base of both ops' enumerations, whose values are names of ways."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-class PushingContext(CollectiveContext):
-    """Also with memory for shards that copy engines push."""
+class GatherMethod(PushMethod):
+    """Ways for tensors to travel."""
 
-    def __init__(
-        self, workspace_nbytes: int, local_world_size: int, group: dist.ProcessGroup | None
-    ) -> None:
-        super().__init__(workspace_nbytes, local_world_size, group)
-        shard_nbytes = shard_bytes(workspace_nbytes, self.num_ranks)
-        with self._allocating() as own:
-            found = self.buffer.disagreements
-            self._pushed = own(PushedShards(shard_nbytes, group, self.name, found))
+    PUSH = "push"
+    """Programs store into every peer's memory and copy out what they get: one launch."""
+    COPY_ENGINE = "copy_engine"
+    """Copy engines push them, and a kernel copies them out as they come: for many bytes."""
+    COLLECTIVE = "collective"
+    """The group's all-gather: NCCL, gloo on CPU ranks."""
 
-    @classmethod
-    def slot_bytes(cls, workspace_nbytes: int, num_ranks: int) -> int:
-        """A shard, or a part of one, from each rank."""
-        return num_ranks * shard_bytes(workspace_nbytes, num_ranks)
 
-    @property
-    def pushed(self) -> PushedShards:
-        if self._buffer is None:
-            raise ContextFinalized(type(self).__name__)
-        return self._pushed
+class ReduceScatterMethod(PushMethod):
+    """Ways to compute the shards of the sum."""
+
+    PUSH = "push"
+    """Programs store parts into their owners' memory, who add them: one launch."""
+    COPY_ENGINE = "copy_engine"
+    """Copy engines push them, and a kernel adds as they come: for many bytes."""
+    COLLECTIVE = "collective"
+    """The group's reduce-scatter: NCCL, gloo on CPU ranks."""
 
 
 class Sizes(NamedTuple):
@@ -85,7 +89,7 @@ class Sizes(NamedTuple):
 
 @dataclass(eq=False, repr=False)  # made at each call: freezing it would take a us
 class ShardsCall(OpCall):
-    """One call: the parameters of both ops. Each op has a subclass that says what it is made of."""
+    """One call: the parameters of both ops. Each op has a subclass with its parts."""
 
     x: torch.Tensor
     ctx: Any
@@ -98,6 +102,7 @@ class ShardsCall(OpCall):
     way: str | None
 
     ways: ClassVar[Ways[Any, Any]]
+    kind: ClassVar[type[PushingContext]]
     gathers: ClassVar[bool]
     """The result is the whole, and x a shard; or the other way round."""
     push: ClassVar[Any]
@@ -114,10 +119,25 @@ class ShardsCall(OpCall):
         self.chosen = self.ways[self.way or Push.name]
         self.shape = shape_of(self.ways.function, self.num_ctas, self.block_bytes, self.num_pieces)
 
-    @staticmethod
-    @abstractmethod
-    def check(x: torch.Tensor, ctx: Any, output: torch.Tensor | None) -> None:
-        """Raise for a call that cannot work."""
+    @classmethod
+    def check(cls, x: torch.Tensor, ctx: PushingContext, output: torch.Tensor | None) -> None:
+        """Raise ``InvalidArgument`` (or ``ContextFinalized``) unless the call can work."""
+        function = cls.ways.function
+        device = buffer_of(ctx, cls.kind, function, cls.kind.creator).device.torch_device
+        check_tensor(function, "x", x, device)
+        size, most = ctx.num_ranks, ctx.workspace_nbytes
+        if x.ndim < 1 or not (cls.gathers or x.shape[0] % size == 0):
+            expected = f"a first dimension that is a multiple of world_size = {size}"
+            expected = "[M, …]" if cls.gathers else expected
+            raise InvalidArgument(function, "x.shape", tuple(x.shape), expected)
+        if x.nbytes * (size if cls.gathers else 1) > most:
+            expected = f"at most the context's workspace_nbytes = {most}"
+            expected += f", over world_size = {size}" if cls.gathers else ""
+            raise InvalidArgument(function, "x.nbytes", x.nbytes, expected)
+        if output is not None:
+            numel = x.numel() * size if cls.gathers else x.numel() // size
+            place = ctx.rank * x.nbytes if cls.gathers else None
+            check_output(function, output, x, numel, device, place)
 
     @staticmethod
     @abstractmethod
@@ -256,3 +276,21 @@ class Collective(_Way):
 
     def move(self, call: ShardsCall, x: torch.Tensor, out: torch.Tensor) -> None:
         call.collective(out, x, call.ctx.group)
+
+
+class AllGatherCall(ShardsCall):
+    """One call of ``all_gather``."""
+
+    ways = Ways("all_gather", (Push(), CopyEngine(), Collective()))
+    kind, gathers = AllGatherContext, True
+    push, take_pushed = kernel_all_gather, kernel_copy_pushed
+    collective = staticmethod(vendor.all_gather_into)
+
+
+class ReduceScatterCall(ShardsCall):
+    """One call of ``reduce_scatter``."""
+
+    ways = Ways("reduce_scatter", (Push(), CopyEngine(), Collective()))
+    kind, gathers = ReduceScatterContext, False
+    push, take_pushed = kernel_reduce_scatter, kernel_add_pushed
+    collective = staticmethod(vendor.reduce_scatter_into)

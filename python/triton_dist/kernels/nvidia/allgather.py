@@ -1,0 +1,10 @@
+"""All-gather, by the module that scripts import."""
+
+from triton_dist.kernels.nvidia.shard_collectives import (
+    AllGatherContext,
+    GatherMethod,
+    all_gather,
+    create_all_gather_ctx,
+)
+
+__all__ = ["AllGatherContext", "GatherMethod", "all_gather", "create_all_gather_ctx"]

@@ -1,0 +1,21 @@
+"""All-gather and reduce-scatter: ``op.py`` has what they are and how they are built."""
+
+from triton_dist.kernels.nvidia.shard_collectives.context import (
+    AllGatherContext,
+    ReduceScatterContext,
+    create_all_gather_ctx,
+    create_reduce_scatter_ctx,
+)
+from triton_dist.kernels.nvidia.shard_collectives.op import all_gather, reduce_scatter
+from triton_dist.kernels.nvidia.shard_collectives.ways import GatherMethod, ReduceScatterMethod
+
+__all__ = [
+    "AllGatherContext",
+    "GatherMethod",
+    "ReduceScatterContext",
+    "ReduceScatterMethod",
+    "all_gather",
+    "create_all_gather_ctx",
+    "create_reduce_scatter_ctx",
+    "reduce_scatter",
+]
