@@ -443,3 +443,91 @@ def test_arguments_that_the_function_changes_are_restored():
     assert (x.tolist(), float(state["sum"])) == ([1.0, 1.0], 2.0)
     with pytest.raises(InvalidArgument, match="restore: argument x"):
         autotune([{"n": 1}], key_fn=lambda x: x, restore="x")(lambda x, n: x)(3)
+
+
+STATES = {
+    "plain": lambda: torch.zeros(3),
+    "parameter": lambda: torch.nn.Parameter(torch.zeros(3)),
+    "transposed": lambda: torch.zeros(3, 2).t(),
+    "expanded": lambda: torch.zeros(1).expand(5),
+    "expanded matrix": lambda: torch.zeros(2, 1, 2).expand(2, 3, 2),
+    "windows": lambda: torch.zeros(6).unfold(0, 3, 1),
+    "sparse": lambda: torch.zeros(3).to_sparse(),
+    "inference": torch.inference_mode()(lambda: torch.zeros(3)),
+    "empty": lambda: torch.zeros(0),
+}
+
+
+def bump(state):
+    """Add one to the first element, and to those that share its memory."""
+    with torch.inference_mode(state.is_inference()), torch.no_grad():
+        if state.is_sparse:
+            state.add_(torch.ones(3).to_sparse())
+        elif state.numel():
+            state.view(-1)[:1].add_(1) if state.is_contiguous() else state[
+                (slice(1),) * state.ndim
+            ].add_(1)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_tensors_of_any_kind_are_restored(name):
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda **_: 1, restore=("state",))
+    def op(n, **given):
+        bump(given["state"])
+
+    state, expected = STATES[name](), STATES[name]()
+    bump(expected)
+    with torch.inference_mode(name == "inference"):
+        op(state=state)
+    assert torch.equal(state.to_dense(), expected.to_dense())
+
+
+def test_a_restored_tensor_may_be_saved_for_backward():
+    writes = []
+
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda state: 1, restore=("state",))
+    def op(state, n):
+        """As a Triton kernel would: PyTorch does not see it."""
+        writes.append(state.tolist())
+        state.data.add_(1)
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    op(weight)
+    assert writes.count([1.0] * 3) == len(writes) > 2
+    weight.data.sub_(1)
+    loss.backward()
+    assert weight.grad.tolist() == [2.0] * 3
+
+
+def test_a_change_in_place_without_restore_is_named_once():
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x, *_: len(x))
+    def op(x, states, out, other=None, n=1):
+        states["count"].add_(1)
+        out[0].copy_(x)
+        other.data.add_(1)  # not counted
+        return x
+
+    def call(size, **options):
+        given = torch.ones(size), {"count": torch.zeros(1)}, [torch.zeros(size)], torch.zeros(1)
+        return op(*given, **options)
+
+    with pytest.warns(
+        TuningWarning, match=r"op: trials changed 'states', 'out' in place"
+    ) as caught:
+        call(2)
+    assert "restore=('states', 'out',)" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    for size in (2, 3, 4):
+        call(size)
+    op.clear()
+    call(2)
+
+
+@pytest.mark.parametrize("options", [{"restore": "x"}, {"reset_fn": lambda x: x.zero_()}], ids=str)
+def test_a_change_in_place_that_is_undone_is_not_warned_of(options):
+    @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: 1, **options)
+    def op(x, n):
+        return x.add_(1)
+
+    assert op(torch.zeros(2)).tolist() == [1.0, 1.0]

@@ -55,6 +55,8 @@ class Resolution:
     first_use: FirstUse | None = None
     advice: str = ""
     """Reason for tuning again that the user should know."""
+    changed: tuple[str, ...] = ()
+    """Names of arguments that trials changed in place and that nothing restored."""
 
     def choice(self) -> Choice:
         arguments = self.config.arguments()

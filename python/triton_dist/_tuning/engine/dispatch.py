@@ -47,6 +47,8 @@ class AutoTuner(Decorated):
         sizes: those in its keys; ``None`` without.
         safe_kind: ``safe_fn``, or a function that calls none safe.
         tuning_count: how many tunings this process did; a cached result is none.
+        overwritten: names of arguments that each call writes as a whole, such as a buffer for its
+            result, so that trials may write them.
         unsaid: names of the default config that a call without tuning leaves to the function.
     """
 
@@ -71,6 +73,7 @@ class AutoTuner(Decorated):
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
         self.unsaid: tuple[str, ...] = ()
+        self.overwritten: tuple[str, ...] = ()
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
         self._compose, self._forget = compose, forget
@@ -323,6 +326,15 @@ class AutoTuner(Decorated):
             self._untuned(when, call.key)
         if resolution.advice:
             self._warnings.warn(resolution.advice, resolution.advice)
+        changed = [name for name in resolution.changed if name not in self.overwritten]
+        if changed and self._hooks.reset is None and parts.ranks.is_leader:
+            names = ", ".join(map(repr, changed))
+            self._warnings.warn(
+                f"{self._name}: trials changed {names} in place. Each trial began with what the "
+                "trial before left, and so does this call. Name such arguments in "
+                f"restore=({names},), or undo the changes in reset_fn.",
+                ("changed", *changed),
+            )
         return resolution.choice()
 
     def _count_call(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from triton_dist._tuning.protocols import RandomState
@@ -14,12 +15,12 @@ class Restorer:
     """The tensors among some arguments of one call, and the random number generators.
 
     Args:
-        random_state: of the generators before the call.
         function: the tuned function; its signature says which argument is which.
         names: of the arguments; each a tensor, or tuples, lists and dicts of tensors.
+        random_state: of the generators before the call.
 
     Raises:
-        InvalidArgument: the call has no such argument, or it holds no tensor.
+        InvalidArgument: an argument of ``names`` holds no tensor.
     """
 
     def __init__(
@@ -33,28 +34,75 @@ class Restorer:
         self._random_state = random_state
         self._tensors: list[Any] = []
         self._copies: list[Any] = []
-        if not names:
-            return
-        bound = inspect.signature(function).bind_partial(*args, **kwargs)
-        bound.apply_defaults()
-        for name in names:
-            value = bound.arguments.get(name)
+        self._others: list[tuple[str, Any]] = []
+        """Tensors of the other arguments, with the argument's name."""
+        self._versions: list[int | None] = []
+        for name, value in _named(function, args, kwargs).items():
             found = list(_tensors(value))
-            if not found and value is not None:
+            if name not in names:
+                self._others += [(name, tensor) for tensor in found]
+            elif not found and value is not None:
                 raise InvalidArgument(
                     "autotune", f"restore: argument {name}", value, "a tensor, or tensors"
                 )
-            self._tensors += found
+            else:
+                self._tensors += found
 
     def keep(self) -> None:
         """Remember the tensors as they are now."""
-        self._copies = [tensor.clone() for tensor in self._tensors]
+        self._copies = [elements(tensor).clone() for tensor in self._tensors]
+        self._versions = [_version(tensor) for _, tensor in self._others]
 
     def restore(self) -> None:
         """Make the tensors what they were when they were kept, and rewind the generators."""
         self._random_state.rewind(numpy=False)
         for tensor, copy in zip(self._tensors, self._copies, strict=False):
-            tensor.copy_(copy)
+            elements(tensor).copy_(copy)
+
+    def changed(self) -> list[str]:
+        """Return the other arguments that were changed in place since their tensors were kept.
+
+        PyTorch counts its own in-place operations. What a Triton kernel writes is not counted.
+        """
+        pairs = zip(self._others, self._versions, strict=True)
+        return list(dict.fromkeys(name for (name, each), old in pairs if _version(each) != old))
+
+
+def elements(tensor: Any) -> Any:
+    """Return the elements of ``tensor``, each once, for ``copy_`` in both directions.
+
+    Writing to ``data`` leaves the version counter alone, so autograd does not take a tensor that it
+    saved, and that has its old values again, for a changed one. An expanded tensor has the same
+    elements several times, which PyTorch refuses to write.
+    """
+    if str(getattr(tensor, "layout", "")) != "torch.strided":
+        return tensor  # ``data`` of a sparse tensor would be another tensor
+    found = tensor.data
+    for dimension, stride in enumerate(found.stride()):
+        if stride == 0 and found.shape[dimension] > 1:
+            found = found.narrow(dimension, 0, 1)
+    return found
+
+
+def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name; empty for a builtin without a signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return {}
+    bound = signature.bind_partial(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name)
+    return named
+
+
+def _version(tensor: Any) -> int | None:
+    with suppress(AttributeError, RuntimeError):  # an inference tensor does not count
+        return int(tensor._version)
+    return None
 
 
 def _tensors(value: Any) -> Iterator[Any]:

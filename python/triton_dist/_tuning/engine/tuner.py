@@ -106,6 +106,7 @@ class _FirstCall:
     ) -> None:
         self._subject, self._parts, self._call = subject, parts, call
         self._random_state = random_state
+        self._changed: tuple[str, ...] = ()
         limits = (parts.settings.seconds, parts.settings.grace)
         self.ranks = self._ranks = Conversation(
             parts.ranks,
@@ -168,7 +169,8 @@ class _FirstCall:
         if self._call.unusable:
             now = f"It was tuned again, and uses {found.config}"
             advice = f"{subject.name}, key {key}: {self._call.unusable}. {now}"
-        return replace(found, advice=advice if self._ranks.is_leader else "")
+        advice = advice if self._ranks.is_leader else ""
+        return replace(found, advice=advice, changed=self._changed)
 
     def _cannot(self, key: Key, meeting: Meeting, why: str) -> Exception:
         """The error where nothing may be measured."""
@@ -302,6 +304,7 @@ class _FirstCall:
                         error = self._try(field, progress, report, restorer)
                     finally:
                         restorer.restore()
+                    self._changed = tuple(restorer.changed())
                 trials = (*progress.trials(field.place), *field.pruned_trials())
                 facts = (timestamp(), progress.seconds, field.dropped())
                 ended, seconds, dropped = ranks.decide(Situation("end"), facts)

@@ -240,6 +240,7 @@ def op(
             safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
             **settings,
         )(fn)
+        tuner.overwritten = ("output",)
         tuner.unsaid = ("way",)  # the first is an op's own default, unless a context has another
         return tuner
 

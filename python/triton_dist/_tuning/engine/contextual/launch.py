@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from triton_dist._tuning.engine.restore import elements
 from triton_dist._tuning.protocols import Device, Timer
 
 
@@ -24,8 +25,8 @@ class Undo:
 
     def restore_later(self, tensor: Any) -> None:
         if tensor is not None:
-            copy = tensor.clone()
-            self.add(lambda: tensor.copy_(copy))
+            copy = elements(tensor).clone()
+            self.add(lambda: elements(tensor).copy_(copy))
 
     def undo(self) -> None:
         while self._steps:
