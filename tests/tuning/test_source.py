@@ -6,18 +6,20 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import linecache
 import os
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
 import triton
 
 from tests.architecture.source import ROOT
-from triton_dist._tuning import libraries
-from triton_dist._tuning.source import source_of
+from triton_dist._tuning.source import libraries, source_of
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
 
 SOURCE = '''
@@ -141,6 +143,11 @@ def all_of(roots):
     return {**found.digests, **found.literal, **found.bound}
 
 
+def names_of(roots):
+    """The names that ``roots`` reach, without modules and functions around them."""
+    return {re.split(r":|<locals>\.", name)[-1] for name in source_of(roots).digests}
+
+
 @pytest.fixture
 def digests(tmp_path):
     """A function: the digests of ``op`` in a module with this source, under a name of its own."""
@@ -169,8 +176,13 @@ def digests(tmp_path):
 def test_it_reaches_helpers_closures_kernels_and_classes(digests):
     assert set(digests(SOURCE)) == {
         "guard",
-        "wrapper",
+        "guard.<locals>.wrapper",
         "op",
+        "_cache",
+        "STATE",
+        "TABLE",
+        "make_epilogue",
+        "partial",
         "Method",
         "Plan",
         "State",
@@ -181,34 +193,35 @@ def test_it_reaches_helpers_closures_kernels_and_classes(digests):
         "kernel",
         "tuned_kernel",
         "guessed_kernel",
-        "<lambda>",
         "Inner",
-        # and constants
         "SCALE",
-        "epilogue.bias",
-        "helper.0",
     }
 
 
+OP = {"op", "STATE", "_cache"}  # it changes the latter two when it runs
 MUTATIONS = {
-    "the function": ("tuned_kernel[(1,)](x)", "tuned_kernel[(2,)](x)", {"op"}),
+    "the function": ("tuned_kernel[(1,)](x)", "tuned_kernel[(2,)](x)", OP),
     "a default": (
         "block, method=Method.PUSH)",
         "block, method=None)",
-        {"op", "Method"},
+        OP | {"Method"},
     ),
-    "a constant in it": ("BLOCK=16", "BLOCK=32", {"op"}),
-    "how a state begins": ("State(count=3)", "State(count=4)", {"op"}),
-    "another operator": ("_calls += 1", "_calls -= 1", {"op"}),
+    "a constant in it": ("BLOCK=16", "BLOCK=32", OP),
+    "how a state begins": ("State(count=3)", "State(count=4)", {"STATE"}),
+    "another operator": ("_calls += 1", "_calls -= 1", OP),
     "a helper": ("x * SCALE + TABLE", "x * SCALE - TABLE", {"helper"}),
     "a helper of a helper": ("n + 7", "n + 8", {"round_up"}),
     "a global constant": ("SCALE = 2", "SCALE = 3", {"SCALE"}),
     "the type of a constant": ("SCALE = 2", "SCALE = 2.0", {"SCALE"}),
-    "a global table": ("TABLE = [1, 2]", "TABLE = [1, 3]", {"helper"}),
-    "a closure": ("make_epilogue(5)", "make_epilogue(6)", {"epilogue.bias"}),
-    "a closure's code": ("return x + bias", "return x - bias", {"epilogue"}),
-    "an argument of a partial": ("partial(helper, 11)", "partial(helper, 12)", {"helper.0"}),
-    "a wrapper": ("return fn(*args, **kwargs)", "return fn(*args)", {"guard", "wrapper"}),
+    "a global table": ("TABLE = [1, 2]", "TABLE = [1, 3]", {"TABLE"}),
+    "a closure": ("make_epilogue(5)", "make_epilogue(6)", {"epilogue"}),
+    "a closure's code": ("return x + bias", "return x - bias", {"make_epilogue"}),
+    "an argument of a partial": ("partial(helper, 11)", "partial(helper, 12)", {"partial"}),
+    "a wrapper": (
+        "return fn(*args, **kwargs)",
+        "return fn(*args)",
+        {"guard", "guard.<locals>.wrapper"},
+    ),
     "a kernel": ("tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) * 1", {"kernel"}),
     "a kernel's callee": ("return x + 1\n", "return x + 2\n", {"device_function"}),
     "a kernel's options": (
@@ -221,8 +234,8 @@ MUTATIONS = {
         "def kernel(pointer, BLOCK)",
         {"kernel"},
     ),
-    "configs of triton.autotune": ('{"BLOCK": 64}', '{"BLOCK": 128}', {"tuned_kernel", "op"}),
-    "a heuristic": ("arguments: 32", "arguments: 16", {"<lambda>", "guessed_kernel"}),
+    "configs of triton.autotune": ('{"BLOCK": 64}', '{"BLOCK": 128}', {"tuned_kernel"}),
+    "a heuristic": ("arguments: 32", "arguments: 16", {"guessed_kernel"}),
     "a method": ("round_up(self.chunks)", "round_up(2 * self.chunks)", {"Plan"}),
     "a class attribute": ("chunks: int = 3", "chunks: int = 4", {"Plan"}),
     "an enum's member": ("PUSH = 1", "PUSH = 2", {"Method"}),
@@ -288,11 +301,11 @@ def test_an_import_inside_the_function_is_followed(tmp_path, monkeypatch):
         return late(x)
 
     first = all_of([op])
-    assert set(first) == {"op", "late"}
+    assert names_of([op]) == {"op", "late"}
     del sys.modules["late_helpers"]
     (tmp_path / "late_helpers.py").write_text("def late(x):\n    return x + 100\n")
     importlib.invalidate_caches()
-    assert all_of([op])["late"] != first["late"]
+    assert all_of([op])["late_helpers:late"] != first["late_helpers:late"]
     del sys.modules["late_helpers"]
 
 
@@ -316,7 +329,7 @@ def test_library_code_is_not_followed():
     def op(x):
         return json.dumps(x), pytest.approx(x)
 
-    assert set(all_of([op])) == {"op", "library pytest"}
+    assert names_of([op]) == {"op", "library pytest"}
 
 
 def even(n):
@@ -350,7 +363,7 @@ def test_every_process_finds_the_same_whatever_its_hash_seed(interpret):
         found.add(done.stdout.strip())
     (digests,) = found
     for name in ("kernel_gemm_persistent", "multiply_tile", "wait", "sharded_gemm"):
-        assert name in digests
+        assert f":{name}" in digests
 
 
 def sources_of_an_op():
@@ -398,7 +411,7 @@ def test_an_installed_package_is_followed_if_the_function_is_of_it(install, tmp_
 
     try:
         assert set(all_of([module.op])) == {"op", "helper"}
-        assert set(all_of([op])) == {"op"}
+        assert names_of([op]) == {"op"}
     finally:
         del sys.modules["installed_ops"]
 
@@ -417,13 +430,12 @@ def test_another_version_of_a_library_is_seen(tmp_path, monkeypatch):
         lists.mkdir()
         (lists / "METADATA").write_text(f"Name: installed-ops\nVersion: {version}\n")
         libraries.version_of.cache_clear()
-        found.append(all_of([op]))
+        found.append(source_of([op]).digests)
         shutil.rmtree(lists)
     libraries.version_of.cache_clear()
     del sys.modules["installed_ops"]
-    assert found[0].keys() == {"op", "library installed_ops"} == found[1].keys()
-    assert found[0]["op"] == found[1]["op"]
-    assert found[0]["library installed_ops"] != found[1]["library installed_ops"]
+    changed = {name for name in found[0] | found[1] if found[0].get(name) != found[1].get(name)}
+    assert changed == {"library installed_ops"}
 
 
 def test_what_lies_beside_installed_packages_is_followed(tmp_path, monkeypatch):
@@ -436,7 +448,7 @@ def test_what_lies_beside_installed_packages_is_followed(tmp_path, monkeypatch):
         return helper(x)
 
     try:
-        assert set(all_of([op])) == {"op", "helper"}
+        assert names_of([op]) == {"op", "helper"}
     finally:
         del sys.modules["ops_beside"]
 
@@ -449,7 +461,7 @@ def test_what_has_a_name_like_those_of_libraries_is_followed(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(file.parent))
     monkeypatch.delitem(sys.modules, file.stem, raising=False)
     helper = importlib.import_module(file.stem).helper
-    assert "helper" in all_of([lambda x: helper(x)])
+    assert "helper" in names_of([lambda x: helper(x)])
     del sys.modules[file.stem]
 
 
@@ -475,6 +487,42 @@ def test_a_file_that_was_edited_after_its_import_is_not_taken_for_what_runs(tmp_
     path.write_text("def op(x):\n    return x + 2\n")
     assert all_of([importlib.import_module("edited_ops").op]) != edited
     del sys.modules["edited_ops"]
+
+
+def test_a_module_in_a_zip_archive_is_followed(tmp_path, monkeypatch):
+    def of(text):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("zipped_ops.py", text)
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(str(path))
+            found = all_of([importlib.import_module("zipped_ops").op])
+        del sys.modules["zipped_ops"]
+        return found
+
+    found = of(INSTALLED)
+    assert set(found) == {"op", "helper"}
+    assert "bytecode" not in str(found)
+    assert found == of(f"# comment\n{INSTALLED}") != of(INSTALLED.replace("x + 1", "x + 2"))
+
+
+def run_cells(*cells):
+    """What counts of ``op``, which the cells of a notebook define."""
+    space = {"__name__": "__main__", "__builtins__": __builtins__}
+    for number, text in enumerate(cells):
+        name = f"<ipython-input-{number}-{abs(hash(text))}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec", dont_inherit=True), space)
+    return all_of([space["op"]])
+
+
+def test_functions_in_the_cells_of_a_notebook_are_followed():
+    cells = ["SCALE = 2\n", "def helper(x):\n    return x * SCALE\n", "def op(x): return helper(x)"]
+    before = run_cells(*cells)
+    assert "bytecode" not in str(before)
+    assert before == run_cells(cells[0], "# comment\n" + cells[1], cells[2])
+    assert before != run_cells(cells[0], cells[1].replace("*", "/"), cells[2])
+    assert before != run_cells("SCALE = 3\n", *cells[1:])
 
 
 def hook_a(arguments):

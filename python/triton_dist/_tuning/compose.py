@@ -21,8 +21,8 @@ from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, 
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Brief, Factory, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
-from triton_dist._tuning.snapshot import Snapshot
 from triton_dist._tuning.source import origin_of, source_of
+from triton_dist._tuning.source.snapshot import Snapshot
 from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.store.archive import records_of
 from triton_dist._tuning.values import (

@@ -16,8 +16,8 @@ class Difference(NamedTuple):
     patch_level: bool
     """A version whose ``major.minor`` (of a driver: branch) is the same: tolerated, unless
     versions are checked strictly."""
-    constant: bool = False
-    """A value that the code reads or binds, not the code."""
+    constant: str = ""
+    """The name of a value that the code reads or binds; the statement is not reported besides."""
 
 
 DIFFERS = "differs by rank"
@@ -51,18 +51,20 @@ class Fingerprint:
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
         """Differences between what was recorded here and ``now``."""
+        constants = list(self._compare_constants(now))
+        named = {each.constant for each in constants}
         for group in fields(self):
             before, after = getattr(self, group.name), getattr(now, group.name)
             if isinstance(before, str) or group.name in _CONSTANTS:
                 continue
             for name in sorted(before.keys() | after.keys()):
                 old, new = before.get(name), after.get(name)
-                if old != new:
+                if old != new and not (group.name == "source" and name.rpartition(":")[2] in named):
                     patch_level = (group.name == "software" and _same_release(old, new, 2)) or (
                         name == "driver" and _same_release(old, new, 1)  # 550.54 and 550.90 are one
                     )
                     yield Difference(_sentence(group.name, name, old, new), patch_level)
-        yield from self._compare_constants(now)
+        yield from constants
         yield from self._compare_version(now)
         if self.space != now.space:
             yield Difference(
@@ -93,7 +95,7 @@ class Fingerprint:
         for name in sorted((before.keys() | after.keys()) - left_out):
             old, new = before.get(name), after.get(name)
             if old != new:
-                yield Difference(_sentence("constant", name, old, new), False, constant=True)
+                yield Difference(_sentence("constant", name, old, new), False, name)
 
     def _compare_version(self, now: Fingerprint) -> Iterator[Difference]:
         if self.version != now.version:
@@ -102,21 +104,16 @@ class Fingerprint:
 
 
 class OlderFingerprint(Fingerprint):
-    """The fingerprint of a record of schema 1 or 2, whose digests of code had constants in them."""
+    """The fingerprint of a record of schema 1 to 3, whose digests of code are not comparable."""
 
     def compare(self, now: Fingerprint) -> Iterator[Difference]:
-        code_differs = False
         for difference in super().compare(now):
-            if difference.constant or difference.sentence.startswith("source: "):
-                code_differs = True
-            else:
+            of_code = difference.sentence.startswith(("source: ", "config space: "))
+            if not (of_code or difference.constant):
                 yield difference
-        if code_differs:
-            yield Difference(
-                "source: the code changed, or reads constants: an older version of triton_dist "
-                "wrote the record, and did not record those apart from the code",
-                False,
-            )
+        yield Difference(
+            "source: not comparable, as an older version of triton_dist wrote the record", False
+        )
 
 
 class ShippedFingerprint(Fingerprint):

@@ -31,7 +31,7 @@ from triton_dist.errors import NewerSchema, NoValidConfig
 SCHEMA = 4
 """Raised whenever a reader of the previous one would misread a record; older records are read too.
 2: the function's module is no part of its name. 3: constants are recorded apart from the code that
-reads them. 4: a checksum."""
+reads them. 4: a checksum, and digests of statements."""
 
 
 _NOT_ALWAYS = ("version", "literal", "bound", "uncounted")
@@ -128,7 +128,7 @@ class TuningRecord:
         """For a file: in an order in which a person wants to read it."""
         best = self.best
         return {
-            "schema": 2 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
+            "schema": 3 if isinstance(self.fingerprint, OlderFingerprint) else SCHEMA,
             "function": self.key.function,
             "module": self.key.module,
             "signature": self.key.signature,
@@ -268,7 +268,7 @@ def _read_trial(tree: Mapping[str, Any]) -> Trial:
 
 
 def _read_fingerprint(tree: Mapping[str, Any], schema: int) -> Fingerprint:
-    fingerprint = Fingerprint(**tree) if schema >= 3 else OlderFingerprint(**tree)
+    fingerprint = Fingerprint(**tree) if schema >= 4 else OlderFingerprint(**tree)
     for name, facts in tree.items():
         is_text = name in ("space", "version")
         texts = (facts,) if is_text else (*facts, *facts.values()) if type(facts) is dict else (0,)

@@ -7,20 +7,20 @@ calls before have left.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from triton_dist._tuning.constants import text_of
-from triton_dist._tuning.inspected import (
-    CONTAINERS,
-    attributes,
-    closure_of,
-    fields_of,
-    is_object_with_fields,
-)
+from triton_dist._tuning.source.constants import text_of
 
+CONTAINERS = (list, set, dict)
+"""Types of containers that may change while the program runs."""
+COLLECTIONS = (*CONTAINERS, tuple, frozenset, collections.deque, types.MappingProxyType)
+"""Types of values that hold others."""
 _MOST_ITEMS = 10_000
 _DEEPEST = 5
 
@@ -56,7 +56,9 @@ class Snapshot:
             self._take(root.func)
         elif isinstance(root, types.FunctionType):
             self._keep([*(root.__defaults__ or ()), *(root.__kwdefaults__ or {}).values()])
-            self._keep(closure_of(root))
+            for cell in root.__closure__ or ():
+                with suppress(ValueError):  # not bound yet
+                    self._keep([cell.cell_contents])
         elif isinstance(root, types.MethodType):
             if not isinstance(root.__self__, (type, types.ModuleType)):
                 self._keep_state(root, root.__self__)
@@ -93,3 +95,53 @@ def _data_of(value: Any, depth: int = 0) -> str:
     items = value.items() if isinstance(value, dict) else value
     texts = [_data_of(item, depth + 1) for item in items]
     return f"{type(value).__name__} {sorted(texts) if isinstance(value, set) else texts}"
+
+
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    try:
+        return getattr(value, name, default)
+    except Exception:  # objects with a __getattr__ of their own
+        return default
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Attributes of an object itself, not of its class, by name."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = {each for part in slots for each in ((part,) if isinstance(part, str) else part)}
+    absent = object()
+    held = {name: attribute(value, name, absent) for name in names - {"__dict__", "__weakref__"}}
+    there = {name: item for name, item in held.items() if item is not absent}
+    return dict(sorted({**there, **getattr(value, "__dict__", {})}.items()))
+
+
+def is_object_with_fields(value: Any) -> bool:
+    """True for an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of an object of a dataclass, by name."""
+    return {each.name: attribute(value, each.name) for each in dataclasses.fields(value)}
+
+
+def items_of(value: Any) -> dict[Any, Any]:
+    """Values in a collection or an object of a dataclass; of a set, code in the order of its
+    names, as that of hashes differs by process."""
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=lambda each: str(attribute(each, "__qualname__", "")))
+    if isinstance(value, COLLECTIONS):
+        return dict(enumerate(value))
+    return fields_of(value) if is_object_with_fields(value) else {}
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """``value`` and all that containers and dataclasses in it hold."""
+    seen, ahead = set[int](), [value]
+    while ahead:
+        item = ahead.pop()
+        if id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            ahead += reversed(items_of(item).values())

@@ -1,0 +1,92 @@
+"""The source that a function depends on: digests of statements, and texts of constants.
+
+A tuning record is valid as long as the code that was timed: the function, its helpers, the Triton
+kernels that it launches and the constants that they read. :mod:`.slices` finds the statements,
+:mod:`.modules` parses files into statements, and :mod:`.given` looks at values that no statement
+tells. What counts of constants is in :mod:`.constants`.
+
+Comments, docstrings, formatting and the place in the file or in the file system do not count.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from triton_dist._tuning.source import libraries
+from triton_dist._tuning.source.constants import Constants
+from triton_dist._tuning.source.modules import digest, file_at
+from triton_dist._tuning.source.slices import Slice, bytecode
+from triton_dist._tuning.source.snapshot import Snapshot
+from triton_dist._tuning.values import Origin, original
+
+
+class Source(NamedTuple):
+    """Code and constants that functions depend on."""
+
+    digests: dict[str, str]
+    """By name: the digests of the statements that bind or change it. Names of other modules are
+    ``module:name``."""
+    literal: dict[str, str]
+    bound: dict[str, str]
+    uncounted: dict[str, str]
+    """Constants that do not count, each with the reason."""
+
+
+def source_of(
+    roots: Iterable[Callable[..., Any]],
+    ignore: Iterable[str] = (),
+    snapshot: Snapshot | None = None,
+    classes: Iterable[type] = (),
+) -> Source:
+    """The slice of ``roots``.
+
+    Args:
+        ignore: names of constants that do not count.
+        snapshot: what the roots held when they were given, of what changes as a program runs.
+        classes: of values that the roots are called with.
+    """
+    roots = list(roots)
+    inner = list(map(original, roots))
+    library = libraries.Libraries(each.__module__ for each in inner)
+    constants = Constants(ignore)
+    home = _globals(inner[0]) if inner else {}
+    found = Slice(library, constants, snapshot or Snapshot(()), home)
+    for each in inner:
+        function = _function(each)
+        if function is not None:
+            found.root(function)
+    for each in roots:
+        found.given.root(each)
+    for cls in classes:
+        found.cls(cls)
+    return Source(found.digests, constants.literal, constants.bound, constants.uncounted)
+
+
+def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:
+    """The function as records name it: name, module, signature, number among those of one name."""
+    origin, inner = Origin.of(function, tunables), _function(original(function))
+    if inner is None:
+        return origin
+    file = file_at(inner.__code__.co_filename, inner.__globals__)
+    if file is None or not file.has(inner.__code__):  # no source: what it does tells it apart
+        return origin.of_several(f"code {digest([bytecode(inner.__code__)])[:8]}")
+    ordinal = file.ordinal(inner.__code__)
+    return origin.of_several(f"definition {ordinal + 1}") if ordinal else origin
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    """The function of a bound method or a kernel."""
+    value = getattr(value, "__func__", value)
+    value = getattr(value, "fn", value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _globals(value: Any) -> dict[str, Any]:
+    function = _function(value)
+    if function is not None:
+        return function.__globals__
+    module = sys.modules.get(type(value).__module__)
+    return {} if module is None else vars(module)
