@@ -7,6 +7,7 @@ after this first call; later calls send none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 from triton_dist._tuning.engine.conversation import Conversation, Situation
 from triton_dist._tuning.protocols import RandomState
 from triton_dist._tuning.values.show import said
-from triton_dist.errors import TuningTimeout
+from triton_dist.errors import InvalidArgument, RankDisagreement, TuningTimeout
 
+_logger = logging.getLogger("triton_dist.tuning")
 _UNUSABLE = {"OutOfResources", "CompilationError", "PTXASError", "CandidateFailed"}
 """Names of exception classes, since triton is not imported here. Running out of device memory is
 not among them: other allocations of the program may be the cause."""
+_REFUSALS = (InvalidArgument, RankDisagreement)
+"""Errors that name their own cause."""
 _FAILED_PASS = "PassManager::run failed"
 """Triton's text, in a plain ``RuntimeError``, for a compiler pass that failed."""
 
@@ -57,7 +61,8 @@ class FirstUse:
             if why:
                 self.random_state.rewind()
                 return None, why
-            add_note(error, f"triton_dist: {self.source} was used. {self.remedy}")
+            if not isinstance(error, _REFUSALS):
+                add_note(error, f"triton_dist: {self.source} was used. {self.remedy}")
             raise
         except BaseException as error:  # the others must not wait for this rank
             self.ranks.leave(error)
@@ -95,8 +100,11 @@ def is_unusable(error: Exception) -> bool:
 
 
 def add_note(error: Exception, text: str) -> None:
-    """Show ``text`` with ``error``; before Python 3.11, which has notes, as part of its message."""
+    """Show ``text`` with ``error``. Before Python 3.11, which has notes, make it a part of the
+    message, or log it."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{text}",)
+    else:
+        _logger.warning("%s", text)
