@@ -45,7 +45,13 @@ def main() -> int:
             if by_signal
             else f"ended with status {failure.exitcode}"
         )
-        print(f"launch.sh: rank {rank} {end}; what it said is above", file=sys.stderr)
+        # initialize_distributed() lets a rank write the exception that ends it; so does @record.
+        written = failure.error_file_data.get("message")
+        if isinstance(written, dict):
+            written = written.get("message")
+        first_line = str(written or "<NONE>").partition("\n")[0]
+        said = "; what it said is above" if first_line == "<NONE>" else f": {first_line}"
+        print(f"launch.sh: rank {rank} {end}{said}", file=sys.stderr)
         return 1 if by_signal else failure.exitcode
     return 0
 

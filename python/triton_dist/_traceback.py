@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
+import time
 import traceback
+import types
+from contextlib import suppress
 from typing import Any
 
 from triton_dist import knobs
-from triton_dist.errors import TritonDistError
+from triton_dist._warn import print_line
+from triton_dist.errors import TritonDistError, cause_of
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SCRIPTS = _PACKAGE + "test" + os.sep
@@ -26,6 +31,25 @@ def format_exception(error: BaseException) -> str:
     if knobs.traceback.get() == "folded":
         _fold(shown, error)
     return "".join(shown.format())
+
+
+def fold_uncaught() -> None:
+    """Fold the traceback of an exception that ends this process, and report it to torchrun.
+
+    An exception hook of the program's own stays."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_uncaught
+
+
+def _print_uncaught(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    print_line(format_exception(error.with_traceback(trace)).rstrip())
+    file, cause = knobs.error_file.get(), cause_of(error)
+    if file is not None:
+        text = "".join(traceback.format_exception_only(type(cause), cause)).strip()
+        with suppress(OSError):
+            file.write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 class _FoldedStack(traceback.StackSummary):

@@ -342,8 +342,7 @@ traceback: Knob[str] = Knob(
     "folded",
     _one_of("folded", "full"),
     "folded or full",
-    "full: reports about failed ranks show all frames of their tracebacks, those inside "
-    "triton_dist and Triton too.",
+    "full: tracebacks of failed ranks show all frames, those inside triton_dist and Triton too.",
 )
 
 # What launchers set (torchrun, scripts/launch.sh); not ours to name, ours to read in one place.
@@ -351,6 +350,13 @@ rank = integer("RANK", 0, "Rank of this process in the world.")
 local_rank = integer("LOCAL_RANK", 0, "Rank of this process on its host.")
 world_size = integer("WORLD_SIZE", 1, "Number of processes in the world.")
 local_world_size = integer("LOCAL_WORLD_SIZE", 1, "Number of processes on this host.")
+error_file: Knob[Path | None] = Knob(
+    "TORCHELASTIC_ERROR_FILE",
+    None,
+    Path,
+    "a file",
+    "Where a rank writes the exception that ends it, for torchrun.",
+)
 triton_interpret = flag(
     "TRITON_INTERPRET",
     "Triton's own switch: kernels decorated while it is 1 are interpreted, on the CPU.",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from triton_dist import knobs
+from triton_dist._traceback import fold_uncaught
 from triton_dist.errors import DeviceUnavailable
 from triton_dist.runtime.compiling import shipped
 from triton_dist.runtime.device import current_device
@@ -30,7 +31,8 @@ def initialize_distributed(
 
     With GPUs: this rank's GPU becomes the current device, CPU tensors go over gloo and GPU tensors
     over NCCL. Without: gloo; also where ranks share GPUs, which NCCL refuses. A process that no
-    launcher started becomes a world of one. Calling it again gives the same group.
+    launcher started becomes a world of one. Calling it again gives the same group. The traceback
+    of an exception that ends the process is folded from then on (``TRITON_DIST_TRACEBACK``).
 
     Args:
         seed: for ``init_seed``; default: the rank.
@@ -44,6 +46,7 @@ def initialize_distributed(
         DeviceUnavailable: fewer GPUs than ranks on this host, and sharing them was not asked for
             or cannot be; or CPU ranks without the interpreter.
     """
+    fold_uncaught()
     shipped.install()
     shipped.prepare()
     if not dist.is_initialized():
