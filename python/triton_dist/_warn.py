@@ -44,6 +44,15 @@ def warn(text: str, category: type[Warning]) -> None:
     warn_at(user_frame(), text, category)
 
 
+def note(text: str, category: type[Warning]) -> None:
+    """Give a warning from code that watches a program, which must not fail for it: print it where
+    warnings are errors."""
+    try:
+        warn(text, category)
+    except Warning:
+        print_line(f"triton_dist: {printable(text)}")
+
+
 def warn_at(frame: types.FrameType, text: str, category: type[Warning]) -> None:
     """Give a warning about a line that is known already."""
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))

@@ -12,6 +12,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ from triton_dist.errors import (
 )
 from triton_dist.knobs import InvalidKnob
 from triton_dist.runner import foreign, scripts, sections, toolchains
+from triton_dist.runner.dumping import dump
 from triton_dist.runner.specialisation import Specialisation
 from triton_dist.runtime.compiling import facts
 from triton_dist.testing.compile_only import compile_only
@@ -716,8 +718,13 @@ from triton.backends.compiler import GPUTarget
 def zero(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, N), 0.0)
 
-source = triton.compiler.ASTSource(zero, {"x_ptr": "*fp32", "N": "constexpr"}, {"N": 64})
-triton.compile(source, target=GPUTarget("cuda", 90, 32))
+@triton.jit
+def @LONG@(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, N), 1.0)
+
+for kernel in (zero, @LONG@):
+    source = triton.compiler.ASTSource(kernel, {"x_ptr": "*fp32", "N": "constexpr"}, {"N": 64})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
 raise SystemExit(sitecustomize.STATUS)
 """
 
@@ -726,12 +733,14 @@ def test_dump(tmp_path, capfd, monkeypatch):
     """Of a program that knows nothing of triton_dist, in an environment that has a sitecustomize of
     its own; the status is the command's."""
     program, folder = tmp_path / "program.py", tmp_path / "dumped"
-    program.write_text(PROGRAM)
+    long = "k" * 245  # a file of that name and a level has too long a name
+    program.write_text(PROGRAM.replace("@LONG@", long))
     (tmp_path / "sitecustomize.py").write_text("STATUS = 3")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = ["dump", "--to", str(folder), "--levels", "ptx,sass"]
     assert main([*command, "--", sys.executable, str(program)]) == 3
-    (kernel,) = folder.iterdir()
+    other, kernel = sorted(folder.iterdir())
+    assert runner.load(other, long).about.function == long
     assert {p.name for p in kernel.iterdir()} == {
         "zero.cubin",
         "zero.json",
@@ -742,9 +751,23 @@ def test_dump(tmp_path, capfd, monkeypatch):
     assert runner.load(kernel, "zero").constants() == {"N": 64}
     said = capfd.readouterr().err
     assert f"{kernel.name}" in said
-    assert said.endswith(f"{folder}: 1 kernel, 1 new\n")
+    assert said.endswith(f"{folder}: 2 kernels, 2 new\n")
     assert main(["dump", "--to", str(folder), "--levels", "foo", "--", "true"]) == 2
     assert main(["dump", "--to", str(tmp_path / "none"), "--", "true"]) == 1
+    command = ["touch", str(tmp_path / "ran")]
+    assert main(["dump", "--to", str(program), "--", *command]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_kernel_that_cannot_be_dumped_does_not_end_the_program(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_DIST_DUMP_DIR", str(tmp_path))
+    details = {"src": SimpleNamespace(fn=None), "metadata": {"name": "zero"}}
+    with pytest.warns(ArtefactWarning, match="kernel zero is not dumped"):
+        dump(**details, metadata_group={})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dump(**details, metadata_group={})
+    assert "kernel zero is not dumped" in capsys.readouterr().err
     killed = ["bash", "-c", "kill -TERM $$"]
     assert main(["dump", "--to", str(tmp_path / "none"), "--", *killed]) == 143
 

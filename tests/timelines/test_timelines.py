@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.timelines import timeline_ranks
+from triton_dist import tune
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.observed import observed
 from triton_dist.cli.main import main
-from triton_dist.errors import InvalidArgument
+from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.peaks import Peak, device_peak
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.timelines import trace
+from triton_dist.timelines.program import ProgramRecording
 from triton_dist.timelines.scopes import facts_of
 from triton_dist.timelines.summary import summaries
 
@@ -221,7 +225,9 @@ def test_a_call_took_what_its_launches_took_on_the_device():
         work(900, 50, name="op 8x8 #0", cat="gpu_user_annotation"),
     ]  # fmt: skip
     content = {"traceEvents": events}
-    trace.annotate(content, {f"op 8x8 #{n}": {"op": "op", "tuned": False} for n in (0, 1)})
+    trace.annotate(
+        content, {f"op 8x8 #{n}": {"op": "op", "shape": "8x8", "tuned": False} for n in (0, 1)}
+    )
     first, second = trace.calls_of(content)
     assert (first["begin_us"], first["ms"], first["on_device"]) == (900, 0.6, True)
     assert (second["begin_us"], second["ms"], second["call"]) == (2000, 0.1, 1)
@@ -243,7 +249,7 @@ def test_clocks_of_other_hosts_and_other_bases_are_brought_to_the_first_ranks():
     }
     for content in traces.values():
         trace.annotate(content, {"op #0": {"op": "op", "tuned": False}})
-    calls = trace.calls_of(trace.merge(traces))
+    calls = trace.calls_of(trace.merge([*traces.items()]))
     assert [(call["rank"], call["begin_us"]) for call in calls] == [(0, 10), (1, 10), (2, 10)]
 
 
@@ -286,7 +292,7 @@ def test_arguments_that_the_op_will_refuse_have_no_cost():
 
 
 PROGRAM = """
-import torch
+import os, sys, torch
 import triton.language as tl
 import triton_dist
 from triton_dist import language as dl, tune
@@ -310,26 +316,38 @@ def outer(x, times):
 
 for _ in range(5):
     assert outer(torch.ones(2), autotune=False).tolist() == [4, 4]
+    if _ == 1 and (child := os.fork()) == 0:
+        outer(torch.ones(2), autotune=False)
+        sys.exit(3)
+print("fork ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 def test_a_command_is_recorded_without_knowing(tmp_path, capfd):
     script, out = tmp_path / "program.py", tmp_path / "made" / "p.json"
     script.write_text(PROGRAM)
-    command = [sys.executable, str(script)]
+    program = shlex.join([sys.executable, str(script)])
+    command = ["bash", "-c", f"{program} && {program} > {tmp_path / 'second'}"]
     assert main(["profile", "--out", str(out), "--calls", "1:3", "--marks", "--", *command]) == 0
     shown = capfd.readouterr()
-    assert f"{out}: timeline of 1 rank" in shown.err
+    assert f"{out}: timeline of 1 rank, 2 processes" in shown.err
+    assert "fork ended with 3\n" in shown.out
+    assert "fork ended with 3\n" in (tmp_path / "second").read_text()
     # Also in the call before the first, so that this one finds its kernels compiled.
+    # The third line is the fork's, which records nothing.
     made = [line.split()[-1] for line in shown.out.splitlines() if "marks are made" in line]
-    assert made == ["True", "True", "True", "False", "False"]
-    calls = sorted(trace.calls_of(trace.read(out)), key=lambda call: call["call"])
-    assert [call["op"] for call in calls] == ["outer", "inner", "outer", "inner"]
-    assert [set(call["marks"]) for call in calls] == [{"store"}, set(), {"store"}, set()]
+    assert sorted(made) == ["False"] * 3 + ["True"] * 3
+    calls = trace.calls_of(trace.read(out))
+    calls.sort(key=lambda call: (call["run"], call["call"]))
+    assert [call["op"] for call in calls] == ["outer", "inner", "outer", "inner"] * 2
+    assert [set(call["marks"]) for call in calls] == [{"store"}, set(), {"store"}, set()] * 2
     assert "of the time of its programs: store " in shown.out
-    assert [line.split()[:2] for line in shown.out.splitlines() if " 2 " in line] == [
-        ["outer", "2"], ["inner", "2"],
-    ]  # fmt: skip
+    lines = [line.split()[:2] for line in shown.out.splitlines()]
+    assert (
+        sorted(line for line in lines if line[:1] in (["inner"], ["outer"]))
+        == [["inner", "2"]] * 2 + [["outer", "2"]] * 2
+    )
+    assert "program 2" in shown.out
 
 
 def test_what_cannot_be_profiled_or_shown_is_said(tmp_path, capsys):
@@ -343,6 +361,72 @@ def test_what_cannot_be_profiled_or_shown_is_said(tmp_path, capsys):
     assert "nothing recorded" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["profile"])
+
+
+def named(name):
+    def plus(x, n):
+        return x + n
+
+    plus.__name__ = plus.__qualname__ = name
+    return tune.autotune([{"n": 1}], key_fn=len)(plus)
+
+
+def test_names_that_torch_writes_wrongly(tmp_path, capsys):
+    functions = ["größe", "注意", 'a"b', "\ud800"]
+    with group_profile("odd", folder=tmp_path):
+        for name in functions:
+            with torch.profiler.record_function('layer "mlp"'):
+                assert named(name)(torch.ones(2), autotune=False).tolist() == [2, 2]
+    merged = tmp_path / "odd_merged.json.gz"
+    content = trace.read(merged)
+    assert [call["op"] for call in trace.calls_of(content)] == functions
+    names = {event["name"] for event in content["traceEvents"]}
+    assert {'layer "mlp"', *functions} <= names
+    assert main(["profile", "show", str(merged)]) == 0
+    assert "größe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("between", [", ", ",\n    "], ids=["one line", "a line each"])
+def test_quotes_in_names_are_escaped(tmp_path, between):
+    file = tmp_path / "t.json"
+    event = between.join(['"ph": "X"', '"name": "a", "pid": "b"c"', '"pid": 1'])
+    file.write_text(f'{{"traceEvents": [{{{event}}}]}}')
+    assert trace.read(file)["traceEvents"] == [{"ph": "X", "name": 'a", "pid": "b"c', "pid": 1}]
+
+
+def test_a_timeline_that_cannot_be_written_does_not_end_the_program(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(InvalidArgument, match="one that rank 0 can write to"),
+        group_profile("region", folder=tmp_path / "file"),
+    ):
+        pytest.fail("the region must not run")
+
+    def export(self, path):
+        Path(path).write_text("half a")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "export_chrome_trace", export)
+    region = group_profile("region", folder=tmp_path, merge_group=False)
+    with pytest.warns(ArtefactWarning, match=r"rank-0.json.gz is not written: .*no JSON"), region:
+        torch.ones(2).sum()
+    assert (tmp_path / "region" / "rank-0.torch.json").read_text() == "half a"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = ProgramRecording(tmp_path / "rank-0.1.json.gz", 0, 1, False)
+        for _ in range(3):
+            with program.around(timeline_ranks.doubled, (torch.ones(2),), {}):
+                pass
+    assert "no JSON" in (tmp_path / "rank-0.1.json.gz.failed").read_text()
+
+
+def test_a_program_that_profiles_itself_keeps_its_events(tmp_path):
+    program = ProgramRecording(tmp_path / "rank-0.1.json.gz", 0, 2, False)
+    call = program.around(timeline_ranks.doubled, (torch.ones(2),), {})
+    profile = torch.autograd.profiler.profile(use_kineto=True)
+    with pytest.warns(ArtefactWarning, match="uses torch's profiler itself"), profile, call:
+        torch.ones(2).sum()
+    assert "aten::sum" in {event.name for event in profile.function_events}
+    assert "itself" in (tmp_path / "rank-0.1.json.gz.failed").read_text()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

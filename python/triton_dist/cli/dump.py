@@ -58,6 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.command:
         arguments.fail("a command is needed: dump --to DIR -- COMMAND")
     folder = arguments.to.resolve()
+    _files.check_writable(folder / "kernel")
     before = set(folder.glob("*/*.json"))
     wanted = _levels(arguments.levels) if arguments.levels else knobs.dump_levels.default
     known = knobs.environment()

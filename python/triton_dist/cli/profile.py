@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton_dist
 from triton_dist import _files, knobs
+from triton_dist._warn import printable
 from triton_dist.cli import site
 from triton_dist.cli.text import fitted, say
 from triton_dist.cli.verb import add_verb, counted
@@ -95,14 +96,18 @@ def _run(arguments: argparse.Namespace) -> int:
         from triton_dist.timelines import program, recording
 
         files = recording.files_of_ranks(Path(folder), program.ENDING)
+        failed = [each.read_text() for each in sorted(Path(folder).glob(f"*{program.FAILED}"))]
         if not files:
             what = f"no process made call {calls.partition(':')[0]} of a tuned function and ended"
-            print(f"triton-dist profile: nothing recorded: {what}", file=sys.stderr)
+            what = "; ".join(failed) or what
+            print(f"triton-dist profile: nothing recorded: {printable(what)}", file=sys.stderr)
             return status or 1
         merged = Path(folder, "merged", arguments.out.name)  # --out may be a pipe
         recording.merge_files(files, merged)
         _files.write(arguments.out, merged.read_bytes())
-        print(f"{arguments.out}: timeline of {counted(len(files), 'rank')}", file=sys.stderr)
+        print(f"{arguments.out}: timeline of {_counted([r for r, _ in files])}", file=sys.stderr)
+        for each in failed:
+            print(f"triton-dist profile: missing: {printable(each)}", file=sys.stderr)
         _show(merged, False, None)
     return status if status >= 0 else 128 - status
 
@@ -139,7 +144,8 @@ def _draw(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]], png: P
 
 def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     hosts = sorted({rank["host"] for rank in ranks})
-    lines = [f"{counted(len(ranks), 'rank')} on {counted(len(hosts), 'host')}, {ranks[0]['gpu']}"]
+    numbers = [rank["rank"] for rank in ranks]
+    lines = [f"{_counted(numbers)} on {counted(len(hosts), 'host')}, {ranks[0]['gpu']}"]
     if ranks[0]["device"] != "cuda":
         lines += fitted("shares are of an H200's peaks, and say nothing of CPU ranks", 0)
     if not found:
@@ -156,6 +162,7 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
         )  # fmt: skip
         notes = [" ".join(filter(None, (each.shape, each.dtype)))]
         notes += [f"{each.num_ranks} ranks"] * (each.num_ranks > 1)
+        notes += [f"program {each.run + 1}"] * (len(set(numbers)) < len(numbers))
         by_rank = [f"{ms:.4g}" for ms in each.ms_by_rank.values()]
         notes += [f"ms by rank: {', '.join(by_rank)}"] * (len(by_rank) > 1)
         notes += [f"{counted(each.tuned_calls, 'call')} tuned, left out"] * bool(each.tuned_calls)
@@ -168,6 +175,12 @@ def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> li
     if lost:
         lines += fitted(f"{lost} marks are missing, as there are too many: profile fewer calls", 0)
     return lines
+
+
+def _counted(ranks: Sequence[int]) -> str:
+    """Number of ranks, and of processes if some rank has had several."""
+    each = counted(len(set(ranks)), "rank")
+    return each if len(set(ranks)) == len(ranks) else f"{each}, {len(ranks)} processes"
 
 
 def _number(value: float | None, digits: int) -> str:

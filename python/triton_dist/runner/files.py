@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triton_dist import _files
 from triton_dist._tuning.values import codec
 from triton_dist.errors import InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 
 _LARGEST_JSON = 1 << 24
+_LONGEST = 240
+"""Bytes of a name that leave room for a digest or a level: file systems take 255."""
 
 
 def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = LEVELS) -> Path:
@@ -42,14 +46,20 @@ def export(kernel: Any, folder: str | os.PathLike[str], levels: Sequence[str] = 
 
 
 def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
-    """Each file at once or not at all; what it is about last."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write each file in one step; what the kernel is about last."""
     tree = json.dumps(about.to_tree(), indent=2) + "\n"
     for level, text in {**texts, "json": tree}.items():
-        path = folder / f"{about.function}.{level}"
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_bytes(text if isinstance(text, bytes) else text.encode())
-        beside.replace(path)
+        data = text if isinstance(text, bytes) else text.encode()
+        _files.write(folder / f"{stem_of(about.function)}.{level}", data)
+
+
+def stem_of(function: str) -> str:
+    """Name of a kernel's files, without the level: of a long one, its beginning and a digest."""
+    name = function.encode()
+    if len(name) <= _LONGEST:
+        return function
+    digest = hashlib.sha256(name).hexdigest()[:16]
+    return f"{name[: _LONGEST - 17].decode(errors='ignore')}-{digest}"
 
 
 def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") -> Artefact:
@@ -64,7 +74,7 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     """
     if level not in LEVELS:
         raise InvalidArgument("runner.load", "level", level, f"one of {', '.join(LEVELS)}")
-    path = Path(folder).expanduser() / f"{function}.{level}"
+    path = Path(folder).expanduser() / f"{stem_of(function)}.{level}"
     data = content(path)
     side = path.with_suffix(".json")
     if not side.exists() and level in foreign.TELLING:
@@ -105,6 +115,6 @@ def _read(side: Path, function: str) -> About:
             raise
         why = f"it cannot be read: {type(error).__name__}: {error}"
         raise InvalidArtefact(str(side), why) from error
-    if about.function != function:
+    if function not in (about.function, stem_of(about.function)):
         raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
     return about

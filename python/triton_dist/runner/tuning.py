@@ -34,7 +34,7 @@ def cubin_space(
     function = kernel if isinstance(kernel, str) else str(kernel.__name__)
 
     def space() -> list[dict[str, Any]]:
-        paths = sorted(Path(folder).expanduser().rglob(f"{function}.cubin"))
+        paths = sorted(Path(folder).expanduser().rglob(f"{files.stem_of(function)}.cubin"))
         if not paths:
             expected = f"a folder with {function}.cubin in it, or in folders in it"
             raise InvalidArgument("runner.tuning.cubin_space", "folder", str(folder), expected)

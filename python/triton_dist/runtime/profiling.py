@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import subprocess
 import time
 import warnings
@@ -78,6 +81,7 @@ def get_torch_prof_ctx(do_prof: bool = True) -> AbstractContextManager[Any]:
 
 def timeline_profile() -> torch.autograd.profiler.profile:
     """Part that torch's profiler stands on. That one imports torch's compiler as it starts: 2 s."""
+    _end_forks_without_destructors()
     device = "cuda" if torch.cuda.is_available() else None
     return torch.autograd.profiler.profile(use_device=device, use_kineto=True, acc_events=True)
 
@@ -136,3 +140,21 @@ def _megahertz(uuid: str) -> tuple[int, int]:
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     now, top = map(int, told.split(","))
     return now, top
+
+
+@functools.cache
+def _end_forks_without_destructors() -> None:
+    """Let forks of this process end without the destructors of libraries.
+
+    torch's profiler keeps a thread, which a fork does not have. The destructor of the profiler
+    waits for that thread, so a fork would hang at its end, or abort (torch 2.13).
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "on_exit"):  # not glibc
+        return
+
+    def arrange() -> None:
+        libc.on_exit(libc._exit, None)  # called with the exit status
+        libc.__cxa_atexit(libc.fflush, None, None)  # before that: the last one comes first
+
+    os.register_at_fork(after_in_child=arrange)

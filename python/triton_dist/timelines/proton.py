@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from triton_dist import _files
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.timelines.scopes import Scopes
-
-ENDING = "hatchet"
 
 
 @contextmanager
@@ -51,11 +49,11 @@ def recorded(file: Path) -> Iterator[None]:
         proton.finalize(session)
 
 
-def merge(files: Mapping[int, Path], merged: Path) -> None:
+def merge(files: Sequence[tuple[int, Path]], merged: Path) -> None:
     """One tree: each rank is a child of its root; devices are those of the first rank."""
     children: list[Any] = []
     devices: Any = {}
-    for rank, file in files.items():
+    for rank, file in files:
         root, *rest = json.loads(file.read_text(encoding="utf-8"))
         named = {"name": f"rank {rank}", "type": "function"}
         children.append({**root, "frame": named})

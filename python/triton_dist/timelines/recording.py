@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from triton_dist.errors import InvalidArgument
+from triton_dist import _files
+from triton_dist._warn import note
+from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.profiling import timeline_profile
@@ -21,6 +24,7 @@ from triton_dist.timelines.marks import KernelMarks
 from triton_dist.timelines.scopes import Scopes
 
 TOOLS = ("torch", "proton")
+_PROTON = "hatchet"
 _WRITING_SECONDS = 600.0
 _READINGS = 5
 """Meetings after which clocks are read; each may be late by some rank's scheduler."""
@@ -41,6 +45,7 @@ def group_profile(
 ) -> Iterator[None]:
     """Trace the region on every rank of ``group``, with calls of tuned functions as scopes.
 
+    A timeline that cannot be written at the end is a warning: the program goes on.
     Each rank writes ``<folder>/<name>/rank-<r>.json.gz``; rank 0 then writes all ranks together, on
     one clock, to ``<folder>/<name>_merged.json.gz``: for Perfetto, chrome://tracing and
     ``triton-dist profile show``. Collective when ``do_prof``.
@@ -57,7 +62,7 @@ def group_profile(
 
     Raises:
         InvalidArgument: no such tool, or one that finds nothing on this process's device, or has
-            no marks.
+            no marks; or, on every rank, some rank cannot write to ``folder``.
         DeviceUnavailable: another profiler of this process keeps Proton from the driver.
     """
     if not do_prof:
@@ -69,32 +74,44 @@ def group_profile(
     if marks and tool != "torch":
         raise InvalidArgument("group_profile", "tool", tool, "'torch', with marks=True")
     ranks, parts = group_for(group), Path(folder) / name
-    own = f"rank-{ranks.rank}"
+    process, failure = os.getpid(), ""
+    ending = _PROTON if tool == "proton" else "json.gz" if compress else "json"
+    own, merged = parts / f"rank-{ranks.rank}.{ending}", parts.with_name(f"{name}_merged.{ending}")
     if tool == "proton":
         from triton_dist.timelines import proton
 
-        ending = proton.ENDING
-        with proton.recorded(parts / f"{own}.{ending}"):
+        with proton.recorded(own):
             yield
     else:
-        ending = "json.gz" if compress else "json"
-        with recorded(parts / f"{own}.{ending}", _clock_of(ranks), marks):
+        _agree_to_write(ranks, own, merged)
+        recording = Recording(own, _clock_of(ranks), marks)
+        with recording.on():
             yield
+        failure = recording.failure
+    if os.getpid() != process:  # a fork that has left the region
+        return
     ranks.barrier("timelines are written", _WRITING_SECONDS)
     if ranks.is_leader and merge_group:
-        files = files_of_ranks(parts, ending)
-        merge_files(files, Path(folder) / f"{name}_merged.{ending}")
-        if keep_merged_only:
-            for file in files.values():
+        files = [each for each in files_of_ranks(parts, ending) if each[0] < ranks.size]
+        try:
+            merge_files(files, merged)
+            for _, file in files if keep_merged_only else ():
                 file.unlink()
-            parts.rmdir()
+            if keep_merged_only:
+                parts.rmdir()
+        except Exception as error:
+            failure += f"timelines of ranks are not merged: {type(error).__name__}: {error}"
+    if failure:
+        note(failure, ArtefactWarning)
 
 
 class Recording:
-    """This rank's recording by torch's profiler, from ``start`` to ``stop``, which writes it.
+    """This rank's recording by torch's profiler, from ``start`` to ``stop``, which writes it. A
+    fork has no part in it.
 
     Attributes:
         scopes: of calls, for whoever observes these.
+        failure: why it is not written; empty: it is, or will be.
 
     Args:
         clock_ns: from this host's clock to that of rank 0.
@@ -106,26 +123,50 @@ class Recording:
         marked = nullcontext if self._marks is None else self._marks.around_call
         self.scopes = Scopes(lambda name, _: torch.profiler.record_function(name), marked)
         self._file, self._clock_ns = file, clock_ns
-        self._profile = timeline_profile()
+        self._profile, self._process = timeline_profile(), os.getpid()
+        self.failure = ""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Record the region, also when it raises."""
+        self.start()
+        try:
+            with self.scopes.on():
+                yield
+        finally:
+            self.stop()
 
     def start(self) -> None:
+        self._file.unlink(missing_ok=True)  # of an earlier recording
         self._profile.__enter__()
         if self._marks is not None:
             self._marks.read_clock()
 
     def stop(self) -> None:
+        """Write what was recorded; on failure set ``failure``, as the program must go on."""
+        if os.getpid() == self._process:
+            try:
+                self._stop()
+            except Exception as error:
+                self.failure = f"{self._file} is not written: {type(error).__name__}: {error}"
+
+    def _stop(self) -> None:
         device = current_device()
-        device.synchronize()
+        device.synchronize(_WRITING_SECONDS)
         if self._marks is not None:
             self._marks.read_clock()
         self._profile.__exit__(None, None, None)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        plain = self._file.with_name(f".{self._file.name}.json")
+        plain = self._file.with_name(f"{self._file.name.partition('.json')[0]}.torch.json")
         self._profile.export_chrome_trace(str(plain))
-        content = trace.read(plain)
+        try:
+            content = trace.read(plain)
+        except ValueError as error:
+            raise ValueError(f"torch wrote {plain}, which is no JSON ({error})") from error
         plain.unlink()
         trace.annotate(content, self.scopes.calls)
         content[trace.SCOPE] = {
+            "process": self._process,
             "host": socket.gethostname(),
             "clock_ns": self._clock_ns,
             "device": device.name,
@@ -137,32 +178,36 @@ class Recording:
         trace.write(content, self._file)
 
 
-@contextmanager
-def recorded(file: Path, clock_ns: int = 0, marks: bool = False) -> Iterator[None]:
-    """Record the region into ``file``, also when it raises; arguments as of ``Recording``."""
-    recording = Recording(file, clock_ns, marks)
-    recording.start()
-    try:
-        with recording.scopes.on():
-            yield
-    finally:
-        recording.stop()
+def files_of_ranks(folder: Path, ending: str) -> list[tuple[int, Path]]:
+    """Files that ranks have written, each with its rank: by rank, then by age."""
+    found = [(int(f.name.split(".")[0][5:]), f) for f in folder.glob(f"rank-*.{ending}")]
+    found = [each for each in found if not each[1].name.endswith(".torch.json")]
+    return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime_ns))
 
 
-def files_of_ranks(folder: Path, ending: str) -> dict[int, Path]:
-    """Files that ranks have written, by rank."""
-    found = {int(f.name.split(".")[0][5:]): f for f in folder.glob(f"rank-*.{ending}")}
-    return dict(sorted(found.items()))
-
-
-def merge_files(files: Mapping[int, Path], merged: Path) -> None:
+def merge_files(files: Sequence[tuple[int, Path]], merged: Path) -> None:
     """Put the files of ranks together."""
-    if merged.suffix == ".hatchet":
+    if merged.suffix == f".{_PROTON}":
         from triton_dist.timelines import proton
 
         proton.merge(files, merged)
     else:
-        trace.write(trace.merge({r: trace.read(file) for r, file in files.items()}), merged)
+        trace.write(trace.merge([(rank, trace.read(file)) for rank, file in files]), merged)
+
+
+def _agree_to_write(ranks: ProcessGroupRanks | SoloRank, *files: Path) -> None:
+    """Raise on every rank if some rank cannot write its files. Collective."""
+    why = ""
+    try:
+        for file in files:
+            _files.check_writable(file)
+    except OSError as error:
+        why = str(error)
+    for rank, refused in enumerate(ranks.gather("files of timelines", why)):
+        if refused:
+            folder = str(files[-1].parent)
+            expected = f"one that rank {ranks.named(rank)} can write to ({refused})"
+            raise InvalidArgument("group_profile", "folder", folder, expected)
 
 
 def _clock_of(ranks: ProcessGroupRanks | SoloRank) -> int:

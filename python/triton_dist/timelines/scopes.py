@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from triton_dist._tuning.engine.observed import observed
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
+from triton_dist.timelines import trace
 
 Facts: TypeAlias = dict[str, Any]
 """Plain text and numbers about a call, by name."""
@@ -46,7 +47,8 @@ class Scopes:
     @contextmanager
     def around(self, tuned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         facts = facts_of(tuned, args, kwargs)
-        title = " ".join(filter(None, (facts["op"], facts.get("shape"))))
+        # torch writes "unknown" for a name that is not ASCII, and does not escape a quote.
+        title = trace.title_of(facts).encode("ascii", "replace").decode().replace('"', "?")
         name = f"{title} #{len(self.calls)}"
         self.calls[name] = facts
         before = tuned.tuning_count

@@ -10,9 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OpSummary:
-    """Calls of one op with one shape.
+    """Calls of one op with one shape, in one program.
 
     Attributes:
+        run: which of the programs that a rank has run, from 0.
         calls: of each rank, without those that tuned.
         tuned_calls: left out of all else.
         ms: of the slowest rank; the median of calls.
@@ -41,6 +42,7 @@ class OpSummary:
     bounds_ms: dict[str, float] | None = None
     limit_ms: float | None = None
     marks: dict[str, float] | None = None
+    run: int = 0
 
     @property
     def bound(self) -> str | None:
@@ -82,7 +84,7 @@ def summaries(calls: Iterable[Mapping[str, Any]]) -> list[OpSummary]:
     """
     kinds: dict[tuple[Any, ...], dict[int, list[Mapping[str, Any]]]] = {}
     for call in sorted(calls, key=lambda call: int(call["call"])):
-        names = ("op", "shape", "dtype", "num_ranks")
+        names = ("op", "shape", "dtype", "num_ranks", "run")
         kind = tuple(call.get(name) for name in names)
         kinds.setdefault(kind, {}).setdefault(int(call["rank"]), []).append(call)
     found = [_summary(by_rank) for by_rank in kinds.values()]
@@ -100,6 +102,7 @@ def _summary(by_rank: Mapping[int, list[Mapping[str, Any]]]) -> OpSummary:
         shape=some.get("shape", ""),
         dtype=some.get("dtype", ""),
         num_ranks=some.get("num_ranks", 1),
+        run=some.get("run", 0),
         calls=len(together),
         tuned_calls=tuned,
         ms=_median([max(call["ms"] for call in calls) for calls in together]),

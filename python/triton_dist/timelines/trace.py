@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,9 +21,24 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _MARK, _DEVICE_MARK = "user_annotation", "gpu_user_annotation"
 
 
+# A name, up to the end of its line or the key that follows it.
+_NAME = re.compile(r'("name": ")(.*)("(?:,\s*"pid":|,?$))', re.MULTILINE)
+_QUOTE = re.compile(r'(?<!\\)"')
+
+
 def read(file: Path) -> Trace:
+    """Read a trace. torch does not escape quotes in names of scopes and threads: do it here.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
     data = file.read_bytes()
-    trace: Trace = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
+    text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8", "replace")
+    try:
+        trace: Trace = json.loads(text, strict=False)
+    except ValueError:
+        escaped = _NAME.sub(lambda found: found[1] + _QUOTE.sub(r"\"", found[2]) + found[3], text)
+        trace = json.loads(escaped, strict=False)
     return trace
 
 
@@ -80,6 +96,11 @@ def spans(trace: Trace, names: Container[str]) -> dict[str, Span]:
     return found
 
 
+def title_of(facts: Mapping[str, Any]) -> str:
+    """Name of a call on a timeline."""
+    return " ".join(filter(None, (facts["op"], facts.get("shape"))))
+
+
 def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
     """Give the scopes of ``calls`` their facts and their ``spans``."""
     for name, (event, begin, end, on_device) in spans(trace, calls).items():
@@ -89,19 +110,22 @@ def annotate(trace: Trace, calls: Mapping[str, Mapping[str, Any]]) -> None:
     for event in trace["traceEvents"]:
         name = str(event.get("name"))
         if event.get("cat") in (_MARK, _DEVICE_MARK) and name in calls:
-            event["name"] = name.rpartition(" #")[0]
+            event["name"] = title_of(calls[name])
 
 
-def merge(traces: Mapping[int, Trace]) -> Trace:
-    """One trace of all ranks, by rank. Its clock is the lowest rank's: a rank of the same host has
-    the same, another's differs by the ``clock_ns`` that its facts say. A rank's processes are kept
-    apart by its name before their ids.
+def merge(traces: Sequence[tuple[int, Trace]]) -> Trace:
+    """Merge the traces of ranks, in this order, into one trace.
+
+    Its clock is the first rank's: a rank of the same host has the same, another's differs by the
+    ``clock_ns`` that its facts say. A rank's processes are kept apart by its name before their ids.
+    Calls of its second program, if several ran one after another, are of ``run`` 1, and so on.
     """
     events: list[Event] = []
     ranks: list[dict[str, Any]] = []
-    first = traces[min(traces)]
+    first = traces[0][1]
     base = first.get("baseTimeNanoseconds", 0)
-    for rank, trace in sorted(traces.items()):
+    for rank, trace in traces:
+        run = sum(each["rank"] == rank for each in ranks)
         facts = trace.get(SCOPE, {})
         shift = (trace.get("baseTimeNanoseconds", 0) - base + facts.get("clock_ns", 0)) / 1e3
         ranks.append({"rank": rank, **facts})
@@ -114,7 +138,10 @@ def merge(traces: Mapping[int, Trace]) -> Trace:
             if SCOPE in event.get("args", {}):
                 call = event["args"][SCOPE]
                 begin = {"begin_us": call["begin_us"] + shift}
-                moved["args"] = {**event["args"], SCOPE: {**call, **begin, "rank": rank}}
+                moved["args"] = {
+                    **event["args"],
+                    SCOPE: {**call, **begin, "rank": rank, "run": run},
+                }
             events.append(moved)
     rest = {name: value for name, value in first.items() if name not in ("traceEvents", SCOPE)}
     return {**rest, SCOPE: {"format": 1, "ranks": ranks}, "traceEvents": events}

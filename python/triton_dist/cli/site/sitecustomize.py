@@ -34,7 +34,10 @@ class _After(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            self._then(module)
+            try:
+                self._then(module)
+            except Exception as error:  # the program has to go on
+                print(f"triton_dist: nothing is recorded: {error!r}", file=sys.stderr)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 
 from triton_dist._archive import SUFFIX, Contents, PackedKernel, write
-from triton_dist._warn import warn
+from triton_dist._warn import note
 from triton_dist.errors import CacheWarning
 from triton_dist.runtime import triton_compat
 from triton_dist.runtime.compiling.facts import facts_of
@@ -49,12 +49,15 @@ class Recorder:
     def __call__(self, *, metadata: Mapping[str, Any], **details: Any) -> None:
         """Triton compiled a kernel, or found it; one that ``runner`` made is none that Triton would
         look for."""
-        compilation = triton_compat.compilation()
-        if compilation:
-            paths: Mapping[str, str] = details["metadata_group"]
-            named = {name: Path(path) for name, path in paths.items() if name.endswith(_LEVELS)}
-            facts = facts_of(compilation)
-            self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
+        try:
+            compilation = triton_compat.compilation()
+            if compilation:
+                paths: Mapping[str, str] = details["metadata_group"]
+                named = {name: Path(path) for name, path in paths.items() if name.endswith(_LEVELS)}
+                facts = facts_of(compilation)
+                self.write(str(metadata["hash"]), str(metadata["name"]), facts, named)
+        except Exception as error:
+            note(f"kernel {metadata.get('name')} is not recorded: {error!r}", CacheWarning)
         if self._before is not None:
             self._before(metadata=metadata, **details)
 
@@ -67,7 +70,7 @@ class Recorder:
             kernels = {digest: PackedKernel(name, facts, files)}
             write(self.folder / f"{digest}{SUFFIX}", Contents({}, kernels))
         except OSError as error:
-            warn(f"kernel {name} is not recorded: {error}", CacheWarning)
+            note(f"kernel {name} is not recorded: {error}", CacheWarning)
 
 
 def is_recording(folder: Path) -> bool:
