@@ -116,10 +116,10 @@ class TunedOp:
         seen: dict[Hashable, int] = {}
         best = {}
         for config in ranked:
-            way = self.info.algorithm(config)
-            seen[way] = seen.get(way, 0) + 1
-            if seen[way] <= self._choice.best:
-                best[f"{way} {seen[way]}"] = config
+            algorithm = self.info.algorithm(config)
+            seen[algorithm] = seen.get(algorithm, 0) + 1
+            if seen[algorithm] <= self._choice.best:
+                best[f"{config['way']} {seen[algorithm]}"] = config
         return best
 
 

@@ -35,6 +35,7 @@ from triton_dist.kernels.nvidia import (
 from triton_dist.kernels.nvidia.gemm_allreduce import ways as gemm_ar_ways
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import AwaitFlag
+from triton_dist.runtime.garbage import uncollected
 from triton_dist.testing import assert_allclose
 
 K, N = 32, 48
@@ -286,6 +287,7 @@ def _graphs(
         op.op.fn(*operands, ctx, **options)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Symmetric memory that the collector frees during a capture ends the process.
+        with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             op.op.fn(*operands, ctx, **options)
         yield rows, graph
