@@ -395,9 +395,8 @@ class File:
         """Functions, lambdas and classes, with their qualified names, in the order of the file."""
 
         def inside(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
-            name = prefix + getattr(node, "name", "<lambda>")
-            is_definition = isinstance(node, (*_DEFINITIONS, ast.Lambda))
-            if is_definition:
+            if isinstance(node, (*_DEFINITIONS, ast.Lambda)):
+                name = prefix + getattr(node, "name", "<lambda>")
                 yield name, node
                 prefix = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
             for each in ast.iter_child_nodes(node):
