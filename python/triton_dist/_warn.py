@@ -86,7 +86,10 @@ def held_warnings() -> Iterator[None]:
             except Warning as error:
                 raised = raised or error
     if raised is not None:  # not in ``finally``: it must not replace an exception of the block
-        raise raised
+        try:
+            raise raised
+        finally:
+            raised = None  # the warning holds this frame
 
 
 def _give(text: str, category: type[Warning], file: str, line: int, module: str) -> None:

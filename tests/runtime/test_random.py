@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from triton_dist.errors import InvalidArgument
+from triton_dist.models.utils import init_model_cpu
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.random import generate_data, init_seed, rand_tensor
 
@@ -82,3 +83,12 @@ def test_operands_for_each_step():
         assert set(second.tolist()) == set(range(6, 14))
         assert third is None
         assert first.device == second.device == current_device().torch_device
+
+
+def test_weights_of_a_model_leave_the_generators_alone(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    init_model_cpu("tiny", torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeded

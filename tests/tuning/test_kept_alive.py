@@ -8,11 +8,12 @@ import weakref
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from tests.contextual.kernels import Spy, add, add_kernel, autotuned, configs, scale, scale_kernel
 from tests.tuning.fakes import Rank, in_threads, thread_ranks
 from triton_dist.autotuner import contextual_autotune
-from triton_dist.errors import NoValidConfig
+from triton_dist.errors import NoValidConfig, TuningWarning
 from triton_dist.tune import autotune
 
 
@@ -111,6 +112,24 @@ def test_what_a_first_call_was_given_and_allocated_is_freed(call, name):
     tuned = autotune([{"n": n} for n in (1, 2, 3)], key_fn, scope="rank", **options)(function)
     error = call.make(tuned, call.new(), y=[call.new()])
     assert issubclass(error, raised) if raised else error is None
+    assert call.kept() == 0
+
+
+def test_a_warning_that_is_an_error(call):
+    warnings.simplefilter("error")
+    tuned = autotune([{"n": n} for n in (1, 2, 3)], lambda x: x.shape, scope="rank")
+    assert call.make(tuned(Fails(call, 1, 2)), call.new()) is TuningWarning
+    assert call.kept() == 0
+
+
+def test_a_recorded_winner_that_fails_today(call):
+    function = Fails(call, error=lambda text: OutOfResources(2, 1, text))
+    tuned = autotune([{"n": 1}, {"n": 2}], lambda x: x.shape, scope="rank")(function)
+    call.make(tuned, call.new())
+    tuned.clear()
+    function.numbers = (function.count + 1,)
+    assert call.make(tuned, call.new()) is None
+    assert tuned.tuning_count == 2
     assert call.kept() == 0
 
 

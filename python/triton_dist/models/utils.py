@@ -45,7 +45,7 @@ def init_model_cpu(
     if num_layers is not None:
         config = dataclasses.replace(config, num_hidden_layers=num_layers)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # ``torch.manual_seed`` would seed GPUs too
         return Llama(config, dtype)
 
 
