@@ -20,6 +20,7 @@ import triton
 
 from tests.architecture.source import ROOT
 from triton_dist._tuning.source import libraries, source_of
+from triton_dist._tuning.source.stale import changes
 from triton_dist.kernels.nvidia.allgather_gemm import ag_gemm
 
 SOURCE = '''
@@ -371,6 +372,33 @@ def sources_of_an_op():
         return x in {"push", "pull", "both"}
 
     return json.dumps(source_of([ag_gemm.fn, choose])._asdict(), sort_keys=True)
+
+
+def test_files_alone_tell_what_changed_of_the_real_op():
+    found = source_of([ag_gemm.fn]).digests
+    module, name = ag_gemm.origin().module, ag_gemm.origin().function
+    assert changes(found, module, name) == ([], [])
+    label = ".kernels.common.gemm.sharded:kernel_gemm_persistent"
+    ((sentence,), _) = changes(found | {label: "another"}, module, name)
+    assert re.fullmatch(
+        r"source: triton_dist\.kernels\.common\.gemm\.sharded:\d+ changed: "
+        r"def kernel_gemm_persistent\(",
+        sentence,
+    )
+
+
+def test_files_tell_of_libraries_and_of_what_they_do_not_have(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some_ops.py").write_text("TABLE = [1]\ndef op(x): return TABLE\n")
+    recorded = {"library pytest": "pytest 0", "TABLE": "1 2", "gone": "3", "elsewhere:f": "4"}
+    found, unknown = changes(recorded, "some_ops", "op")
+    assert found == [
+        f"source: library pytest was pytest 0, is pytest {pytest.__version__}",
+        "source: some_ops:1 changed: TABLE = [1]",
+        "source: some_ops: a statement that sets gone is gone",
+    ]
+    assert unknown == ["elsewhere:f"]
+    assert changes(recorded, "no_such_ops", "op") == (found[:1], ["TABLE", "gone", "elsewhere:f"])
 
 
 INSTALLED = """

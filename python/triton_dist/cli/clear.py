@@ -42,13 +42,13 @@ def add_to(verbs: Any) -> None:
         "--stale",
         action="store_true",
         help="records, with their logs, that would not be used on this hardware with these "
-        "versions",
+        "versions and source files",
     )
     parser.add_argument(
         "--import",
         action="store_true",
         dest="imports",
-        help="of --stale: also records whose source or config space has changed; imports their "
+        help="of --stale: also records whose config space or constants have changed; imports their "
         "modules, which runs them",
     )
     parser.add_argument("--logs", action="store_true", help="logs; the records stay")

@@ -25,10 +25,11 @@ def add_to(verbs: Any) -> None:
         _run,
         help="why the records of a function are or are not used",
         description="Prints each record of FUNCTION: key, winner, date, file, and whether it would "
-        "be used now; if not, what differs, as recorded and as it is. Versions and hardware are "
-        "always compared. With --import the function's module is imported, in a process of its "
-        "own, and source and config space are compared too; set TRITON_INTERPRET and the like as "
-        "in the run. Status 0: a record would or may be used, 1: none, 2: a mistake.",
+        "be used now; if not, what differs, as recorded and as it is. Versions, hardware and "
+        "source files are always compared. With --import the function's module is imported, in a "
+        "process of its own, and config space and constants are compared too; set "
+        "TRITON_INTERPRET and the like as in the run. Status 0: a record would or may be used, 1: "
+        "none, 2: a mistake.",
         examples=[
             "explain mypackage.ops:matmul --import",
             "explain matmul --module ops.py --import",
@@ -125,7 +126,7 @@ def _explained(
             asked = [(name if module else record.key.function, record) for record in records]
             verdicts = imported(where, asked, ranks)
         else:
-            verdicts = [verdict(record, ranks) for record in records]
+            verdicts = [verdict(record, ranks, module=where) for record in records]
         keys: dict[Key, list[tuple[int, _Explained]]] = {}
         for (layer, stored), each in zip(group, verdicts, strict=True):
             keys.setdefault(stored.record.key, []).append((layer, _Explained(stored, each)))

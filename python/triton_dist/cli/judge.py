@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from triton_dist import knobs
+from triton_dist._tuning.source.stale import changes
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -30,6 +31,7 @@ from triton_dist._tuning.values import (
     Validity,
     validity,
 )
+from triton_dist._tuning.values.fingerprint import OlderFingerprint, ShippedFingerprint
 from triton_dist._tuning.values.record import differences
 from triton_dist.cli import subject
 from triton_dist.errors import NoSuchFunction
@@ -63,10 +65,14 @@ class Verdict(NamedTuple):
     """Importing the module may tell what is not known."""
 
 
-def verdict(record: TuningRecord, ranks: Mapping[str, str], any_settings: bool = False) -> Verdict:
-    """Judge ``record`` by its hardware, versions and ranks. Nothing of the user's is run.
+def verdict(
+    record: TuningRecord, ranks: Mapping[str, str], any_settings: bool = False, module: str = ""
+) -> Verdict:
+    """Judge ``record`` by its hardware, versions, ranks and source files. Nothing of the user's is
+    run.
 
     Args:
+        module: where the function is now; default: as recorded.
         ranks: facts of the group that would call the function, which replace the recorded ones.
         any_settings: settings may be those of the record. Other hardware is then not known, not
             a reason.
@@ -88,8 +94,21 @@ def verdict(record: TuningRecord, ranks: Mapping[str, str], any_settings: bool =
         return Verdict(False, reasons)
     if not record.key.module:
         return Verdict(None, ("the record does not name the module of the function",))
-    why = "its code and config space are compared with --import, which runs its module"
+    reasons, unknown = _changes(record, module)
+    if reasons:
+        return Verdict(False, reasons)
+    code = "its code is the same" if made.source and not unknown else "its code may have changed"
+    why = f"{code}; its config space is compared with --import, which runs its module"
     return Verdict(None, (why,), by_import=True)
+
+
+def _changes(record: TuningRecord, module: str) -> tuple[tuple[str, ...], list[str]]:
+    """Return the statements that the record depends on and that changed, and what is unknown."""
+    if isinstance(record.fingerprint, (OlderFingerprint, ShippedFingerprint)):
+        return (), []
+    where = module or record.key.module
+    found, unknown = changes(record.fingerprint.source, where, record.key.function)
+    return tuple(found), unknown
 
 
 def is_ours(module: str) -> bool:
@@ -200,6 +219,10 @@ class Judge:
         own = Key(self.origin.function, text, hardware, *self.origin[1:]).under(live)
         is_own = (own.module, own.signature) == (record.key.module, record.key.signature)
         if found.reasons:
+            rest = tuple(each for each in found.reasons if not each.startswith("source: "))
+            statements, _ = _changes(record, self.origin.module)
+            if statements and rest != found.reasons:  # named by line, instead of by name
+                return Verdict(False, (*statements, *rest), (), is_own)
             return Verdict(False, found.reasons, (), is_own)
         may_be_dropped = self._tuned.prune_fn is not None and record.shipped
         return Verdict(True, (), found.tolerated, is_own, may_be_dropped)

@@ -279,6 +279,7 @@ class File:
     """The statements of a file, and which of them bind or change a name."""
 
     def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
         tree, code = _parse("".join(lines))
         self._codes = [*with_inner(code)][1:]
         self._set_of_codes = {each for _, each in self._codes}
@@ -383,6 +384,10 @@ class File:
     def definitions(self, name: str) -> list[Statement]:
         """All definitions with this qualified name."""
         return [self._statement(node) for full, node in self._definitions() if full == name]
+
+    def lines_of(self, name: str) -> list[int]:
+        """The first lines of definitions with this qualified name."""
+        return [_first_line(node) for full, node in self._definitions() if full == name]
 
     def without(
         self, statement: Statement, line: int, is_dropped: Callable[[ast.expr], bool]

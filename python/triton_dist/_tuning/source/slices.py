@@ -114,9 +114,9 @@ class Slice:
         name, top = cls.__qualname__, cls.__qualname__.partition(".")[0]
         file, label = self._file(scope), self.label(scope, name)
         if file is None or not file.of(top) or not self._is_loaded(scope, file, cls):
-            if label not in self.digests:
+            if label not in self.digests and any(map(function_in, vars(cls).values())):
                 self.digests[label] = ""
-                self.digests[label] = digest(self.given.members(cls))
+                self.digests[label] = f"bytecode {digest(self.given.members(cls))}"
         elif "<locals>" not in name:
             self.name(scope, top)
             return self.label(scope, top)

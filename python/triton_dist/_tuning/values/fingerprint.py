@@ -163,7 +163,7 @@ def _sentence(group: str, name: str, old: str | None, new: str | None) -> str:
             return f"source: {name} is reached now and was not"
         if new is None:
             return f"source: {name} was reached and is not now"
-        return f"source: {name} changed, its digest was {old}, is {new}"
+        return f"source: {name} changed"
     if group == "constant":
         return f"constant: {name} was {old or 'not read'}, is {new or 'not read'}"
     if name == "settings":

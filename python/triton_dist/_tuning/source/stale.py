@@ -1,0 +1,116 @@
+"""Compare the statements that a record depends on with those in the files now; import nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from triton_dist._tuning.source.libraries import version_of
+from triton_dist._tuning.source.modules import File, Statement, file_at
+
+
+def changes(recorded: Mapping[str, str], module: str, function: str) -> tuple[list[str], list[str]]:
+    """Return a sentence for each statement that changed, and the names that cannot be compared.
+
+    Args:
+        recorded: digests, as :func:`~triton_dist._tuning.source.source_of` returns them.
+        module: dotted name, or path of a ``.py`` file, of the module of the function.
+        function: its qualified name.
+    """
+    files, found, unknown = _Files(module, function), dict[str, None](), []
+    for label, value in recorded.items():
+        owner, _, name = label.rpartition(":")
+        package, is_library = label.removeprefix("library "), label.startswith("library ")
+        file = None if is_library or value.startswith("bytecode ") else files.of(owner)
+        if is_library and (version := version_of(package)) and version != value:
+            found[f"source: {label} was {value}, is {version}"] = None
+        elif file is not None:
+            found |= dict.fromkeys(files.changes(file, owner, name, value.split()))
+        elif not is_library:
+            unknown.append(label)
+    return list(found), unknown
+
+
+class _Files:
+    """Source files of modules, found without importing these."""
+
+    def __init__(self, module: str, function: str) -> None:
+        self._function, path = function, Path(module).absolute()
+        self._folders = [os.getcwd(), *(each or os.getcwd() for each in sys.path)]
+        if module.endswith(".py"):
+            parts, root = [path.stem], path.parent
+            while (root / "__init__.py").exists():
+                parts, root = [root.name, *parts], root.parent
+            self._folders.insert(0, str(root))
+            module = ".".join(parts) if len(parts) > 1 else module
+        self._home, name = module, function.partition(".")[0]
+        file = file_at(str(path)) if module.endswith(".py") else self._file(module)
+        # A package may import the function from the module that defines it.
+        while file is not None and name in file.imports and file.imports[name]:
+            found = sorted(file.imports[name], key=str)[0]
+            package = self._package(self._home).split(".")
+            base = package[: len(package) + 1 - found.level] if found.level else []
+            self._home = ".".join(filter(None, [*base, found.module]))
+            file, name = self._file(self._home), found.attribute or ""
+        self._home_file = file
+
+    def of(self, owner: str) -> File | None:
+        """The file of the module that a label begins with; ``None`` if it is not found."""
+        return self._file(self._full(owner)) if owner else self._home_file
+
+    def _full(self, owner: str) -> str:
+        top = self._home.partition(".")[0]
+        return f"{top}{owner.rstrip('.')}" if owner.startswith(".") else owner or self._home
+
+    def _package(self, module: str) -> str:
+        spec = self._spec(module)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        return module if is_package else module.rpartition(".")[0]
+
+    @functools.cache  # noqa: B019
+    def _spec(self, module: str) -> importlib.machinery.ModuleSpec | None:
+        parent, _, _ = module.rpartition(".")
+        folders = self._folders
+        if parent:
+            above = self._spec(parent)
+            folders = list((above and above.submodule_search_locations) or ())
+        finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path]
+        found = (each.find_spec(module, folders) for each in finders)
+        return next(filter(None, found), None)
+
+    def _file(self, module: str) -> File | None:
+        spec = self._spec(module)
+        if spec is None or not spec.origin:
+            return None
+        return file_at(spec.origin, {"__name__": module, "__loader__": spec.loader})
+
+    def changes(self, file: File, owner: str, name: str, recorded: list[str]) -> Iterator[str]:
+        """Yield sentences about the statements of one label."""
+        inner = "<" in name  # a function inside another one, of which there may be several
+        found = file.definitions(name) if inner else file.of(name)
+        now = [each for each in found if name not in each.imports]
+        new = [each for each in now if not self._is_recorded(file, each, recorded)]
+        if not now or (not new and len(now) < len(recorded)):
+            yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
+        for each in new if not inner or len(new) == len(now) else ():
+            line = each.node.lineno
+            yield f"source: {self._full(owner)}:{line} changed: {file.lines[line - 1].strip()}"
+
+    def _is_recorded(self, file: File, statement: Statement, recorded: list[str]) -> bool:
+        """Tell whether a statement is as it was. Some decorators of the function, those of the
+        tuner, were left out of its digest; which ones only a value could tell."""
+        if statement.digest in recorded:
+            return True
+        for line in file.lines_of(self._function) if file is self._home_file else ():
+            for dropped in itertools.product((True, False), repeat=4):
+                order = itertools.cycle(dropped)
+                other = file.without(statement, line, lambda _: next(order))  # noqa: B023
+                if other.digest in recorded:
+                    return True
+        return False
