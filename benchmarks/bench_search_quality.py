@@ -47,11 +47,11 @@ import triton
 
 from triton_dist import knobs, tune
 from triton_dist._tuning import protocols
-from triton_dist._tuning.engine.transfer import REACH, Neighbours, nearest
 from triton_dist._tuning.search import Brief, Racing, search_for
 from triton_dist._tuning.search.choose import GENERATION
 from triton_dist._tuning.search.exploring import Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
+from triton_dist._tuning.sizes.neighbours import REACH, Neighbours, nearest
 from triton_dist._tuning.values import (
     Config,
     Failure,

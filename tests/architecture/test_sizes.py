@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.architecture.source import modules, name
 
-LONGEST = 600
+LONGEST = 620
 """Think again above 400, but do not split a class or a function to satisfy a number."""
 
 

@@ -23,7 +23,7 @@ from tests.contextual.kernels import (
     sum_kernel,
     total,
 )
-from triton_dist._tuning.engine.contextual.opening import as_config
+from triton_dist._tuning.engine.contextual.context import as_config
 from triton_dist.autotuner import contextual_autotune
 from triton_dist.errors import InvalidArgument, TuningWarning
 

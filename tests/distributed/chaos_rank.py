@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from triton_dist._tuning.engine.attempt import Attempts
-from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.trial import Attempts
 from triton_dist._tuning.store import FileJournal, journal
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.tune import AutoTuner, autotune

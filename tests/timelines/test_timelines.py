@@ -14,8 +14,7 @@ import torch
 
 from tests.timelines import timeline_ranks
 from triton_dist import tune
-from triton_dist._tuning.engine.dispatch import AutoTuner
-from triton_dist._tuning.engine.observed import observed
+from triton_dist._tuning.engine.dispatch import AutoTuner, observed
 from triton_dist.cli.main import main
 from triton_dist.errors import ArtefactWarning, InvalidArgument
 from triton_dist.profiler_utils import group_profile

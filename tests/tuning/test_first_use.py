@@ -11,7 +11,7 @@ import torch
 import triton
 
 from tests.tuning.fakes import Rank, in_threads, thread_ranks, together
-from triton_dist._tuning.engine.first_use import add_note
+from triton_dist._tuning.engine.choice import add_note
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist.errors import InvalidArgument, NoValidConfig, TuningWarning
 

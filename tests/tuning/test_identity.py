@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_dist._tuning.engine import restless
+from triton_dist._tuning.engine import agreement
 from triton_dist.errors import InvalidArgument, TuningWarning
 from triton_dist.tune import AutoTuner, autotune
 
@@ -44,8 +44,8 @@ class Program:
             for name, value in environment.items():
                 patch.setenv(name, value)
             if late:
-                patch.setattr(restless, "_is_of_earlier_start", lambda timestamp: True)
-                patch.setattr(restless, "_used", set())
+                patch.setattr(agreement, "_is_of_earlier_start", lambda timestamp: True)
+                patch.setattr(agreement, "_used", set())
             self.module = importlib.import_module("program")
             for op in self.module.ops:
                 op(1)

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from tests.tuning.fakes import SECONDS, FakeDevice, Rank, thread_ranks, together
-from triton_dist._tuning.engine.conversation import Conversation, Situation
-from triton_dist._tuning.engine.sampler import Sampler
+from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.trial import Sampler
 from triton_dist._tuning.values import Config, Failure, Policy
 from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks import SoloRank

@@ -18,10 +18,10 @@ import pytest
 
 from tests.tuning.fakes import Rank, thread_ranks, together
 from triton_dist._tuning import store
-from triton_dist._tuning.engine.clock import Clock
+from triton_dist._tuning.engine.channel import Clock
 from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.engine.progress import Progress
-from triton_dist._tuning.engine.summary import summary
+from triton_dist._tuning.engine.report import summary
 from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.tuning.fakes import SECONDS, Rank, fingerprint, in_threads, thread_ranks, together
 from triton_dist import tune
-from triton_dist._tuning.engine.delays import slowdowns
-from triton_dist._tuning.engine.transfer import Neighbour, Neighbours
+from triton_dist._tuning.sizes.neighbours import Neighbour, Neighbours, slowdowns
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import (
     Config,

@@ -15,9 +15,9 @@ import torch
 
 from triton_dist import knobs
 from triton_dist._archive import pack_places, packs_in
+from triton_dist._tuning.engine.decorated import check_tunable, names_of, one_of, roundings
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
-from triton_dist._tuning.engine.tunable import check_tunable, names_of, one_of, roundings
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Brief, Factory, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from triton_dist import knobs
-from triton_dist._tuning.engine.observed import observed
+from triton_dist._tuning.engine.dispatch import observed
 from triton_dist._warn import note
 from triton_dist.errors import ArtefactWarning
 from triton_dist.timelines.marks import compiled_with_marks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
-from triton_dist._tuning.engine.observed import observed
+from triton_dist._tuning.engine.dispatch import observed
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.timelines import trace

@@ -1,17 +1,18 @@
-"""The beginning: each rank says what it came with, and all see that it is the same.
+"""How a first call begins: all ranks exchange what they called with, and check that it is equal.
 
-One message carries everything, so a key that every rank has a record of costs one exchange at its
-first use in a process, and later none. Both tuners begin so. A first call of ``tune.autotune`` with
-a record takes one more, which says whether its winner still works.
+One message carries everything. A key that every rank has a record of costs one exchange at its
+first use in a process, and none later. Both tuners begin so. A first call of ``tune.autotune`` with
+a record takes one more exchange, which says whether the recorded winner still works.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from triton_dist._tuning.engine.conversation import Conversation
+from triton_dist._tuning.engine.channel import Conversation
 from triton_dist._tuning.engine.parts import Common
 from triton_dist._tuning.values import (
     Fingerprint,
@@ -184,3 +185,49 @@ def _same_fingerprint(
         what = f"what a tuning of {name} depends on"
         raise ranks.lose(RankDisagreement(what, by_rank))
     return first
+
+
+_begin = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+_used: set[str] = set()
+"""Digests of the records that functions of this process use."""
+
+
+class Restless:
+    """Warning about a function that is tuned although an earlier start has tuned it."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._seen: list[tuple[TuningRecord, list[str]]] = []
+
+    def is_used(self, record: TuningRecord) -> None:
+        _used.add(record.digest)
+
+    def look(self, record: TuningRecord, now: Fingerprint) -> None:
+        """At a record that is not valid ``now``."""
+        differences = [each for each in record.fingerprint.compare(now) if not each.patch_level]
+        if differences and all(each.constant for each in differences):
+            self._seen.append((record, [each.sentence for each in differences]))
+
+    @property
+    def advice(self) -> str:
+        """Empty, unless all that an earlier start knew was different in such values."""
+        earlier = [
+            (record, sentences)
+            for record, sentences in self._seen
+            if _is_of_earlier_start(record.timestamp) and record.digest not in _used
+        ]
+        if not earlier:
+            return ""
+        sentence = "; ".join(earlier[-1][1])
+        return (
+            f"{self._function} was tuned again, because of {sentence}. If that is another value at "
+            "each start, it is tuned at each start: name it in ignore=(...) of autotune, or do "
+            "not bind it"
+        )
+
+
+def _is_of_earlier_start(timestamp: str) -> bool:
+    try:
+        return datetime.datetime.fromisoformat(timestamp) < _begin
+    except (ValueError, TypeError):  # no time, or one without a zone
+        return False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.channel import Conversation, Situation
 from triton_dist._tuning.protocols import Compiler
 from triton_dist._tuning.values import Config
 

@@ -7,15 +7,13 @@ context manager or message to other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from triton_dist._tuning.engine.call_site import OnceWarnings
 from triton_dist._tuning.engine.choice import Choice, Choices
-from triton_dist._tuning.engine.decorated import Decorated
+from triton_dist._tuning.engine.decorated import Decorated, OnceWarnings, key_of, misfit
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
-from triton_dist._tuning.engine.tunable import key_of, misfit
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.values import (
@@ -28,7 +26,7 @@ from triton_dist._tuning.values import (
 )
 from triton_dist._tuning.values.config import judge_of_whole
 from triton_dist._tuning.values.show import said
-from triton_dist._warn import held_warnings
+from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import (
     CaptureInProgress,
     InvalidArgument,
@@ -410,3 +408,34 @@ class AutoTuner(Decorated):
             (when, key),
         )
         return self._default()
+
+
+Around: TypeAlias = Callable[
+    [AutoTuner, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]
+]
+"""Makes of a tuned function and the arguments of its function what is entered around the call."""
+
+_OWN = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
+
+
+@contextmanager
+def observed(around: Around) -> Iterator[None]:
+    """Enter ``around(tuned, args, kwargs)`` for each call of any tuned function of this process.
+
+    The method is replaced for so long, so that a call that nobody looks at costs what it did. What
+    torch compiles is not looked at.
+    """
+    before: Any = AutoTuner.__call__
+
+    def call(self: AutoTuner, /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiled():
+            return before(self, *args, **kwargs)
+        with around(self, args, {name: kwargs[name] for name in kwargs if name not in _OWN}):
+            return before(self, *args, **kwargs)
+
+    called_by_users([call])
+    AutoTuner.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutoTuner.__call__ = before  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from triton_dist._tuning.engine.conversation import Conversation, Situation
+from triton_dist._tuning.engine.channel import Conversation, Situation
 from triton_dist._tuning.protocols import Journal
 from triton_dist._tuning.values import (
     Config,

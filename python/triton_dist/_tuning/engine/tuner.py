@@ -12,22 +12,16 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
-from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, own_record
-from triton_dist._tuning.engine.attempt import Attempts
-from triton_dist._tuning.engine.choice import Resolution
-from triton_dist._tuning.engine.clock import timestamp
+from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, Restless, own_record
+from triton_dist._tuning.engine.candidates import Field, Pruning, Transfer, field_of
+from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
+from triton_dist._tuning.engine.choice import FirstUse, Resolution
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.conversation import Conversation, Situation
-from triton_dist._tuning.engine.field import Field, field_of
-from triton_dist._tuning.engine.first_use import FirstUse
+from triton_dist._tuning.engine.inputs import Restorer, sampled_calls
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
 from triton_dist._tuning.engine.progress import Progress, journal_head
-from triton_dist._tuning.engine.pruning import Pruning
 from triton_dist._tuning.engine.report import Report
-from triton_dist._tuning.engine.restless import Restless
-from triton_dist._tuning.engine.restore import Restorer
-from triton_dist._tuning.engine.transfer import Transfer
-from triton_dist._tuning.engine.varied import sampled_calls
+from triton_dist._tuning.engine.trial import Attempts
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import RandomState, Search
 from triton_dist._tuning.values import (

@@ -14,16 +14,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from typing import Any
 
-from triton_dist._tuning.engine.contextual.context import triton_key
-from triton_dist._tuning.engine.contextual.defaults import Defaults
+from triton_dist._tuning.engine.contextual.context import ContextualParts, triton_key
 from triton_dist._tuning.engine.contextual.interception import (
     NOT_KNOWN,
     Call,
+    Defaults,
     Interception,
     Watch,
 )
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
-from triton_dist._tuning.engine.contextual.parts import ContextualParts
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated
 from triton_dist._tuning.protocols import RandomState, RankGroup

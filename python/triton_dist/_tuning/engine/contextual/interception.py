@@ -1,7 +1,7 @@
 """Sees the launches of ``triton.autotune`` kernels while a decorated function runs.
 
 Two methods of Triton's ``Autotuner`` are replaced, each only while some call needs it (and ``run``
-of subclasses that have their own, see ``own_run``):
+of subclasses that have their own, see ``launch``):
 
 * ``run``, in a call that tunes: every launch comes here.
 * ``prune_configs``, in a call that does not: Triton's own ``run`` comes here for a key that the
@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 from triton.runtime.autotuner import Autotuner, Config
 
-from triton_dist._tuning.engine.contextual.own_run import Leads, OwnRuns, Run, leads
+from triton_dist._tuning.engine.contextual.launch import Launch, Leads, OwnRuns, Run, Undo, leads
+from triton_dist._tuning.protocols import RandomState
 
 _TRITONS_RUN = Autotuner.run.__code__
 
@@ -293,3 +294,35 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 def _measure_nothing(*_: Any, **__: Any) -> list[float]:
     return [0.0, 0.0, 0.0]
+
+
+class Defaults:
+    """In place of a session. Nothing is looked up, measured or kept."""
+
+    calls = 1
+    random_state: RandomState | None = None
+
+    def __init__(self, interception: Interception) -> None:
+        self._interception = interception
+
+    def __enter__(self) -> Defaults:
+        self._interception.begin(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._interception.end(self)
+
+    def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return Launch(tuner, args, kwargs, Undo()).known(tuner.configs[0])
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def has_drawn(self) -> bool:
+        return False
+
+    def end_call(self) -> bool:
+        return True
+
+    def fail_call(self, error: Exception) -> None:
+        pass

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from triton_dist._tuning.engine.attempt import failure_of, text_of
-from triton_dist._tuning.engine.contextual.context import Context, shown, triton_key
+from triton_dist._tuning.engine.channel import Situation
+from triton_dist._tuning.engine.contextual.context import (
+    Context,
+    ContextualParts,
+    Messages,
+    open_context,
+    shown,
+    triton_key,
+)
 from triton_dist._tuning.engine.contextual.interception import Interception
-from triton_dist._tuning.engine.contextual.launch import Launch
-from triton_dist._tuning.engine.contextual.log import step_line, summary
-from triton_dist._tuning.engine.contextual.messages import Messages
-from triton_dist._tuning.engine.contextual.opening import open_context
-from triton_dist._tuning.engine.contextual.own_run import keeps_own_table
-from triton_dist._tuning.engine.contextual.parts import ContextualParts
+from triton_dist._tuning.engine.contextual.launch import Launch, keeps_own_table
 from triton_dist._tuning.engine.contextual.turn import Stepped, Turn
-from triton_dist._tuning.engine.conversation import Situation
-from triton_dist._tuning.engine.summary import warn_of_failures
+from triton_dist._tuning.engine.report import warn_of_failures
+from triton_dist._tuning.engine.trial import failure_of, text_of
 from triton_dist._tuning.protocols import RandomState
-from triton_dist._tuning.values import Failure
+from triton_dist._tuning.values import Failure, Measurement
 from triton_dist._tuning.values.outcome import Reduction
 from triton_dist._warn import warn
 from triton_dist.errors import (
@@ -298,3 +300,22 @@ class Session:
             took = time.monotonic() - self._call_began
             self._limit = max(self._parts.settings.seconds, _SLOWER * took)
         return Turn(number, self._parts, self._messages, self._finish)
+
+
+def step_line(call: int, context: Context, stepped: Stepped) -> str:
+    """A line about one step of this rank."""
+    took = f"{stepped.milliseconds:.4f} ms" if stepped.timed else "warm-up"
+    failed = "; ".join(map(str, stepped.failures.values()))
+    config = shown(context.live[stepped.digest])
+    return f"call {call} {context.name} config {config} iter {stepped.iteration}: {failed or took}"
+
+
+def summary(tuned: Sequence[Context], calls: int, seconds: float) -> str:
+    """A table of what was chosen."""
+    rows = [f"{calls} calls of the function, {seconds:.1f} s"]
+    for context in tuned:
+        best = context.record.best.outcome if context.record else None
+        took = f"{best.median:10.4f} ms" if isinstance(best, Measurement) else ""
+        of = f"{len(context.candidates):3} configs"
+        rows.append(f"  {took}  {of}  {context.name}  {shown(context.winner)}")
+    return "\n".join(rows)

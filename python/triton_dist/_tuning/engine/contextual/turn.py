@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from triton_dist._tuning.engine.attempt import failure_of
+from triton_dist._tuning.engine.channel import Situation
+from triton_dist._tuning.engine.choice import is_unusable
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
-from triton_dist._tuning.engine.contextual.context import Context, jit_function, shown
+from triton_dist._tuning.engine.contextual.context import (
+    Context,
+    ContextualParts,
+    Messages,
+    jit_function,
+    shown,
+)
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
-from triton_dist._tuning.engine.contextual.messages import Messages
-from triton_dist._tuning.engine.contextual.parts import ContextualParts
-from triton_dist._tuning.engine.conversation import Situation
-from triton_dist._tuning.engine.first_use import is_unusable
+from triton_dist._tuning.engine.trial import failure_of
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
 from triton_dist._tuning.values import Config, Failure

@@ -1,23 +1,57 @@
-"""Messages between ranks during one tuning.
+"""Messages between ranks during one tuning, and the time that is spent on each phase.
 
-A rank that does not come is a :class:`TuningTimeout` on every rank that waits for it: it names the
-phase, the config and the rank. If nothing else explains its absence it is stuck, in the config that
-is being tried, and the config is quarantined.
+A rank that does not arrive is a :class:`TuningTimeout` on every rank that waits for it. The error
+names the phase, the config and the rank. If nothing else explains the absence, the rank is stuck in
+the config that is being tried, and the config is quarantined.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
-from triton_dist._tuning.engine.clock import Clock
 from triton_dist._tuning.engine.watchdog import Watch, watchdog
 from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values import Config, Failure
 from triton_dist.errors import RankDisagreement, RankTimeout, TuningTimeout
+
+Phase = Literal["compile", "measure", "search", "agree"]
+
+
+class Clock:
+    """Seconds by phase. Phases do not nest: time in an inner one counts for the outer.
+
+    ``compile``: until a candidate is ready to run, on whichever rank. ``measure``: runs and
+    samples, with lining up for them. ``search``: the leader's search, which picks the next config.
+    ``agree``: all other waits for other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self._running = False
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        if self._running:
+            yield
+            return
+        self._running, begin = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = False
+            self.seconds[name] += time.monotonic() - begin
+
+
+def timestamp() -> str:
+    """Now, as records have it: UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
 
 T = TypeVar("T")
 

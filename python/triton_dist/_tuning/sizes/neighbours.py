@@ -1,12 +1,12 @@
-"""Takes over for a new key what its neighbours know: keys that differ in sizes alone, by little.
+"""Predict good configs for a new key from keys that differ only in size.
 
-At the first call of a key that has neighbours, the few configs that are near the best at theirs
-race for some milliseconds, instead of all candidates for seconds. Where nothing can be measured,
-the neighbours decide alone.
+The first call of a key with tuned neighbours races a few configs that are near the best at the
+neighbouring sizes, for some milliseconds, instead of all candidates for seconds. Where nothing can
+be measured, the neighbours' records decide alone.
 
-Times of a neighbour are taken to this key by waves, where ``waves_fn`` tells them: tiles that all
-run at once there may need two turns here, and others win. All are a guess, so the few differ in how
-they are cut into tiles.
+Latencies are extrapolated from a neighbour by the number of waves, if ``waves_fn`` provides it: a
+grid that fits one wave at the neighbour may need two here. The extrapolation is a guess, so the
+candidates are chosen to differ in tile shape.
 """
 
 from __future__ import annotations
@@ -18,28 +18,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
 
-from triton_dist._tuning.engine.clock import timestamp
-from triton_dist._tuning.engine.conversation import Conversation, Situation
-from triton_dist._tuning.engine.delays import means, on_one_scale, slowdowns
-from triton_dist._tuning.engine.parts import Call, Parts, Subject
-from triton_dist._tuning.engine.pruning import Pruning
-from triton_dist._tuning.engine.span import Span, Times, times_of
+from triton_dist._tuning.sizes.size_table import Times, times_of
 from triton_dist._tuning.values import (
     Config,
-    Fingerprint,
     Key,
     Measurement,
     Trial,
     TuningRecord,
-    validity,
 )
-from triton_dist._tuning.values.show import said
-from triton_dist._tuning.values.sizes import Family, distance
+from triton_dist._tuning.values.sizes import Family, Sizes, distance
 from triton_dist.errors import InvalidArgument
 
-T = TypeVar("T")
 REACH = 1.0
 """Doublings of a size, at most, between neighbours."""
 ASKED = "safe_fn or waves_fn"
@@ -59,93 +49,49 @@ _NEAR_BEST = 0.1
 _IN_DOUBT = 0.3
 """Doublings to the only neighbour from which on its winner is not trusted without measuring."""
 
-
-class Prediction(NamedTuple):
-    """The record that neighbours predict, or why they could not be asked; neither without them."""
-
-    record: TuningRecord | None = None
-    failure: str = ""
+_ROUNDS = 8
+"""Steps in which several lists come to one scale."""
 
 
-class Transfer:
-    """All that one call takes over; every method is called on all ranks, and the leader's records
-    count."""
+def slowdowns(record: TuningRecord) -> dict[str, float]:
+    """By digest, the log of each config's median over the winner's."""
+    medians = {
+        trial.digest: trial.outcome.median
+        for trial in record.trials
+        if isinstance(trial.outcome, Measurement) and trial.outcome.median > 0
+    }
+    best = medians.get(record.best.digest) or min(medians.values(), default=1.0)
+    return {digest: math.log(median / best) for digest, median in medians.items()}
 
-    def __init__(
-        self, parts: Parts, subject: Subject, call: Call, ranks: Conversation, pruning: Pruning
-    ) -> None:
-        self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
-        self._pruning = pruning
-        self.cause: Exception | None = None
-        """Error that a prediction met on this rank."""
 
-    @property
-    def measured_at(self) -> tuple[int, ...]:
-        """The exact sizes of the call, where they are not the ends of their ranges."""
-        sizes, call = self._subject.sizes, self._call
-        return () if sizes is None or sizes.values(call.key) == call.sizes else call.sizes
+def on_one_scale(
+    delays: Sequence[Mapping[str, float]], weights: Sequence[float]
+) -> dict[str, float]:
+    """By name, the mean of several lists of delays, the zero of each of which is its own fastest.
+    Least squares finds the offsets between lists: else what was measured beside slow ones alone
+    would seem fast."""
+    scores = means(delays, weights)
+    for _ in range(_ROUNDS):
+        zeros = (
+            sum(scores[name] - delay for name, delay in there.items()) / max(1, len(there))
+            for there in delays
+        )
+        moved = [
+            {name: delay + zero for name, delay in there.items()}
+            for there, zero in zip(delays, zeros, strict=True)
+        ]
+        scores = means(moved, weights)
+    return scores
 
-    def few(
-        self, key: Key, fingerprint: Fingerprint, kept: Sequence[Config]
-    ) -> tuple[Sequence[Config], str]:
-        """On the leader: the candidates of ``kept`` that neighbours leave, and which neighbours;
-        all, if there are none."""
-        settings = self._parts.settings
-        if settings.transfer_ms > 0 and not settings.always_tune:
-            near = self._neighbours(key, fingerprint)
-            if near is not None and near.know(kept):
-                few = near.candidates(kept, settings.transfer_ms)
-                return (few, f"carried over from {near}") if few else (kept, "")
-        return kept, ""
 
-    def predicted(self, key: Key, fingerprint: Fingerprint) -> Prediction:
-        """The record for ``key`` by its neighbours, without measuring."""
-        if self._subject.sizes is None:
-            return Prediction()
-        own = self._predict(key, fingerprint) if self._ranks.is_leader else Prediction()
-        return self._told("predict", own)
-
-    def span(self, key: Key, fingerprint: Fingerprint, record: TuningRecord) -> Span | None:
-        """Configs by exact size, of a function with one size."""
-        subject = self._subject
-        if subject.sizes is None or len(self._call.sizes) != 1:
-            return None
-        near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
-        own = None
-        if near is not None:
-            apart = near.family.are_apart
-            kind = apart(near.family.sizes)
-            others = [each for each in near.all if apart(each.sizes) == kind]
-            own = near.times(record, self._usable(record), others)
-        times = self._told("sizes", own)
-        return None if times is None else Span.of(times, subject.space)
-
-    def _predict(self, key: Key, fingerprint: Fingerprint) -> Prediction:
-        near = self._neighbours(key, fingerprint)
-        if near is None or not near.all:
-            return Prediction()
-        self.cause, raised = self._pruning.answer.failure, self._pruning.answer.raised
-        if self.cause is None:
-            try:
-                return Prediction(near.predict(key, self._pruning.answer.listed, timestamp()))
-            except Exception as error:  # of one of those
-                self.cause, raised = error, f"{ASKED} raised {said(error)}"
-        return Prediction(failure=f"{raised} on rank {self._ranks.named(0)}")
-
-    def _usable(self, record: TuningRecord) -> list[Config]:
-        """Configs in ``record`` that may be used besides the winner: those of one's own passed
-        ``prune_fn`` when they were measured, those of a shipped one have to pass it here."""
-        space = self._subject.space
-        kept = self._pruning.answer.listed if record.shipped else space
-        winner = space.find(record.best.digest, record.best.config)
-        return [*kept] if winner is None or winner in kept else [winner, *kept]
-
-    def _told(self, phase: str, own: T) -> T:
-        """The leader's value."""
-        return self._ranks.decide(Situation(phase), (own,), self._parts.settings.seconds)[0]
-
-    def _neighbours(self, key: Key, fingerprint: Fingerprint) -> Neighbours | None:
-        return Neighbours.of(self._parts, self._subject, key, self._call.key, fingerprint)
+def means(lists: Iterable[Mapping[str, float]], weights: Iterable[float]) -> dict[str, float]:
+    """By name, the weighted mean over those ``lists`` that have it."""
+    sums: dict[str, tuple[float, float]] = {}
+    for values, weight in zip(lists, weights, strict=True):
+        for name, value in values.items():
+            total, counts = sums.get(name, (0.0, 0.0))
+            sums[name] = total + weight * value, counts + weight
+    return {name: total / counts for name, (total, counts) in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -189,27 +135,29 @@ class Neighbours:
 
     @classmethod
     def of(
-        cls, parts: Parts, subject: Subject, key: Key, value: object, fingerprint: Fingerprint
-    ) -> Neighbours | None:
-        """Neighbours of ``key``, which is of ``value``, the result of ``key_fn``; ``None`` if the
-        function has no sizes."""
-        if subject.sizes is None:
-            return None
-        family = subject.sizes.family(value)
+        cls,
+        sizes: Sizes,
+        safe_kind: Callable[[Config], object],
+        key: Key,
+        value: object,
+        records: Iterable[TuningRecord],
+        is_valid: Callable[[TuningRecord], bool],
+    ) -> Neighbours:
+        """Return the neighbours of ``key`` among ``records``.
+
+        Args:
+            value: the result of ``key_fn`` that ``key`` is made of.
+            is_valid: whether a record may be used for this call.
+        """
+        family = sizes.family(value)
         relatives: list[tuple[float, tuple[int, ...], TuningRecord]] = []
-        for record, _ in parts.store.records_of(key):
-            sizes = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
-            if sizes not in (None, family.sizes) and family.holds(sizes, record.at):
-                far = distance(sizes, family.sizes)
-                relatives += [(far, sizes, record)] if far <= REACH else []
-
-        def is_valid(record: TuningRecord) -> bool:
-            about = (fingerprint, subject.space, parts.settings.strict)
-            return not validity(record, *about).reasons
-
-        near = nearest(relatives, is_valid)
-        waves = functools.partial(subject.sizes.waves, value)
-        return cls(family, near, subject.safe_kind, waves)
+        for record in records:
+            at = family.sizes_of(record.key) if record.key.hardware == key.hardware else None
+            if at not in (None, family.sizes) and family.holds(at, record.at):
+                far = distance(at, family.sizes)
+                relatives += [(far, at, record)] if far <= REACH else []
+        waves = functools.partial(sizes.waves, value)
+        return cls(family, nearest(relatives, is_valid), safe_kind, waves)
 
     def __str__(self) -> str:
         return "; ".join(self.family.show(each.sizes) for each in self.all[:2])

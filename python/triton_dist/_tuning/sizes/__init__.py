@@ -1,0 +1,1 @@
+"""Tuning for ranges of sizes: what tuned neighbours predict for a new size."""
