@@ -26,7 +26,8 @@ _COLUMNS = "kernels/common/moe/columns.py"
 _AGREEMENT = "_tuning/engine/agreement.py"
 _VARIED = "_tuning/engine/inputs.py"
 _ATTEMPT = "_tuning/engine/trial.py"
-_TRANSFER = "_tuning/sizes/neighbours.py"
+_CANDIDATES = "_tuning/engine/candidates.py"
+_NEIGHBOURS = "_tuning/sizes/neighbours.py"
 _STORE = "_tuning/store/file.py"
 _SPECIALISATION = "runner/specialisation.py"
 _ARTEFACT = "runner/artefact.py"
@@ -278,14 +279,14 @@ MUTANTS = (
     ),
     Mutant(
         "sizes: who learned from others teaches nobody",
-        _TRANSFER,
+        _NEIGHBOURS,
         "[each.record for each in self.all if not each.record.carried]",
         "[each.record for each in self.all]",
         ("tests/tuning/test_sizes.py",),
     ),
     Mutant(
         "sizes: neighbours that could not try a kind of config do not leave it out",
-        _TRANSFER,
+        _CANDIDATES,
         "near is not None and near.know(kept)",
         "near is not None",
         ("tests/tuning/test_sizes.py",),

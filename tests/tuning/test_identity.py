@@ -524,7 +524,9 @@ def test_a_change_in_place_without_restore_is_named_once():
     call(2)
 
 
-@pytest.mark.parametrize("options", [{"restore": "x"}, {"reset_fn": lambda x: x.zero_()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"restore": "x"}, {"reset_fn": lambda x: x.zero_()}], ids=["restore", "reset_fn"]
+)
 def test_a_change_in_place_that_is_undone_is_not_warned_of(options):
     @autotune([{"n": 1}, {"n": 2}], key_fn=lambda x: 1, **options)
     def op(x, n):

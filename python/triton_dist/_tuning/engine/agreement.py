@@ -1,4 +1,4 @@
-"""How a first call begins: all ranks exchange what they called with, and check that it is equal.
+"""Begin a first call: all ranks exchange what they called with, and check that it is equal.
 
 One message carries everything. A key that every rank has a record of costs one exchange at its
 first use in a process, and none later. Both tuners begin so. A first call of ``tune.autotune`` with

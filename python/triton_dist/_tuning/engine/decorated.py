@@ -1,4 +1,4 @@
-"""What both tuners make of a function: the object, its checks, and warnings that come once."""
+"""Base of the tuned functions of both tuners, their checks at decoration, and one-time warnings."""
 
 from __future__ import annotations
 
