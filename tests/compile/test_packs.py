@@ -260,3 +260,10 @@ def test_a_function_that_was_not_tuned_cannot_be_saved(elsewhere, tmp_path):
     with pytest.raises(NoSuchFunction, match="it has no record"):
         used.save(tmp_path / "none.tdpack", [packed.scaled])
     assert Pack(used.save(tmp_path / "empty.tdpack")).kernels == {}
+
+
+def test_a_kernel_that_cannot_be_recorded_does_not_end_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder.triton_compat, "compilation", object)
+    monkeypatch.setattr(recorder, "facts_of", lambda compilation: 1 / 0)
+    with pytest.warns(CacheWarning, match="kernel scale is not recorded: ZeroDivisionError"):
+        recorder.Recorder(tmp_path)(metadata={"name": "scale"}, metadata_group={})
