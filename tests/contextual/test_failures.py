@@ -39,24 +39,6 @@ def test_a_config_that_fails_is_left_out_wherever_it_stands(fails):
     assert spy.blocks[-1] == tuned_block(kernel)
 
 
-def test_most_configs_fail_is_one_warning_with_the_first_cause():
-    kernel = autotuned(scale_kernel, configs(16, 32, 64))
-    Spy(kernel, 16, 64)
-
-    @contextual_autotune(n_repeat=1, n_warmup=1)
-    def function(x):
-        return scale(kernel, x)
-
-    with pytest.warns(TuningWarning) as caught:
-        function(torch.arange(64.0))
-    (warning,) = caught
-    said = str(warning.message)
-    assert "scale_kernel key (64, " in said
-    assert "2 of 3 configs failed, the first, {'config': triton.Config({'BLOCK': 16}" in said
-    assert "OutOfResources" in said
-    assert warning.filename == __file__
-
-
 def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised():
     kernel = autotuned(scale_kernel, configs(16, 32, 64))
     spy = Spy(kernel, 16, 64)
@@ -65,7 +47,10 @@ def test_a_choice_is_stored_before_a_warning_of_its_tuning_is_raised():
     def function(x):
         return scale(kernel, x)
 
-    with pytest.raises(TuningWarning):  # pytest makes warnings errors
+    said = (
+        r"scale_kernel key \(64, .* 2 of 3 configs failed, the first, .*'BLOCK': 16.*OutOfResources"
+    )
+    with pytest.raises(TuningWarning, match=said):  # pytest makes warnings errors
         function(torch.arange(64.0))
     number = len(spy.blocks)
     function.clear()

@@ -181,19 +181,15 @@ def test_hook_of_a_config_runs_before_each_launch_of_it():
     assert torch.equal(result, 2 * X)
 
 
-def test_heuristics_below():
-    fn = triton.heuristics({"BLOCK": lambda arguments: 2 * arguments["HALF"]})(half_kernel)
-    kernel = triton.autotune([triton.Config({"HALF": 8}), triton.Config({"HALF": 16})], ["n"])(fn)
-    result = contextual_autotune(n_repeat=1)(lambda: scale_by_half(kernel, X))()
-    assert torch.equal(result, 2 * X)
-    assert len(kernel.cache) == 1
-
-
-def test_heuristics_above():
-    tuner = triton.autotune([triton.Config({"HALF": 8}), triton.Config({"HALF": 16})], ["n"])(
-        half_kernel
-    )
-    kernel = triton.heuristics({"BLOCK": lambda arguments: 32})(tuner)
+@pytest.mark.parametrize("above", [False, True])
+def test_heuristics_below_and_above(above):
+    tune_it = triton.autotune([triton.Config({"HALF": 8}), triton.Config({"HALF": 16})], ["n"])
+    if above:
+        tuner = tune_it(half_kernel)
+        kernel = triton.heuristics({"BLOCK": lambda arguments: 32})(tuner)
+    else:
+        by_config = {"BLOCK": lambda arguments: 2 * arguments["HALF"]}
+        tuner = kernel = tune_it(triton.heuristics(by_config)(half_kernel))
     result = contextual_autotune(n_repeat=1)(lambda: scale_by_half(kernel, X))()
     assert torch.equal(result, 2 * X)
     assert len(tuner.cache) == 1

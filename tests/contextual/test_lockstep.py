@@ -65,21 +65,6 @@ def test_patch_is_in_force_only_inside():
     assert (Autotuner.run, Autotuner.prune_configs) == original
 
 
-def test_the_arguments_of_each_call_reach_the_kernel():
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    calls = []
-
-    @contextual_autotune(n_repeat=2, n_warmup=1)
-    def function(x):
-        calls.append(len(calls))
-        y = scale(kernel, x + calls[-1])  # a fresh output, and another input, in each call
-        assert torch.equal(y, 2 * (x + calls[-1]))
-        return y
-
-    x = torch.arange(64.0)
-    assert torch.equal(function(x), 2 * (x + 6))
-
-
 def test_a_race_of_24_configs():
     kernel = autotuned(scale_kernel, [triton.Config({"BLOCK": 64}, num_warps=n) for n in range(24)])
     function = contextual_autotune(race=True)(lambda x: scale(kernel, x))
@@ -104,21 +89,3 @@ def test_each_key_has_its_own_context_and_arguments():
         assert torch.equal(first, 2 * (short + offset))
         assert torch.equal(second, 2 * (long - offset))
     assert len(function.choices()) == 2
-
-
-def test_a_new_shape_later_is_tuned_too():
-    kernel = autotuned(scale_kernel, configs(16, 32))
-    spy = Spy(kernel)
-
-    @contextual_autotune(n_repeat=1, n_warmup=1)
-    def function(x):
-        return scale(kernel, x)
-
-    function(torch.ones(64))
-    spy.blocks.clear()
-    y = torch.arange(50.0)
-    assert torch.equal(function(y), 2 * y)
-    best = kernel.cache[50, "torch.float32", "torch.float32"].kwargs["BLOCK"]
-    assert spy.blocks == [16, 16, 32, 32, best]
-    assert len(kernel.cache) == 2
-    assert kernel.fn is spy

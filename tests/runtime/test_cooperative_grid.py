@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import signal
 import threading
@@ -22,12 +21,6 @@ def _no_thread_is_left():
 
 def run(count, body, state=None):
     CooperativeGrid(count, body, {} if state is None else state).run()
-
-
-def test_programs_run_in_order():
-    order = []
-    run(5, order.append)
-    assert order == [0, 1, 2, 3, 4]
 
 
 def test_no_programs():
@@ -71,30 +64,6 @@ def test_few_programs_may_begin_before_one_ends(residents):
     CooperativeGrid(7, body, {}, residents).run()
     assert max(most) == residents
     assert sorted(log) == list(range(7))
-
-
-@pytest.mark.parametrize(("residents", "ends"), [(1, False), (2, True)])
-def test_a_program_that_waits_for_the_next_one_needs_room_for_two(residents, ends):
-    begun = set()
-
-    def body(program):
-        begun.add(program)
-        for _ in range(100):
-            if program == 4 or program + 1 in begun:
-                return
-            pause()
-        raise TimeoutError(program)
-
-    with contextlib.nullcontext() if ends else pytest.raises(TimeoutError, match="0"):
-        CooperativeGrid(5, body, {}, residents).run()
-    assert len(begun) == (5 if ends else 1)
-
-
-def test_two_runs_take_the_same_turns():
-    first, second = [], []
-    run(8, ring(8, first))
-    run(8, ring(8, second))
-    assert first == second
 
 
 def test_turns_go_round_robin():

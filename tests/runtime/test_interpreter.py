@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -351,27 +350,6 @@ def test_programs_that_do_not_wait_run_in_order_on_the_calling_thread():
     me = threading.get_ident()
     expected = [(x, y, z, me) for x in range(2) for y in range(2) for z in range(2)]
     assert note_program()[:-1] == expected
-
-
-def test_a_wait_for_a_copy_thread():
-    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-
-    def copy():
-        time.sleep(0.05)
-        flag.fill_(1)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    wait_for_flag[(3,)](flag, out)
-    thread.join()
-    assert out.tolist() == [1, 1, 1]
-
-
-@triton.jit
-def wait_for_flag(flag_ptr, out_ptr):
-    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
-        pause()
-    tl.store(out_ptr + tl.program_id(0), 1)
 
 
 @triton.jit

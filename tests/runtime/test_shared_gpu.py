@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.runtime.exact_memory import exact_memory
 from tests.runtime.fake_ipc import FakeIpc
-from tests.runtime.test_symmetric import REGIONS, ask_for_something_else, check_regions
+from tests.runtime.test_symmetric import REGIONS, check_regions
 from triton_dist.errors import DeviceUnavailable, RanksFailed, SymmetricMemoryFull
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.ranks import group_for
@@ -34,22 +34,6 @@ def test_every_rank_reads_and_writes_every_rank(spawn_ranks, world_size):
             "test.flags[2]" if peer == rank else f"test.flags of rank {peer}[2]"
             for peer in range(world_size)
         ]
-
-
-def test_disjoint_groups_have_memory_of_their_own(spawn_ranks):
-    spawn_ranks(4, every_rank_sees_every_rank, [[0, 3], [1, 2]])
-
-
-def different_regions(what):
-    FakeIpc().install()
-    return ask_for_something_else(what)
-
-
-@exact_memory
-def test_different_regions_are_an_error_on_every_rank(spawn_ranks):
-    by_rank, *others = spawn_ranks(3, different_regions, "shape")
-    assert by_rank[1] == "test: region [4, 5] torch.int32"
-    assert others == [by_rank] * 2
 
 
 def come_and_go():

@@ -82,10 +82,6 @@ def test_every_rank_reads_and_writes_every_rank(spawn_ranks, world_size):
         ]
 
 
-def test_disjoint_groups_have_memory_of_their_own(spawn_ranks):
-    spawn_ranks(4, check_regions, [[0, 3], [1, 2]])
-
-
 def test_a_group_of_one(spawn_ranks):
     spawn_ranks(3, check_regions, [[1], [0, 2]])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import triton
 
@@ -59,12 +58,6 @@ def collective(x, n):
     return n
 
 
-@autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x: x, scope="rank")
-def local(x, n):
-    slow_by_rank(n)
-    return n
-
-
 @autotune([{"n": 3}, {"n": 1}, {"n": 2}], key_fn=lambda x, group: x)
 def in_group(x, group, n):
     dist.barrier(group)
@@ -92,34 +85,8 @@ def frozen_on_rank_1(folders: list[str]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def tune_alone_on_one_rank() -> tuple[int, int]:
-    """Only the last rank calls a local op: it must wait for nobody."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        return local(1), local.tuning_count
-    return 0, local.tuning_count
-
-
 def tune_in_two_groups() -> tuple[int, int]:
     """Two disjoint groups, at the same time, with different keys."""
     pair = dist.get_rank() // 2
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return in_group(pair, groups[pair], autotune_pg=groups[pair]), in_group.tuning_count
-
-
-def key_of_one_rank_is_invalid() -> str:
-    value = torch.zeros(1) if dist.get_rank() == 1 else 7
-    try:
-        collective(value)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def only_rank_0_calls() -> str:
-    if dist.get_rank() != 0:
-        return "elsewhere"
-    try:
-        collective(3)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"

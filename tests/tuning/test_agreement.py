@@ -11,7 +11,6 @@ from triton_dist._tuning.engine.parts import Hooks
 from triton_dist._tuning.store import MemoryStore
 from triton_dist._tuning.values import Failure, Measurement, Policy, bucket
 from triton_dist.errors import (
-    CaptureInProgress,
     NoValidConfig,
     RankDisagreement,
     RankTimeout,
@@ -126,14 +125,6 @@ def test_of_different_records_the_leaders_is_used():
     assert together(ranks) == [(1, {"n": 3})] * 3
 
 
-def test_a_record_that_is_stale_for_all_is_tuned_again():
-    disk = MemoryStore()
-    together(group(2, disk=disk))
-    ranks = group(2, disk=disk, fingerprint=fingerprint(source={"run": "new"}))
-    together(ranks)
-    assert [rank.tuned.tuning_count for rank in ranks] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("always", "tunings"), [((True, False), 1), ((False, True), 0), (True, 1), (False, 0)]
 )
@@ -183,13 +174,6 @@ def test_an_exception_of_key_fn_is_the_ranks_own_and_told_to_the_others(size):
     for rank, message in enumerate(messages(others, RankDisagreement)):
         assert f"rank {rank}: valid" in message  # others may come later than the refusal
         assert f"rank {size - 1}: ValueError: M is 7, expected a multiple of 2" in message
-
-
-def test_key_fn_raising_on_all_ranks_is_each_ranks_own():
-    def refuses(x, **_):
-        raise ValueError("no")
-
-    assert messages(together(group(2, key_fn=refuses)), ValueError) == ["no", "no"]
 
 
 def test_an_unhashable_key_is_an_error_on_all_ranks():
@@ -249,20 +233,6 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(size, where):
     for rank in ranks:
         outcome = next(t.outcome for t in rank.tuned.tune(1).trials if t.config == {"n": 1})
         assert outcome == Failure("launch", "RuntimeError: bad PTX", where)
-
-
-def test_a_failure_in_a_timed_run_is_a_failure_on_all():
-    runs = []
-
-    def cost(rank, config):
-        if (rank, config["n"]) == (1, 1):
-            runs.append(1)
-            if len(runs) == 4:
-                raise RuntimeError("the fourth time")
-        return config["n"]
-
-    ranks = group(2, cost=cost)
-    assert together(ranks) == [(1, {"n": 2})] * 2
 
 
 @pytest.mark.parametrize(
@@ -331,18 +301,6 @@ def test_prepare_is_voted_before_any_rank_launches():
     assert 1 not in tried
     outcome = next(t.outcome for t in ranks[0].tuned.tune(1).trials if t.config == {"n": 1})
     assert outcome == Failure("compile", "RuntimeError: 1 needs too many registers", 1)
-
-
-def test_recover_runs_on_all_ranks_after_a_failed_launch_only():
-    recovered = []
-    ranks = thread_ranks(2)
-    cost = fails(lambda rank, config: (rank, config["n"]) == (1, 1), RuntimeError("hung"))
-    both = [
-        Rank(one, SPACE, cost, hooks=Hooks(recover=lambda x, one=one: recovered.append(one.rank)))
-        for one in ranks
-    ]
-    assert together(both) == [(1, {"n": 2})] * 2
-    assert sorted(recovered) == [0, 1]
 
 
 def test_a_device_that_does_not_come_back_ends_the_tuning_on_all_ranks():
@@ -447,15 +405,6 @@ def test_a_timeout_of_a_clean_up_keeps_the_exception_before_it():
         assert shown.count("Error") == shown.count("real error") == 2  # the line and its message
 
 
-def test_invalid_arguments_while_the_others_are_content_are_the_ranks_own_error():
-    def refuses(x, **_):
-        raise ValueError("M is 7")
-
-    ranks = thread_ranks(2, seconds=0.2)
-    with pytest.raises(ValueError, match="M is 7"):
-        Rank(ranks[1], SPACE, cost_is_n, key_fn=refuses).tuned(1)
-
-
 def test_during_capture_on_one_rank_all_use_the_default_and_one_warns():
     ranks = group(2)
     ranks[1].device.capturing = True
@@ -465,14 +414,6 @@ def test_during_capture_on_one_rank_all_use_the_default_and_one_warns():
     assert [len(rank.calls) for rank in ranks] == [1, 1]
     ranks[1].device.capturing = False
     assert together(ranks) == [(1, {"n": 1})] * 2
-
-
-def test_tuning_ahead_during_capture_is_an_error():
-    (rank,) = group(1)
-    rank.device.capturing = True
-    with pytest.warns(TuningWarning), pytest.raises(CaptureInProgress, match="before the capture"):
-        rank.tuned.tune(1)
-    assert rank.calls == []
 
 
 def test_during_capture_a_record_on_any_rank_is_used():
@@ -497,27 +438,12 @@ def test_a_budget_ends_the_search_on_all_ranks(policy, tried):
     assert [len(rank.tuned.tune(1).trials) for rank in ranks] == [tried] * 2
 
 
-def test_of_equal_configs_the_first_wins():
-    ranks = group(2, cost=lambda rank, config: 1.0)
-    together(ranks)
-    assert chosen(ranks) == {"{'n': 3}"}
-
-
 def test_a_record_whose_winner_left_the_space_is_not_used():
     disk = MemoryStore()
     together(group(1, disk=disk))
     (rank,) = group(1, disk=disk, space=[{"n": 2}, {"n": 5}])
     assert rank.tuned(1) == (1, {"n": 2})
     assert rank.tuned.tuning_count == 1
-
-
-def test_only_the_leader_reports(capsys):
-    together(group(2, verbose=True))
-    lines = capsys.readouterr().err.splitlines()
-    assert len([line for line in lines if line.startswith("autotune")]) == 2
-    assert "no record; tuning 3 configs (0 pruned) on 2 ranks" in lines[0]
-    assert lines[2].startswith("  [2/3] 1.0000 ms {'n': 1}  (best 1.0000 ms, ")
-    assert "best of 3 measured" in lines[-1]
 
 
 @pytest.mark.parametrize("size", [1, 3])

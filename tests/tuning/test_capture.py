@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from tests.tuning.fakes import Rank, thread_ranks, together
+from tests.tuning.fakes import Rank, thread_ranks
 from triton_dist.errors import CaptureInProgress, TuningWarning
 
 SPACE = [{"n": n} for n in (2, 1)]
@@ -48,15 +48,6 @@ def test_the_default_with_one_warning_a_key(capturing):
     assert capturing.tuned.tuning_count == 0
 
 
-def test_it_is_tuned_after_the_capture():
-    rank = one()
-    rank.device.capturing = True
-    with pytest.warns(TuningWarning, match="CUDA-graph capture"):
-        rank.tuned(1)
-    rank.device.capturing = False
-    assert rank.tuned(1) == (1, {"n": 1})
-
-
 def test_a_hit_asks_nobody(capturing):
     capturing.device.capturing = False
     rank = one(disk=capturing.disk)
@@ -64,12 +55,6 @@ def test_a_hit_asks_nobody(capturing):
     assert capturing.tuned(1) == (1, {"n": 1})  # from the record
     capturing.device.is_capturing = None
     assert capturing.tuned(1) == (1, {"n": 1})
-
-
-def test_a_record_is_used(capturing):
-    one(disk=capturing.disk).tuned(1)
-    assert capturing.tuned(1) == (1, {"n": 1})
-    assert capturing.tuned.tuning_count == 0
 
 
 def test_a_record_is_used_even_if_it_is_to_be_replaced(capturing):
@@ -84,12 +69,3 @@ def test_tune_refuses(capturing):
         pytest.raises(CaptureInProgress, match="Call its tune\\(\\)"),
     ):
         capturing.tuned.tune(1)
-
-
-def test_one_warning_for_all_ranks():
-    ranks = [Rank(each, SPACE, lambda _, config: config["n"]) for each in thread_ranks(2)]
-    ranks[1].device.capturing = True  # one is enough
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert together(ranks) == [(1, {"n": 2})] * 2
-    assert len(caught) == 1

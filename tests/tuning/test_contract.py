@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import os
-import pickle
-import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ import torch
 
 import triton_dist.tune
 from tests.tuning import ops
-from tests.tuning.fakes import in_threads
 from tests.tuning.spent import counted, spend
 from triton_dist import errors
 from triton_dist._tuning.store.layout import with_checksum
@@ -95,17 +90,6 @@ def test_the_tuners_keywords_are_never_passed_on():
     ) == (1, 1)
 
 
-def test_verbose_says_what_is_tuned_each_timing_and_the_winner(capsys):
-    ops.matmul(A, B, autotune_verbose=True)
-    lines = capsys.readouterr().err.splitlines()
-    assert "tests.tuning.ops.matmul" in lines[0]
-    assert "torch.float32" in lines[0]
-    assert [line.split("]")[0] for line in lines[1:4]] == ["  [1/3", "  [2/3", "  [3/3"]
-    assert " ms {'gemm_config': triton.Config({'BLOCK_SIZE_M': 64}" in lines[2]
-    assert "best of 3 measured" in lines[-1]
-    assert str(cache_files()[0]) in lines[-1]
-
-
 def test_a_cached_result_is_said_in_one_line_with_its_file(capsys, monkeypatch):
     ops.matmul(A, B)
     ops.matmul.clear()
@@ -125,14 +109,6 @@ def test_a_keyword_that_is_tunable_is_refused_by_name():
             with pytest.raises(ValueError, match=f"keyword {keyword} is 5"):
                 tuned(1, **{keyword: 5}, autotune=autotune_on)
     assert tuned.runs == []
-
-
-def test_an_allowed_overwrite_wins_with_a_warning_and_poisons_no_record():
-    tuned = make([{"n": 2, "m": 1}, {"n": 1, "m": 1}], cost=lambda n: n)
-    with pytest.warns(errors.TuningWarning, match="n=7 overwrites"):
-        assert tuned(1, n=7, autotune_allow_arg_overwrite=True) == (1, 7)
-    assert tuned(1) == (1, 1)
-    assert tuned.tuning_count == 2
 
 
 def test_overwriting_all_there_is_to_tune_tunes_nothing():
@@ -171,15 +147,6 @@ def test_an_exception_of_an_iterator_of_configs_surfaces_as_it_is():
 
     with pytest.raises(TypeError, match="mine"):
         autotune(configs(), key_fn=lambda x: x)
-
-
-def test_a_lazy_space_is_evaluated_at_the_first_call():
-    evaluated = []
-    tuned = make(lambda: evaluated.append(1) or [{"n": 1}])
-    assert not evaluated
-    tuned(1)
-    tuned(2)
-    assert evaluated == [1]
 
 
 def test_an_iterator_is_a_space():
@@ -244,19 +211,6 @@ def test_the_plain_function_takes_one_config():
     config = ops.get_config_space()[2]
     ops.matmul.fn(A, B, gemm_config=config)
     assert ops.ran == [("matmul", 32)]
-
-
-def test_it_is_pickled_and_copied_by_reference():
-    assert pickle.loads(pickle.dumps(ops.matmul)) is ops.matmul
-    assert pickle.loads(pickle.dumps(ops.Layer.forward)) is ops.Layer.forward
-    assert copy.deepcopy(ops.matmul) is ops.matmul
-
-
-def test_it_is_a_method():
-    result, chunks = ops.Layer(3.0).forward(torch.ones(2))
-    assert chunks == 1
-    assert result.tolist() == [3.0, 3.0]
-    assert ops.Layer.forward(ops.Layer(2.0), torch.ones(2))[0].tolist() == [2.0, 2.0]
 
 
 def test_gradients_flow_through_the_call_and_not_through_the_trials():
@@ -412,20 +366,6 @@ def test_one_config_that_is_left_runs_once_before_the_call(options):
         tuned(2)
 
 
-def test_check_fn_rejects_on_real_tensors():
-    def run(x, factor):
-        return x * factor
-
-    tuned = autotune(
-        [{"factor": 1.0}, {"factor": 2.0}],
-        to_hashable,
-        check_fn=torch.allclose,
-    )(run)
-    record = tuned.tune(torch.ones(3))
-    assert record.best.config == {"factor": 1.0}
-    assert record.trials[1].outcome.kind == "wrong_result"
-
-
 def test_the_reference_survives_a_function_that_reuses_its_output():
     buffer = torch.zeros(3)
 
@@ -453,40 +393,6 @@ def test_a_function_that_changes_its_config_changes_no_other_call():
     assert seen == [8]
 
 
-def test_a_pre_hook_is_found_again():
-    import triton
-
-    def hook(arguments):
-        return None
-
-    def run(x, c):
-        return c.pre_hook
-
-    tuned = autotune([{"c": triton.Config({"A": 1}, pre_hook=hook)}], lambda x: x)(run)
-    assert tuned(1) is hook
-    tuned.clear()
-    assert tuned(1) is hook
-    assert tuned.tuning_count == 1
-
-
-def test_sixteen_threads_on_a_cold_key_tune_once():
-    tuned = make([{"n": 2}, {"n": 1}], cost=lambda n: n)
-    results = in_threads([lambda: tuned(1)] * 16)
-    assert results == [(1, 1)] * 16
-    assert tuned.tuning_count == 1
-
-
-def test_a_tuned_function_may_call_a_tuned_function():
-    inner = make([{"n": 2}, {"n": 1}], cost=lambda n: n)
-
-    def run(x, m):
-        return inner(x), m
-
-    outer = autotune([{"m": 1}, {"m": 2}], lambda x: x)(run)
-    assert outer(1)[0] == (1, 1)
-    assert (outer.tuning_count, inner.tuning_count) == (1, 1)
-
-
 def test_an_interrupt_surfaces_and_nothing_is_kept():
     interrupted = []
 
@@ -500,21 +406,6 @@ def test_an_interrupt_surfaces_and_nothing_is_kept():
     with pytest.raises(KeyboardInterrupt):
         tuned(1)
     assert cache_files() == []
-    assert tuned(1) == (1, 1)
-
-
-def test_a_hit_touches_nothing_but_the_dictionary(monkeypatch):
-    tuned = make([{"n": 1}])
-    tuned(1)
-
-    def touched(*_, **__):
-        raise AssertionError("the hot path left the dictionary")
-
-    monkeypatch.setattr(tuned, "_compose", touched)
-    monkeypatch.setattr(os.environ, "get", touched)
-    monkeypatch.setattr(inspect, "signature", touched)
-    monkeypatch.setattr(warnings, "warn", touched)
-    monkeypatch.setattr(threading, "RLock", touched)
     assert tuned(1) == (1, 1)
 
 

@@ -277,20 +277,6 @@ def test_keys_that_come_again_are_not_reported(case):
     assert tuned.tuning_count == 40
 
 
-def test_tune_best_config_and_clear():
-    function.clear()
-    before = function.tuning_count
-    record = function.tune(8)
-    assert function.best_config(8).digest == record.best.digest
-    assert function.tune(8) is record
-    assert function.tuning_count == before + 1
-    function.clear()
-    assert function.tune(8).digest == record.digest  # from the disk
-    assert function.tuning_count == before + 1
-    for word in (function.tune, function.best_config, function.clear):
-        assert word.__doc__
-
-
 def overwritable(**options):
     """Two tunable names; lists what prune_fn, prepare_fn and the function are called with."""
     seen = {"prune": [], "prepare": [], "run": []}

@@ -20,10 +20,8 @@ from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, pack
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import (
     PACK_FORMAT,
-    Config,
     Failure,
     Key,
-    Measurement,
     Origin,
     Trial,
     TuningRecord,
@@ -103,27 +101,6 @@ def test_only_what_belongs_together_is_packed():
     for records in ([record, other], [record, record], []):
         with pytest.raises(ValueError, match="one function, version and GPU"):
             pack(records)
-
-
-def test_hundreds_of_results_are_a_small_file_with_a_line_each():
-    config = {"gemm_config": "x" * 150, "method": "y" * 50}
-    found = fingerprint(version="1")
-    records = [
-        TuningRecord(
-            Key.of(Origin("run", "ops"), (2**i, n, 8192, "bfloat16", "column-major"), "fake"),
-            found,
-            (Trial.of(Config(config), Measurement((1.5,), 0)),),
-            "2030-01-02T03:04:05+00:00",
-            1.5,
-        )
-        for i in range(12)
-        for n in range(25)
-    ]
-    text = readable_json(pack(records), 200)
-    assert len(text) < 300 * 150
-    assert 300 < len(text.splitlines()) < 340
-    order = [result["key"]["tuple"][0] for result in pack(records)["groups"][0]["results"]]
-    assert order == sorted(order)
 
 
 def test_a_hit_runs_nothing_and_says_that_it_is_shipped(tmp_path, capsys):

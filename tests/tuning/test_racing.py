@@ -32,18 +32,6 @@ def test_the_slowest_rank_decides_who_leaves():
     assert taken == {0: 11, 1: 1, 2: 1, 3: 11, 4: 1, 5: 1}
 
 
-def test_one_hiccup_does_not_end_the_race_of_a_short_candidate():
-    runs = Counter()
-
-    def cost(rank, config):
-        runs[config["n"]] += 1
-        late = config["n"] == 4 and runs[4] == 2  # its first sample: the run before is not timed
-        return (0.07 if config["n"] == 4 else 0.1 + 0.3 * config["n"]) + 0.2 * late
-
-    ranks = racers(cost, count=1)
-    assert together(ranks) == [(1, {"n": 4})]
-
-
 def test_every_candidate_is_run_once_before_its_first_sample_alone():
     ranks = racers(lambda rank, config: 1.0 + config["n"], count=1)
     together(ranks)
@@ -79,11 +67,3 @@ def test_the_winner_of_a_record_that_is_not_valid_any_more_is_raced():
     assert together([again]) == [(1, {"n": 5})]
     outcomes = by_config(again.tuned.tune(1))
     assert {n for n, each in outcomes.items() if isinstance(each, Measurement)} == {0, 1, 5}
-
-
-def test_max_trials_does_not_cut_a_race_short():
-    (rank,) = racers(lambda rank, config: 1.0, count=1)
-    rank.policy = Policy.on("cuda", timing="events", search="racing", max_trials=2)
-    together([rank])
-    outcomes = by_config(rank.tuned.tune(1))
-    assert {n: len(each.samples) for n, each in outcomes.items()} == {0: 11, 1: 11}

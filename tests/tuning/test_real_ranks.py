@@ -9,27 +9,6 @@ from tests.tuning import group_ranks, ops
 from triton_dist._tuning.values import DIFFERS
 
 
-def folders(tmp_path, *names):
-    return [str(tmp_path / name) for name in names]
-
-
-def test_ranks_tune_together_then_find_the_record(spawn_ranks, tmp_path):
-    shared = folders(tmp_path, "shared", "shared")
-    assert spawn_ranks(2, ops.tune_in_rank, shared, True) == [(2, 1, 1)] * 2
-    assert spawn_ranks(2, ops.tune_in_rank, shared, True) == [(2, 0, 1)] * 2
-
-
-def test_a_cache_on_one_rank_only_is_used_by_all(spawn_ranks, tmp_path):
-    spawn_ranks(2, ops.tune_in_rank, folders(tmp_path, "shared", "shared"), False)
-    for names in (["shared", "empty"], ["empty", "shared"]):
-        chosen = spawn_ranks(2, ops.tune_in_rank, folders(tmp_path, *names), False)
-        assert [result[:2] for result in chosen] == [(2, 0), (2, 0)]
-
-
-def test_a_local_op_waits_for_nobody(spawn_ranks):
-    assert spawn_ranks(2, ops.tune_alone_on_one_rank) == [(0, 0), (2, 1)]
-
-
 def test_groups_that_were_destroyed_do_not_stay_in_memory(spawn_ranks):
     for alive, entries, said in spawn_ranks(2, group_ranks.groups_one_after_another):
         assert (alive, entries) == ([False] * 3, [1, 1, 1])
@@ -39,21 +18,6 @@ def test_groups_that_were_destroyed_do_not_stay_in_memory(spawn_ranks):
 
 def test_two_groups_tune_at_once(spawn_ranks):
     assert spawn_ranks(4, ops.tune_in_two_groups) == [(1, 1)] * 4
-
-
-def test_an_invalid_key_on_one_rank_is_an_error_on_both(spawn_ranks):
-    valid, own = spawn_ranks(2, ops.key_of_one_rank_is_invalid)
-    assert valid.startswith("RankDisagreement: ranks disagree on the arguments")
-    assert "rank 1: " in valid
-    assert own.startswith("InvalidArgument")
-    assert "to_hashable" in own
-
-
-def test_a_rank_that_does_not_come_is_an_error_within_the_limit(spawn_ranks):
-    env = {"TRITON_DIST_AUTOTUNE_MEETING_TIMEOUT": "0.5"}
-    waited, _ = spawn_ranks(2, ops.only_rank_0_calls, env=env, timeout=30)
-    assert waited.startswith("TuningTimeout: rank 0: tuning of tests.tuning.ops.collective, first")
-    assert "rank(s) 1 did not arrive" in waited
 
 
 @pytest.mark.parametrize("contextual", [False, True])

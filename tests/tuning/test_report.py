@@ -26,7 +26,7 @@ from triton_dist._tuning.search import Exhaustive, Racing
 from triton_dist._tuning.store import FileLog
 from triton_dist._tuning.values import Config, Failure, Key, Measurement, Trial, TuningRecord
 from triton_dist._warn import held_warnings, warn
-from triton_dist.errors import CacheWarning, NoValidConfig, TuningWarning
+from triton_dist.errors import NoValidConfig, TuningWarning
 from triton_dist.tune import autotune
 
 from .fakes import fingerprint
@@ -246,11 +246,6 @@ def test_the_library_configures_no_logging():
     assert logger.propagate
 
 
-def test_nothing_is_said_unless_asked_for(tmp_path, capsys):
-    tuned_ranks(tmp_path, size=2)
-    assert capsys.readouterr() == ("", "")
-
-
 class SlowSearch(Exhaustive):
     def ask(self):
         time.sleep(0.02)
@@ -332,15 +327,6 @@ def test_logs_lie_beside_the_record_and_a_cached_result_adds_nothing():
     tuned.clear()
     tuned(1)
     assert (tuned.tuning_count, jsonl.read_text()) == (1, before)
-
-
-def test_on_a_disk_that_refuses_there_is_one_warning(monkeypatch):
-    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", "/proc/nowhere")
-    tuned = autotune([{"n": 1}, {"n": 2}], lambda x: x, scope="rank")(lambda x, n: x)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert [tuned(1), tuned(2)] == [1, 2]
-    assert [warning.category for warning in caught] == [CacheWarning]
 
 
 def test_a_disk_that_becomes_full_is_no_error(tmp_path):

@@ -7,8 +7,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -386,34 +384,6 @@ def test_a_file_that_is_replaced_on_nfs_while_it_is_read_is_read_again(tmp_path,
     monkeypatch.setattr(readonly, "read_bytes", stale_once)
     assert found(store) == [RECORD]
     assert len(calls) == 2
-
-
-def test_a_full_disk_is_said_once_and_leaves_no_litter(tmp_path):
-    """A real one: the process may write no file longer than a few bytes."""
-    program = (
-        "import resource, signal, sys, warnings\n"
-        "from pathlib import Path\n"
-        "from tests.tuning.test_store import RECORD, found\n"
-        "from triton_dist._tuning.store import FileStore, LayeredStore, MemoryStore\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
-        "store = LayeredStore([MemoryStore(), FileStore(Path(sys.argv[1]))])\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    places = [store.put(RECORD) for _ in range(3)]\n"
-        "assert places == ['memory'] * 3, places\n"
-        "assert found(store) == [RECORD]\n"
-        "assert len(caught) == 1, caught\n"
-        "print(caught[0].message)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "File too large" in done.stdout
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in ([], [".lock"])
 
 
 json_values = st.recursive(
