@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_dist.errors import DeviceUnavailable, InvalidArgument
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
@@ -37,55 +36,18 @@ def matmul_pointers(
 
 
 @triton.jit
-def matmul_descriptors(
-    a_ptr, b_ptr, c_ptr, M, N, K,
-    BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
-    NUM_SMS: tl.constexpr,
-):  # fmt: skip
-    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
-    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K])
-    c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_SIZE_M, BLOCK_SIZE_N])
-    tiles_m = tl.cdiv(M, BLOCK_SIZE_M)
-    for tile in tl.range(tl.program_id(0), tiles_m * tl.cdiv(N, BLOCK_SIZE_N), NUM_SMS):
-        m, n = tile % tiles_m * BLOCK_SIZE_M, tile // tiles_m * BLOCK_SIZE_N
-        acc = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-        for k in range(tl.cdiv(K, BLOCK_SIZE_K)):
-            acc = tl.dot(a.load([m, k * BLOCK_SIZE_K]), b.load([n, k * BLOCK_SIZE_K]).T, acc)
-        c.store([m, n], acc.to(c.dtype))
-
-
-@triton.jit
-def copy_by_descriptor(source, target):
-    target.store([0, 0], source.load([0, 0]))
-
-
-@triton.jit
 def wait_for_flag(flag_ptr, value):
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") < value:
         pass
 
 
-@triton.autotune(
+matmul_autotuned = triton.autotune(
     configs=[
         triton.Config({"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64}, num_stages=9),
         triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, num_stages=2),
     ],
     key=["M", "N", "K"],
-)
-@triton.jit
-def matmul_autotuned(
-    a_ptr, b_ptr, c_ptr, M, N, K,
-    BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
-):  # fmt: skip
-    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K])
-    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK_SIZE_N, BLOCK_SIZE_K])
-    acc = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
-    for k in range(tl.cdiv(K, BLOCK_SIZE_K)):
-        acc = tl.dot(a.load([0, k * BLOCK_SIZE_K]), b.load([0, k * BLOCK_SIZE_K]).T, acc)
-    c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_SIZE_M, BLOCK_SIZE_N])
-    c.store([0, 0], acc.to(c.dtype))
-
-
+)(matmul_pointers)
 M, N, K = 1024, 512, 256
 
 
@@ -129,17 +91,6 @@ def test_too_many_accumulators_spill(sm90):
     assert compiled.stack_bytes > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_persistent_tma_matmul(sm90, dtype):
-    compiled = compile_kernel(
-        matmul_descriptors, *operands(dtype), M, N, K, grid=(132,), num_warps=8, num_stages=3,
-        NUM_SMS=132, **blocks(128, 128, 32),
-    )  # fmt: skip
-    assert compiled.stack_bytes == 0
-    assert "cp.async.bulk.tensor" in compiled.ptx
-    assert "wgmma.mma_async" in compiled.ptx
-
-
 @pytest.mark.parametrize("arch", sorted(HARDWARE))
 def test_one_process_compiles_for_each_architecture(arch):
     with compile_only(arch):
@@ -148,16 +99,6 @@ def test_one_process_compiles_for_each_architecture(arch):
         )
     assert compiled.arch == arch
     assert f".target sm_{arch}" in compiled.ptx
-
-
-def test_too_much_shared_memory_is_out_of_resources(sm90):
-    with pytest.raises(OutOfResources) as error:
-        compile_kernel(
-            matmul_descriptors, *operands(), M, N, K, num_warps=8, num_stages=4, NUM_SMS=132,
-            **blocks(256, 128, 128),
-        )  # fmt: skip
-    assert error.value.limit == 232448
-    assert error.value.required > 232448
 
 
 def test_the_shared_memory_limit_is_a_parameter():
@@ -170,11 +111,6 @@ def test_the_shared_memory_limit_is_a_parameter():
         compile_kernel(*arguments, **options)
     assert (error.value.required, error.value.limit) == (needed, needed - 1)
     matmul_pointers.device_caches.clear()
-
-
-def test_an_acquiring_wait_is_an_acquire_load_at_system_scope(sm90):
-    flag = torch.empty(1, dtype=torch.int32, device="meta")
-    assert "ld.global.sys.acquire" in compile_kernel(wait_for_flag, flag, 1).ptx
 
 
 def test_a_launch_is_recorded_not_run(sm90):
@@ -196,14 +132,6 @@ def test_the_autotuner_skips_what_does_not_fit(sm90):
     assert too_large[0] == float("inf")
     assert fits[0] < float("inf")
     assert compiled.num_stages == 2
-
-
-def test_a_host_descriptor(sm90):
-    source, target = (
-        TensorDescriptor.from_tensor(torch.empty(256, 256, dtype=torch.float16), [64, 64])
-        for _ in range(2)
-    )
-    assert "cp.async.bulk.tensor" in compile_kernel(copy_by_descriptor, source, target).ptx
 
 
 def test_the_driver_before_is_active_again():

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+from tests.compile.scattered import compile_launch
 from triton_dist.kernels.common.exchange import kernels, pushed, sums
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
@@ -21,7 +22,7 @@ from triton_dist.kernels.common.exchange.buffer import (
 from triton_dist.kernels.common.exchange.protocol import Lengths, Peers, Slots
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.runtime.triton_compat import triton_version
-from triton_dist.testing.compile_only import compile_kernel, compile_only
+from triton_dist.testing.compile_only import compile_only
 
 ACQUIRE = "sys.acquire"
 RELEASE = "atom.global.sys.release.exch.b64"
@@ -63,10 +64,6 @@ def prepared(name, shape, elements=1 << 22, num_ranks=4, dtype=torch.bfloat16, r
         lengths, 100, rank,
     )  # fmt: skip
     return Launch(ONE_LAUNCH[name], (shape.num_ctas,), arguments, options)
-
-
-def compile_launch(launch):
-    return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
 
 
 @functools.cache
@@ -168,12 +165,3 @@ def test_dtypes_and_numbers_of_ranks(name, dtype, num_ranks):
 )
 def test_other_generations(name, arch):
     assert f".target sm_{arch}" in compiled(name, DEFAULT_SHAPE, arch).ptx
-
-
-@pytest.mark.parametrize("name", list(ONE_LAUNCH))
-def test_one_compiled_kernel_serves_all_ranks_and_sizes(sm90, name):
-    kernels = {
-        id(compile_launch(prepared(name, DEFAULT_SHAPE, elements, rank=rank)).kernel)
-        for rank, elements in ((0, 4096), (1, 1 << 20), (3, 8192))
-    }
-    assert len(kernels) == 1

@@ -213,23 +213,3 @@ def test_fp16_row_major_without_a_bias(kind, persistent):
         kind, persistent, -1, layout="row-major", dtype=torch.float16, bias=False, num_chunks=1
     )
     assert kernel.stack_bytes == 0
-
-
-@pytest.mark.parametrize(("persistent", "arch"), [(True, 100), (False, 80)])
-def test_other_generations(persistent, arch):
-    kernel = compiled("one shot", persistent, 0, arch=arch)
-    assert f".target sm_{arch}" in kernel.ptx
-    assert ANY_ACQUIRE.search(kernel.ptx)
-
-
-@pytest.mark.parametrize(("kind", "persistent"), list(KINDS))
-def test_one_compiled_kernel_serves_all_ranks_and_rows(sm90, kind, persistent):
-    config = KINDS[kind, persistent][0]
-    # Where rows have owners, all programs add, and how much at a time goes by the bucket.
-    of_owners = kind in IN_ONE_LAUNCH and kind != "one shot"
-    rows_of_all = (1024, 1020, 900, 772) if of_owners else (1008, 1007, 1, 16)
-    kernels = {
-        id(compile_launch(prepared(kind, persistent, config, rank=rank, rows=rows)).kernel)
-        for rank, rows in enumerate(rows_of_all)
-    }
-    assert len(kernels) == 1

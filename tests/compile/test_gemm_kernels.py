@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 import triton_dist
-from tests.compile.scattered import hardest
+from tests.compile.scattered import (
+    ACQUIRE,
+    PROXY_FENCE,
+    RELEASE,
+    TMA_LOAD,
+    TMA_STORE,
+    compile_launch,
+    hardest,
+)
 from triton_dist import language as dl
 from triton_dist.errors import CandidateFailed
 from triton_dist.kernels.common.gemm.launch import FUSED_TILES, SPLIT_K_TILES, sharded_gemm
@@ -22,12 +30,6 @@ from triton_dist.kernels.common.peers import GatheredShards, ShardPush
 from triton_dist.kernels.common.slots.epochs import kernel_await_consumption, kernel_finish_epoch
 from triton_dist.kernels.common.slots.gathered import kernel_release_copies
 from triton_dist.testing.compile_only import HARDWARE, compile_kernel, compile_only
-
-ACQUIRE = "ld.global.sys.acquire"
-PROXY_FENCE = "fence.proxy.async.global"
-TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.shared")
-TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\dd\.global")
-RELEASE = re.compile(r"(atom|red)\.global\.sys\.release")
 
 LAYOUTS = ("row-major", "column-major")
 DEFAULTS = {True: PERSISTENT_TILES[0], False: POINTER_TILES[0]}
@@ -53,10 +55,6 @@ def prepared(
         own, B, C, config, num_sms=132, persistent=persistent, rank=rank if gathered else 0,
         num_ranks=ranks, gathered=shards if gathered else None, split=split,
     )  # fmt: skip
-
-
-def compile_launch(launch):
-    return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
 
 
 @functools.cache
@@ -215,21 +213,6 @@ def test_the_kernel_on_pointers_pushes_too(sm90):
     assert_waits(kernel.ptx)
 
 
-def test_a_fused_tile_on_another_generation():
-    with compile_only(100):
-        kernel = compile_launch(pushing(True, 0))
-    assert kernel.ptx.count("ld.global.v4.b32") == 16384 // (16 * 32 * kernel.num_warps)
-    assert RELEASE.search(kernel.ptx)
-
-
-def test_one_fused_kernel_serves_all_worlds(sm90):
-    kernels = {
-        id(compile_launch(pushing(True, 0, LAYOUTS[0], num_ranks=num_ranks)).kernel)
-        for num_ranks in (2, 4, 8)
-    }
-    assert len(kernels) == 1
-
-
 def assert_waits(ptx):
     """An acquire at system scope, then the fence to the proxy that TMA reads through."""
     assert ACQUIRE in ptx
@@ -267,21 +250,6 @@ def test_the_default_tiles_on_other_generations(persistent, arch):
     assert ACQUIRE in kernel.ptx
     assert (PROXY_FENCE in kernel.ptx) is (arch >= 90)
     assert ("cp.async.bulk.tensor" in kernel.ptx) is (persistent and arch >= 90)
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_one_compiled_kernel_serves_all_ranks(sm90, persistent):
-    kernels = {
-        id(compile_launch(launch).kernel)
-        for launch in (
-            prepared(persistent, DEFAULTS[persistent], rank=rank, chunk_rows=chunk_rows)
-            for rank, chunk_rows in ((0, 1008), (1, 504), (3, 1), (2, 7))
-        )
-    }
-    assert len(kernels) == 1
-    # Another number of ranks with another M, both multiples of 16: still the same.
-    other = prepared(persistent, DEFAULTS[persistent], rank=5, num_ranks=8)
-    assert id(compile_launch(other).kernel) in kernels
 
 
 def words(count=64):
@@ -344,11 +312,6 @@ def test_publishing_is_free_where_there_is_no_tma():
         ptx = compile_kernel(store_then_notify, source, source.clone(), words(), 1024, B=64).ptx
     assert "cp.async.bulk" not in ptx
     assert "fence.proxy" not in ptx
-
-
-def test_a_launch_compiles_without_launching(sm90):
-    prepared(True, DEFAULTS[True]).compile()
-    assert sm90.launches == []
 
 
 def test_a_tile_that_does_not_fit_is_a_failed_candidate(sm90):

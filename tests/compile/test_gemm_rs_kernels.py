@@ -160,13 +160,3 @@ def test_the_default_tiles_on_other_generations(persistent, arch):
     assert ACQUIRE in kernel.ptx
     if persistent and arch >= 90:
         assert_announced_later(kernel.ptx)
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_one_compiled_kernel_serves_all_ranks_and_rows(sm90, persistent):
-    config = (PERSISTENT_TILES if persistent else POINTER_TILES)[0]
-    kernels = {
-        id(compile_launch(prepared(persistent, config, rank=rank, rows=rows)).kernel)
-        for rank, rows in ((0, 1008), (1, 1007), (3, 1), (2, 16))
-    }
-    assert len(kernels) == 1

@@ -9,7 +9,8 @@ import torch
 import triton
 from triton.compiler.errors import CompilationError
 
-from tests.compile.test_gemm_kernels import TMA_LOAD, compile_launch, prepared
+from tests.compile.scattered import TMA_LOAD, compile_launch
+from tests.compile.test_gemm_kernels import prepared
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm import sharded, tile, units

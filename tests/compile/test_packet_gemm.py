@@ -106,18 +106,3 @@ def test_any_row_and_dtype(N, dtype):
     assert kernel.stack_bytes <= 64
     assert SEND in kernel.ptx
     assert "st.global.b64" not in kernel.ptx
-
-
-@pytest.mark.parametrize(("persistent", "arch"), [(True, 100), (False, 80)])
-def test_other_generations(persistent, arch):
-    ptx = compiled(persistent, arch=arch).ptx
-    assert f".target sm_{arch}" in ptx
-    assert POLL in ptx
-
-
-def test_one_compiled_kernel_serves_all_ranks_and_rows(sm90):
-    kernels = {
-        id(compile_launch(prepared(True, TILES[True][0], rank=rank, rows=rows)).kernel)
-        for rank, rows in enumerate((1, 2, 7, 16))
-    }
-    assert len(kernels) == 1

@@ -8,12 +8,13 @@ import re
 import pytest
 import torch
 
+from tests.compile.scattered import compile_launch
 from triton_dist.kernels.common.exchange.buffer import Shape, plan_of
 from triton_dist.kernels.common.exchange.packets import kernel_all_reduce_packets
 from triton_dist.kernels.common.exchange.protocol import Packets
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.nvidia.allreduce.ways import PACKET_SHAPES
-from triton_dist.testing.compile_only import compile_kernel, compile_only
+from triton_dist.testing.compile_only import compile_only
 
 COUNT = "atom.global.gpu.relaxed.add.u64"
 POLL = "ld.relaxed.sys.global.v2.b64"
@@ -36,10 +37,6 @@ def prepared(shape, elements=1 << 14, num_ranks=4, dtype=torch.bfloat16, rank=1)
         "num_warps": shape.num_warps_in_packets,
     }
     return Launch(kernel_all_reduce_packets, (shape.num_ctas,), arguments, options)
-
-
-def compile_launch(launch):
-    return compile_kernel(launch.kernel, *launch.args, grid=launch.grid, **launch.options)
 
 
 @functools.cache
@@ -104,11 +101,3 @@ def test_odd_sizes(elements, dtype):
 @pytest.mark.parametrize("arch", [80, 100])
 def test_other_generations(arch):
     assert f".target sm_{arch}" in compiled(BLOCKS_OF_2048, arch).ptx
-
-
-def test_one_compiled_kernel_serves_all_ranks_and_sizes(sm90):
-    kernels = {
-        id(compile_launch(prepared(BLOCKS_OF_2048, elements, rank=rank)).kernel)
-        for rank, elements in ((0, 4096), (1, 1 << 15), (3, 8192))
-    }
-    assert len(kernels) == 1

@@ -21,7 +21,7 @@ from triton_dist import _archive, packs, runner
 from triton_dist._archive import Contents, Pack, PackedKernel
 from triton_dist._tuning import compose
 from triton_dist._tuning.store.archive import merged
-from triton_dist.errors import CacheWarning, KernelNotShipped, NoSuchFunction
+from triton_dist.errors import CacheWarning, KernelNotShipped
 from triton_dist.runtime.compiling import recorder, shipped
 from triton_dist.testing.compile_only import compile_only
 
@@ -252,14 +252,6 @@ def test_packs_in_the_users_folder_are_found_without_a_word(pack, elsewhere):
     packed.scaled(2.0)
     assert elsewhere == [True]
     assert packed.scaled.tuning_count == 1  # that of the fixture
-
-
-def test_a_function_that_was_not_tuned_cannot_be_saved(elsewhere, tmp_path):
-    with packs.recording() as used:
-        pass
-    with pytest.raises(NoSuchFunction, match="it has no record"):
-        used.save(tmp_path / "none.tdpack", [packed.scaled])
-    assert Pack(used.save(tmp_path / "empty.tdpack")).kernels == {}
 
 
 def test_a_kernel_that_cannot_be_recorded_does_not_end_the_program(tmp_path, monkeypatch):

@@ -822,9 +822,3 @@ def test_an_instruction_is_of_the_loop_that_it_runs_in(exported):
             if any(product_of in each for each in part.operations)
         }
         assert found == {"loop 1"}, level
-
-
-def test_nothing_warns_that_is_exported(exported):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scale[(1,)](**SPECIAL, ptx_dir=exported / "special")

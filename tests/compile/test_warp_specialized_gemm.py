@@ -10,18 +10,8 @@ import pytest
 import torch
 import triton
 
-from tests.compile.test_gemm_kernels import (
-    ACQUIRE,
-    COUNT,
-    LAYOUTS,
-    PROXY_FENCE,
-    TMA_LOAD,
-    TMA_STORE,
-    compile_launch,
-    first_of_each,
-    kernel_of,
-    prepared,
-)
+from tests.compile.scattered import ACQUIRE, PROXY_FENCE, TMA_LOAD, TMA_STORE, compile_launch
+from tests.compile.test_gemm_kernels import COUNT, LAYOUTS, first_of_each, kernel_of, prepared
 from triton_dist.kernels.common.gemm.launch import WARP_SPECIALIZED_SPLIT_K_TILES, sharded_gemm
 from triton_dist.kernels.common.gemm.spaces import WARP_SPECIALIZED_TILES, warp_specialized_tiles
 from triton_dist.kernels.nvidia.gemm import op as gemm
@@ -137,14 +127,6 @@ def test_fp16():
     kernel = compiled(0, dtype=torch.float16)
     assert kernel.stack_bytes == 0
     assert f"{WGMMA}.sync.aligned.m64n256k16.f32.f16.f16" in kernel.ptx
-
-
-def test_one_compiled_kernel_serves_all_ranks(sm90):
-    kernels = {
-        id(compile_launch(prepared(True, EVERY_TILE[0], rank=rank, chunk_rows=chunk_rows)).kernel)
-        for rank, chunk_rows in ((0, 1008), (1, 504), (3, 1))
-    }
-    assert len(kernels) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 37])

@@ -1,4 +1,4 @@
-"""A kernel with tuples among its arguments: what it is handed by a launch that is laid out."""
+"""Launches of the kernels: tuples among the arguments, and one compiled kernel for all ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import pytest
 import torch
 import triton.language as tl
 
+from tests.compile import test_ag_group_gemm as grouped_gemms
 from tests.compile import test_exchange_kernels as exchanges
 from tests.compile import test_gemm_ar_kernels as all_reduces
+from tests.compile import test_gemm_kernels as gemms
 from tests.compile import test_gemm_rs_kernels as reduce_scatters
 from tests.compile import test_packet_gemm as packet_gemms
 from tests.compile import test_packet_kernels as packets
+from tests.compile import test_warp_specialized_gemm as specialized
+from tests.compile.scattered import compile_launch
 from tests.compile.test_deferred_tiles import deferred
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.spaces import PERSISTENT_TILES, POINTER_TILES
@@ -103,7 +107,7 @@ LAUNCHES = {
 def test_a_launch_is_laid_out_and_what_varies_is_among_its_parameters(sm90, name):
     make, varying = LAUNCHES[name]
     launch = make()
-    compiled = exchanges.compile_launch(launch)
+    compiled = compile_launch(launch)
     arguments = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.options
     assert can_repeat(compiled.kernel, arguments)
     found = {each: value for each, _, value in parameters(compiled.kernel.src.signature, arguments)}
@@ -113,3 +117,68 @@ def test_a_launch_is_laid_out_and_what_varies_is_among_its_parameters(sm90, name
         assert all(found[each] is tensor for each, tensor in moves.items())
         assert ("out.bias" in found) == (out.bias is not None)
     assert varying <= set(found)
+
+
+def sharded(config, persistent=True):
+    """Chunks of any number of rows, and another number of ranks with another M."""
+    for rank, rows in ((0, 1008), (1, 504), (3, 1), (2, 7)):
+        yield gemms.prepared(persistent, config, rank=rank, chunk_rows=rows)
+    yield gemms.prepared(persistent, config, rank=5, num_ranks=8)
+
+
+def scattered(persistent, config):
+    for rank, rows in enumerate((1008, 1007, 16, 1)):
+        yield reduce_scatters.prepared(persistent, config, rank=rank, rows=rows)
+
+
+def summed(kind, persistent):
+    # Where rows have owners, all programs add, and how much at a time goes by the bucket.
+    has_owners = kind in ("two shot, one launch", "reduce-scatter")
+    config = all_reduces.KINDS[kind, persistent][0]
+    for rank, rows in enumerate((1024, 1020, 900, 772) if has_owners else (1008, 1007, 1, 16)):
+        yield all_reduces.prepared(kind, persistent, config, rank=rank, rows=rows)
+
+
+def exchanged(name):
+    for rank, elements in ((0, 4096), (1, 1 << 20), (3, 8192)):
+        yield exchanges.prepared(name, exchanges.DEFAULT_SHAPE, elements, rank=rank)
+
+
+def in_packets():
+    for rank, elements in ((0, 4096), (1, 1 << 15), (3, 8192)):
+        yield packets.prepared(packets.BLOCKS_OF_2048, elements, rank=rank)
+
+
+def low():
+    for rank, rows in enumerate((1, 2, 7, 16)):
+        yield packet_gemms.prepared(True, packet_gemms.TILES[True][0], rank=rank, rows=rows)
+
+
+def fused():
+    for num_ranks in (2, 4, 8):
+        yield gemms.pushing(True, 0, gemms.LAYOUTS[0], num_ranks=num_ranks)
+
+
+def gathered():
+    for rank in (0, 1, 3):
+        yield grouped_gemms.prepared(grouped_gemms.GROUPED_TILES[16], rank=rank)
+
+
+ALIKE = {
+    "gemm": lambda: sharded(PERSISTENT_TILES[0]),
+    "gemm by pointers": lambda: sharded(POINTER_TILES[0], False),
+    "gemm, specialised warps": lambda: sharded(specialized.EVERY_TILE[0]),
+    "fused gemm": fused,
+    "grouped gemm": gathered,
+    "scatter": lambda: scattered(True, PERSISTENT_TILES[0]),
+    "scatter by pointers": lambda: scattered(False, POINTER_TILES[0]),
+    "packets": in_packets,
+    "packet gemm": low,
+    **{kind: lambda kind=kind: summed(*kind) for kind in all_reduces.KINDS},
+    **{name: lambda name=name: exchanged(name) for name in exchanges.ONE_LAUNCH},
+}
+
+
+@pytest.mark.parametrize("name", ALIKE, ids=str)
+def test_one_compiled_kernel_serves_all_ranks_and_sizes(sm90, name):
+    assert len({id(compile_launch(launch).kernel) for launch in ALIKE[name]()}) == 1
