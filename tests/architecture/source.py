@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,26 +18,33 @@ def modules() -> list[Path]:
     )
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
 def name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def uses(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, dotted name) of everything imported or read as an attribute of an imported name.
 
     Names are written out as imported: after ``import torch.distributed as dist``, ``dist.barrier``
     is ``torch.distributed.barrier``. What is imported for type checking alone does not count.
     """
+    found: list[tuple[int, str]] = []
     aliases: dict[str, str] = {}
     for node in _walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                found.append((node.lineno, alias.name))
                 top = alias.name.split(".")[0]
                 aliases[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+                found.append((node.lineno, f"{node.module}.{alias.name}"))
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     for node in _walk(tree):
         if isinstance(node, ast.Attribute):
@@ -44,7 +52,8 @@ def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if dotted is not None:
                 top, rest = dotted.split(".", 1)
                 if top in aliases:
-                    yield node.lineno, f"{aliases[top]}.{rest}"
+                    found.append((node.lineno, f"{aliases[top]}.{rest}"))
+    return found
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:

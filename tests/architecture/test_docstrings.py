@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.source import modules, name
+from tests.architecture.source import modules, name, tree
 
 SUBORDINATE = re.compile(r"(How|If|Of|That|What|When|Where|Whether|Which|Who|Whose|Why)\b")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of those of modules, classes, functions and attributes."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             match statement:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import PACKAGE, ROOT, modules, name, uses
+from tests.architecture.source import PACKAGE, ROOT, modules, name, tree, uses
 from tests.commands import python
 
 HARDWARE = ("torch.cuda", "torch.distributed")
@@ -19,10 +19,9 @@ ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
 
 
 def offences(path: Path, forbidden: tuple[str, ...]) -> list[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     return [
         f"{name(path)}:{line} uses {used}"
-        for line, used in uses(tree)
+        for line, used in uses(tree(path))
         if any(used == word or used.startswith(word + ".") for word in forbidden)
     ]
 
@@ -42,7 +41,7 @@ def test_no_module_imports_itself_through_others() -> None:
     by_name = {".".join(path.parts).removesuffix(".__init__"): files[path] for path in files}
 
     def imported(path: Path) -> Iterator[str]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -71,7 +70,7 @@ def test_no_exception_hides_another() -> None:
     found = [
         f"{name(path)}:{node.lineno}"
         for path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Raise) and isinstance(node.cause, ast.Constant)
     ]
     assert not found, "raise from the exception, or after the except block:\n" + "\n".join(found)
@@ -84,7 +83,7 @@ def test_what_triton_does_not_promise_is_asked_in_two_files_of_the_runner() -> N
         name(path)
         for path in modules()
         if name(path).startswith("runner/")
-        for _, used in uses(ast.parse(path.read_text(encoding="utf-8")))
+        for _, used in uses(tree(path))
         if private.match(used)
     }
     assert found == {"runner/build.py", "runner/function.py"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import PACKAGE
+from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines.
 MOST = {
@@ -39,7 +39,7 @@ def reached(start: Path, package: Path) -> set[Path]:
 
 
 def imported(path: Path, package: Path) -> Iterator[Path]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         module = getattr(node, "module", None) or ""
         if isinstance(node, ast.ImportFrom) and module.startswith("triton_dist.kernels"):
             for alias in node.names:

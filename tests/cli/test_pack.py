@@ -68,19 +68,6 @@ def test_there_and_back_again(run, shipped, tmp_path, monkeypatch, capsys):
     assert not Path(os.environ["TRITON_DIST_CACHE_DIR"]).exists()
 
 
-def test_a_users_own_record_goes_before_it(run, shipped, monkeypatch, tmp_path):
-    tuned(space=(1,))(1)
-    run("pack", "work", "--out", str(shipped))
-    monkeypatch.setenv("TRITON_DIST_CACHE_DIR", str(tmp_path / "elsewhere"))
-    own = tuned(space=(2,)).tune(1)
-    function = tuned(space=(2,))
-    assert function.tune(1).digest == own.digest
-    monkeypatch.setenv("TRITON_DIST_AUTOTUNE_ALWAYS_TUNE", "1")
-    function.clear()
-    assert not function.tune(1).shipped
-    assert function.tuning_count == 1
-
-
 @pytest.mark.parametrize(
     ("version", "space", "prune_fn", "said"),
     [
@@ -104,19 +91,6 @@ def test_explain(run, shipped, tmp_path, monkeypatch, version, space, prune_fn, 
     assert "; shipped as version 1\n" in out
     asked = run("explain", f"{__name__}:live", "--world-size", "4")[1]
     assert "not used: topology: world_size was 1, is 4" in asked
-
-
-def test_explain_prefers_the_users_own(run, shipped):
-    tuned().tune(1)
-    run("pack", "work", "--out", str(shipped))
-    globals()["live"] = tuned()
-    try:
-        _, out, _ = run("explain", f"{__name__}:live")
-    finally:
-        del globals()["live"]
-    (own,) = knobs.cache_dir.get().rglob("*.json")
-    assert f"not used: {own} comes first" in out
-    assert "2 records of work, 1 used" in out
 
 
 def test_the_latest_version_and_of_a_key_the_latest_record(run, tmp_path):
@@ -229,9 +203,3 @@ def test_a_name_under_which_it_is_not_found_is_said(run, tmp_path):
     for name, hints in (("work.json", 0), ("my_work.json", 1)):
         out = run("pack", "work", "--out", str(tmp_path / name))[1]
         assert out.count("a name that begins with work.") == hints
-
-
-@pytest.mark.parametrize("version", ["", 1])
-def test_a_version_that_is_none(version):
-    with pytest.raises(ValueError, match=r"version is .*expected a text that is not empty"):
-        tuned(version)

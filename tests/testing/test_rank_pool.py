@@ -32,9 +32,7 @@ def end_on_rank_1(how: str) -> None:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("a message of rank 1")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
@@ -60,9 +58,7 @@ def test_ranks_stay_and_see_the_environment_of_each_call(pool, monkeypatch):
     assert not any(is_alive(pid) for pid, *_ in first)
 
 
-@pytest.mark.parametrize(
-    ("how", "kind"), [("raise", "ValueError"), ("kill", "Died"), ("hang", "TimedOut")]
-)
+@pytest.mark.parametrize(("how", "kind"), [("raise", "ValueError"), ("kill", "Died")])
 def test_after_a_failure_there_are_new_ranks(pool, how, kind):
     before = pool.run(count_calls, "NONE")
     with pytest.raises(RanksFailed) as failed:

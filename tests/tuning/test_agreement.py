@@ -203,16 +203,6 @@ def test_a_prune_fn_that_leaves_nothing_is_an_error_on_all(size):
     assert not any(rank.calls for rank in ranks)
 
 
-def test_a_prune_fn_that_raises_ends_all():
-    def broken(config, x):
-        raise ZeroDivisionError("stages")
-
-    leader, other = together(group(2, prune_fn=broken))
-    assert type(leader) is ZeroDivisionError
-    assert "ZeroDivisionError: stages" in str(other)
-    assert type(other) is RankDisagreement
-
-
 def fails(when, error):
     """Costs n; raises ``error`` on the ranks and configs that ``when`` says."""
 
@@ -326,20 +316,6 @@ def test_reset_comes_before_each_run():
     solo.tuned.tune(1)
     runs = 3 * (1 + 1 + 3)
     assert log == ["reset", "run"] * runs + ["reset"]
-
-
-def test_a_reset_that_fails_on_one_rank_fails_the_config_and_hangs_nobody():
-    count = []
-
-    def reset(x):
-        count.append(1)
-        if len(count) == 3:
-            raise RuntimeError("no memory to reset")
-
-    ranks = group(2, hooks=(Hooks(reset=lambda x: None), Hooks(reset=reset)))
-    assert together(ranks) == [(1, {"n": 1})] * 2
-    first = ranks[0].tuned.tune(1).trials[0].outcome
-    assert first == Failure("launch", "RuntimeError: no memory to reset", 1)
 
 
 def test_a_reset_that_fails_after_the_last_run_is_told_to_all_ranks():

@@ -112,12 +112,6 @@ def test_a_capture_does_not_get_the_default(size):
     assert [rank.calls for rank in ranks] == [[]] * size
 
 
-def test_a_capture_gets_its_record():
-    (rank,) = some(1, frozen=True, disk=tuned_disk())
-    rank.device.capturing = True
-    assert rank.tuned(1) == (1, {"n": 1})
-
-
 def test_the_variable(monkeypatch):
     A, B = torch.ones(2, 3), torch.ones(3, 4)
     ops.matmul.clear()

@@ -17,7 +17,7 @@ import pytest
 from tests.architecture.source import ROOT
 from tests.tuning.test_store import RECORD, found
 from triton_dist import knobs
-from triton_dist._tuning.store import FileJournal, FileLog, FileStore, PackStore, ReadOnlyStore
+from triton_dist._tuning.store import FileJournal, FileStore, PackStore, ReadOnlyStore
 from triton_dist._tuning.store.layout import _hash, readable_json, record_text, with_checksum
 from triton_dist._tuning.values import Key
 from triton_dist.errors import CacheWarning, NoValidConfig
@@ -90,21 +90,6 @@ def test_a_pack_that_is_no_file_is_a_miss_with_one_warning(thing, tmp_path, monk
     (tmp_path / "shipped" / "packs").mkdir(parents=True)
     THINGS[thing](tmp_path / "shipped" / "packs" / "work.cpu.json")
     assert [warning.category for warning in called()] == [CacheWarning]
-
-
-@pytest.mark.parametrize("thing", THINGS)
-def test_a_journal_and_a_log_that_are_no_files_are_nothing(thing, tmp_path):
-    path = tmp_path / "a.journal"
-    THINGS[thing](path)
-    journal = FileJournal(path)
-    assert journal.quarantined({}) == {}
-    assert list(journal.begin({}, None)) == []
-    journal.trying("c")
-    journal.close()
-    THINGS[thing](tmp_path / "b.rank-0.log")
-    log = FileLog(tmp_path / "b.json", 0)
-    log.line("nobody reads this")
-    log.close()
 
 
 def test_the_warning_points_at_the_line_that_calls(tmp_path):
