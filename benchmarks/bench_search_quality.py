@@ -48,8 +48,7 @@ import triton
 from triton_dist import knobs, tune
 from triton_dist._tuning import protocols
 from triton_dist._tuning.search import Brief, Racing, search_for
-from triton_dist._tuning.search.choose import GENERATION
-from triton_dist._tuning.search.exploring import Exploring
+from triton_dist._tuning.search.choose import GENERATION, Exploring
 from triton_dist._tuning.search.surrogate import Surrogate
 from triton_dist._tuning.sizes.neighbours import REACH, Neighbours, nearest
 from triton_dist._tuning.values import (
@@ -74,8 +73,7 @@ from triton_dist.kernels.common.gemm.sharded import (
 )
 from triton_dist.kernels.nvidia.gemm import matmul
 from triton_dist.runtime.device import current_device
-from triton_dist.testing.replay import RecordedSpace, Replay
-from triton_dist.testing.replayed import Make, Score, score
+from triton_dist.testing.replay import Make, RecordedSpace, Replay, Score, score
 from triton_dist.testing.timing import interleaved
 
 HERE = Path(__file__).parent

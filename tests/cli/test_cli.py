@@ -477,7 +477,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"triton_dist {triton_dist.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", [verb.__name__.rpartition(".")[2] for verb in VERBS])
+@pytest.mark.parametrize(
+    "verb", [verb.__name__.rpartition(".")[2] for verb in VERBS] + ["status", "diff"]
+)
 def test_the_help_of_a_verb_has_a_command_to_try_and_no_option_that_its_page_lacks(verb, capsys):
     verb = {"listing": "list", "tune_model": "tune-model"}.get(verb, verb)
     with pytest.raises(SystemExit):

@@ -46,7 +46,7 @@ from triton_dist.errors import (
 )
 from triton_dist.knobs import InvalidKnob
 from triton_dist.runner import foreign, scripts, sections, toolchains
-from triton_dist.runner.dumping import dump
+from triton_dist.runner.files import dump
 from triton_dist.runner.specialisation import Specialisation
 from triton_dist.runtime.compiling import facts
 from triton_dist.testing.compile_only import compile_only

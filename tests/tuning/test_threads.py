@@ -11,7 +11,7 @@ import torch
 from tests.commands import python
 from tests.tuning.fakes import in_threads
 from triton_dist._tuning.engine.watchdog import watchdog
-from triton_dist._tuning.gate import Gate
+from triton_dist._tuning.shared import Gate
 from triton_dist.tune import autotune
 
 

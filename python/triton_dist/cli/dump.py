@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import triton_dist
 from triton_dist import _files, knobs
-from triton_dist.cli import levels, site
+from triton_dist.cli import site
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import InvalidArgument
 
@@ -54,7 +57,7 @@ def add_to(verbs: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.diff:
         old, new = arguments.diff
-        return levels.diff(old, new, arguments.json)
+        return diff(old, new, arguments.json)
     if not arguments.command:
         arguments.fail("a command is needed: dump --to DIR -- COMMAND")
     folder = arguments.to.resolve()
@@ -100,3 +103,127 @@ def _row(side: Path, with_sass: bool) -> tuple[object, ...]:
         side.parent.name, f"sm_{artefact.about.arch}", options.get("num_warps"),
         options.get("num_stages"), *facts.resource_usage(artefact.data), launch.get("shared"),
     )  # fmt: skip
+
+
+_MOST = 12
+_COUNTED = ("num_warps", "num_stages")
+
+
+def diff(old: Path, new: Path, as_json: bool) -> int:
+    """Print how the kernel in ``new`` differs from that in ``old``; 1 if it does.
+
+    Raises:
+        InvalidArgument: one of them holds no kernel, or several.
+    """
+    tree = compared(old, new)
+    print(json.dumps(tree, indent=2) if as_json else "\n".join(_lines(tree)))
+    parts = [part for level in tree["levels"].values() for part in level.values()]
+    alike = all(a == b for a, b in tree["facts"].values())
+    return 0 if alike and all(part["same"] for part in parts) else 1
+
+
+def compared(old: Path, new: Path) -> dict[str, Any]:
+    """``facts``: by name, that of either; ``levels``: of each that both have, by part, the numbers
+    of instructions, and of each operation of which there are more or fewer; ``missing``: why
+    others are not there."""
+    from triton_dist.runner.sections import LEVELS_WITH_SECTIONS, Section, sections
+
+    (side, one), (other_side, other) = _facts(_side(old)), _facts(_side(new))
+    levels: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for level in LEVELS_WITH_SECTIONS:
+        try:
+            parts, others = (sections(level, _text(each, level)) for each in (side, other_side))
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as failure:
+            missing[level] = f"{type(failure).__name__}: {failure}"
+            continue
+        levels[level] = {
+            name: _part(parts.get(name, Section()), others.get(name, Section()))
+            for name in [*parts, *(name for name in others if name not in parts)]
+        }
+    names = [*one, *(name for name in other if name not in one)]
+    facts = {name: [one.get(name), other.get(name)] for name in names}
+    return {
+        "old": str(side.parent), "new": str(other_side.parent), "facts": facts, "levels": levels,
+        "missing": missing,
+    }  # fmt: skip
+
+
+def _side(folder: Path) -> Path:
+    """``<kernel>.json`` of the one kernel in ``folder``, or one folder below."""
+    found = sorted(folder.glob("*.json")) or sorted(folder.glob("*/*.json"))
+    if len(found) != 1:
+        there = ", ".join(str(path.parent.relative_to(folder)) for path in found[:8]) or "none"
+        expected = f"the folder of one kernel, as runner.export writes it; there are {there}"
+        raise InvalidArgument("dump", "--diff", str(folder), expected)
+    return found[0]
+
+
+def _facts(side: Path) -> tuple[Path, dict[str, Any]]:
+    from triton_dist.runner import files
+    from triton_dist.runtime.compiling import facts
+
+    artefact = files.load(side.parent, side.stem)
+    about = artefact.about
+    found: dict[str, Any] = {"kernel": about.function, "arch": f"sm_{about.arch}"}
+    found |= {name: str(value) for name, value in artefact.constants().items()}
+    found |= {name: about.options.get(name) for name in _COUNTED}
+    try:
+        found["registers"], found["stack B"] = facts.resource_usage(artefact.data)
+    except RuntimeError as failure:  # there is no cuobjdump
+        found["registers"] = found["stack B"] = f"not known: {failure}"
+    found["shared B"] = about.launch.get("shared")
+    return side, found
+
+
+def _text(side: Path, level: str) -> str:
+    from triton_dist.runtime.compiling import facts
+
+    if level == "sass":
+        return facts.sass(side.with_suffix(".cubin").read_bytes())
+    return side.with_suffix(f".{level}").read_text(encoding="utf-8")
+
+
+def _part(old: Any, new: Any) -> dict[str, Any]:
+    before, after = old.operations, new.operations
+    changed = sorted(
+        (name for name in Counter({**before, **after}) if before[name] != after[name]),
+        key=lambda name: (-abs(after[name] - before[name]), name),
+    )
+    layouts = [line for line in (*old.lines, *new.lines) if line.startswith("#")]
+    return {
+        "old": len(old.lines),
+        "new": len(new.lines),
+        "same": old.lines == new.lines,
+        "operations": {name: [before[name], after[name]] for name in changed},
+        "only_old": [line for line in layouts if line not in new.lines],
+        "only_new": [line for line in layouts if line not in old.lines],
+    }
+
+
+def _lines(tree: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{name}  {tree[name]}" for name in ("old", "new"))
+    for name, (old, new) in tree["facts"].items():
+        yield f"  {name:<16} {old!s:>12}" + ("" if old == new else f" -> {new}")
+    for level, parts in tree["levels"].items():
+        for name, part in parts.items():
+            yield f"{level}, {name}: {_numbers(part)}"
+            yield from (f"  - {line}" for line in part["only_old"])
+            yield from (f"  + {line}" for line in part["only_new"])
+            if name != "layouts":
+                yield from _operations(part["operations"])
+    yield from (f"{level}: not compared: {why}" for level, why in tree["missing"].items())
+
+
+def _numbers(part: dict[str, Any]) -> str:
+    old, new = part["old"], part["new"]
+    if part["same"]:
+        return f"{new}, the same"
+    return f"{old} -> {new}" if old != new or part["operations"] else f"{new}, other operands"
+
+
+def _operations(changed: dict[str, list[int]]) -> Iterator[str]:
+    for name, (old, new) in list(changed.items())[:_MOST]:
+        yield f"  {old:5} -> {new:<5} {name}"
+    if len(changed) > _MOST:
+        yield f"  and {len(changed) - _MOST} more; --json has all"

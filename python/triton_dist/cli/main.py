@@ -16,7 +16,6 @@ from triton_dist.cli import (
     clear,
     compare,
     debug,
-    diff,
     dump,
     env,
     explain,
@@ -28,7 +27,6 @@ from triton_dist.cli import (
     replay,
     report,
     show,
-    status,
     tune_model,
 )
 from triton_dist.cli.verb import show_commands, split
@@ -38,9 +36,7 @@ _USAGE_ERROR = 2
 VERBS = (
     listing,
     show,
-    status,
     explain,
-    diff,
     compare,
     report,
     export,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from triton_dist._tuning.values.analysis import Timed, shown
-from triton_dist.cli import cache, diff, plots
+from triton_dist.cli import cache, compare, plots
 from triton_dist.cli.report_data import Subject
 from triton_dist.cli.show import spread
 
@@ -82,7 +82,7 @@ def _about(subject: Subject) -> Iterator[str]:
 def _since(subject: Subject) -> Iterator[str]:
     if subject.changes is not None and subject.older is not None:
         yield f"<h2>What changed since {_code(subject.older.where)}</h2>"
-        yield f"<pre>{escape(chr(10).join(diff.lines(subject.changes)))}</pre>"
+        yield f"<pre>{escape(chr(10).join(compare.lines_of_changes(subject.changes)))}</pre>"
 
 
 def _configs(subject: Subject) -> Iterator[str]:

@@ -61,7 +61,7 @@ def _searches(names: str) -> tuple[str, ...]:
 def _run(arguments: argparse.Namespace) -> int:
     from triton_dist._tuning.search import search_for
     from triton_dist._tuning.values import Policy
-    from triton_dist.testing.replayed import score
+    from triton_dist.testing.replay import score
 
     space = _space(arguments)
     if space is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import _files
-from triton_dist.cli import cache, diff, show
+from triton_dist.cli import cache, compare, show
 from triton_dist.cli.report_data import Subject
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import MissingExtra
@@ -51,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _files.write(document, page.html(subject).encode())
     if arguments.json:
         tree = {"html": str(document), "png": str(picture), **show.tree(stored)}
-        since = {"since": subject.changes and diff.tree(subject.changes)}
+        since = {"since": subject.changes and compare.tree_of_changes(subject.changes)}
         print(json.dumps(tree | since | {"phases": subject.phases}, indent=2))
     else:
         print(f"{document}, {picture}: {counted(len(subject.found.timed), 'config')} measured")

@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 from packaging.version import Version
+from triton.runtime.errors import PTXASError
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 from triton_dist._jit import jit as triton_dist_jit
@@ -20,7 +21,6 @@ from triton_dist.errors import ArtefactRefused, InvalidArgument, InvalidArtefact
 from triton_dist.runner import foreign, toolchains
 from triton_dist.runner.artefact import Artefact
 from triton_dist.runner.build import build
-from triton_dist.runner.failed_configs import failed_config
 from triton_dist.runner.keywords import DUMP, KEYWORDS, TOOLCHAIN, resolve
 from triton_dist.runner.language import Dumping, dumping
 from triton_dist.runner.specialisation import Specialisation, tree_of
@@ -245,3 +245,24 @@ def jit(fn: Any = None, **options: Any) -> Any:
         repr=kernel._repr,
         launch_metadata=kernel.launch_metadata,
     )
+
+
+# `triton.autotune` goes on after what ptxas refuses; and among the cubins of a folder some may be
+# for other arguments, or half a file.
+class RefusedConfig(ArtefactRefused, PTXASError):
+    """An ``ArtefactRefused``."""
+
+    __str__ = Exception.__str__
+
+
+class InvalidConfig(InvalidArtefact, PTXASError):
+    """An ``InvalidArtefact``."""
+
+    __str__ = Exception.__str__
+
+
+def failed_config(error: ArtefactRefused | InvalidArtefact) -> Exception:
+    """The same ``error``, and one after which ``triton.autotune`` goes on."""
+    if isinstance(error, ArtefactRefused):
+        return RefusedConfig(error.kernel, error.where, error.why)
+    return InvalidConfig(error.where, error.why)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from triton_dist.errors import RankFailure, RanksFailed
-from triton_dist.testing.assertions import assert_allclose
-from triton_dist.testing.poison import poisoned_empty
-from triton_dist.testing.ranks import spawn_ranks
+from triton_dist.testing.assertions import assert_allclose, poisoned_empty
+from triton_dist.testing.rank_pool import spawn_ranks
 
 __all__ = ["RankFailure", "RanksFailed", "assert_allclose", "poisoned_empty", "spawn_ranks"]

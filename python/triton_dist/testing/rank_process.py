@@ -22,7 +22,7 @@ from triton_dist import knobs
 from triton_dist._traceback import format_exception
 from triton_dist.errors import RankFailure, cause_of
 from triton_dist.runtime.sharing import gpu_of, ranks_per_gpu
-from triton_dist.testing.poison import poisoned_empty
+from triton_dist.testing.assertions import poisoned_empty
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write the Python stacks of all its threads to its ``stacks`` file."""

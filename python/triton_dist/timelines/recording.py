@@ -19,9 +19,8 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import device_peak
 from triton_dist.runtime.profiling import timeline_profile
 from triton_dist.runtime.ranks import Group, ProcessGroupRanks, SoloRank, group_for
-from triton_dist.timelines import trace
+from triton_dist.timelines import scopes, trace
 from triton_dist.timelines.marks import KernelMarks
-from triton_dist.timelines.scopes import Scopes
 
 TOOLS = ("torch", "proton")
 _PROTON = "hatchet"
@@ -78,9 +77,7 @@ def group_profile(
     ending = _PROTON if tool == "proton" else "json.gz" if compress else "json"
     own, merged = parts / f"rank-{ranks.rank}.{ending}", parts.with_name(f"{name}_merged.{ending}")
     if tool == "proton":
-        from triton_dist.timelines import proton
-
-        with proton.recorded(own):
+        with scopes.recorded(own):
             yield
     else:
         _agree_to_write(ranks, own, merged)
@@ -121,7 +118,7 @@ class Recording:
     def __init__(self, file: Path, clock_ns: int = 0, marks: bool = False) -> None:
         self._marks = KernelMarks() if marks else None
         marked = nullcontext if self._marks is None else self._marks.around_call
-        self.scopes = Scopes(lambda name, _: torch.profiler.record_function(name), marked)
+        self.scopes = scopes.Scopes(lambda name, _: torch.profiler.record_function(name), marked)
         self._file, self._clock_ns = file, clock_ns
         self._profile, self._process = timeline_profile(), os.getpid()
         self.failure = ""
@@ -188,9 +185,7 @@ def files_of_ranks(folder: Path, ending: str) -> list[tuple[int, Path]]:
 def merge_files(files: Sequence[tuple[int, Path]], merged: Path) -> None:
     """Put the files of ranks together."""
     if merged.suffix == f".{_PROTON}":
-        from triton_dist.timelines import proton
-
-        proton.merge(files, merged)
+        scopes.merge(files, merged)
     else:
         trace.write(trace.merge([(rank, trace.read(file)) for rank, file in files]), merged)
 

@@ -1,14 +1,197 @@
-"""The search that a policy names, for the candidates that there are."""
+"""The search that a policy names, for the candidates that there are, or a user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from triton_dist._tuning import protocols
-from triton_dist._tuning.search.exploring import Exploring
-from triton_dist._tuning.search.plugged import Factory, Plugged
 from triton_dist._tuning.search.racing import Racing
-from triton_dist._tuning.values import Candidates, Config, Outcome, Policy, Request, Unlisted
+from triton_dist._tuning.values import (
+    Candidates,
+    Config,
+    Measurement,
+    Outcome,
+    Policy,
+    Request,
+    Unlisted,
+)
+from triton_dist.errors import InvalidArgument
+
+FINALISTS = 8
+_IN_VAIN = 1000
+"""Proposals without a new candidate after which no more are asked for."""
+
+
+class Proposer(Protocol):
+    """Whoever proposes candidates. With the same answers it proposes the same."""
+
+    @property
+    def is_users(self) -> bool:
+        """True if it is the user's own."""
+
+    def ask(self) -> Config | None:
+        """The next to try; ``None``: it has no more. One that was tried already is answered at
+        once."""
+
+    def tell(self, config: Config, milliseconds: float) -> None:
+        """Take the time of ``config``, ``inf`` if it failed; also of those not asked for."""
+
+    def ahead(self) -> Sequence[Config]:
+        """Configs that :meth:`ask` may return from now on and that were not named before."""
+
+
+class Exploring:
+    """A search through ``candidates`` by what ``proposer`` proposes.
+
+    Args:
+        policy: its ``tries``, at most ``max_trials``, candidates are tried.
+        incumbent: winner of an earlier tuning; is tried if it is a candidate.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        candidates: Candidates,
+        policy: Policy,
+        incumbent: Config | None = None,
+    ) -> None:
+        self._proposer, self._policy = proposer, policy
+        default = _default(candidates)
+        seeded = [each for each in (default, incumbent) if each is not None and each in candidates]
+        self._seeded = list(dict.fromkeys(seeded))
+        self._incumbent = incumbent
+        self._tries = policy.most_tried(len(candidates))
+        self._times: dict[Config, float] = {}
+        self._final: Racing | None = None
+        self._ahead: list[Config] = list(self._seeded)
+        self._requests = self._search()
+        self.runs_user_code = isinstance(candidates, Unlisted) or proposer.is_users
+
+    def ask(self) -> Request | None:
+        return next(self._requests, None)
+
+    def ahead(self) -> Sequence[Config]:
+        new, self._ahead = [*self._ahead, *self._proposer.ahead()], []
+        return new
+
+    def tell(self, request: Request, outcome: Outcome) -> None:
+        if self._final is not None:
+            self._final.tell(request, outcome)
+            return
+        time = math.inf
+        if isinstance(outcome, Measurement):
+            time = statistics.median_low(outcome.samples)
+        self._times[request.config] = time
+        self._proposer.tell(request.config, time)
+
+    def _search(self) -> Iterator[Request]:
+        for config in self._proposed():
+            yield Request(config, self._policy.rounds[0])
+        valid = [config for config, time in self._times.items() if time < math.inf]
+        fastest = sorted(valid, key=self._times.__getitem__)[:FINALISTS]
+        seeded = [config for config in self._seeded if config in valid]
+        self._final = Racing(
+            list(dict.fromkeys([*seeded, *fastest])), self._policy, self._incumbent
+        )
+        while (request := self._final.ask()) is not None:
+            yield request
+
+    def _proposed(self) -> Iterator[Config]:
+        """Each candidate to try, once."""
+        yield from self._seeded[: self._tries]
+        in_vain = 0
+        while len(self._times) < self._tries and in_vain < _IN_VAIN:
+            config = self._proposer.ask()
+            if config is None:
+                return
+            known = self._times.get(config)
+            if known is None:
+                in_vain = 0
+                yield config
+            else:
+                in_vain += 1
+                self._proposer.tell(config, known)
+
+
+def _default(candidates: Candidates) -> Config | None:
+    if isinstance(candidates, Unlisted):
+        return candidates.product.default
+    return candidates[0] if candidates else None
+
+
+_NO_CANDIDATE = 1000
+"""Proposals in a row that are no candidates after which no more are asked for."""
+
+
+class Search(Protocol):
+    """The class for ``tune.autotune(search=...)``: called with the values of each parameter by its
+    name, it returns an object with these two methods. It runs on the leading rank alone, and
+    should propose the same when it is told the same, so that an interrupted tuning goes on."""
+
+    def ask(self) -> Mapping[str, Any] | None:
+        """A value for each parameter; ``None``: no more."""
+
+    def tell(self, config: Mapping[str, Any], milliseconds: float | None) -> None:
+        """Take the time of ``config``; ``None`` if it failed, or is no config of the space. Configs
+        that were not asked for, such as the default, are told too."""
+
+
+Factory = Callable[[Mapping[str, Sequence[Any]]], Search]
+
+
+class Plugged:
+    """The proposals of a user's search that are candidates."""
+
+    is_users = True
+
+    def __init__(self, factory: Factory, candidates: Candidates) -> None:
+        self._candidates = candidates
+        if isinstance(candidates, Unlisted):
+            self._known: dict[str, Config] = {}
+            values: dict[str, Sequence[Any]] = dict(candidates.product.values)
+        else:
+            self._known = {config.digest: config for config in candidates}
+            values = _values(candidates)
+        self._search = factory(values)
+
+    def ask(self) -> Config | None:
+        for _ in range(_NO_CANDIDATE):
+            proposed: Any = self._search.ask()
+            if proposed is None:
+                return None
+            if not isinstance(proposed, Mapping):
+                wanted = "a dict of values by name, or None"
+                raise InvalidArgument("autotune", "search: what ask() returned", proposed, wanted)
+            config = self._candidate(Config(proposed))
+            if config is not None:
+                return config
+            self._search.tell(proposed, None)
+        return None
+
+    def tell(self, config: Config, milliseconds: float) -> None:
+        known = None if milliseconds == math.inf else milliseconds
+        self._search.tell(config.arguments(), known)
+
+    def ahead(self) -> Sequence[Config]:
+        """Nothing: what it will ask for is not known."""
+        return ()
+
+    def _candidate(self, config: Config) -> Config | None:
+        if isinstance(self._candidates, Unlisted):
+            return config if config in self._candidates else None
+        return self._known.get(config.digest)
+
+
+def _values(candidates: Sequence[Config]) -> dict[str, Sequence[Any]]:
+    """Values of each name, each once, in the order of the candidates."""
+    found: dict[str, dict[str, Any]] = {}
+    for config in candidates:
+        for name, value in config.items():
+            found.setdefault(name, {}).setdefault(repr(config.tree[name]), value)
+    return {name: tuple(values.values()) for name, values in found.items()}
 
 
 class Exhaustive:

@@ -51,7 +51,7 @@ def _dump_of(triton_knobs: Any) -> None:
 
 
 def _dump(**compiled: Any) -> None:
-    from triton_dist.runner.dumping import dump  # by now the program has loaded what it needs
+    from triton_dist.runner.files import dump  # by now the program has loaded what it needs
 
     dump(**compiled)
 
