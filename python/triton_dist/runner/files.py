@@ -14,7 +14,7 @@ from triton_dist import _files, knobs
 from triton_dist._tuning.values import codec
 from triton_dist._warn import note
 from triton_dist.errors import ArtefactWarning, InvalidArgument, InvalidArtefact
-from triton_dist.runner import files, foreign
+from triton_dist.runner import foreign
 from triton_dist.runner.artefact import LEVELS, About, Artefact
 
 _LARGEST_JSON = 1 << 24
@@ -144,6 +144,6 @@ def _dump(src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, st
     texts = {level: paths[level].read_bytes() for level in LEVELS if level in paths}
     about = foreign.about_of(src, metadata, texts.get("ttgir", b"").decode())
     digest = Artefact("cubin", texts["cubin"], about).digest[:12]
-    name = f"{files.stem_of(about.function)}-{digest}"
+    name = f"{stem_of(about.function)}-{digest}"
     kept = {level: text for level, text in texts.items() if level in (*wanted, "cubin")}
-    files.write(folder / name, about, kept)
+    write(folder / name, about, kept)
