@@ -20,6 +20,8 @@ from triton_dist.language.signals import SIZE_BITS, sized
 # Bytes of which every target is a multiple. The compiler knows nothing of an address from a table;
 # without this it stores 2 bytes at a time.
 TARGET_ALIGNMENT = tl.constexpr(16)
+# Word of a slot's line at which the guard begins, after the epoch.
+GUARD = tl.constexpr(1)
 _PRIME = 2**20 - 3
 
 
@@ -34,6 +36,12 @@ def target_at(targets_ptr, row_block, like_ptr):
 def epoch_at(epoch_ptr):
     """The epoch of a slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
     return tl.load(epoch_ptr) >> SIZE_BITS
+
+
+@jit
+def guard_of(epoch_ptr):
+    """The guard of the waits in a slot whose line begins at ``epoch_ptr`` (``slots/epochs.py``)."""
+    return epoch_ptr + GUARD
 
 
 @jit

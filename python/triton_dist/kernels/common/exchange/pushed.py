@@ -25,7 +25,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     first_of,
     pieces_of,
 )
-from triton_dist.kernels.common.peers import flag_of
+from triton_dist.kernels.common.peers import flag_of, guard_of
 
 
 class Pushed(NamedTuple):
@@ -44,7 +44,7 @@ def await_pushed(pushed, value, piece, rank, NUM_RANKS: tl.constexpr):
     for step in range(1, NUM_RANKS):
         source = (rank + step) % NUM_RANKS
         flag = pushed.arrivals + piece * NUM_RANKS + source
-        token += dl.wait(flag, 1, value, pushed.epoch + 1, True)
+        token += dl.wait(flag, 1, value, guard_of(pushed.epoch), True)
     return token
 
 

@@ -42,7 +42,7 @@ from triton_dist.kernels.common.gemm.units import (
     sum_of_partials,
     units_of_tiles,
 )
-from triton_dist.kernels.common.peers import flag_of
+from triton_dist.kernels.common.peers import flag_of, guard_of
 
 
 @jit
@@ -88,7 +88,7 @@ def wait_for_rows(
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
     flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
-    return dl.wait(flags_ptr, count, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
+    return dl.wait(flags_ptr, count, flag_of(epoch_ptr, rows), guard_of(epoch_ptr), True)
 
 
 @jit
@@ -321,7 +321,7 @@ def kernel_gemm_non_persistent(
             if NUM_COMM_SMS > 0:
                 flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK
                 value = flag_of(epoch_ptr, rows)
-                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, value, epoch_ptr + 1, True)
+                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, value, guard_of(epoch_ptr), True)
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(

@@ -39,7 +39,7 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import multiply_steps
-from triton_dist.kernels.common.peers import epoch_at, flag_of
+from triton_dist.kernels.common.peers import epoch_at, flag_of, guard_of
 
 # A piece is what a program reads, then writes to every peer: rows of 256 contiguous bytes. A thread
 # has 64 bytes of it in flight (8 warps); a read is worth as many writes as there are peers.
@@ -62,7 +62,7 @@ def wait_for_chunk(
     """Wait until ``chunk`` of ``shard``, which has ``rows``, is gathered; gives a token."""
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
     flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-    return dl.wait(flags_ptr, NUM_COMM_SMS, flag_of(epoch_ptr, rows), epoch_ptr + 1, True)
+    return dl.wait(flags_ptr, NUM_COMM_SMS, flag_of(epoch_ptr, rows), guard_of(epoch_ptr), True)
 
 
 @jit
@@ -94,7 +94,7 @@ def push_own_shard(
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
-        dl.wait(consumed_ptr + peer, peers - first_peer, last, epoch_ptr + 1)
+        dl.wait(consumed_ptr + peer, peers - first_peer, last, guard_of(epoch_ptr))
 
     # Elements that are known to lie together. Such hints hold where they stand, and are lost when
     # they stand on what a call returns or is given.

@@ -25,7 +25,7 @@ from triton_dist.kernels.common.gemm.spaces import config_for
 from triton_dist.kernels.common.gemm.tile import shard_in_arrival_order, tile_in_group
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.moe.routing import RECORD, BlockMap
-from triton_dist.kernels.common.peers import GatheredShards, flag_of
+from triton_dist.kernels.common.peers import GatheredShards, flag_of, guard_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
@@ -66,7 +66,7 @@ def await_positions(
         awaited += 1
         source = shard_in_arrival_order(awaited, rank, NUM_SOURCES)
         flag = flag_of(epoch_ptr, shard_rows)
-        token += dl.wait(arrivals_ptr + source * FLAGS_PER_RANK, 1, flag, epoch_ptr + 1, True)
+        token += dl.wait(arrivals_ptr + source * FLAGS_PER_RANK, 1, flag, guard_of(epoch_ptr), True)
     return awaited, token
 
 

@@ -35,7 +35,14 @@ from triton_dist.debugging import rank_status
 from triton_dist.kernels.common import guard
 from triton_dist.kernels.common.guard import Disagreements, Flags, Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
-from triton_dist.kernels.common.peers import count_in, epoch_at, flag_of, flag_value
+from triton_dist.kernels.common.peers import (
+    GUARD,
+    count_in,
+    epoch_at,
+    flag_of,
+    flag_value,
+    guard_of,
+)
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric, waits
 from triton_dist.runtime.addresses import describe_address
@@ -50,7 +57,7 @@ SLOTS = 2
 _LINE = 16  # int64 in a cache line: what has a line of its own is always aligned
 # Control words of a slot's "epoch" line. The first is the flag of the slot's present use: its
 # epoch, and the size of the last call with a peer check. Then comes the guard of its waits.
-EPOCH, _GUARD = 0, 1
+EPOCH, _GUARD = 0, GUARD.value
 GAVE_UP = tl.constexpr(_GUARD + guard.GAVE_UP)
 SOUND = tl.constexpr(_GUARD + guard.GUARD_WORDS)  # the last epoch before any wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
@@ -72,7 +79,7 @@ def kernel_await_consumption(epoch_ptr, consumed_ptr, size, rank, num_ranks):
     peer = 0
     while peer < num_ranks:
         if peer != rank:
-            dl.wait(consumed_ptr + peer, 1, last, epoch_ptr + 1)
+            dl.wait(consumed_ptr + peer, 1, last, guard_of(epoch_ptr))
         peer += 1
 
 
