@@ -37,7 +37,7 @@ def kernels_in(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, set[str]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             for decorator in node.decorator_list:
-                if ast.unparse(decorator).split("(")[0] == "jit":
+                if ast.unparse(decorator).split("(")[0] in ("jit", "gluon.jit"):
                     words = [
                         each.value for each in ast.walk(decorator) if isinstance(each, ast.Constant)
                     ]
@@ -110,10 +110,22 @@ def offences(sources: Iterable[str]) -> list[str]:
     return [*offences_of_classes(classes), *offences_of_kernels(kernels, classes)]
 
 
-def test_tuples_of_kernels_keep_the_rules() -> None:
+@pytest.fixture(scope="module")
+def sources() -> list[str]:
     kernels: list[Path] = [path for path in modules() if name(path).startswith("kernels/")]
-    found = offences(path.read_text(encoding="utf-8") for path in kernels)
+    return [path.read_text(encoding="utf-8") for path in kernels]
+
+
+def test_tuples_of_kernels_keep_the_rules(sources: list[str]) -> None:
+    found = offences(sources)
     assert not found, "\n".join(found)
+
+
+def test_kernels_have_few_parameters(sources: list[str]) -> None:
+    kernels = [kernel for source in sources for kernel, _ in kernels_in(ast.parse(source))]
+    assert len(kernels) > 50
+    long = {kernel.name: n for kernel in kernels if (n := len(parameters_of(kernel))) > 20}
+    assert not long, "group what belongs together in tuples"
 
 
 GOOD = """

@@ -79,9 +79,9 @@ def _epoch_stands_still() -> None:
 def _waits_for_the_first_shard_only() -> None:
     wait = sharded_gemm.wait_for_rows
 
-    def wait_for_first(arrivals: Any, epoch: Any, shard: Any, *rest: Any) -> Any:
+    def wait_for_first(shards: Any, shard: Any, *rest: Any) -> Any:
         first = (dist.get_rank() + 1) % dist.get_world_size()
-        return wait(arrivals, epoch, shard * 0 + first, *rest)
+        return wait(shards, shard * 0 + first, *rest)
 
     sharded_gemm.wait_for_rows = wait_for_first
 

@@ -104,11 +104,11 @@ def test_the_persistent_kernel_on_descriptors():
     assert launch.grid == (3,)  # of 3 x 3 tiles
     assert launch.options["num_warps"] == 8
     assert launch.options["num_stages"] == 4
-    assert launch.options["B_COLUMN_MAJOR"] is False
-    assert launch.options["GATHERED"] is False
+    assert launch.options["gemm_plan"].B_COLUMN_MAJOR is False
+    assert launch.options["gemm_plan"].GATHERED is False
     assert launch.options["EPILOGUE_SUBTILE"] is True
     assert prepared(half(20, 32), half(32, 16)).grid == (1,)
-    assert prepared(half(70, 32), half(40, 32).T).options["B_COLUMN_MAJOR"] is True
+    assert prepared(half(70, 32), half(40, 32).T).options["gemm_plan"].B_COLUMN_MAJOR is True
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_kernel_on_pointers_serves_the_rest(own, B):
     assert launch.kernel is kernel_gemm_non_persistent
     assert launch.grid == (9,)
     assert "EPILOGUE_SUBTILE" not in launch.options
-    assert "NUM_SMS" not in launch.options
+    assert launch.options["gemm_plan"].NUM_SMS == 0
 
 
 def test_pointers_when_asked_for():
@@ -143,8 +143,8 @@ def test_shards_of_others_decide_too():
     aligned = GatheredShards(half(10, 32), flags, flags[:1], 2, 8)
     launch = sharded_gemm(own, B, C, TILES, gathered=aligned, **options)
     assert launch.kernel is kernel_gemm_persistent
-    assert launch.options["GATHERED"] is True
-    assert launch.options["FLAGS_PER_RANK"] == 8
+    assert launch.options["gemm_plan"].GATHERED is True
+    assert launch.options["gemm_plan"].FLAGS_PER_RANK == 8
     assert launch.grid == (2,)  # a tile of each shard
     misaligned = GatheredShards(half(11, 32).flatten()[1:321].view(10, 32), flags, flags[:1], 2, 8)
     launch = sharded_gemm(own, B, C, TILES, gathered=misaligned, **options)

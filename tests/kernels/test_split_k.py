@@ -15,6 +15,7 @@ from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.gemm.launch import sharded_gemm
 from triton_dist.kernels.common.gemm.sharded import gathered_tile
 from triton_dist.kernels.common.gemm.units import (
+    Partials,
     SplitWorkspace,
     part_of_unit,
     publish_partial,
@@ -79,7 +80,7 @@ def test_a_sum_of_parts_is_the_product(size, parts, num_sms, dtype):
 
 @triton_dist.jit
 def kernel_publish(
-    values_ptr, order_ptr, partials_ptr, counters_ptr, out_ptr, tile,
+    values_ptr, order_ptr, partials, out_ptr, tile,
     SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Publish the parts ``values_ptr`` [SPLIT_K, M, N] of one tile in the order of ``order_ptr``;
@@ -88,8 +89,8 @@ def kernel_publish(
     for turn in range(SPLIT_K):
         part = tl.load(order_ptr + turn)
         value = tl.load(values_ptr + part * M * N + offsets)
-        if publish_partial(value, partials_ptr, counters_ptr, tile, part, SPLIT_K, NUM_WARPS):
-            total = sum_of_partials(value, partials_ptr, tile, part, SPLIT_K, NUM_WARPS)
+        if publish_partial(value, partials, tile, part, SPLIT_K, NUM_WARPS):
+            total = sum_of_partials(value, partials, tile, part, SPLIT_K, NUM_WARPS)
             tl.store(out_ptr + offsets, tl.load(out_ptr + offsets) + total)
 
 
@@ -108,8 +109,9 @@ def test_the_sum_does_not_depend_on_who_is_last(m, n, warps, parts):
         split = workspace((tile + 1) * parts * m * n, tile + 1)
         out = torch.zeros(m, n)
         kernel_publish[(1,)](
-            values, torch.tensor(order, dtype=torch.int32), split.partials, split.counters, out,
-            tile, SPLIT_K=parts, NUM_WARPS=warps, M=m, N=n,
+            values, torch.tensor(order, dtype=torch.int32),
+            Partials(split.partials, split.counters), out, tile,
+            SPLIT_K=parts, NUM_WARPS=warps, M=m, N=n,
         )  # fmt: skip
         assert torch.equal(out.flatten(), expected)
         assert split.partials[: tile * parts * m * n].isnan().all()  # of other tiles

@@ -315,7 +315,7 @@ MUTANTS = (
     Mutant(
         "routing: a product goes where its route is, unless sorted",
         _PRODUCT,
-        "out = rows if SORTED else route",
+        "out = rows if grouped_plan.SORTED else route",
         "out = rows",
         GROUPED,
     ),

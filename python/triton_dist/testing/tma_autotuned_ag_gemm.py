@@ -8,6 +8,7 @@ import torch
 import triton
 
 from triton_dist.autotuner import contextual_autotune
+from triton_dist.kernels.common.gemm.units import GEMMPlan, Shards
 from triton_dist.kernels.common.launch import Launch, dot_precision
 from triton_dist.kernels.common.slots.gathered import AllGatherBuffer, AllGatherMethod
 from triton_dist.kernels.nvidia.allgather_gemm import kernel_consumer_gemm_persistent
@@ -65,29 +66,24 @@ class TmaAutotunedAgGemm:
     def _all_gather_and_multiply(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         buffer, (rows, K), N = self._buffer, A.shape, B.shape[1]
         num_ranks = buffer.num_ranks
+        num_sms = current_device().num_sms
         C = torch.empty(rows * num_ranks, N, dtype=A.dtype, device=A.device)
         gathered = buffer.start(A, AllGatherMethod.FULL_MESH_PUSH, num_streams=1, num_chunks=1)
 
         def grid(META: dict[str, Any]) -> tuple[int, ...]:
             tiles_m = triton.cdiv(rows, META["BLOCK_SIZE_M"])
             tiles_n = triton.cdiv(N, META["BLOCK_SIZE_N"])
-            return (min(META["NUM_SMS"], num_ranks * tiles_m * tiles_n),)
+            return (min(num_sms, num_ranks * tiles_m * tiles_n),)
 
-        Launch(
-            self._kernel,
-            grid,
-            (
-                A, gathered.rows, B, C, gathered.arrivals, gathered.epoch,
-                rows * num_ranks, N, K, max(B.stride()), buffer.rank, num_ranks,
-                gathered.chunk_rows,
-            ),
-            {
-                "GATHERED": num_ranks > 1,
-                "B_COLUMN_MAJOR": B.stride(0) == 1,
-                "INPUT_PRECISION": dot_precision(A.dtype),
-                "FLAGS_PER_RANK": gathered.flags_per_rank,
-                "NUM_SMS": current_device().num_sms,
-            },
-        ).run()  # fmt: skip
+        shards = Shards(gathered.rows, gathered.arrivals, gathered.epoch, None, None, None)
+        plan = GEMMPlan(
+            GATHERED=num_ranks > 1, B_COLUMN_MAJOR=B.stride(0) == 1,
+            PRECISION=dot_precision(A.dtype), FLAGS_PER_RANK=gathered.flags_per_rank,
+            NUM_SMS=num_sms, NUM_COMM_SMS=0, NUM_CHUNKS=1, NUM_WARPS=0, NUM_STAGES=0,
+            INT64_OFFSETS=False,
+        )  # fmt: skip
+        sizes = (rows * num_ranks, N, K, max(B.stride()))
+        arguments = (A, shards, B, C, *sizes, buffer.rank, num_ranks, gathered.chunk_rows)
+        Launch(self._kernel, grid, arguments, {"gemm_plan": plan}).run()
         buffer.finish()
         return C

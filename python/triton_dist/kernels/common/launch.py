@@ -130,11 +130,16 @@ class Launcher:
         """Run a launch that was made anew, or repeat one that differs in addresses alone."""
         tensors, others = {}, []
         for name, value in zip(launch.kernel.arg_names, launch.args, strict=False):
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-                others.append(value.dtype)
-            else:
-                others.append(value)
+            fields = getattr(value, "_fields", None)
+            members = {name: value}
+            if fields is not None:
+                members = {f"{name}.{each}": getattr(value, each) for each in fields}
+            for each, member in members.items():
+                if isinstance(member, torch.Tensor):
+                    tensors[each] = member
+                    others.append(member.dtype)
+                else:
+                    others.append(member)
         key = launch.kernel, launch.grid, tuple(others), tuple(launch.options.items())
         self.run(key, lambda: launch, tensors)
 

@@ -90,15 +90,6 @@ class ShardPush:
     num_comm_sms: int
     num_chunks: int
 
-    def options(self) -> dict[str, object]:
-        return {
-            "NUM_COMM_SMS": self.num_comm_sms,
-            "NUM_CHUNKS": self.num_chunks,
-            "shards_table": self.shards,
-            "arrivals_table": self.arrivals,
-            "consumed_ptr": self.consumed,
-        }
-
 
 @dataclass(frozen=True)
 class GatheredShards:

@@ -20,7 +20,14 @@ from triton_dist.kernels.common.gemm.sharded import (
     kernel_gemm_persistent,
 )
 from triton_dist.kernels.common.gemm.spaces import can_specialize_warps, config_for, most_rows
-from triton_dist.kernels.common.gemm.units import SplitWorkspace, split_tiles
+from triton_dist.kernels.common.gemm.tile import Strides
+from triton_dist.kernels.common.gemm.units import (
+    GEMMPlan,
+    Partials,
+    Shards,
+    SplitWorkspace,
+    split_tiles,
+)
 from triton_dist.kernels.common.launch import Launch, dot_precision, fits_descriptor
 from triton_dist.kernels.common.peers import GatheredShards
 from triton_dist.runtime.device import current_device
@@ -230,73 +237,70 @@ def sharded_gemm(
     block_m, block_n = config.kwargs["BLOCK_SIZE_M"], config.kwargs["BLOCK_SIZE_N"]
     tiles = num_ranks * triton.cdiv(own.shape[0], block_m) * triton.cdiv(N, block_n)
     source = gathered or GatheredShards(own, own, own, 1, 1)
-    operands = (own, source.rows, B, C, source.arrivals, source.epoch, M, N, K)
-    sharding = (rank, num_ranks, source.chunk_rows)
-    precision = dot_precision(own.dtype)
-    options = {
-        **config_for(config, own.dtype).all_kwargs(),
-        "GATHERED": gathered is not None,
-        "FLAGS_PER_RANK": source.flags_per_rank,
-        "INPUT_PRECISION": precision,
-    }
-    senders = 0
-    if source.push is not None:
-        senders = source.push.num_comm_sms
-        options |= source.push.options()
+    push = source.push
+    senders = 0 if push is None else push.num_comm_sms
+    tables = (None, None, None) if push is None else (push.shards, push.arrivals, push.consumed)
+    shards = Shards(source.rows, source.arrivals, source.epoch, *tables)
+    operands, sharding = (own, shards, B, C, M, N, K), (rank, num_ranks, source.chunk_rows)
+    plan = GEMMPlan(
+        GATHERED=gathered is not None, B_COLUMN_MAJOR=B.stride(0) == 1,
+        PRECISION=dot_precision(own.dtype), FLAGS_PER_RANK=source.flags_per_rank, NUM_SMS=num_sms,
+        NUM_COMM_SMS=senders, NUM_CHUNKS=1 if push is None else push.num_chunks,
+        NUM_WARPS=config.num_warps, NUM_STAGES=0, INT64_OFFSETS=False,
+    )  # fmt: skip
+    options = config_for(config, own.dtype).all_kwargs()
     # Only the ordinary kernel sends the shard.
-    specialized = options.pop("WARP_SPECIALIZED", False) and source.push is None
+    specialized = options.pop("WARP_SPECIALIZED", False) and push is None
     specialized = specialized and can_specialize_warps(own.dtype)
-    by_descriptor = persistent and precision != "ieee" and own.is_contiguous()
+    by_descriptor = persistent and plan.PRECISION != "ieee" and own.is_contiguous()
     if by_descriptor and fits_descriptor(own, source.rows, B, C):
         options.setdefault("EPILOGUE_SUBTILE", False)
-        options |= {"B_COLUMN_MAJOR": B.stride(0) == 1, "NUM_SMS": num_sms}
         parts = options.get("SPLIT_K", 1)
         if parts > 1:
-            options |= _workspace(config, tiles, num_sms, split)
+            options["partials"] = _partials(config, tiles, num_sms, split)
         kernel: Any = kernel_gemm_persistent
         if specialized:
-            kernel, options = _specialized(options)
+            kernel, plan, options = _specialized(plan, options)
         grid = (min(num_sms, tiles * parts + senders),)
-        return Launch(kernel, grid, (*operands, max(B.stride()), *sharding), options)
+        return Launch(
+            kernel, grid, (*operands, max(B.stride()), *sharding), {**options, "gemm_plan": plan}
+        )
     for name in _DESCRIPTOR_ONLY:
         options.pop(name, None)
     along_k = config.kwargs["BLOCK_SIZE_K"] * max(source.rows.stride(1), B.stride(0))
-    options["INT64_OFFSETS"] = along_k >= 2**31
+    # What the kernel on pointers does not read would only make another one of it.
+    plan = plan._replace(
+        B_COLUMN_MAJOR=False, NUM_SMS=0, NUM_WARPS=0, INT64_OFFSETS=along_k >= 2**31
+    )
     return Launch(
         kernel_gemm_non_persistent,
         (tiles + senders,),
         # Not the strides of ``own``: of a single row, any stride counts as contiguous.
-        (*operands, *source.rows.stride(), *B.stride(), *sharding),
-        options,
+        (*operands, Strides(*source.rows.stride(), *B.stride()), *sharding),
+        {**options, "gemm_plan": plan},
     )
 
 
-def _specialized(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The kernel with specialised warps, and ``options`` as it takes them."""
+def _specialized(plan: GEMMPlan, options: dict[str, Any]) -> tuple[Any, GEMMPlan, dict[str, Any]]:
+    """Return the kernel with specialised warps, and plan and options as it takes them."""
     # Not before it is needed: it needs Gluon.
     from triton_dist.kernels.common.gemm.warp_specialized import (
         WARPS_OF_A_GROUP,
         kernel_gemm_warp_specialized,
     )
 
-    others = ("INPUT_PRECISION", "NUM_WARPS")
-    kept = {name: value for name, value in options.items() if name not in others}
-    more = {"NUM_STAGES": options["num_stages"], "num_warps": WARPS_OF_A_GROUP}
-    return kernel_gemm_warp_specialized, kept | more
+    plan = plan._replace(NUM_STAGES=options["num_stages"], NUM_WARPS=0)
+    return kernel_gemm_warp_specialized, plan, {**options, "num_warps": WARPS_OF_A_GROUP}
 
 
-def _workspace(
+def _partials(
     config: triton.Config, tiles: int, num_sms: int, split: SplitWorkspace | None
-) -> dict[str, object]:
-    """The arguments that the persistent kernel has for ``SPLIT_K`` above 1 alone."""
+) -> Partials:
+    """Return the argument that the persistent kernel has for ``SPLIT_K`` above 1."""
     needed, counted = split_tiles(config, tiles, num_sms)
     if split is None or needed > split.partials.numel() or counted > split.counters.numel():
         there = split and (split.partials.numel(), split.counters.numel())
         raise InvalidArgument(
             "sharded_gemm", "split", there, f"a workspace of {needed} fp32 and {counted} counters"
         )
-    return {
-        "NUM_WARPS": config.num_warps,
-        "partials_ptr": split.partials,
-        "counters_ptr": split.counters,
-    }
+    return Partials(split.partials, split.counters)

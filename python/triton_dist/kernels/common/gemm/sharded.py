@@ -2,17 +2,16 @@
 
 ``C[M, N] = A[M, K] @ B[K, N]`` with fp32 accumulation. A consists of ``num_ranks`` shards of
 ``M / num_ranks`` rows. The own shard is read where it lies (``own_ptr``) and computed first; the
-others are read from ``gathered_ptr`` [M, K] in the order in which producers deliver them, each
+others are read from ``shards.rows`` [M, K] in the order in which producers deliver them, each
 after its flags.
 
 Tiles never straddle two shards, so a tile has one source and any number of rows a shard works: the
 last tile of a shard is clipped on store by a 3-D descriptor [rank, row, column] (costs nothing over
-a 2-D
-one: same registers, shared memory and instructions for sm_90) or by a mask.
+a 2-D one: same registers, shared memory and instructions for sm_90) or by a mask.
 
-Flags of shard s are ``arrivals_ptr[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows; a
-chunk is there when its flag has reached the epoch at ``epoch_ptr``. A flag also carries the rows of
-a shard, and whoever waits compares them (``common/peers.py``).
+Flags of shard s are ``shards.arrivals[s * FLAGS_PER_RANK + c]``, one for each ``chunk_rows`` rows;
+a chunk is there when its flag has reached the epoch at ``shards.epoch``. A flag also carries the
+rows of a shard, and whoever waits compares them (``common/peers.py``).
 
 The persistent kernel can cut the tiles of the last wave, where they do not fill it, along K
 (``gemm/units.py``).
@@ -74,21 +73,14 @@ def gathered_tile(
 
 @jit
 def wait_for_rows(
-    arrivals_ptr,
-    epoch_ptr,
-    shard,
-    rows,
-    first_row,
-    last_row,
-    chunk_rows,
-    FLAGS_PER_RANK: tl.constexpr,
+    shards, shard, rows, first_row, last_row, chunk_rows, FLAGS_PER_RANK: tl.constexpr
 ):
     """Wait until rows ``first_row`` to ``last_row`` of ``shard``, which has ``rows``, are gathered;
     gives a token."""
     first = first_row // chunk_rows
     count = last_row // chunk_rows - first + 1
-    flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + first
-    return dl.wait(flags_ptr, count, flag_of(epoch_ptr, rows), guard_of(epoch_ptr), True)
+    flags_ptr = shards.arrivals + shard * FLAGS_PER_RANK + first
+    return dl.wait(flags_ptr, count, flag_of(shards.epoch, rows), guard_of(shards.epoch), True)
 
 
 @jit
@@ -98,8 +90,7 @@ def finish_tile(
     shard,
     row,
     column,
-    partials_ptr,
-    counters_ptr,
+    partials,
     split_tile,
     part,
     num_parts,
@@ -115,11 +106,11 @@ def finish_tile(
     if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
         if num_parts > 1:
             is_complete = publish_partial(
-                accumulator, partials_ptr, counters_ptr, split_tile, part, SPLIT_K, NUM_WARPS
+                accumulator, partials, split_tile, part, SPLIT_K, NUM_WARPS
             )
             if is_complete:
                 accumulator = sum_of_partials(
-                    accumulator, partials_ptr, split_tile, part, SPLIT_K, NUM_WARPS
+                    accumulator, partials, split_tile, part, SPLIT_K, NUM_WARPS
                 )
     if is_complete:
         store_tile(
@@ -130,11 +121,9 @@ def finish_tile(
 @jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_persistent(
     own_ptr,
-    gathered_ptr,
+    shards,
     b_ptr,
     c_ptr,
-    arrivals_ptr,
-    epoch_ptr,
     M,
     N,
     K,
@@ -142,11 +131,7 @@ def kernel_gemm_persistent(
     rank,
     num_ranks,
     chunk_rows,
-    GATHERED: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FLAGS_PER_RANK: tl.constexpr,
-    NUM_SMS: tl.constexpr,
+    gemm_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
@@ -154,17 +139,10 @@ def kernel_gemm_persistent(
     EPILOGUE_SUBTILE: tl.constexpr,
     GROUP_SIZE_SHARDS: tl.constexpr = 1,
     SPLIT_K: tl.constexpr = 1,
-    NUM_WARPS: tl.constexpr = 4,
-    partials_ptr=None,
-    counters_ptr=None,
-    NUM_COMM_SMS: tl.constexpr = 0,
-    NUM_CHUNKS: tl.constexpr = 1,
-    shards_table=None,
-    arrivals_table=None,
-    consumed_ptr=None,
+    partials=None,
 ):
     """Persistent kernel on tensor descriptors (TMA from sm_90 on); grid
-    (min(NUM_SMS, units + NUM_COMM_SMS),).
+    (min(NUM_SMS, units + NUM_COMM_SMS),). ``partials``: for a ``SPLIT_K`` above 1 only.
 
     A unit of work is a tile, or one of ``SPLIT_K`` parts of a tile of the last wave, if that is not
     full. Two loops over units, own shard and gathered shards, because the K loop has to read from
@@ -172,20 +150,19 @@ def kernel_gemm_persistent(
     last unit of the first. Loops stay nested: flattened with a wait inside they lose their
     pipelining (622 -> 2201 us, H200).
 
-    ``partials_ptr``, ``counters_ptr``, ``NUM_WARPS``: of a ``SPLIT_K`` above 1 only.
-    ``NUM_CHUNKS``, ``shards_table``, ``arrivals_table``, ``consumed_ptr``: of a ``NUM_COMM_SMS``
-    above 0 only. The sending programs get the last units of each wave, so none of the first if it
-    is not full.
+    With ``NUM_COMM_SMS`` above 0, the sending programs get the last units of each wave, so none of
+    the first if it is not full.
     """
+    PRECISION: tl.constexpr = gemm_plan.PRECISION
+    B_COLUMN_MAJOR: tl.constexpr = gemm_plan.B_COLUMN_MAJOR
+    NUM_SMS: tl.constexpr = gemm_plan.NUM_SMS
+    NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
+    NUM_WARPS: tl.constexpr = gemm_plan.NUM_WARPS
     rows = M // num_ranks
     program = tl.program_id(0)
     if NUM_COMM_SMS > 0:
         if program < NUM_COMM_SMS:
-            push_own_shard(
-                own_ptr, gathered_ptr, shards_table, arrivals_ptr, arrivals_table, consumed_ptr,
-                epoch_ptr, rows, K, rank, num_ranks,
-                FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS, BLOCK_SIZE_K, True,
-            )  # fmt: skip
+            push_own_shard(own_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, True)
         program = (program + NUM_SMS - NUM_COMM_SMS) % NUM_SMS
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
@@ -213,17 +190,17 @@ def kernel_gemm_persistent(
         m, n = tile_in_group(tile, tiles_m, tiles_n, GROUP_SIZE_M)
         accumulator = multiply_tile(
             own_desc, b_desc, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, K, part, num_parts,
-            B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+            B_COLUMN_MAJOR, PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
         )  # fmt: skip
         finish_tile(
             c_desc, accumulator, rank, m * BLOCK_SIZE_M, n * BLOCK_SIZE_N,
-            partials_ptr, counters_ptr, tile - whole, part, num_parts,
+            partials, tile - whole, part, num_parts,
             EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
         )  # fmt: skip
 
-    if GATHERED:
+    if gemm_plan.GATHERED:
         gathered_desc = tl.make_tensor_descriptor(
-            gathered_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
+            shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K]
         )
         taken = tl.cdiv(own_units, NUM_SMS) * NUM_SMS
         skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
@@ -237,24 +214,23 @@ def kernel_gemm_persistent(
             row = m * BLOCK_SIZE_M
             if NUM_COMM_SMS > 0:
                 accumulator = multiply_arriving_tile(
-                    gathered_desc, b_desc, shard, rows, row, n * BLOCK_SIZE_N, K, part, num_parts,
-                    arrivals_ptr, epoch_ptr, FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS,
-                    B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
+                    gathered_desc, b_desc, shards, shard, rows, row, n * BLOCK_SIZE_N, K, part,
+                    num_parts, gemm_plan, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
                 )  # fmt: skip
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(
-                    arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
+                    shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
                 accumulator = multiply_tile(
                     dl.only_rows(gathered_desc, shard * rows, shard * rows + last_row + 1), b_desc,
                     dl.consume_token(shard * rows + row, token), n * BLOCK_SIZE_N, K, part,
-                    num_parts, B_COLUMN_MAJOR, INPUT_PRECISION,
+                    num_parts, B_COLUMN_MAJOR, PRECISION,
                     BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K,
                 )  # fmt: skip
             finish_tile(
                 c_desc, accumulator, shard, row, n * BLOCK_SIZE_N,
-                partials_ptr, counters_ptr, tile - whole, part, num_parts,
+                partials, tile - whole, part, num_parts,
                 EPILOGUE_SUBTILE, SPLIT_K, NUM_WARPS, BLOCK_SIZE_M, BLOCK_SIZE_N,
             )  # fmt: skip
 
@@ -262,34 +238,21 @@ def kernel_gemm_persistent(
 @jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_non_persistent(
     own_ptr,
-    gathered_ptr,
+    shards,
     b_ptr,
     c_ptr,
-    arrivals_ptr,
-    epoch_ptr,
     M,
     N,
     K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
+    strides,
     rank,
     num_ranks,
     chunk_rows,
-    GATHERED: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    FLAGS_PER_RANK: tl.constexpr,
+    gemm_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    NUM_COMM_SMS: tl.constexpr = 0,
-    NUM_CHUNKS: tl.constexpr = 1,
-    shards_table=None,
-    arrivals_table=None,
-    consumed_ptr=None,
 ):
     """One tile a program on pointers, for any strides; grid (tiles + NUM_COMM_SMS,). C is
     contiguous.
@@ -297,6 +260,8 @@ def kernel_gemm_non_persistent(
     Programs start in order of their number on all GPUs so far, so those that wait for gathered
     shards come after those of the own shard; and whatever they wait for needs no SM.
     """
+    PRECISION: tl.constexpr = gemm_plan.PRECISION
+    NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     rows = M // num_ranks
     tiles_m = tl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = tl.cdiv(N, BLOCK_SIZE_N)
@@ -305,10 +270,8 @@ def kernel_gemm_non_persistent(
     if NUM_COMM_SMS > 0:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
         if tile < 0:
             push_own_shard(
-                own_ptr, gathered_ptr, shards_table, arrivals_ptr, arrivals_table, consumed_ptr,
-                epoch_ptr, rows, K, rank, num_ranks,
-                FLAGS_PER_RANK, NUM_COMM_SMS, NUM_CHUNKS, BLOCK_SIZE_K, False,
-            )  # fmt: skip
+                own_ptr, shards, rows, K, rank, num_ranks, gemm_plan, BLOCK_SIZE_K, False
+            )
             return
     shard = shard_in_arrival_order(tile // tiles_per_shard, rank, num_ranks)
     m, n = tile_in_group(tile % tiles_per_shard, tiles_m, tiles_n, GROUP_SIZE_M)
@@ -316,26 +279,27 @@ def kernel_gemm_non_persistent(
     row = m * BLOCK_SIZE_M
     a_ptr = own_ptr
     a_row = row
-    if GATHERED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
+    if gemm_plan.GATHERED:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
         if shard != rank:
             if NUM_COMM_SMS > 0:
-                flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK
-                value = flag_of(epoch_ptr, rows)
-                token = dl.wait(flags_ptr, NUM_CHUNKS * NUM_COMM_SMS, value, guard_of(epoch_ptr), True)
+                flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK
+                value = flag_of(shards.epoch, rows)
+                flags = gemm_plan.NUM_CHUNKS * NUM_COMM_SMS
+                token = dl.wait(flags_ptr, flags, value, guard_of(shards.epoch), True)
             else:
                 last_row = min(row + BLOCK_SIZE_M, rows) - 1
                 token = wait_for_rows(
-                    arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
+                    shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
                 )
-            a_ptr = gathered_ptr + shard.to(tl.int64) * rows * stride_am
+            a_ptr = shards.rows + shard.to(tl.int64) * rows * strides.am
             a_row = dl.consume_token(
                 row, token
             )  # not on the pointer, whose known alignment it would hide
 
     accumulator = multiply_tile_by_pointers(
         a_ptr, b_ptr, a_row, rows - row, n * BLOCK_SIZE_N, N, K,
-        stride_am, stride_ak, stride_bk, stride_bn,
-        INPUT_PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, INT64_OFFSETS,
+        strides.am, strides.ak, strides.bk, strides.bn,
+        PRECISION, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, gemm_plan.INT64_OFFSETS,
     )  # fmt: skip
 
     row_index = row + tl.arange(0, BLOCK_SIZE_M)

@@ -3,10 +3,21 @@ and its way to memory."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from triton_dist import language as dl
 from triton_dist._jit import jit
+
+
+class Strides(NamedTuple):
+    """Strides of A along M and K, and of B along K and N; in elements."""
+
+    am: Any
+    ak: Any
+    bk: Any
+    bn: Any
 
 
 @jit

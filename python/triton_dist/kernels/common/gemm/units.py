@@ -31,6 +31,7 @@ stages of A and B fill. Elsewhere the order is as good as any.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +41,47 @@ from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import multiply_steps
 from triton_dist.kernels.common.peers import epoch_at, flag_of, guard_of
+
+
+class Shards(NamedTuple):
+    """Gathered rows [M, K] of all ranks, their flags and the epoch of the slot; of a kernel that
+    sends the own shard also addresses of each rank's rows and flags, and the last epoch whose
+    shards each peer has consumed, else ``None``."""
+
+    rows: Any
+    arrivals: Any
+    epoch: Any
+    rows_table: Any
+    arrivals_table: Any
+    consumed: Any
+
+
+class Partials(NamedTuple):
+    """A ``SplitWorkspace``, as kernels take it."""
+
+    parts: Any
+    counters: Any
+
+
+class GEMMPlan(NamedTuple):
+    """Constants of a sharded GEMM beside its tiles.
+
+    GATHERED: there are other shards than the own one. NUM_COMM_SMS: programs that send the own
+    shard, in NUM_CHUNKS chunks along K. NUM_WARPS: that multiply. NUM_STAGES: of the kernel with
+    specialised warps, else 0. INT64_OFFSETS: of ``multiply_tile_by_pointers``.
+    """
+
+    GATHERED: Any
+    B_COLUMN_MAJOR: Any
+    PRECISION: Any
+    FLAGS_PER_RANK: Any
+    NUM_SMS: Any
+    NUM_COMM_SMS: Any
+    NUM_CHUNKS: Any
+    NUM_WARPS: Any
+    NUM_STAGES: Any
+    INT64_OFFSETS: Any
+
 
 # A piece is what a program reads, then writes to every peer: rows of 256 contiguous bytes. A thread
 # has 64 bytes of it in flight (8 warps); a read is worth as many writes as there are peers.
@@ -56,31 +98,24 @@ def first_step_of_chunk(chunk, steps, NUM_CHUNKS: tl.constexpr):
 
 
 @jit
-def wait_for_chunk(
-    arrivals_ptr, epoch_ptr, shard, rows, chunk, FLAGS_PER_RANK, NUM_COMM_SMS: tl.constexpr
-):
+def wait_for_chunk(shards, shard, rows, chunk, gemm_plan: tl.constexpr):
     """Wait until ``chunk`` of ``shard``, which has ``rows``, is gathered; gives a token."""
+    NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.arange(0, triton.next_power_of_2(NUM_COMM_SMS))
-    flags_ptr = arrivals_ptr + shard * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
-    return dl.wait(flags_ptr, NUM_COMM_SMS, flag_of(epoch_ptr, rows), guard_of(epoch_ptr), True)
+    flags_ptr = shards.arrivals + shard * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
+    value = flag_of(shards.epoch, rows)
+    return dl.wait(flags_ptr, NUM_COMM_SMS, value, guard_of(shards.epoch), True)
 
 
 @jit
 def push_own_shard(
     own_ptr,
-    gathered_ptr,
-    shards_table,
-    arrivals_ptr,
-    arrivals_table,
-    consumed_ptr,
-    epoch_ptr,
+    shards,
     rows,
     K,
     rank,
     num_ranks,
-    FLAGS_PER_RANK: tl.constexpr,
-    NUM_COMM_SMS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
+    gemm_plan: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
@@ -88,13 +123,15 @@ def push_own_shard(
 
     ``ALIGNED``: rows begin at multiples of 16 bytes here and on the peers.
     """
+    NUM_CHUNKS: tl.constexpr = gemm_plan.NUM_CHUNKS
+    NUM_COMM_SMS: tl.constexpr = gemm_plan.NUM_COMM_SMS
     program = tl.program_id(0)
-    last = (epoch_at(epoch_ptr) - 1).to(tl.int32)
-    value = flag_of(epoch_ptr, rows)
+    last = (epoch_at(shards.epoch) - 1).to(tl.int32)
+    value = flag_of(shards.epoch, rows)
     peers = num_ranks - 1
     for first_peer in range(0, peers, _PEERS):
         peer = (rank + 1 + first_peer + tl.arange(0, _PEERS)) % num_ranks
-        dl.wait(consumed_ptr + peer, peers - first_peer, last, guard_of(epoch_ptr))
+        dl.wait(shards.consumed + peer, peers - first_peer, last, guard_of(shards.epoch))
 
     # Elements that are known to lie together. Such hints hold where they stand, and are lost when
     # they stand on what a call returns or is given.
@@ -107,22 +144,21 @@ def push_own_shard(
         end = tl.multiple_of(min(end, K), vector)
         with dl.mark("push"):
             _push_columns(
-                own_ptr, gathered_ptr, shards_table, rows, K, column, end, program, rank, num_ranks,
-                NUM_COMM_SMS, vector,
+                own_ptr, shards, rows, K, column, end, program, rank, num_ranks, NUM_COMM_SMS,
+                vector,
             )  # fmt: skip
             for first_peer in range(0, peers, _PEERS):
                 number = first_peer + tl.arange(0, _PEERS)
                 peer = (rank + 1 + number) % num_ranks
-                flags_ptr = dl.symm_at(arrivals_ptr, arrivals_table, peer)
-                flag = rank * FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
+                flags_ptr = dl.symm_at(shards.arrivals, shards.arrivals_table, peer)
+                flag = rank * gemm_plan.FLAGS_PER_RANK + chunk * NUM_COMM_SMS + program
                 dl.notify(flags_ptr + flag, value, mask=number < peers)
 
 
 @jit
 def _push_columns(
     own_ptr,
-    gathered_ptr,
-    shards_table,
+    shards,
     rows,
     K,
     column,
@@ -149,7 +185,7 @@ def _push_columns(
         block = tl.load(own_ptr + offsets, mask=mask)
         for step in range(1, num_ranks):
             peer = (rank + num_ranks - step) % num_ranks
-            peer_ptr = tl.load(shards_table + peer).to(gathered_ptr.dtype)  # not by a call
+            peer_ptr = tl.load(shards.rows_table + peer).to(shards.rows.dtype)  # not by a call
             peer_ptr = tl.multiple_of(peer_ptr, VECTOR * itemsize)
             tl.store(peer_ptr + begin_of_shard + offsets, block, mask=mask)
 
@@ -158,6 +194,7 @@ def _push_columns(
 def multiply_arriving_tile(
     gathered_desc,
     b_desc,
+    shards,
     shard,
     rows,
     row,
@@ -165,19 +202,15 @@ def multiply_arriving_tile(
     K,
     part,
     num_parts,
-    arrivals_ptr,
-    epoch_ptr,
-    FLAGS_PER_RANK: tl.constexpr,
-    NUM_COMM_SMS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    gemm_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
     """``multiply_tile`` from ``row`` of ``shard`` on, whose ``rows`` arrive in chunks along K: each
     is multiplied as soon as it is there. The waits stand outside of the loop that is pipelined."""
+    NUM_CHUNKS: tl.constexpr = gemm_plan.NUM_CHUNKS
+    PRECISION: tl.constexpr = gemm_plan.PRECISION
     accumulator = tl.zeros((BLOCK_SIZE_M, BLOCK_SIZE_N), dtype=tl.float32)
     gathered_desc = dl.only_rows(gathered_desc, shard * rows, (shard + 1) * rows)
     steps = tl.cdiv(K, BLOCK_SIZE_K)
@@ -187,12 +220,10 @@ def multiply_arriving_tile(
         begin = max(begin, steps * part // num_parts)
         end = min(end, steps * (part + 1) // num_parts)
         if begin < end:
-            token = wait_for_chunk(
-                arrivals_ptr, epoch_ptr, shard, rows, chunk, FLAGS_PER_RANK, NUM_COMM_SMS
-            )
+            token = wait_for_chunk(shards, shard, rows, chunk, gemm_plan)
             accumulator = multiply_steps(
                 accumulator, gathered_desc, b_desc, dl.consume_token(shard * rows + row, token),
-                column, begin, end, B_COLUMN_MAJOR, INPUT_PRECISION, BLOCK_SIZE_K,
+                column, begin, end, gemm_plan.B_COLUMN_MAJOR, PRECISION, BLOCK_SIZE_K,
             )  # fmt: skip
     return accumulator
 
@@ -265,8 +296,7 @@ def _in_rows(
 @jit
 def publish_partial(
     accumulator,
-    partials_ptr,
-    counters_ptr,
+    partials,
     tile,
     part,
     SPLIT_K: tl.constexpr,
@@ -276,25 +306,26 @@ def publish_partial(
     size: tl.constexpr = accumulator.shape[0] * accumulator.shape[1]
     start = (tile * SPLIT_K + part).to(tl.int64) * size
     # Ordinary stores, no TMA: a release orders only these.
-    tl.store(partials_ptr + start + tl.arange(0, size), _in_register_order(accumulator, NUM_WARPS))
+    block_ptr = partials.parts + start + tl.arange(0, size)
+    tl.store(block_ptr, _in_register_order(accumulator, NUM_WARPS))
     tl.debug_barrier()  # the release is one thread's; all threads' stores come before it
-    before = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    before = tl.atomic_add(partials.counters + tile, 1, sem="acq_rel", scope="gpu")
     is_last = before == SPLIT_K - 1
     if is_last:
-        tl.store(counters_ptr + tile, 0)
+        tl.store(partials.counters + tile, 0)
     return is_last
 
 
 @jit
 def sum_of_partials(
-    accumulator, partials_ptr, tile, part, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
+    accumulator, partials, tile, part, SPLIT_K: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
     """fp32 [BLOCK_SIZE_M, BLOCK_SIZE_N], the sum of all parts of the ``tile``-th split tile;
     ``accumulator`` is its ``part``-th."""
     block_m: tl.constexpr = accumulator.shape[0]
     block_n: tl.constexpr = accumulator.shape[1]
     size: tl.constexpr = block_m * block_n
-    part_ptr = partials_ptr + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
+    part_ptr = partials.parts + tile.to(tl.int64) * (SPLIT_K * size) + tl.arange(0, size)
     # Not from L1, where old ones may be.
     if SPLIT_K == 2:  # the other's is enough: a + b = b + a
         other = tl.load(part_ptr + (1 - part) * size, cache_modifier=".cg")

@@ -106,15 +106,16 @@ def _load_tile(
 
 @gluon.jit
 def _produce(
-    own_ptr, gathered_ptr, b_ptr, arrivals_ptr, epoch_ptr, a_ring, b_ring, full, empty, M, N, K,
-    stride_b, rank, num_ranks, chunk_rows, GATHERED: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
-    FLAGS_PER_RANK: gl.constexpr, NUM_SMS: gl.constexpr, BLOCK_SIZE_N: gl.constexpr,
-    GROUP_SIZE_M: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
+    own_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank, num_ranks,
+    chunk_rows, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
+    GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """The producer warp. Own and gathered shards have a loop each: the second descriptor is made
     while consumers are busy with the ring, not before the first load."""
     BLOCK_SIZE_M: gl.constexpr = a_ring.shape[1]
     BLOCK_SIZE_K: gl.constexpr = a_ring.shape[2]
+    NUM_SMS: gl.constexpr = gemm_plan.NUM_SMS
+    B_COLUMN_MAJOR: gl.constexpr = gemm_plan.B_COLUMN_MAJOR
     rows = M // num_ranks
     tiles_m = gl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
@@ -146,9 +147,9 @@ def _produce(
                 m * BLOCK_SIZE_M, n * BLOCK_SIZE_N, first_step, end_step, B_COLUMN_MAJOR,
             )  # fmt: skip
 
-    if GATHERED:
+    if gemm_plan.GATHERED:
         gathered_desc = tma.make_tensor_descriptor(
-            gathered_ptr, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
+            shards.rows, [M, K], [K, 1], [BLOCK_SIZE_M, BLOCK_SIZE_K], a_ring.layout
         )
         taken = gl.cdiv(own_units, NUM_SMS) * NUM_SMS
         skipped = taken - own_units  # programs that had no unit in the last wave of the own shard
@@ -162,7 +163,7 @@ def _produce(
             row = m * BLOCK_SIZE_M
             last_row = min(row + BLOCK_SIZE_M, rows) - 1
             token = wait_for_rows(
-                arrivals_ptr, epoch_ptr, shard, rows, row, last_row, chunk_rows, FLAGS_PER_RANK
+                shards, shard, rows, row, last_row, chunk_rows, gemm_plan.FLAGS_PER_RANK
             )
             first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
             with dl.mark("load"):
@@ -201,9 +202,7 @@ def _multiply_half(
 
 
 @gluon.jit
-def _finish_part(
-    GROUP: gl.constexpr, accumulator, partials_ptr, counters_ptr, tile, part, SPLIT_K: gl.constexpr
-):
+def _finish_part(GROUP: gl.constexpr, accumulator, partials, tile, part, SPLIT_K: gl.constexpr):
     """Publish this group's half of a part, as ``split_k.publish_partial`` does; whether it was the
     last part of its half, and then the sum of all.
 
@@ -217,13 +216,13 @@ def _finish_part(
     rows = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BLOCK_SIZE_N, layout=gl.SliceLayout(0, LAYOUT))
     offsets = rows[:, None] * BLOCK_SIZE_N + columns[None, :]
-    first_ptr = partials_ptr + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
+    first_ptr = partials.parts + (tile.to(gl.int64) * (2 * SPLIT_K) + GROUP) * SIZE
     gl.store(first_ptr + part * (2 * SIZE) + offsets, accumulator)
     tl.debug_barrier()  # of the group: its stores come before the release, which is one thread's
-    before = gl.atomic_add(counters_ptr + tile, ONE, sem="acq_rel", scope="gpu")
+    before = gl.atomic_add(partials.counters + tile, ONE, sem="acq_rel", scope="gpu")
     is_last = (before >> (16 * GROUP)) & 0xFFFF == SPLIT_K - 1
     if is_last:
-        gl.atomic_add(counters_ptr + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
+        gl.atomic_add(partials.counters + tile, -SPLIT_K * ONE, sem="relaxed", scope="gpu")
         # Both, if there are two: to keep the own one in registers spills with Triton 3.9.
         accumulator = gl.load(first_ptr + offsets, cache_modifier=".cg")
         for _ in range(1, SPLIT_K):
@@ -255,9 +254,8 @@ def _store_half(c_desc, accumulator, staging, shard, row, column, EPILOGUE_SUBTI
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty, M,
-    N, K, rank, num_ranks, GATHERED: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
-    NUM_SMS: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
+    GROUP: gl.constexpr, c_ptr, partials, a_ring, b_ring, staging, full, empty, M, N, K, rank,
+    num_ranks, gemm_plan: gl.constexpr, BLOCK_SIZE_N: gl.constexpr, GROUP_SIZE_M: gl.constexpr,
     EPILOGUE_SUBTILE: gl.constexpr, GROUP_SIZE_SHARDS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """The ``GROUP``-th group of consumer warps: the same units in the same order as the
@@ -268,6 +266,7 @@ def _consume(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_SIZE_N, 16]
     )
+    NUM_SMS: gl.constexpr = gemm_plan.NUM_SMS
     rows = M // num_ranks
     tiles_m = gl.cdiv(rows, BLOCK_SIZE_M)
     tiles_n = gl.cdiv(N, BLOCK_SIZE_N)
@@ -286,19 +285,26 @@ def _consume(
     for unit in range(gl.program_id(0), units_of_tiles(tiles, whole, SPLIT_K), NUM_SMS):
         tile, part, num_parts = part_of_unit(unit, whole, SPLIT_K)
         shard, m, n = _place_of_tile(
-            tile, tiles_m, tiles_n, rank, num_ranks, GATHERED, GROUP_SIZE_M, GROUP_SIZE_SHARDS
+            tile,
+            tiles_m,
+            tiles_n,
+            rank,
+            num_ranks,
+            gemm_plan.GATHERED,
+            GROUP_SIZE_M,
+            GROUP_SIZE_SHARDS,
         )
         first_step, end_step = _steps_of_part(K, part, num_parts, BLOCK_SIZE_K)
         with dl.mark("mma"):
             accumulator, stage, phase = _multiply_half(
                 GROUP, a_ring, b_ring, full, empty, stage, phase, end_step - first_step,
-                B_COLUMN_MAJOR, LAYOUT,
+                gemm_plan.B_COLUMN_MAJOR, LAYOUT,
             )  # fmt: skip
         is_complete = True
         if SPLIT_K > 1:  # noqa: SIM102  # a constexpr: not to be joined with the runtime condition
             if num_parts > 1:
                 is_complete, accumulator = _finish_part(
-                    GROUP, accumulator, partials_ptr, counters_ptr, tile - whole, part, SPLIT_K
+                    GROUP, accumulator, partials, tile - whole, part, SPLIT_K
                 )
         if is_complete:
             with dl.mark("store"):
@@ -312,11 +318,9 @@ def _consume(
 @gluon.jit(do_not_specialize=["rank", "num_ranks", "chunk_rows"])
 def kernel_gemm_warp_specialized(
     own_ptr,
-    gathered_ptr,
+    shards,
     b_ptr,
     c_ptr,
-    arrivals_ptr,
-    epoch_ptr,
     M,
     N,
     K,
@@ -324,11 +328,7 @@ def kernel_gemm_warp_specialized(
     rank,
     num_ranks,
     chunk_rows,
-    GATHERED: gl.constexpr,
-    B_COLUMN_MAJOR: gl.constexpr,
-    FLAGS_PER_RANK: gl.constexpr,
-    NUM_SMS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    gemm_plan: gl.constexpr,
     BLOCK_SIZE_M: gl.constexpr,
     BLOCK_SIZE_N: gl.constexpr,
     BLOCK_SIZE_K: gl.constexpr,
@@ -336,20 +336,20 @@ def kernel_gemm_warp_specialized(
     EPILOGUE_SUBTILE: gl.constexpr,
     GROUP_SIZE_SHARDS: gl.constexpr = 1,
     SPLIT_K: gl.constexpr = 1,
-    partials_ptr=None,
-    counters_ptr=None,
+    partials=None,
 ):
     """As ``kernel_gemm_persistent``, of 16-bit operands; launched with 4 warps, those of a group.
 
     BLOCK_SIZE_M is 128 or 256, at least 64 rows for each group; rows of a tile that lies in shared
     memory are multiples of 128 bytes.
     """
+    NUM_STAGES: gl.constexpr = gemm_plan.NUM_STAGES
     dtype: gl.constexpr = c_ptr.dtype.element_ty
     STORE_N: gl.constexpr = BLOCK_SIZE_N // 2 if EPILOGUE_SUBTILE else BLOCK_SIZE_N
     operand: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     output: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     a_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_M, BLOCK_SIZE_K], operand)
-    if B_COLUMN_MAJOR:
+    if gemm_plan.B_COLUMN_MAJOR:
         b_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_N, BLOCK_SIZE_K], operand)
     else:
         b_ring = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_SIZE_K, BLOCK_SIZE_N], operand)
@@ -362,19 +362,17 @@ def kernel_gemm_warp_specialized(
     gl.warp_specialize(
         [
             (_consume, (
-                0, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty,
-                M, N, K, rank, num_ranks, GATHERED, B_COLUMN_MAJOR, NUM_SMS, BLOCK_SIZE_N,
-                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
+                0, c_ptr, partials, a_ring, b_ring, staging, full, empty, M, N, K, rank, num_ranks,
+                gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_consume, (
-                1, c_ptr, partials_ptr, counters_ptr, a_ring, b_ring, staging, full, empty,
-                M, N, K, rank, num_ranks, GATHERED, B_COLUMN_MAJOR, NUM_SMS, BLOCK_SIZE_N,
-                GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
+                1, c_ptr, partials, a_ring, b_ring, staging, full, empty, M, N, K, rank, num_ranks,
+                gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, EPILOGUE_SUBTILE, GROUP_SIZE_SHARDS, SPLIT_K,
             )),
             (_produce, (
-                own_ptr, gathered_ptr, b_ptr, arrivals_ptr, epoch_ptr, a_ring, b_ring, full, empty,
-                M, N, K, stride_b, rank, num_ranks, chunk_rows, GATHERED, B_COLUMN_MAJOR,
-                FLAGS_PER_RANK, NUM_SMS, BLOCK_SIZE_N, GROUP_SIZE_M, GROUP_SIZE_SHARDS, SPLIT_K,
+                own_ptr, shards, b_ptr, a_ring, b_ring, full, empty, M, N, K, stride_b, rank,
+                num_ranks, chunk_rows, gemm_plan, BLOCK_SIZE_N, GROUP_SIZE_M, GROUP_SIZE_SHARDS,
+                SPLIT_K,
             )),
         ],
         [4, 1],

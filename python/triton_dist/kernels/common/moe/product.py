@@ -15,6 +15,8 @@ all before it, and never does so again. Tiles of nobody wait too: who has run ha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,50 @@ from triton_dist.kernels.common.peers import GatheredShards, flag_of, guard_of
 from triton_dist.runtime.device import current_device
 
 _ALIGNMENT = 16
+
+
+class Blocks(NamedTuple):
+    """What the kernel reads of a ``BlockMap``."""
+
+    routes: Any
+    tiles: Any
+    num_tiles: Any
+
+
+class WeightStrides(NamedTuple):
+    """Stride of A along M, and strides of B along E, K and N; in elements."""
+
+    am: Any
+    be: Any
+    bk: Any
+    bn: Any
+
+
+class Sources(NamedTuple):
+    """The own shard of A, and flags and epoch of the slot in which the others arrive."""
+
+    own: Any
+    arrivals: Any
+    epoch: Any
+
+
+class GroupedPlan(NamedTuple):
+    """Constants of a grouped product beside its tiles.
+
+    SORTED: C's rows are sorted by expert, else they are in the order of routes. SILU_MUL: C is
+    silu(left half) * right half, so N / 2 wide; a tile has as many columns of each half as a tile
+    of the product would have in all, halved. DESCRIPTORS: B is read by TMA.
+    """
+
+    A_ALIGNED: Any
+    C_ALIGNED: Any
+    SORTED: Any
+    SILU_MUL: Any
+    DESCRIPTORS: Any
+    B_COLUMN_MAJOR: Any
+    PRECISION: Any
+    NUM_SOURCES: Any
+    FLAGS_PER_RANK: Any
 
 
 @jit
@@ -52,21 +98,20 @@ def unit_of_run(tiles_ptr, unit, tiles_n, BLOCK_SIZE_M: tl.constexpr, GROUP_SIZE
 def await_positions(
     awaited,
     last,
-    arrivals_ptr,
-    epoch_ptr,
+    sources,
     rank,
     shard_rows,
-    NUM_SOURCES: tl.constexpr,
-    FLAGS_PER_RANK: tl.constexpr,
+    grouped_plan: tl.constexpr,
 ):
     """Wait until the shards of positions behind ``awaited``, up to ``last``, are there; gives the
     last position that was awaited so far, and a token."""
     token = 0
     while awaited < last:
         awaited += 1
-        source = shard_in_arrival_order(awaited, rank, NUM_SOURCES)
-        flag = flag_of(epoch_ptr, shard_rows)
-        token += dl.wait(arrivals_ptr + source * FLAGS_PER_RANK, 1, flag, guard_of(epoch_ptr), True)
+        source = shard_in_arrival_order(awaited, rank, grouped_plan.NUM_SOURCES)
+        flag_ptr = sources.arrivals + source * grouped_plan.FLAGS_PER_RANK
+        value = flag_of(sources.epoch, shard_rows)
+        token += dl.wait(flag_ptr, 1, value, guard_of(sources.epoch), True)
     return awaited, token
 
 
@@ -78,27 +123,26 @@ def load_weights(
     column,
     N,
     K,
-    stride_be,
-    stride_bk,
-    stride_bn,
-    DESCRIPTORS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
+    weight_strides,
+    grouped_plan: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
 ):
     """[BLOCK_SIZE_K, COLUMNS] of an expert's weights; zero behind K. ``b``: a descriptor, or the
     pointer."""
-    if DESCRIPTORS:
-        if B_COLUMN_MAJOR:
+    if grouped_plan.DESCRIPTORS:
+        if grouped_plan.B_COLUMN_MAJOR:
             return tl.reshape(b.load([expert, column, k]), (COLUMNS, BLOCK_SIZE_K)).T
         else:
             return tl.reshape(b.load([expert, k, column]), (BLOCK_SIZE_K, COLUMNS))
     else:
         row = k + tl.arange(0, BLOCK_SIZE_K)
         n = column + tl.arange(0, COLUMNS)
-        base = b + expert.to(tl.int64) * stride_be
+        base = b + expert.to(tl.int64) * weight_strides.be
         return tl.load(
-            base + row.to(tl.int64)[:, None] * stride_bk + n.to(tl.int64)[None, :] * stride_bn,
+            base
+            + row.to(tl.int64)[:, None] * weight_strides.bk
+            + n.to(tl.int64)[None, :] * weight_strides.bn,
             mask=(row < K)[:, None] & (n < N)[None, :],
             other=0.0,
         )
@@ -109,87 +153,73 @@ def kernel_grouped_gemm(
     a_ptr,
     b_ptr,
     c_ptr,
-    routes_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
+    blocks,
     E,
     N,
     K,
-    stride_am,
-    stride_be,
-    stride_bk,
-    stride_bn,
+    weight_strides,
     width,
     routes_of_row,
-    A_ALIGNED: tl.constexpr,
-    C_ALIGNED: tl.constexpr,
-    SORTED: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_COLUMN_MAJOR: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    grouped_plan: tl.constexpr,
     BLOCK_SIZE_M: tl.constexpr,
     BLOCK_SIZE_N: tl.constexpr,
     BLOCK_SIZE_K: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
-    own_ptr=None,
-    arrivals_ptr=None,
-    epoch_ptr=None,
+    sources=None,
     rank=0,
     shard_rows=1,
-    NUM_SOURCES: tl.constexpr = 1,
-    FLAGS_PER_RANK: tl.constexpr = 1,
 ):
     """C [R, width] of A's rows, ``routes_of_row`` routes each, and B [E, K, N]; any grid.
 
-    ``SORTED``: C's rows are sorted by expert, else they are in the order of routes.
-    ``SILU_MUL``: ``width`` is N / 2, and C is silu(left half) * right half; a tile has as many
-    columns of each half as one of the product would have in all, halved.
-    ``NUM_SOURCES`` above 1: rows come in shards of ``shard_rows``, the own ones at ``own_ptr``, the
-    others at their places in A once their flags are set (``peers.GatheredShards``).
+    ``NUM_SOURCES`` above 1: rows come in shards of ``shard_rows``, the own ones at ``sources.own``,
+    the others at their places in A once their flags are set (``peers.GatheredShards``).
     """
-    COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if SILU_MUL else BLOCK_SIZE_N
+    PRECISION: tl.constexpr = grouped_plan.PRECISION
+    COLUMNS: tl.constexpr = BLOCK_SIZE_N // 2 if grouped_plan.SILU_MUL else BLOCK_SIZE_N
     tiles_n = tl.cdiv(width, COLUMNS)
     b = b_ptr
-    if DESCRIPTORS:
-        if B_COLUMN_MAJOR:
+    if grouped_plan.DESCRIPTORS:
+        if grouped_plan.B_COLUMN_MAJOR:
             b = tl.make_tensor_descriptor(
-                b_ptr, [E, N, K], [stride_be, stride_bn, 1], [1, COLUMNS, BLOCK_SIZE_K]
+                b_ptr,
+                [E, N, K],
+                [weight_strides.be, weight_strides.bn, 1],
+                [1, COLUMNS, BLOCK_SIZE_K],
             )
         else:
             b = tl.make_tensor_descriptor(
-                b_ptr, [E, K, N], [stride_be, stride_bk, 1], [1, BLOCK_SIZE_K, COLUMNS]
+                b_ptr,
+                [E, K, N],
+                [weight_strides.be, weight_strides.bk, 1],
+                [1, BLOCK_SIZE_K, COLUMNS],
             )
     k = tl.arange(0, BLOCK_SIZE_K)
-    units = tl.load(num_tiles_ptr) * tiles_n
+    units = tl.load(blocks.num_tiles) * tiles_n
     awaited = 0
     own_rows_ptr = a_ptr
-    if NUM_SOURCES > 1:  # where all rows would begin if they lay around the own ones
-        own_rows_ptr = own_ptr - tl.cast(rank, tl.int64) * shard_rows * stride_am
+    if grouped_plan.NUM_SOURCES > 1:  # where all rows would begin if they lay around the own ones
+        own_rows_ptr = sources.own - tl.cast(rank, tl.int64) * shard_rows * weight_strides.am
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         expert, row, end, n, tile = unit_of_run(
-            tiles_ptr, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
+            blocks.tiles, unit, tiles_n, BLOCK_SIZE_M, GROUP_SIZE_M
         )
         column = n * COLUMNS
         rows = row + tl.arange(0, BLOCK_SIZE_M)
         inside = rows < end
-        route = tl.load(routes_ptr + rows, mask=inside, other=0)
+        route = tl.load(blocks.routes + rows, mask=inside, other=0)
         a_row = route // routes_of_row
         rows_ptr = a_ptr
-        if NUM_SOURCES > 1:
-            last = tl.load(tiles_ptr + tile * RECORD + 6)
-            awaited, token = await_positions(
-                awaited, last, arrivals_ptr, epoch_ptr, rank, shard_rows, NUM_SOURCES,
-                FLAGS_PER_RANK,
-            )  # fmt: skip
+        if grouped_plan.NUM_SOURCES > 1:
+            last = tl.load(blocks.tiles + tile * RECORD + 6)
+            awaited, token = await_positions(awaited, last, sources, rank, shard_rows, grouped_plan)
             a_row = dl.consume_token(a_row, token)
             is_own = (a_row >= rank * shard_rows) & (a_row < (rank + 1) * shard_rows)
             rows_ptr = tl.where(is_own, own_rows_ptr, a_ptr)
-        a_rows = rows_ptr + a_row.to(tl.int64) * stride_am
-        if A_ALIGNED:
+        a_rows = rows_ptr + a_row.to(tl.int64) * weight_strides.am
+        if grouped_plan.A_ALIGNED:
             a_rows = tl.multiple_of(a_rows, 16)
         product = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
-        if SILU_MUL:
+        if grouped_plan.SILU_MUL:
             up = tl.zeros((BLOCK_SIZE_M, COLUMNS), tl.float32)
         # Nobody has no weights.
         steps = tl.where(expert < E, tl.cdiv(K, BLOCK_SIZE_K), 0)
@@ -198,26 +228,33 @@ def kernel_grouped_gemm(
                 at = step * BLOCK_SIZE_K
                 # Weights first: they need not wait until routes are there.
                 weights = load_weights(
-                    b, expert, at, column, N, K, stride_be, stride_bk, stride_bn,
-                    DESCRIPTORS, B_COLUMN_MAJOR, COLUMNS, BLOCK_SIZE_K,
-                )  # fmt: skip
+                    b, expert, at, column, N, K, weight_strides, grouped_plan, COLUMNS, BLOCK_SIZE_K
+                )
                 a = tl.load(
                     a_rows[:, None] + (at + k)[None, :],
                     mask=inside[:, None] & (at + k < K)[None, :],
                     other=0.0,
                 )
-                product = tl.dot(a, weights, product, input_precision=INPUT_PRECISION)
-                if SILU_MUL:
+                product = tl.dot(a, weights, product, input_precision=PRECISION)
+                if grouped_plan.SILU_MUL:
                     weights = load_weights(
-                        b, expert, at, width + column, N, K, stride_be, stride_bk, stride_bn,
-                        DESCRIPTORS, B_COLUMN_MAJOR, COLUMNS, BLOCK_SIZE_K,
-                    )  # fmt: skip
-                    up = tl.dot(a, weights, up, input_precision=INPUT_PRECISION)
-        if SILU_MUL:
+                        b,
+                        expert,
+                        at,
+                        width + column,
+                        N,
+                        K,
+                        weight_strides,
+                        grouped_plan,
+                        COLUMNS,
+                        BLOCK_SIZE_K,
+                    )
+                    up = tl.dot(a, weights, up, input_precision=PRECISION)
+        if grouped_plan.SILU_MUL:
             product = product / (1.0 + tl.exp(-product)) * up
-        out = rows if SORTED else route
+        out = rows if grouped_plan.SORTED else route
         c_rows = c_ptr + out.to(tl.int64) * width
-        if C_ALIGNED:
+        if grouped_plan.C_ALIGNED:
             c_rows = tl.multiple_of(c_rows, 16)
         columns = column + tl.arange(0, COLUMNS)
         with dl.mark("store"):
@@ -284,38 +321,29 @@ def grouped_product(
     item = A.element_size()
     # A block of a descriptor begins at a multiple of 16 bytes.
     halves_fit = not silu_mul or layout != "row-major" or C.shape[1] * item % _ALIGNMENT == 0
-    sizes = (B.shape[0], B.shape[2], B.shape[1])
-    rows, sources = (A, {}) if gathered is None else (gathered.rows, _sources(A, gathered, rank))
-    strides = (rows.stride(0), *B.stride())
-    rest = (C.shape[1], len(blocks.routes) // rows.shape[0])
-    aligned = all(each % _ALIGNMENT == 0 for each in (rows.stride(0) * item, A.data_ptr()))
+    rows = A if gathered is None else gathered.rows
+    memory = Blocks(blocks.routes, blocks.tiles, blocks.num_tiles)
+    strides = WeightStrides(rows.stride(0), *B.stride())
+    plan = GroupedPlan(
+        A_ALIGNED=all(n % _ALIGNMENT == 0 for n in (rows.stride(0) * item, A.data_ptr())),
+        C_ALIGNED=C.shape[1] * item % _ALIGNMENT == 0,
+        SORTED=is_sorted,
+        SILU_MUL=silu_mul,
+        # Without matrix units, what comes through a descriptor spills.
+        DESCRIPTORS=layout != "strided" and precision != "ieee" and halves_fit,
+        B_COLUMN_MAJOR=layout == "column-major",
+        PRECISION=precision,
+        NUM_SOURCES=1 if gathered is None else rows.shape[0] // A.shape[0],
+        FLAGS_PER_RANK=1 if gathered is None else gathered.flags_per_rank,
+    )
+    if gathered is not None:
+        sources = Sources(A, gathered.arrivals, gathered.epoch)
+        options |= {"sources": sources, "rank": rank, "shard_rows": A.shape[0]}
+    width, routes_of_row = C.shape[1], len(blocks.routes) // rows.shape[0]
+    E, K, N = B.shape
     return Launch(
         kernel_grouped_gemm,
         (min(programs, units),),
-        (rows, B, C, blocks.routes, blocks.tiles, blocks.num_tiles, *sizes, *strides, *rest),
-        {
-            **options,
-            **sources,
-            "A_ALIGNED": aligned,
-            "C_ALIGNED": C.shape[1] * item % _ALIGNMENT == 0,
-            "SORTED": is_sorted,
-            "SILU_MUL": silu_mul,
-            # Without matrix units, what comes through a descriptor spills.
-            "DESCRIPTORS": layout != "strided" and precision != "ieee" and halves_fit,
-            "B_COLUMN_MAJOR": layout == "column-major",
-            "INPUT_PRECISION": precision,
-        },
+        (rows, B, C, memory, E, N, K, strides, width, routes_of_row),
+        {**options, "grouped_plan": plan},
     )
-
-
-def _sources(own: torch.Tensor, gathered: GatheredShards, rank: int) -> dict[str, object]:
-    """Arguments of a product whose rows come from several ranks."""
-    return {
-        "own_ptr": own,
-        "arrivals_ptr": gathered.arrivals,
-        "epoch_ptr": gathered.epoch,
-        "rank": rank,
-        "shard_rows": own.shape[0],
-        "NUM_SOURCES": gathered.rows.shape[0] // own.shape[0],
-        "FLAGS_PER_RANK": gathered.flags_per_rank,
-    }

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -113,13 +114,22 @@ def sum_of_chunks(counts_ptr, begin, end, E, E_PAD: tl.constexpr, ROWS: tl.const
     return total
 
 
+class MapMemory(NamedTuple):
+    """Memory that ``kernel_map_blocks`` writes: see ``BlockMap``."""
+
+    routes: Any
+    rows: Any
+    ends: Any
+    tiles: Any
+    num_tiles: Any
+
+
 @jit
 def place_routes(
     ids_ptr,
     counts_ptr,
     before_ptr,
-    routes_ptr,
-    rows_ptr,
+    map_memory,
     block,
     blocks,
     chunks,
@@ -146,8 +156,8 @@ def place_routes(
     same_before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.gather(first, expert, 0) + before + tl.sum(same_before.to(tl.int32), 1)
     route = source * routes + inside
-    tl.store(routes_ptr + row, route, mask=there)
-    tl.store(rows_ptr + route, row, mask=there)
+    tl.store(map_memory.routes + row, route, mask=there)
+    tl.store(map_memory.rows + route, row, mask=there)
 
 
 @jit
@@ -177,9 +187,7 @@ def rows_by_position(
 @jit
 def write_tiles(
     counts_ptr,
-    ends_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
+    map_memory,
     expert,
     chunks,
     group_ends,
@@ -198,7 +206,7 @@ def write_tiles(
     total = sum_of_chunks(counts_ptr, 0, NUM_SOURCES * chunks, E, E_PAD, ROWS)
     rows = tl.sum(tl.where(experts == expert, total, 0), 0)
     row = tl.sum(tl.where(experts < expert, total, 0), 0)
-    tl.store(ends_ptr + expert, row + rows)
+    tl.store(map_memory.ends + expert, row + rows)
     by_position = tl.zeros((SOURCES_PAD,), tl.int32)
     if NUM_SOURCES > 1:
         by_position = rows_by_position(
@@ -227,7 +235,7 @@ def write_tiles(
             tile_low = (low + tile * block_m)[:, None]
             tile_high = tl.minimum(tile_low + block_m, high)
             others = (position < NUM_SOURCES - 1)[None, :]
-            record = tiles_ptr + (first + tile) * RECORD
+            record = map_memory.tiles + (first + tile) * RECORD
             tl.store(record, expert, mask=mask)
             tl.store(record + 1, row + low, mask=mask)
             tl.store(record + 2, row + high, mask=mask)
@@ -240,7 +248,7 @@ def write_tiles(
         written += tl.sum(number, 0)
         done = ready
     if expert == E:
-        tl.store(num_tiles_ptr, written)
+        tl.store(map_memory.num_tiles, written)
 
 
 @jit(do_not_specialize=["chunks", "steps", "routes", "rank", "group_ends", "block_m", "E"])
@@ -248,11 +256,7 @@ def kernel_map_blocks(
     ids_ptr,
     counts_ptr,
     before_ptr,
-    routes_ptr,
-    rows_ptr,
-    ends_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
+    map_memory,
     chunks,
     steps,
     routes,
@@ -272,12 +276,12 @@ def kernel_map_blocks(
     program = tl.program_id(0)
     if program <= E:
         write_tiles(
-            counts_ptr, ends_ptr, tiles_ptr, num_tiles_ptr, program, chunks, group_ends,
-            block_m, E, E_PAD, NUM_SOURCES, SOURCES_PAD, NUM_GROUPS, BLOCK, ROWS,
+            counts_ptr, map_memory, program, chunks, group_ends, block_m, E, E_PAD, NUM_SOURCES,
+            SOURCES_PAD, NUM_GROUPS, BLOCK, ROWS,
         )  # fmt: skip
     else:
         place_routes(
-            ids_ptr, counts_ptr, before_ptr, routes_ptr, rows_ptr, program - E - 1,
+            ids_ptr, counts_ptr, before_ptr, map_memory, program - E - 1,
             NUM_SOURCES * chunks * steps, chunks, steps, routes, rank, E, E_PAD, NUM_SOURCES, BLOCK,
             ROWS,
         )  # fmt: skip
@@ -366,11 +370,11 @@ def block_map(
         {**options, "BLOCKS": _BLOCKS, "EXPERTS": _EXPERTS},
     )
     packed = sum(end << 8 * group for group, end in enumerate(ends))
-    made = routes_of, rows_of, row_ends, tiles, num_tiles
+    made = MapMemory(routes_of, rows_of, row_ends, tiles, num_tiles)
     place = Launch(
         kernel_map_blocks,
         (all_chunks * steps + E + 1,),
-        (topk_ids, counts, before, *made, *cut, packed, block_m, E),
+        (topk_ids, counts, before, made, *cut, packed, block_m, E),
         {
             **options,
             "SOURCES_PAD": 1 << (num_sources - 1).bit_length(),

@@ -69,6 +69,7 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.kernels.common.gemm.tile import (
+    Strides,
     multiply_tile,
     multiply_tile_by_pointers,
     store_tile,
@@ -77,7 +78,6 @@ from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Scattering, tiles_of_row_block
 from triton_dist.kernels.common.scatter.tiles import (
-    Strides,
     add_own_tile,
     announce_tile,
     announce_to_all,

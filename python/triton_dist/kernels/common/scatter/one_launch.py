@@ -87,12 +87,11 @@ from triton_dist.kernels.common.exchange.protocol import (
     flag_of_piece,
     tell_ranks,
 )
-from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at
+from triton_dist.kernels.common.gemm.tile import Strides, multiply_operands, operands_at
 from triton_dist.kernels.common.launch import Launch, as_rows, fits_descriptor
 from triton_dist.kernels.common.peers import target_at
 from triton_dist.kernels.common.scatter.partials import Out
 from triton_dist.kernels.common.scatter.tiles import (
-    Strides,
     add_partials,
     rows_at_once,
     store_tile_by_pointers,

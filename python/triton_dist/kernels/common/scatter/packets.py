@@ -46,11 +46,15 @@ from triton_dist.kernels.common.exchange.packets import (
     tag_of,
 )
 from triton_dist.kernels.common.exchange.protocol import LINE_BYTES, Packets, begin_call
-from triton_dist.kernels.common.gemm.tile import multiply_operands, operands_at, tile_in_group
+from triton_dist.kernels.common.gemm.tile import (
+    Strides,
+    multiply_operands,
+    operands_at,
+    tile_in_group,
+)
 from triton_dist.kernels.common.launch import Launch, as_rows
 from triton_dist.kernels.common.scatter.one_launch import options_of, programs_of
 from triton_dist.kernels.common.scatter.partials import Out
-from triton_dist.kernels.common.scatter.tiles import Strides
 from triton_dist.kernels.common.scatter.ways import Exchanged
 
 

@@ -61,15 +61,6 @@ class Tile(NamedTuple):
     INT64_OFFSETS: Any = False
 
 
-class Strides(NamedTuple):
-    """Strides of A along M and K, and of B along K and N; in elements."""
-
-    am: Any
-    ak: Any
-    bk: Any
-    bn: Any
-
-
 class Summing(NamedTuple):
     """Ways of summing tiles: constants. SCATTER: see ``scatter/kernel.py``. LATER: a tile is
     announced when the next one is multiplied. ROWS: of a tile, summed at a time."""
