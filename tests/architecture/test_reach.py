@@ -12,15 +12,15 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines.
 MOST = {
-    "allgather_gemm": (20, 5335),
-    "gemm_reduce_scatter": (23, 5310),
-    "gemm_allreduce": (25, 5960),
-    "gemm": (10, 2570),
-    "grouped_gemm": (13, 2940),
-    "allgather_group_gemm": (23, 5330),
-    "moe_reduce": (30, 6710),
-    "shard_collectives": (16, 3310),
-    "allreduce": (13, 3110),
+    "allgather_gemm": (18, 5340),
+    "gemm_reduce_scatter": (21, 5290),
+    "gemm_allreduce": (23, 6020),
+    "gemm": (10, 2820),
+    "grouped_gemm": (12, 2980),
+    "allgather_group_gemm": (21, 5360),
+    "moe_reduce": (28, 6740),
+    "shard_collectives": (14, 3290),
+    "allreduce": (12, 3170),
 }
 OWN_FILES = ("__init__", "op", "context", "ways", "kernel")
 

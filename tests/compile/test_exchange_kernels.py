@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.compile.scattered import compile_launch
-from triton_dist.kernels.common.exchange import kernels, pushed, sums
+from triton_dist.kernels.common.exchange import protocol, pushed, sums
 from triton_dist.kernels.common.exchange.buffer import (
     DEFAULT_SHAPE,
     LARGE_SHAPES,
@@ -30,8 +30,8 @@ COUNT = "atom.global.gpu.relaxed.add.u64"
 ONE_LAUNCH = {
     "one shot": sums.kernel_all_reduce_one_shot,
     "two shot": sums.kernel_all_reduce_two_shot,
-    "reduce-scatter": kernels.kernel_reduce_scatter,
-    "all-gather": kernels.kernel_all_gather,
+    "reduce-scatter": protocol.kernel_reduce_scatter,
+    "all-gather": protocol.kernel_all_gather,
 }
 PUSHED = {"add": pushed.kernel_add_pushed, "copy": pushed.kernel_copy_pushed}
 # The number of programs is not known to the compiler: one of each of the others.

@@ -22,8 +22,7 @@ from tests.distributed.collective_calls import (
 )
 from tests.distributed.compiled_ahead import compiled_ahead
 from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
-from triton_dist.kernels.common.exchange import kernels as exchange_kernels
-from triton_dist.kernels.common.exchange import packets, sums
+from triton_dist.kernels.common.exchange import packets, protocol, sums
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
 from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.peers import count_in, flag_value
@@ -119,7 +118,7 @@ def late_readers(op: str) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     names = [name for name in WAYS[op] if name != "copy_engine"]
     calls = Calls(op, ROOM)
-    flags, lines, late = exchange_kernels.await_peers, packets.await_lines, [0]
+    flags, lines, late = protocol.await_peers, packets.await_lines, [0]
 
     def sleep(seconds: float) -> None:
         time.sleep(seconds if rank == late[0] else 0.0)
@@ -133,7 +132,7 @@ def late_readers(op: str) -> int:
         sleep(0.1)
         return lines(*args)
 
-    exchange_kernels.await_peers = sums.await_peers = wait_and_sleep
+    protocol.await_peers = sums.await_peers = wait_and_sleep
     packets.await_lines = sleep_and_wait
     for number in range(4 * len(names)):
         late[0] = number // 2 % size

@@ -9,8 +9,8 @@ from tests.distributed.ag_gemm_calls import default_tiles
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, SYMMETRIC, TILED, WAYS, Calls
 from tests.distributed.summed_gemm_ranks import matrix, refusal
-from triton_dist.kernels.common.symmetric_sums import sums_symmetric_memory
 from triton_dist.kernels.nvidia import gemm_ar
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import sums_symmetric_memory
 from triton_dist.runtime.ranks import group_for
 
 

@@ -9,8 +9,7 @@ import triton.language as tl
 
 import triton_dist
 from triton_dist.errors import RankDisagreement, WaitTimeout
-from triton_dist.kernels.common.guard import Disagreements
-from triton_dist.kernels.common.peers import flag_value
+from triton_dist.kernels.common.peers import Disagreements, flag_value
 from triton_dist.kernels.common.slots.epochs import (
     EPOCH,
     GAVE_UP,

@@ -11,7 +11,6 @@ import torch
 from tests.distributed.ag_gemm_calls import LAYOUTS, default_tiles
 from tests.distributed.gemm_ar_calls import WAYS, Calls
 from triton_dist.errors import ContextFinalized
-from triton_dist.kernels.common import symmetric_sums
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.spaces import tiles
 from triton_dist.kernels.common.scatter.partials import chunks_of_row_block, row_block_rows
@@ -67,7 +66,7 @@ def on_a_gpu(monkeypatch):
         shared_memory_bytes=lambda: 232448,
         facts=lambda: {"gpu": "NVIDIA H200"},
     )  # fmt: skip
-    for module in (gemm_allreduce_ways, gemm_op, spaces, symmetric_sums):
+    for module in (gemm_allreduce_ways, gemm_op, spaces):
         monkeypatch.setattr(module, "current_device", lambda: gpu)
 
 

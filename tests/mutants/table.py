@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SIGNALS = "language/signals.py"
-_GUARD = "kernels/common/guard.py"
+_GUARD = "kernels/common/peers.py"
 _EPOCHS = "kernels/common/slots/epochs.py"
 _PROTOCOL = "kernels/common/exchange/protocol.py"
 _TILES = "kernels/common/scatter/tiles.py"

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Generator
 
-from triton_dist.kernels.common.symmetric_sums import two_shot_all_reduce
 from triton_dist.kernels.common.vendor import VendorMethod
+from triton_dist.kernels.nvidia.gemm_allreduce.ways import two_shot_all_reduce
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.peaks import RELATIVE_RATE, Peak
 from triton_dist.tune import AutoTuner

@@ -21,8 +21,8 @@ from triton_dist.kernels.common.exchange.buffer import (
     shard_elements,
 )
 from triton_dist.kernels.common.exchange.pushed import Pushed, kernel_add_pushed
-from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded, Launch
+from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.slots.epochs import EpochSlots, InSlots
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.device.transfer import Copy, OwnRows, Step

@@ -13,10 +13,17 @@ import triton
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.exchange import protocol
-from triton_dist.kernels.common.exchange.protocol import Lengths, Packets, Peers, Plan, Slots
-from triton_dist.kernels.common.guard import AWAITED, FLAG, Disagreements, Flags, Guard
+from triton_dist.kernels.common.exchange.protocol import (
+    Lengths,
+    Packets,
+    Peers,
+    Plan,
+    Slots,
+    kernel_all_gather,
+    kernel_reduce_scatter,
+)
 from triton_dist.kernels.common.launch import Launch, Launcher
-from triton_dist.kernels.common.peers import size_in
+from triton_dist.kernels.common.peers import AWAITED, FLAG, Disagreements, Flags, Guard, size_in
 from triton_dist.language.signals import SIZE_BITS
 from triton_dist.runtime import symmetric
 from triton_dist.runtime.addresses import describe_address
@@ -171,6 +178,24 @@ def plan_of(num_ranks: int, shape: Shape, x: torch.Tensor, num_pieces: int = 1) 
     """Constants of an exchange of elements like those of x, as its kernel takes them."""
     lanes = triton.next_power_of_2(num_ranks)
     return Plan(num_ranks, lanes, shape.block_bytes // x.element_size(), num_pieces)
+
+
+def scattering(addend: torch.Tensor, num_ranks: int, shape: Shape) -> tuple[Exchange, torch.Tensor]:
+    """Describe the launch that sums ``addend`` [M, N] over ranks, and where the own rows go, those
+    of one rank; M is a multiple of the ranks."""
+    M, N = addend.shape
+    rows = addend.new_empty((M // num_ranks, N))
+    return Exchange(kernel_reduce_scatter, M // num_ranks * N, M * N, shape, M), rows
+
+
+def gathering(
+    shard: torch.Tensor, num_ranks: int, shape: Shape, size: int, rows: torch.Tensor | None = None
+) -> tuple[Exchange, torch.Tensor]:
+    """Describe the launch that gathers ``shard`` [m, N] of all ranks, and where they go: ``rows``,
+    or a new matrix. ``size``: what peers compare."""
+    if rows is None:
+        rows = shard.new_empty((shard.shape[0] * num_ranks, shard.shape[1]))
+    return Exchange(kernel_all_gather, shard.numel(), rows.numel(), shape, size), rows
 
 
 class ExchangeBuffer:

@@ -1,5 +1,5 @@
 """Kernels that add or copy shards that copy engines push, as they come. The rest is as in
-``exchange/kernels.py``.
+``exchange/protocol.py``.
 
 ===============  ======  ========================================  ========================
 argument         dtype   shape                                     who writes

@@ -41,8 +41,7 @@ from triton_dist.kernels.common.exchange.protocol import (
     send_copies,
     tell_ranks,
 )
-from triton_dist.kernels.common.guard import Disagreements
-from triton_dist.kernels.common.peers import folded
+from triton_dist.kernels.common.peers import Disagreements, folded
 from triton_dist.runtime.ranks import group_for
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from triton_dist.kernels.common.guard import Disagreements
+from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.partials import Scattering, Slot, room_for, row_block_rows
 from triton_dist.kernels.common.slots.epochs import SLOTS, EpochSlots, InSlots
 from triton_dist.runtime.device import current_device

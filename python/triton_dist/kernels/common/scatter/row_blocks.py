@@ -20,8 +20,8 @@ import torch.distributed as dist
 import triton
 
 from triton_dist.errors import CaptureInProgress
-from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded
+from triton_dist.kernels.common.peers import Disagreements
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
     Chunks,

@@ -32,11 +32,14 @@ import triton.language as tl
 from triton_dist import language as dl
 from triton_dist._jit import jit
 from triton_dist.debugging import rank_status
-from triton_dist.kernels.common import guard
-from triton_dist.kernels.common.guard import Disagreements, Flags, Guard
 from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.common.peers import GAVE_UP as _GAVE_UP
 from triton_dist.kernels.common.peers import (
     GUARD,
+    GUARD_WORDS,
+    Disagreements,
+    Flags,
+    Guard,
     count_in,
     epoch_at,
     flag_of,
@@ -58,8 +61,8 @@ _LINE = 16  # int64 in a cache line: what has a line of its own is always aligne
 # Control words of a slot's "epoch" line. The first is the flag of the slot's present use: its
 # epoch, and the size of the last call with a peer check. Then comes the guard of its waits.
 EPOCH, _GUARD = 0, GUARD.value
-GAVE_UP = tl.constexpr(_GUARD + guard.GAVE_UP)
-SOUND = tl.constexpr(_GUARD + guard.GUARD_WORDS)  # the last epoch before any wait gave up
+GAVE_UP = tl.constexpr(_GUARD + _GAVE_UP)
+SOUND = tl.constexpr(_GUARD + GUARD_WORDS)  # the last epoch before any wait gave up
 _ONE_EPOCH = tl.constexpr(flag_value(1, 0))
 # The peer check and two kernels of the op may each wait for the limit.
 _WAITS_IN_A_ROW = 3

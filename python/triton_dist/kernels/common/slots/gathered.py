@@ -23,9 +23,8 @@ import triton.language as tl
 
 from triton_dist._jit import jit
 from triton_dist.errors import InvalidArgument
-from triton_dist.kernels.common.guard import Disagreements
 from triton_dist.kernels.common.launch import Bounded, Launch
-from triton_dist.kernels.common.peers import GatheredShards, ShardPush
+from triton_dist.kernels.common.peers import Disagreements, GatheredShards, ShardPush
 from triton_dist.kernels.common.slots import epochs
 from triton_dist.kernels.common.slots.epochs import EpochSlots, Expected, InSlots
 from triton_dist.runtime.device.transfer import AwaitFlag, Copy, OwnRows, SetFlag, Step

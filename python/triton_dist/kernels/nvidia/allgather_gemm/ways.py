@@ -14,8 +14,13 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.context import is_int
-from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, Exchange, Shape, small_shape
-from triton_dist.kernels.common.exchange.kernels import gathering
+from triton_dist.kernels.common.exchange.buffer import (
+    MAX_CTAS,
+    Exchange,
+    Shape,
+    gathering,
+    small_shape,
+)
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.gemm.launch import (
     fits_fused,

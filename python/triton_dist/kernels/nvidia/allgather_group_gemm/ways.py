@@ -15,7 +15,7 @@ import triton
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.exchange.buffer import Exchange, small_shape
-from triton_dist.kernels.common.exchange.kernels import kernel_all_gather
+from triton_dist.kernels.common.exchange.protocol import kernel_all_gather
 from triton_dist.kernels.common.gemm.spaces import most_rows
 from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.moe.product import grouped_product

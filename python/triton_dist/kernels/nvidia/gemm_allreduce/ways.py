@@ -32,15 +32,17 @@ from triton_dist.kernels.common.scatter.packets import InPackets, bytes_of_row
 from triton_dist.kernels.common.scatter.partials import row_block_rows
 from triton_dist.kernels.common.scatter.to_all import TwoShots
 from triton_dist.kernels.common.scatter.ways import InOneLaunch, Overlapped, WholeProduct
-from triton_dist.kernels.common.symmetric_sums import sums_symmetric_memory, two_shot_all_reduce
 from triton_dist.kernels.nvidia.gemm_allreduce.context import (
     SUMMED_BYTES,
     GEMMAllReduceTensorParallelContext,
 )
 from triton_dist.runtime.device import current_device
+from triton_dist.runtime.symmetric.cuda import group_name, has_operator
 
 # Bytes of the product from which on two shots are the default; which one is faster, tuning finds.
 _TWO_SHOT_FROM = 1 << 20
+# Vector of torch's all-reduce in symmetric memory, which does not take other rows well.
+_VECTOR_BYTES = 16
 _CHUNKS, _CHUNKED_TILES = (2, 4), 7
 # Largest first: the first that a product fills is likely the best.
 _LARGE = (Shape(128, 16384), Shape(128, 8192))
@@ -235,6 +237,27 @@ class Collective(WholeProduct[Call]):
     def sum(self, call: Call, product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=call.ctx.group)
         return product
+
+
+def sums_symmetric_memory(dtype: torch.dtype, row_bytes: int) -> bool:
+    """Tell whether ``two_shot_all_reduce`` works on this process's device, for any number of such
+    rows."""
+    fits = dtype in (torch.bfloat16, torch.float32) and row_bytes % _VECTOR_BYTES == 0
+    return fits and current_device().has_async_tp and has_operator("two_shot_all_reduce_out")
+
+
+def two_shot_all_reduce(
+    addend: torch.Tensor, group: dist.ProcessGroup | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of ``addend`` over all ranks, in ``out``, or else in its place. ``addend`` lies in
+    symmetric memory, at the same place on every rank, and is overwritten. All ranks have come when
+    it begins, and nobody reads ``addend`` when it ends."""
+    name = group_name(group)
+    if out is None:
+        torch.ops.symm_mem.two_shot_all_reduce_(addend, "sum", name)
+        return addend
+    torch.ops.symm_mem.two_shot_all_reduce_out(addend, "sum", name, out)
+    return out
 
 
 class SymmetricCollective(WholeProduct[Call]):

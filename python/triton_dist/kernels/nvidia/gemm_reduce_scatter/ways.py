@@ -11,8 +11,13 @@ import torch
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common import vendor
-from triton_dist.kernels.common.exchange.buffer import Exchange, Shape, is_worth_trying, shape_of
-from triton_dist.kernels.common.exchange.kernels import scattering
+from triton_dist.kernels.common.exchange.buffer import (
+    Exchange,
+    Shape,
+    is_worth_trying,
+    scattering,
+    shape_of,
+)
 from triton_dist.kernels.common.gemm import spaces
 from triton_dist.kernels.common.op import Ways
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes

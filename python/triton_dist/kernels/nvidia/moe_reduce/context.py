@@ -12,9 +12,10 @@ from triton_dist.kernels.common.exchange.buffer import (
     ExchangeBuffer,
     Shape,
     bytes_of_parts,
+    gathering,
+    scattering,
     untuned,
 )
-from triton_dist.kernels.common.exchange.kernels import gathering, scattering
 from triton_dist.kernels.common.exchange.sums import (
     ONE_SHOT,
     ONE_SHOT_BYTES,

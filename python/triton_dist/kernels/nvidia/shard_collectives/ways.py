@@ -33,7 +33,7 @@ from triton_dist.kernels.common.exchange.buffer import (
     shape_of,
     untuned,
 )
-from triton_dist.kernels.common.exchange.kernels import kernel_all_gather, kernel_reduce_scatter
+from triton_dist.kernels.common.exchange.protocol import kernel_all_gather, kernel_reduce_scatter
 from triton_dist.kernels.common.exchange.pushed import kernel_add_pushed, kernel_copy_pushed
 from triton_dist.kernels.common.op import AskedWay, OpCall, Ways, check_straggler
 from triton_dist.kernels.common.peers import folded
