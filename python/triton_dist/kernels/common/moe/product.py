@@ -34,7 +34,7 @@ _ALIGNMENT = 16
 
 
 class Blocks(NamedTuple):
-    """What the kernel reads of a ``BlockMap``."""
+    """Parts of a ``BlockMap`` that the kernel reads."""
 
     routes: Any
     tiles: Any
