@@ -10,7 +10,6 @@ from __future__ import annotations
 import __future__
 
 import ast
-import copy
 import functools
 import gc
 import hashlib
@@ -19,6 +18,7 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 _FUTURE = __future__.annotations.compiler_flag
@@ -43,35 +43,57 @@ class Import(NamedTuple):
 class Statement:
     """A statement and the names in it, dotted ones as ``a.b``.
 
-    Args:
-        headers: conditions of the ``if`` and ``try`` statements that it is in.
-        globals_: names that functions in it have no local variable for.
+    Attributes:
+        binds: names that it binds when the module is imported.
+        changes: names whose attributes or items it assigns then.
+        calls: names of which it calls a method: ``A.append(1)``, ``@A.register``.
+        given: names that a call may change: ``fill(A)``.
+        runs: functions that it calls, and base classes.
+        stored: names that functions in it change when they run.
+        reads: names that it reads, in functions too; ``a.b*``: attributes of ``a`` that begin so.
+        imports, inner_imports: imported names, of the module and of functions in it.
+        aliases: pairs of names that may stand for one object.
+        values: expressions that it binds names to.
     """
 
     def __init__(self, node: Any, headers: tuple[Any, ...], globals_: set[str]) -> None:
-        self.node, self.headers = node, headers
+        """``headers``: conditions that it is under; ``globals_``: names in its functions that the
+        compiler does not take for local."""
         self.line, self.end = _first_line(node), node.end_lineno
+        self.shown_line: int = node.lineno
         self.defines: str = getattr(node, "name", "")
+        self.is_function = isinstance(node, _FUNCTIONS)
         self.is_conditional = bool(headers) or isinstance(node, ast.AugAssign)
-        self.binds: set[str] = set()
-        self.changes: set[str] = set()  # names whose attributes or items it assigns
-        self.calls: set[str] = set()  # names of which it calls a method: A.append(1), @A.register
-        self.given: set[str] = set()  # names that a call may change: fill(A)
-        self.runs: set[str] = set()  # functions that it calls, and base classes
-        self.stored: set[str] = set()  # names that functions in it change when they run
-        self.nonlocals: set[str] = set()
-        self.reads: set[str] = set()  # also a.b*: attributes of a that begin with b
-        self._inner_reads: set[str] = set()  # by functions in it
+        self.binds, self.changes, self.calls, self.given = (set[str]() for _ in range(4))
+        self.runs, self.stored, self.nonlocals, self.reads = (set[str]() for _ in range(4))
         self.imports: dict[str, Import] = {}
-        self.inner_imports: dict[str, Import] = {}  # by functions in it, when they run
+        self.inner_imports: dict[str, Import] = {}
         self.registers_subclasses = False
-        self.aliases: list[tuple[str, str]] = []  # names that may stand for one object
-        self.values: dict[str, ast.expr] = {}  # expressions that it binds names to
-        self.origins: list[str] = []  # of the imported names that it reads
-        for part in (*headers, node):
-            self._scan(part, False)
+        self.aliases: list[tuple[str, str]] = []
+        self.values: dict[str, ast.expr] = {}
+        inner_reads, tokens = set[str](), list[object]()
+        ahead: list[tuple[Any, bool]] = [([*headers, node], False)]
+        while ahead:
+            part, later = ahead.pop()  # later: when a function is called, not at the import
+            if isinstance(part, list):
+                tokens.append(len(part))
+                ahead += [(each, later) for each in reversed(part)]
+            elif isinstance(part, ast.AST):
+                tokens.append(part.__class__.__name__)
+                self._scan(part, later, inner_reads if later else self.reads)
+                is_definition = isinstance(part, (*_DEFINITIONS, ast.Lambda))
+                for field in _fields(part.__class__):  # type: ignore[arg-type]
+                    value: Any = getattr(part, field, None)
+                    if is_definition and field == "body":
+                        value = _without_docstring(value)
+                        ahead.append((value, later or not isinstance(part, ast.ClassDef)))
+                    else:
+                        ahead.append((value, later))
+            else:
+                tokens.append(part)
+        self.digest = digest(tokens)
         names = globals_ | self.inner_imports.keys()
-        self.reads |= {each for each in self._inner_reads if _root(each) in names}
+        self.reads |= {each for each in inner_reads if _root(each) in names}
         self.stored = {each for each in self.stored if _root(each) in names}
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -81,17 +103,12 @@ class Statement:
         elif isinstance(node, ast.For):
             self._alias([node.target, *getattr(node.iter, "elts", ())])
 
-    @functools.cached_property
-    def digest(self) -> str:
-        return digest([*_tokens([*self.headers, self.node]), *self.origins])
-
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         self._alias([target, value])
         if isinstance(target, ast.Name):
             self.values[target.id] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
-            parts = getattr(value, "elts", ())
-            for each, part in zip(target.elts, parts, strict=False):
+            for each, part in zip(target.elts, getattr(value, "elts", ()), strict=False):
                 self._assign(each, part)
             if isinstance(value, ast.Call):  # of ``setter, getter = make()`` one may change both
                 self._alias(target.elts)
@@ -100,26 +117,27 @@ class Statement:
         names = [each.id for each in nodes if isinstance(each, ast.Name)]
         self.aliases += [(names[0], other) for other in names[1:]]
 
-    def _scan(self, node: Any, later: bool) -> None:
-        """Collect the names in a part. ``later``: it runs when a function is called, not when the
-        module is imported."""
-        kind: Any = node.__class__
-        inner: tuple[ast.AST, ...] = ()
-        if isinstance(node, (str, type(None))):
-            return
+    def _scan(self, node: Any, later: bool, reads: set[str]) -> None:
+        """Collect the names in a node itself."""
+        kind = node.__class__
+        stores = self.stored if later else self.changes
         if kind is ast.Name:
             if isinstance(node.ctx, ast.Load):
-                self._read(node.id, later)
+                reads.add(node.id)
             elif not later:
                 self.binds.add(node.id)
-            return
-        if kind is ast.Attribute:
-            self._attribute(node, later)
+        elif kind is ast.Attribute:
+            if chain := dotted(node):  # ``module.__dict__[name]`` may read any attribute
+                reads.add(chain.removesuffix("__dict__") + "*" * (node.attr == "__dict__"))
+            elif dotted(getattr(node.value, "value", None)) == "sys.modules":
+                reads.add(node.attr)  # sys.modules[__name__].name
+            if not isinstance(node.ctx, ast.Load):
+                stores.add(chain or root_of(node))
         elif kind is ast.Subscript:
             if not isinstance(node.ctx, ast.Load):
-                self._store(node.value, later)
+                stores.add(dotted(node.value) or root_of(node))
         elif kind is ast.Call:
-            self._call(node, later)
+            self._call(node, later, reads)
         elif kind is ast.Expr:
             call = node.value
             if not later and isinstance(call, ast.Call) and _method(call) not in _USES:
@@ -127,48 +145,32 @@ class Statement:
                 self.given |= {root_of(each) for each in given}
         elif kind is ast.Import or kind is ast.ImportFrom:
             self._import(node, later)
-        elif kind is ast.Global:
-            self.stored.update(node.names)
-        elif kind is ast.Nonlocal:
-            self.nonlocals.update(node.names)
-        elif kind in _FUNCTIONS or kind is ast.ClassDef:
-            if kind is ast.Lambda:
-                inner = (node.body,)
-            else:
-                self._definition(node, later)
-                inner = () if kind is ast.ClassDef else tuple(node.body)
-        for each in ast.iter_child_nodes(node):
-            self._scan(each, later or each in inner)
+        elif kind is ast.Global or kind is ast.Nonlocal:
+            (self.stored if kind is ast.Global else self.nonlocals).update(node.names)
+        elif kind in _DEFINITIONS:
+            if kind is ast.ClassDef:
+                self.runs.update(map(dotted, node.bases))
+                self.registers_subclasses |= "metaclass" in {each.arg for each in node.keywords}
+            self.registers_subclasses |= node.name == "__init_subclass__"
+            if not later:
+                self.binds.add(node.name)
+                callees = [getattr(each, "func", each) for each in node.decorator_list]
+                self.runs.update(map(dotted, callees))
+                self.calls |= {root_of(x) for x in callees if isinstance(x, ast.Attribute)}
 
-    def _read(self, chain: str, later: bool) -> None:
-        (self._inner_reads if later else self.reads).add(chain)
-
-    def _store(self, node: ast.AST, later: bool, name: str = "") -> None:
-        """Note that what an expression stands for, or its attribute, is changed in place."""
-        (self.stored if later else self.changes).add((dotted(node) or root_of(node)) + name)
-
-    def _attribute(self, node: ast.Attribute, later: bool) -> None:
-        if chain := dotted(node):
-            # ``module.__dict__[name]`` may read any attribute.
-            self._read(chain.removesuffix("__dict__") + "*" * (node.attr == "__dict__"), later)
-        elif dotted(getattr(node.value, "value", None)) == "sys.modules":
-            self.reads.add(node.attr)  # sys.modules[__name__].name
-        if not isinstance(node.ctx, ast.Load):
-            self._store(node, later)
-
-    def _call(self, node: ast.Call, later: bool) -> None:
+    def _call(self, node: ast.Call, later: bool, reads: set[str]) -> None:
         name, method, first = dotted(node.func), _method(node), [*node.args, None][0]
+        stores = self.stored if later else self.changes
         if not later:
             self.runs.add(name)
             if method and method not in _USES:
                 self.calls.add(root_of(node.func))
         elif method in _MUTATORS:
-            self._store(node.func.value, later)  # type: ignore[attr-defined]
+            stores.add(name.rpartition(".")[0] or root_of(node.func))
         if name in ("getattr", "setattr") and len(node.args) > 1 and (place := dotted(first)):
-            attribute = f".{_beginning(node.args[1])}"
-            self._read(place + attribute, later)
+            reads.add(f"{place}.{_beginning(node.args[1])}")
             if name == "setattr":
-                self._store(node.args[0], later, attribute)
+                stores.add(f"{place}.{_beginning(node.args[1])}")
         elif name in ("globals", "vars"):
             self.reads.add("*" if first is None else f"{dotted(first)}.*")
         elif name.endswith("import_module") and first is not None:
@@ -187,40 +189,19 @@ class Statement:
                 found[_root(name)] = Import(_root(name))
         self.binds |= set() if later else found.keys()
 
-    def _definition(self, node: Any, later: bool) -> None:
-        if isinstance(node, ast.ClassDef):
-            self.runs.update(map(dotted, node.bases))
-            self.registers_subclasses |= "metaclass" in {each.arg for each in node.keywords}
-        self.registers_subclasses |= node.name == "__init_subclass__"
-        if not later:
-            self.binds.add(node.name)
-            callees = [getattr(each, "func", each) for each in node.decorator_list]
-            self.runs.update(map(dotted, callees))
-            self.calls |= {root_of(each) for each in callees if isinstance(each, ast.Attribute)}
 
-
-def _tokens(node: Any) -> Iterator[object]:
-    """The syntax tree without docstrings, in one line."""
-    if isinstance(node, list):
-        yield len(node)
-        for each in node:
-            yield from _tokens(each)
-    elif isinstance(node, ast.AST):
-        yield node.__class__.__name__
-        for field in _fields(node.__class__):  # type: ignore[arg-type]
-            value: Any = getattr(node, field, None)
-            if field == "body" and isinstance(node, _DEFINITIONS):
-                has_text = ast.get_docstring(node, clean=False) is not None
-                value = (value[1:] or [ast.Pass()]) if has_text else value
-            if field != "type_params" or value:  # new in Python 3.12
-                yield from _tokens(value)
-    else:
-        yield node
+def _without_docstring(body: Any) -> Any:
+    first = body[0] if isinstance(body, list) else None
+    if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+        return body[1:] or [ast.Pass()]
+    return body
 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(each for each in kind._fields if each not in ("ctx", "kind", "type_comment"))
+    """Fields that count; ``type_params`` are new in Python 3.12, and seldom used in 3.13."""
+    left_out = ("ctx", "kind", "type_comment", "type_params")
+    return tuple(each for each in kind._fields if each not in left_out)
 
 
 def digest(parts: Iterable[object]) -> str:
@@ -280,11 +261,12 @@ class File:
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
-        tree, code = _parse("".join(lines))
+        tree = ast.parse("".join(lines))  # not kept: it is large
+        code = compile(tree, "", "exec", dont_inherit=True)
         self._codes = [*with_inner(code)][1:]
         self._set_of_codes = {each for _, each in self._codes}
-        self.imports: dict[str, set[Import]] = {}
         self.statements = [self._statement(*each) for each in _leaves(tree.body)]
+        self.imports: dict[str, set[Import]] = {}
         for each in self.statements:
             each.binds &= {*code.co_names}  # not what a comprehension binds
             for name, found in each.imports.items():
@@ -298,17 +280,18 @@ class File:
         first = first or _first_line(node)
         codes = [x for _, x in self._codes if first <= x.co_firstlineno <= node.end_lineno]
         names = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
-        return self._with_imports(Statement(node, headers, names))
+        return Statement(node, headers, names)
 
     def _with_imports(self, statement: Statement) -> Statement:
-        """``statement``, whose digest covers where the names that it reads are imported from."""
+        """Make the digest cover where the names that the statement reads are imported from."""
         read = sorted(roots(statement.reads) & self.imports.keys())
-        statement.origins = [f"{root} {sorted(map(repr, self.imports[root]))}" for root in read]
+        origins = [f"{root} {sorted(map(repr, self.imports[root]))}" for root in read]
+        statement.digest = digest([statement.digest, *origins])
         return statement
 
     def _index(self) -> None:
         defined = {each.defines: each for each in self.statements if each.defines}
-        functions = {name for name, each in defined.items() if isinstance(each.node, _FUNCTIONS)}
+        functions = {name for name, each in defined.items() if each.is_function}
         bound = {name for each in self.statements for name in each.binds}
         changes: dict[str, list[Statement]] = {}
         for each in map(self._with_imports, self.statements):
@@ -348,7 +331,7 @@ class File:
         if code not in self._set_of_codes and (around := self.around(code.co_firstlineno)):
             # A notebook compiles each statement by itself, and without the imports before it
             # calls of functions in modules have other instructions.
-            node, flags = ast.Module([around.node], []), code.co_flags & _FUTURE
+            node, flags = ast.Module([self._leaf(around)[0]], []), code.co_flags & _FUTURE
             alone = compile(node, "", "exec", flags, dont_inherit=True)
             self._set_of_codes |= {each for _, each in with_inner(alone)}
         return code in self._set_of_codes
@@ -366,53 +349,59 @@ class File:
     ) -> Statement | None:
         """The definition of ``code`` alone, of a function or lambda inside a statement, without
         some decorators."""
-        place = code.co_firstlineno, code.co_name
-        nodes = [
-            each
-            for name, each in self._definitions()
-            if (_first_line(each), name.rpartition(".")[2]) == place
-        ]
-        codes = [x for _, x in self._codes if (x.co_firstlineno, x.co_name) == place]
+        line, name = code.co_firstlineno, f".{code.co_name}"
+        found = self.definitions(lambda x, at: at == line and f".{x}".endswith(name), is_dropped)
+        codes = [x for path, x in self._codes if x.co_firstlineno == line and path.endswith(name)]
         # Several lambdas may be in one line.
-        index = codes.index(code) if code in codes and len(codes) == len(nodes) else 0
-        return (
-            self._statement(_without(nodes[index], place[0], is_dropped), (), place[0])
-            if nodes
-            else None
-        )
+        index = codes.index(code) if code in codes and len(codes) == len(found) else 0
+        return found[index] if found else None
 
-    def definitions(self, name: str) -> list[Statement]:
-        """All definitions with this qualified name."""
-        return [self._statement(node) for full, node in self._definitions() if full == name]
+    def definitions(
+        self,
+        is_wanted: Callable[[str, int], bool],
+        is_dropped: Callable[[ast.expr], bool] = lambda decorator: False,
+    ) -> list[Statement]:
+        """Functions, lambdas and classes alone, without some decorators, in the order of the file.
 
-    def lines_of(self, name: str) -> list[int]:
-        """The first lines of definitions with this qualified name."""
-        return [_first_line(node) for full, node in self._definitions() if full == name]
+        Args:
+            is_wanted: called with a qualified name and the first line.
+        """
+
+        def inside(node: Any, prefix: str) -> Iterator[Any]:
+            if isinstance(node, (*_DEFINITIONS, ast.Lambda)):
+                name = prefix + getattr(node, "name", "<lambda>")
+                if is_wanted(name, _first_line(node)):
+                    yield node
+                prefix = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
+            for each in ast.iter_child_nodes(node):
+                yield from inside(each, prefix)
+
+        with _quiet_parsing():
+            nodes = [*inside(ast.parse("".join(self.lines)), "")]
+            nodes.sort(key=lambda node: (node.lineno, node.col_offset))
+            places = [(node, _first_line(node)) for node in nodes]
+            return [
+                self._with_imports(self._statement(_without(node, line, is_dropped), (), line))
+                for node, line in places
+            ]
 
     def without(
         self, statement: Statement, line: int, is_dropped: Callable[[ast.expr], bool]
     ) -> Statement:
         """``statement`` without some decorators of the function that begins in ``line``."""
-        node = _without(statement.node, line, is_dropped)
-        return self._statement(node, statement.headers, statement.line)
+        node, headers = self._leaf(statement)
+        node = _without(node, line, is_dropped)
+        return self._with_imports(self._statement(node, headers, statement.line))
 
-    def _definitions(self) -> list[tuple[str, Any]]:
-        """Functions, lambdas and classes, with their qualified names, in the order of the file."""
-
-        def inside(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
-            if isinstance(node, (*_DEFINITIONS, ast.Lambda)):
-                name = prefix + getattr(node, "name", "<lambda>")
-                yield name, node
-                prefix = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
-            for each in ast.iter_child_nodes(node):
-                yield from inside(each, prefix)
-
-        found = [pair for each in self.statements for pair in inside(each.node, "")]
-        return sorted(found, key=lambda each: (each[1].lineno, each[1].col_offset))
+    def _leaf(self, statement: Statement) -> tuple[ast.stmt, Any]:
+        """The syntax tree of a statement, and its conditions."""
+        with _quiet_parsing():
+            leaves = _leaves(ast.parse("".join(self.lines)).body)
+            return next(each for each in leaves if each[0].end_lineno == statement.end)
 
 
 def _without(node: Any, line: int, is_dropped: Callable[[ast.expr], bool]) -> Any:
-    node = copy.deepcopy(node)
+    """``node``, which is changed."""
     for each in ast.walk(node):
         if getattr(each, "decorator_list", ()) and _first_line(each) == line:
             each.decorator_list = [x for x in each.decorator_list if not is_dropped(x)]  # type: ignore[attr-defined]
@@ -434,26 +423,27 @@ def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[ast.s
             yield node, headers
 
 
-_parsing = threading.Lock()
+_parsing = threading.RLock()
 """Python 3.11 raises ``SystemError`` if threads parse at the same time."""
 
 
 def _forget_lock() -> None:
     """In the child of a fork, where the thread that holds the lock is missing."""
     global _parsing
-    _parsing = threading.Lock()
+    _parsing = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_lock)
 
 
-def _parse(text: str) -> tuple[ast.Module, types.CodeType]:
+@contextmanager
+def _quiet_parsing() -> Iterator[None]:
+    """Parsing makes no garbage, and collections would take half of its time."""
     with _parsing:
         was_enabled = gc.isenabled()
-        gc.disable()  # parsing makes no garbage, and collections take half of its time
+        gc.disable()
         try:
-            tree = ast.parse(text)
-            return tree, compile(tree, "", "exec", dont_inherit=True)
+            yield
         finally:
             if was_enabled:
                 gc.enable()
@@ -472,7 +462,8 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File | None:
     lines = linecache.getlines(path, scope)  # the same list, until size or time of change differ
     if path not in _files or _files[path][0] is not lines:
         try:
-            _files[path] = lines, File(lines) if lines else None
+            with _quiet_parsing():
+                _files[path] = lines, File(lines) if lines else None
         except (SyntaxError, ValueError, RecursionError):
             _files[path] = lines, None
     return _files[path][1]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
-import enum
 import functools
 import importlib.util
 import sys
@@ -36,18 +34,8 @@ from triton_dist._tuning.source.snapshot import CONTAINERS, Snapshot, attribute
 Globals = dict[str, Any]
 """Globals of a module. Two modules of one name, as after a new import, have different ones."""
 _NONE: dict[str, Any] = {}
-_COMPUTED = "it is computed when the program runs"
-_CHANGES = "it changes as the program runs"
-_PURE = (
-    *(abs, bool, bytes, complex, dict, float, frozenset, int, len, list, max, min, pow, range),
-    *(round, set, str, sum, tuple),
-)
-_CONSTANT = (
-    *(ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp),
-    *(ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr),
-    *(ast.FormattedValue, ast.Name),
-)
-"""Expressions that may be computed from the source alone."""
+_LOOK_UPS = (ast.Call, ast.Attribute, ast.Subscript, ast.Await, ast.comprehension)
+"""Parts of expressions whose value may differ by process."""
 
 
 class Slice:
@@ -121,7 +109,7 @@ class Slice:
             self.name(scope, top)
             return self.label(scope, top)
         elif label not in self.digests:
-            self._enter(label, file.definitions(name), scope)
+            self._enter(label, file.definitions(lambda x, _: x == name), scope)
             for each in methods:
                 self.given.closure(each, ())
         return label
@@ -267,57 +255,37 @@ class Slice:
         return self._loaded[id(scope)] or (bool(own) and all(map(file.has, own)))
 
     def _constant(self, scope: Globals, name: str, value: Any, found: list[Statement]) -> None:
-        """Note the value of a global, which another module may have set. It counts if the source
-        tells it, as then all ranks have it."""
+        """Note the value of a global, which another module may have set. It counts if it stands in
+        the source, as then all ranks have it."""
         binding = [each for each in found if name in each.binds]
         nodes = [each.values.get(name) for each in binding]
         callees = [_value(scope, dotted(x.func)) for x in nodes if isinstance(x, ast.Call)]
         is_marked = any(attribute(each, "marks_a_constant", False) for each in callees)
+        if type(value).__name__ == "constexpr":
+            value = value.value
+            nodes = [x.args[0] if isinstance(x, ast.Call) and x.args else None for x in nodes]
         if isinstance(value, CONTAINERS) and not is_marked:
             return
         try:
-            text = text_of(value.value if type(value).__name__ == "constexpr" else value)
+            text = text_of(value)
         except TypeError:
             return
-        unique, constants = self.constants.name(name, scope), self.constants
-        is_one = len(binding) == 1 and not binding[0].is_conditional
+        parts = [x for node in nodes if node is not None for x in ast.walk(node)]
+        file, unique = self._file(scope), self.constants.name(name, scope)
+        is_stored = file is not None and name in roots(file.stored)
         if (id(scope), name) in self._changing:
-            constants.uncounted[unique] = _CHANGES
-        elif is_marked or (is_one and self._is_constant(nodes, name, scope)):
-            constants.literal[unique] = text
-        elif self._is_constant(nodes, name, scope):
-            constants.bound[unique] = text
+            self.constants.uncounted[unique] = "it changes as the program runs"
+        elif is_marked:
+            self.constants.literal[unique] = text
+        elif is_stored or None in nodes or any(isinstance(x, _LOOK_UPS) for x in parts):
+            if isinstance(value, (bool, int, float, complex, str, bytes, tuple, types.NoneType)):
+                self.constants.uncounted[unique] = "it is computed when the program runs"
+        elif any(isinstance(each, ast.Name) for each in parts):
+            pass  # what it is computed from is noted
+        elif len(binding) == 1 and not binding[0].is_conditional:
+            self.constants.literal[unique] = text
         else:
-            constants.uncounted[unique] = _COMPUTED
-
-    def _is_constant(self, nodes: list[ast.expr | None], name: str, scope: Globals) -> bool:
-        """True if expressions that a global is bound to are made of literals and constants."""
-        file, known = self._file(scope), [node for node in nodes if node is not None]
-        if file is None or not known or len(known) < len(nodes) or name in roots(file.stored):
-            return False
-        for part in (each for node in known for each in ast.walk(node)):
-            if isinstance(part, ast.Call):
-                is_constant = _is_value(_value(scope, dotted(part.func)))
-            elif isinstance(part, ast.Attribute):  # torch.int8 and math.pi, not os.environ
-                value = _value(scope, dotted(part))
-                is_constant = isinstance(value, (int, float, type, enum.Enum)) or (
-                    type(value).__module__ in ("torch", "triton.language.core")
-                )
-            elif isinstance(part, ast.Name) and part.id != name:
-                value = _value(scope, part.id)
-                is_library = isinstance(value, types.ModuleType) and self.library.has(value)
-                found = [each for each in file.of(part.id) if part.id in each.binds]
-                inner = [each.values.get(part.id) for each in found]
-                is_constant = is_library or _is_value(value) or (
-                    len(found) == 1
-                    and not found[0].is_conditional
-                    and self._is_constant(inner, part.id, scope)
-                )  # fmt: skip
-            else:
-                is_constant = not isinstance(part, ast.expr) or isinstance(part, _CONSTANT)
-            if not is_constant:
-                return False
-        return True
+            self.constants.bound[unique] = text
 
     def _file(self, scope: Globals) -> File | None:
         """The file of a module. Each is looked at once in a slice."""
@@ -357,14 +325,6 @@ def _value(scope: Globals, chain: str) -> Any:
     for part in path:
         value = attribute(value, part)
     return value
-
-
-def _is_value(value: Any) -> bool:
-    """True for functions and classes whose result follows from their arguments."""
-    if not isinstance(value, type):
-        return any(value is each for each in _PURE)
-    is_data = issubclass(value, (enum.Enum, tuple)) or dataclasses.is_dataclass(value)
-    return value in _PURE or is_data or value.__name__ in ("constexpr", "dtype")
 
 
 def _is_tuner(scope: Globals, decorator: ast.expr) -> bool:

@@ -93,24 +93,32 @@ class _Files:
     def changes(self, file: File, owner: str, name: str, recorded: list[str]) -> Iterator[str]:
         """Yield sentences about the statements of one label."""
         inner = "<" in name  # a function inside another one, of which there may be several
-        found = file.definitions(name) if inner else file.of(name)
+        found = file.definitions(lambda x, _: x == name) if inner else file.of(name)
         now = [each for each in found if name not in each.imports]
         new = [each for each in now if not self._is_recorded(file, each, recorded)]
         if not now or (not new and len(now) < len(recorded)):
             yield f"source: {self._full(owner)}: a statement that sets {name} is gone"
         for each in new if not inner or len(new) == len(now) else ():
-            line = each.node.lineno
+            line = each.shown_line
             yield f"source: {self._full(owner)}:{line} changed: {file.lines[line - 1].strip()}"
 
     def _is_recorded(self, file: File, statement: Statement, recorded: list[str]) -> bool:
         """Tell whether a statement is as it was. Some decorators of the function, those of the
         tuner, were left out of its digest; which ones only a value could tell."""
-        if statement.digest in recorded:
-            return True
-        for line in file.lines_of(self._function) if file is self._home_file else ():
+        if statement.digest in recorded or file is not self._home_file:
+            return statement.digest in recorded
+        for own in file.definitions(lambda name, _: name == self._function):
+            if not statement.line <= own.line <= statement.end:
+                continue
             for dropped in itertools.product((True, False), repeat=4):
-                order = itertools.cycle(dropped)
-                other = file.without(statement, line, lambda _: next(order))  # noqa: B023
-                if other.digest in recorded:
+                order, line = itertools.cycle(dropped), own.line
+                if statement in file.statements:
+                    others = [file.without(statement, line, lambda _: next(order))]  # noqa: B023
+                else:
+                    others = file.definitions(
+                        lambda name, at: (name, at) == (self._function, line),  # noqa: B023
+                        lambda _: next(order),  # noqa: B023
+                    )
+                if any(each.digest in recorded for each in others):
                     return True
         return False
