@@ -67,6 +67,9 @@ class Launcher:
     def handed_over(self, *arguments: str, **variables: str) -> list[str]:
         result = self(*arguments, **variables)
         assert result.returncode == 0, result.stderr
+        return self.recorded()
+
+    def recorded(self) -> list[str]:
         return (self.folder / "arguments").read_text().split("\0")[:-1]
 
     def exported(self) -> dict[str, str]:
@@ -91,86 +94,83 @@ def test_arguments_reach_the_script_as_they_are(launch: Launcher) -> None:
     assert handed_over[handed_over.index("script.py") + 1 :] == arguments
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        ["--nproc_per_node=3"],
-        ["--nproc_per_node", "3"],
-        ["--nproc-per-node=3"],
-        ["--nproc-per-node", "3"],
-    ],
-)
-def test_number_of_ranks(launch: Launcher, form: list[str]) -> None:
-    assert option(launch.handed_over(*form, "script.py"), "nproc_per_node") == "3"
+ALL_4 = "device: cuda, 4 rank(s)"
+ON_CPU = "device: cpu, 2 rank(s)"
+# GPUs of the host, arguments before the script, variables; number of ranks, and where they are.
+PLACED: list[tuple[int, list[str], dict[str, str], str, str]] = [
+    (0, [], {}, "2", ON_CPU),
+    (0, ["--nproc_per_node=3"], {}, "3", "device: cpu, 3 rank(s)"),
+    (0, ["--nproc_per_node", "3"], {}, "3", "device: cpu, 3 rank(s)"),
+    (0, ["--nproc-per-node=3"], {}, "3", "device: cpu, 3 rank(s)"),
+    (0, ["--nproc-per-node", "3"], {}, "3", "device: cpu, 3 rank(s)"),
+    (4, [], {}, "4", ALL_4),
+    (4, [], {"CUDA_VISIBLE_DEVICES": "0,2"}, "2", "device: cuda, 2 rank(s)"),
+    (4, [], {"CUDA_VISIBLE_DEVICES": "3"}, "1", "device: cuda, 1 rank(s)"),
+    (4, [], {"CUDA_VISIBLE_DEVICES": ""}, "2", ON_CPU),
+    (4, [], {"CUDA_VISIBLE_DEVICES": "-1"}, "2", ON_CPU),
+    (4, [], {"TRITON_DIST_DEVICE": "cpu"}, "2", ON_CPU),
+    (1, ["--share-gpus", "--nproc_per_node=4"], {}, "4", "4 rank(s), up to 4 per GPU"),
+    (1, ["--nproc_per_node=2", "--share_gpus"], {}, "2", "2 rank(s), up to 2 per GPU"),
+    (2, ["--share-gpus", "--nproc_per_node=3"], {}, "3", "3 rank(s), up to 2 per GPU"),
+    (1, ["--share-gpus"], {}, "2", "2 rank(s), up to 2 per GPU"),
+    (1, ["--nproc_per_node=3"], {"TRITON_DIST_SHARE_GPUS": " True"}, "3", "up to 3 per GPU"),
+    (4, ["--share-gpus", "--nproc_per_node=2"], {}, "2", "device: cuda, 2 rank(s)"),
+    (4, ["--share-gpus"], {}, "4", ALL_4),
+    (1, [], {"TRITON_DIST_DEVICE": "cpu", "TRITON_DIST_SHARE_GPUS": "1"}, "2", ON_CPU),
+]
 
 
-def test_two_cpu_ranks_without_gpus(launch: Launcher) -> None:
-    assert option(launch.handed_over("script.py"), "nproc_per_node") == "2"
+@pytest.mark.parametrize(("gpus", "arguments", "variables", "ranks", "said"), PLACED)
+def test_where_and_how_many_ranks_are(
+    launch: Launcher,
+    gpus: int,
+    arguments: list[str],
+    variables: dict[str, str],
+    ranks: str,
+    said: str,
+) -> None:
+    if gpus:
+        launch.gpus(gpus)
+    result = launch(*arguments, "script.py", **variables)
+    assert said in result.stderr
+    assert gpus or "because there is no nvidia-smi on PATH" in result.stderr
+    assert option(launch.recorded(), "nproc_per_node") == ranks
     exported = launch.exported()
-    assert (exported["TRITON_INTERPRET"], exported["TRITON_DIST_DEVICE"]) == ("1", "cpu")
-    assert exported["OMP_NUM_THREADS"] == "1"
-    assert exported["PYTHONPATH"] == str(ROOT / "python")
-    assert "device: cpu, 2 rank(s)" in launch("script.py").stderr
-    assert "because there is no nvidia-smi on PATH" in launch("script.py").stderr
-
-
-def test_one_rank_per_gpu(launch: Launcher) -> None:
-    launch.gpus(4)
-    handed_over = launch.handed_over(
-        "script.py",
-        TRITON_DIST_DEVICE="cuda",
-        TRITON_INTERPRET="1",
-        NCCL_NVLS_ENABLE="0",
-        TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
+    on_cpu = "cpu" if "device: cpu" in said else None
+    assert (exported.get("TRITON_INTERPRET"), exported.get("TRITON_DIST_DEVICE")) == (
+        "1" if on_cpu else None,
+        on_cpu,
     )
-    assert option(handed_over, "nproc_per_node") == "4"
+    asked = variables.get("TRITON_DIST_SHARE_GPUS") if on_cpu else None
+    assert exported.get("TRITON_DIST_SHARE_GPUS") == ("1" if "per GPU" in said else asked)
+    assert exported.get("OMP_NUM_THREADS") == ("1" if on_cpu else None)
+
+
+def test_settings_of_ranks_on_gpus(launch: Launcher) -> None:
+    launch.gpus(2)
+    given = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    asked = {"TRITON_DIST_DEVICE": "cuda", "TRITON_INTERPRET": "1"}
+    assert "ignoring TRITON_INTERPRET=1, because" in launch("script.py", **given, **asked).stderr
     exported = launch.exported()
     assert "TRITON_INTERPRET" not in exported
+    assert given.items() <= exported.items()
     assert exported["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert (exported["NCCL_NVLS_ENABLE"], exported["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == (
-        "0",
-        "1",
-    )
-    asked = {"TRITON_DIST_DEVICE": "cuda", "TRITON_INTERPRET": "1"}
-    assert "ignoring TRITON_INTERPRET=1, because" in launch("script.py", **asked).stderr
-
-
-def test_settings_of_the_user_win(launch: Launcher) -> None:
-    launch.gpus(2)
+    assert exported["PYTHONPATH"] == str(ROOT / "python")
     launch.handed_over("script.py", CUDA_DEVICE_MAX_CONNECTIONS="8", PYTHONPATH="/mine")
     assert launch.exported()["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert launch.exported()["PYTHONPATH"] == f"{ROOT / 'python'}:/mine"
 
 
-@pytest.mark.parametrize(("visible", "ranks"), [("0,2", "2"), ("3", "1")])
-def test_only_visible_gpus_count(launch: Launcher, visible: str, ranks: str) -> None:
-    launch.gpus(4)
-    assert (
-        option(launch.handed_over("script.py", CUDA_VISIBLE_DEVICES=visible), "nproc_per_node")
-        == ranks
-    )
-
-
-@pytest.mark.parametrize("visible", ["", "-1"])
-def test_no_visible_gpu_means_cpu(launch: Launcher, visible: str) -> None:
-    launch.gpus(4)
-    assert "device: cpu" in launch("script.py", CUDA_VISIBLE_DEVICES=visible).stderr
-
-
-def test_the_cpu_can_be_asked_for_on_a_gpu_host(launch: Launcher) -> None:
-    launch.gpus(4)
-    launch.handed_over("script.py", TRITON_DIST_DEVICE="cpu")
-    assert launch.exported()["TRITON_INTERPRET"] == "1"
-
-
-def test_a_driver_that_does_not_answer_means_cpu(launch: Launcher) -> None:
-    launch.program("nvidia-smi", "echo no devices were found; exit 6")
-    assert "because nvidia-smi fails: no devices were found" in launch("script.py").stderr
-
-
-def test_a_driver_without_gpus_means_cpu(launch: Launcher) -> None:
-    launch.program("nvidia-smi", "echo no devices")
-    assert "because nvidia-smi lists 0 GPU(s)" in launch("script.py").stderr
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [
+        ("echo no devices were found; exit 6", "nvidia-smi fails: no devices were found"),
+        ("echo no devices", "nvidia-smi lists 0 GPU(s)"),
+    ],
+)
+def test_a_driver_without_gpus_means_cpu(launch: Launcher, driver: str, said: str) -> None:
+    launch.program("nvidia-smi", driver)
+    assert f"because {said}" in launch("script.py").stderr
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,7 @@ def test_a_driver_without_gpus_means_cpu(launch: Launcher) -> None:
         (["script.py"], {"NNODES": "two"}, "NNODES=two, expected the number of hosts"),
         (["script.py"], {"NNODES": "2"}, "needs MASTER_PORT"),
         (["script.py"], {"NNODES": "2", "MASTER_PORT": "1"}, "needs MASTER_ADDR"),
+        (["--share-gpus", "script.py"], {}, "but ranks would be on the CPU, because there is no"),
     ],
 )
 def test_mistakes_are_said(
@@ -202,48 +203,6 @@ def test_mistakes_are_said(
     assert result.returncode == 2
     assert message in result.stderr
     assert not (launch.folder / "arguments").exists()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "options", "ranks", "each"),
-    [
-        (1, ["--share-gpus", "--nproc_per_node=4"], "4", "up to 4"),
-        (1, ["--nproc_per_node=2", "--share_gpus"], "2", "up to 2"),
-        (2, ["--share-gpus", "--nproc_per_node=3"], "3", "up to 2"),
-        (1, ["--share-gpus"], "2", "up to 2"),
-    ],
-)
-def test_ranks_share_gpus_if_asked(
-    launch: Launcher, gpus: int, options: list[str], ranks: str, each: str
-) -> None:
-    launch.gpus(gpus)
-    assert option(launch.handed_over(*options, "script.py"), "nproc_per_node") == ranks
-    assert launch.exported()["TRITON_DIST_SHARE_GPUS"] == "1"
-    assert f"device: cuda, {ranks} rank(s), {each} per GPU" in launch(*options, "script.py").stderr
-
-
-def test_with_enough_gpus_nothing_is_shared(launch: Launcher) -> None:
-    launch.gpus(4)
-    handed_over = launch.handed_over("--share-gpus", "--nproc_per_node=2", "script.py")
-    assert option(handed_over, "nproc_per_node") == "2"
-    assert "TRITON_DIST_SHARE_GPUS" not in launch.exported()
-    assert option(launch.handed_over("--share-gpus", "script.py"), "nproc_per_node") == "4"
-
-
-def test_the_variable_asks_for_it_too(launch: Launcher) -> None:
-    launch.gpus(1)
-    asked = {"TRITON_DIST_SHARE_GPUS": " True"}
-    handed_over = launch.handed_over("--nproc_per_node=3", "script.py", **asked)
-    assert option(handed_over, "nproc_per_node") == "3"
-    assert launch.exported()["TRITON_DIST_SHARE_GPUS"] == "1"
-    handed_over = launch.handed_over("script.py", TRITON_DIST_DEVICE="cpu", **asked)
-    assert option(handed_over, "nproc_per_node") == "2"
-
-
-def test_cpu_ranks_share_no_gpu(launch: Launcher) -> None:
-    result = launch("--share-gpus", "script.py")
-    assert result.returncode == 2
-    assert "--share-gpus, but ranks would be on the CPU, because there is no" in result.stderr
 
 
 def test_more_ranks_than_gpus_is_a_mistake(launch: Launcher) -> None:

@@ -1,6 +1,7 @@
 """One probe for each mend of Triton's interpreter: is what it mends right?
 
-Run as a program, it prints the answers of Triton as it is, as JSON: the mends are not installed.
+Run as a program, it prints what is right in Triton as it is, where the mends are not installed; and
+then the digests of ``speed_probes``, mended but not made faster.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_dist.errors import WaitTimeout
+from triton_dist.runtime import interpreter, interpreter_speed
 from triton_dist.runtime.cooperative_grid import pause
 
 
@@ -170,4 +172,10 @@ def is_right(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: is_right(name) for name in PROBES}))
+    right = {name: is_right(name) for name in PROBES}
+    interpreter_speed.install = lambda upstream: None
+    interpreter.install()
+    from tests.runtime import speed_probes
+
+    slow = {**speed_probes.digests(), "refusal": speed_probes.refusal()}
+    print(json.dumps({"right": right, "slow": slow}))

@@ -1,21 +1,15 @@
-"""Kernels with most of what a kernel can say, for the interpreter as it is and made faster.
-
-Run as a program, it prints the digests of Triton's interpreter as it is, mended alone, as JSON.
-"""
+"""Kernels with most of what a kernel can say, for the interpreter as it is and made faster."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 
 import torch
 import triton
 import triton.language as tl
 
-from triton_dist.runtime import interpreter, interpreter_speed, triton_compat
+from triton_dist.runtime import interpreter, triton_compat
 
-if __name__ == "__main__":
-    interpreter_speed.install = lambda upstream: None
 if triton_compat.is_interpreting():  # else tests on GPUs, collected beside, would have no driver
     interpreter.install()
 
@@ -125,7 +119,3 @@ def refusal() -> str:
     except triton.runtime.errors.InterpreterError as error:
         return str(error)
     return "none"
-
-
-if __name__ == "__main__":
-    print(json.dumps({**digests(), "refusal": refusal()}))
