@@ -42,8 +42,8 @@ PEER_STORE = re.compile(r"st\.global\S*")
 KINDS = {
     ("one shot", True): TILES_TO_ALL,
     ("one shot", False): POINTER_TILES_TO_ALL[::2],  # for what descriptors cannot read
-    # The tiles for few rows are those of one shot. These are the largest.
-    ("two shot, one launch", True): tuple(tile_shapes(PERSISTENT_TILES))[:3],
+    # The tiles for few rows are those of one shot. This is the largest.
+    ("two shot, one launch", True): tuple(tile_shapes(PERSISTENT_TILES))[:1],
     ("two shot, one launch", False): tuple(tile_shapes(POINTER_TILES))[:1],
     ("reduce-scatter", True): tuple(tile_shapes(PERSISTENT_TILES))[:1],
     # The kernels of GEMM-ReduceScatter, of which its tests have every tile.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from triton_dist.errors import InvalidArgument
 from triton_dist.kernels.common.vendor import all_gather_matmul, all_gather_rows
-from triton_dist.testing.timing import Samples, captured, interleaved
+from triton_dist.testing.timing import captured, interleaved
 
 
 def time_two_candidates():
@@ -43,13 +43,6 @@ def test_candidates_take_turns_and_the_slowest_rank_counts(spawn_ranks):
 def test_no_round_has_no_samples():
     with pytest.raises(InvalidArgument, match="rounds is 0, expected an int, 1 or more"):
         interleaved({"call": pytest.fail}, rounds=0)
-
-
-def test_median_and_quartiles():
-    samples = Samples((4.0, 1.0, 2.0, 3.0, 100.0))
-    assert samples.median == 3.0
-    first, third = samples.spread
-    assert first < 3.0 < third
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
