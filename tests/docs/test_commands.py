@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import commands
-from tests.docs.markdown import ROOT, all_blocks, blocks
+from tests.docs.markdown import ROOT, all_blocks
 from tests.docs.run_blocks import run_program
 from triton_dist.cli.main import main
 from triton_dist.test.report import NO_TIMES
@@ -31,11 +31,11 @@ NOT_RUN = {
     r".*tune-model ": "tunes for half a minute; tests/layers/test_llm.py runs the verb",
     r"tail ": "looks at the log of a tuning that is stuck",
     r"python -m triton_dist|.*triton-dist \w+ (mypackage|matmul)": "names the reader's functions",
-    r"(bash scripts/launch\.sh|scripts/python) (scale|softmax)\.py|TRITON_INTERPRET=0 scripts/":
+    r"(bash scripts/launch\.sh|scripts/python) (scale|softmax|readme)\.py|TRITON_INTERPRET=0 ":
         "the page's own program, which test_code_blocks and test_programs run",
     r".*bench_(overlap|collectives)\.py( --json \w+\.json)?$|.*--all-candidates|.*--layers all":
         "takes minutes on CPU ranks, as the page says; tests/benchmarks measures less",
-    r".*bench_(any_m|search_quality)\.py":
+    r".*bench_(any_m|first_calls|search_quality)\.py":
         "tests/benchmarks does a part of it",
     r"(bash scripts/launch\.sh|scripts/python) examples/": "tests/examples runs it",
     r".*launch\.sh --help": "tests/architecture/test_scripts.py runs it",
@@ -111,8 +111,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     there = tmp_path_factory.mktemp("clone")
     for name in ("scripts", "benchmarks", "python", "examples", "pyproject.toml", "constraints"):
         (there / name).symlink_to(ROOT / name)
-    readme = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
-    (there / "readme.py").write_text("".join(readme), encoding="utf-8")
     return there
 
 
