@@ -3,8 +3,9 @@
     scripts/python benchmarks/gpu_pages.py gpu-report
 
 draws a page of tables from the JSON of the steps that ``gpu_report.py`` ran, with the commit and
-the day of each step, and says what was not reached: no number is typed by hand. Packs of records in
-the folder are put into those that ship; of a key that both have, the result that was found last.
+the day of each step, and says what was not reached: no number is typed by hand. The records of
+packs in the folder are merged into the records that ship; the latest result of each key is kept.
+A folder of packs alone will do.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from overlap.table import summary_table
 from rich.table import Table
 from rich.text import Text
 
-from triton_dist._tuning.store.archive import COLUMNS
+from triton_dist._archive import Pack
 from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.values.pack import merge
+from triton_dist._tuning.store.packs import COLUMNS
+from triton_dist._tuning.values import merge
 
 PAGE = ROOT / "docs" / "explanation" / "performance-report.md"
 RECORDS = ROOT / "python" / "triton_dist" / "records"
@@ -93,10 +95,10 @@ def put_into_index(page: Path) -> None:
 
 
 def ship(folder: Path, records: Path) -> list[Path]:
-    """Put the packs of the folder into ``records``; the files that were written."""
+    """Merge the records of the packs in the folder into ``records``; return the files written."""
     written = []
-    for path in sorted(folder.glob("*.pack.json")):
-        tree = json.loads(path.read_text("ascii"))
+    packs = [Pack(path) for path in sorted(folder.glob("*.tdpack"))]
+    for tree in [json.loads(each.record(name)) for each in packs for name in each.records]:
         file = records / f"{tree['function']}.{tree['gpu'].replace(' ', '_')}.json"
         shipped = json.loads(file.read_text("ascii")) if file.exists() else {}
         # Results of an earlier version of the op are found no more.
@@ -114,10 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
     parser.add_argument("--records", type=Path, default=RECORDS, help="default: %(default)s")
     options = parser.parse_args(arguments)
-    options.page.write_text(page(options.folder), encoding="utf-8")
-    put_into_index(options.page)
-    for path in [options.page, *ship(options.folder, options.records)]:
-        print(path)
+    written = ship(options.folder, options.records)
+    if (options.folder / "report.json").exists() or not written:
+        options.page.write_text(page(options.folder), encoding="utf-8")
+        put_into_index(options.page)
+        written.append(options.page)
+    print(*written, sep="\n")
     return 0
 
 

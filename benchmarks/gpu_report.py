@@ -126,7 +126,7 @@ def _steps() -> tuple[Step, ...]:
             Step(
                 f"records, {op}", 8,
                 f"{{launch}} benchmarks/tune_layers.py --op {op} && "
-                f"scripts/triton-dist pack {op} --out {{out}}.pack.json",
+                f"scripts/triton-dist pack {op} --out {{out}}.tdpack",
             )
             for op in gemms
         ),

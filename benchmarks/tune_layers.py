@@ -1,7 +1,8 @@
 """Tune an op for the layers of known models, so that its records can be packed and shipped.
 
     bash scripts/launch.sh --nproc_per_node=4 benchmarks/tune_layers.py --op ag_gemm
-    scripts/triton-dist pack ag_gemm --out ag_gemm.NVIDIA_H200.json
+    scripts/triton-dist pack ag_gemm --out tuned/ag_gemm.tdpack
+    scripts/python benchmarks/gpu_pages.py tuned
 
 Powers of two are tuned in full, the ranges between them with what was learned there. Records go to
 ``TRITON_DIST_CACHE_DIR``, as of any call; what is there, or ships, is not tuned again: delete the

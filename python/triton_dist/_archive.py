@@ -1,13 +1,15 @@
-"""Packs with kernels: a zip of tuning records and compiled kernels that says what is in it.
+"""Packs: zip files of tuning records and, optionally, compiled kernels.
 
-``manifest.json``                    what follows, with the SHA-256 of each file
-``records/<function>.<digest>.json`` winners of one function on one model of GPU
-``kernels/<digest>/<file>``          what Triton keeps under that digest: metadata and cubin of a
-                                     kernel, or a native module by which Triton launches kernels
+``manifest.json``                    lists the other files with their SHA-256
+``records/<function>.<digest>.json`` winners of one function on one GPU model
+``kernels/<digest>/<file>``          files in Triton's cache under that digest: metadata and cubin
+                                     of a kernel, or a native module with which Triton launches
 
-Members are sorted and have no dates, so equal contents are equal bytes. Nothing in a pack is
-pickled, and nothing is used before its hash was compared. Who can write a pack can run code on the
-hosts that use it, as with a wheel: hashes tell of damage, not of its author.
+Members are sorted and have no dates, so equal contents give equal bytes. Nothing is pickled, and
+every hash is compared before use. Hashes detect damage, not forgery: like a wheel, a pack can run
+code on the hosts that use it.
+
+The records of the package itself are ``records/`` of a pack, unzipped so that git shows diffs.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ _ARCHITECTURE = {51: 0, 65: 8}
 """Place of the architecture in a cubin's flags, in bits, by ELF's OS ABI: of CUDA 12, and of 13."""
 
 PACKAGE_RECORDS = Path(__file__).parent / "records"
-"""Those that come with triton_dist."""
+"""Records that are part of the package."""
 
 _used: list[Path] = []
 _opened: dict[Path, Pack | None] = {}
@@ -119,29 +121,36 @@ class Contents:
         return file.getvalue()
 
 
-def write(path: Path, contents: Contents) -> int:
-    """Write a pack in one step; return its number of bytes."""
+def write(path: Path, contents: Contents) -> bytes:
+    """Write a pack in one step and return its bytes."""
     data = contents.to_bytes()
     _files.write(path, data)
-    return len(data)
+    return data
+
+
+def contents_in(folder: Path) -> list[Contents]:
+    """Return the contents of all packs in ``folder``. Raises ``PackRefused``."""
+    return [Pack(path).contents() for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
 
 class Pack:
-    """A pack that was opened: its manifest is read and compared with what is in the zip, files are
-    read and checked when they are asked for.
+    """An open pack, whose manifest matches the zip. Files are read and checked on access.
+
+    Args:
+        data: its bytes, read from ``path`` by default.
 
     Raises:
-        PackRefused: it is no pack of this format, or not as its manifest says.
-        OSError: it cannot be read.
+        PackRefused: the file is not a pack of this format, or its manifest does not match.
+        OSError: the file cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
         self.path = path
-        if not path.is_file():
-            path.stat()  # says why, if it is not there
+        if data is None and not path.is_file():
+            path.stat()  # raises FileNotFoundError
             self._refuse("it is no regular file")
         try:
-            self._zip = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+            self._zip = zipfile.ZipFile(io.BytesIO(path.read_bytes() if data is None else data))
         except _DAMAGE as error:
             self._refuse(f"it is no zip, or damaged: {error}")
         self._members = self._checked_members()
@@ -187,12 +196,6 @@ class Pack:
                 self._refuse("it is there twice", name)
             if name != _MANIFEST and not (_RECORD.fullmatch(name) or _KERNEL.fullmatch(name)):
                 self._refuse("a pack has no file of such a name", name)
-            if member.flag_bits & 1:
-                self._refuse("it is encrypted", name)
-            if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
-                self._refuse("it is no regular file, but a link or the like", name)
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                self._refuse(f"it is compressed by method {member.compress_type}", name)
             largest = _LARGEST_JSON if name.endswith(".json") else _LARGEST
             largest = LARGEST_RECORDS if _RECORD.fullmatch(name) else largest
             if member.file_size > largest:
@@ -290,26 +293,31 @@ def pack_places() -> list[Path]:
 
 
 def packs_in(places: Iterable[Path]) -> Iterator[Pack]:
-    """Packs with kernels there; of one that cannot be read there is one warning."""
+    """Yield the packs there; warn once about each that cannot be read."""
     for place in places:
-        names = [place] if place.suffix == SUFFIX else _listed(place)
-        yield from filter(None, map(opened, names))
+        yield from filter(None, map(opened, files_in(place)))
 
 
-def _listed(folder: Path) -> list[Path]:
+def files_in(place: Path, suffix: str = SUFFIX) -> list[Path]:
+    """Return ``place`` if it is a pack, else the files in that folder that end with ``suffix``."""
+    if place.suffix == SUFFIX:
+        return [place]
     try:
-        return sorted(path for path in folder.expanduser().iterdir() if path.suffix == SUFFIX)
-    except (OSError, RuntimeError, ValueError):  # the store of records beside it says so
+        return sorted(path for path in place.expanduser().iterdir() if path.suffix == suffix)
+    except (OSError, RuntimeError, ValueError):  # the store of the records next to it warns
         return []
 
 
 def opened(path: Path) -> Pack | None:
-    """The pack at ``path``, which a process reads once; ``None``, and one warning, if it cannot."""
+    """Return the pack at ``path``, read once per process; warn once and return ``None`` if it
+    cannot be read."""
     if path not in _opened:
+        pack = None
         try:
-            _opened[path] = Pack(path)
-        except (PackRefused, OSError) as error:
-            text = str(error) if isinstance(error, PackRefused) else f"pack {path}: {error}"
-            _opened[path] = None
-            warn(text, CacheWarning)
+            pack = Pack(path)
+        except PackRefused as error:
+            warn(str(error), CacheWarning)
+        except OSError as error:
+            warn(f"pack {path}: {error}", CacheWarning)
+        _opened[path] = pack
     return _opened[path]

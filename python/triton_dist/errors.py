@@ -245,16 +245,18 @@ class NewerSchema(TritonDistError, ValueError):
 
 
 class PackRefused(TritonDistError, ValueError):
-    """A pack with kernels that is damaged, foreign or of a later format, or a member of one.
+    """A pack, or a file in it, is damaged, foreign or of a later format.
 
-    ``pack`` is its path, ``member`` the file in it that is at fault, empty: none in particular.
+    Attributes:
+        pack: path of the pack.
+        member: name of the file in it, or empty.
     """
 
     def __init__(self, pack: str, member: str, reason: str) -> None:
         reason = " ".join(reason.split())  # it may quote the pack
         self.pack, self.member, self.reason = pack, member, reason
         what = f"pack {pack}, member {member!r}," if member else f"pack {pack}"
-        super().__init__(f"{what} is refused: {reason}. Make it again: triton-dist pack --kernels")
+        super().__init__(f"{what} is refused: {reason}. Make it again: triton-dist pack")
 
 
 class KernelNotShipped(TritonDistError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Tuning records and compiled kernels in one file, for hosts that neither tune nor compile.
+"""Record, save and use packs: tuning records and compiled kernels in one file.
 
 with packs.recording() as used:          # in a process that starts anew and finds its records
     step(x)
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from triton_dist import _archive, knobs
-from triton_dist._archive import SUFFIX, Contents, Pack
+from triton_dist._archive import Contents
 from triton_dist._tuning.engine.dispatch import AutoTuner
 from triton_dist._tuning.shared import file_store, read_only_store
 from triton_dist._tuning.store import LayeredStore
-from triton_dist._tuning.store.archive import contents_of, merged, own_records
+from triton_dist._tuning.store.packs import contents_of, merged, own_records
 from triton_dist._tuning.values import Key
 from triton_dist._warn import warn
 from triton_dist.errors import InvalidArgument, NoSuchFunction, TuningWarning
@@ -39,13 +39,12 @@ class Recording:
         self._kept: list[Contents] | None = None
 
     def save(self, path: str | Path, functions: Sequence[AutoTuner] = ()) -> Path:
-        """Write a pack; returns its path. The same contents give the same bytes.
+        """Write a pack and return its path. Equal contents give equal bytes.
 
         Args:
-            path: of the file, by custom ``<something>.tdpack``.
-            functions: tuned functions whose records, of every key and model of GPU that is in the
-                user's cache or a read-only folder, go into it; those that were made when a module
-                had another name, under its present one.
+            path: path of the file, ``<name>.tdpack``.
+            functions: tuned functions whose records are added: all keys and GPU models in the
+                user's cache and the read-only folders, under the module's present name.
 
         Raises:
             NoSuchFunction: a function has no record, or declares no ``version``.
@@ -64,9 +63,7 @@ class Recording:
         return Path(path)
 
     def _kernels(self) -> list[Contents]:
-        if self._kept is not None:
-            return self._kept
-        return [Pack(each).contents() for each in sorted(self._folder.glob(f"*{SUFFIX}"))]
+        return _archive.contents_in(self._folder) if self._kept is None else self._kept
 
     def _close(self) -> None:
         self._kept = self._kernels()
@@ -74,12 +71,11 @@ class Recording:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Within, every kernel that Triton compiles or finds is kept, with the native modules by which
-    it is launched, in all threads of this process; for :meth:`Recording.save`.
+    """Context manager that records every kernel that this process compiles or loads.
 
-    Begin it before the first launch: what is loaded already is not seen, and there is a
-    ``TuningWarning`` then. What a tuning inside tries is kept too, so let the process find its
-    records. Interpreted kernels leave nothing to keep.
+    Enter it before the first launch: kernels that were loaded before are not recorded, with a
+    ``TuningWarning``. Candidates of a tuning inside are recorded too, so tune before. Interpreted
+    kernels are not recorded.
     """
     if not triton_compat.is_interpreting():
         shipped.look_here()
@@ -100,15 +96,15 @@ def recording() -> Iterator[Recording]:
 
 
 def use(path: str | Path) -> None:
-    """Look into the pack ``path`` before all other packs, in this process, for records and kernels.
+    """Use the pack ``path`` in this process, before all other packs.
 
     Packs in ``packs/`` of ``TRITON_DIST_CACHE_DIR`` and of each folder of
-    ``TRITON_DIST_AUTOTUNE_READONLY_DIRS`` are used without it.
+    ``TRITON_DIST_AUTOTUNE_READONLY_DIRS`` are used without this call.
 
     Raises:
-        InvalidArgument: ``path`` is no path.
-        PackRefused: it is damaged, of a later format, or no pack.
-        OSError: it cannot be read.
+        InvalidArgument: ``path`` is not a path.
+        PackRefused: the file is damaged, of a later format, or not a pack.
+        OSError: the file cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidArgument("packs.use", "path", path, "the path of a pack")

@@ -6,6 +6,8 @@ import json
 
 from tests.architecture.source import ROOT
 from tests.docs.run_blocks import run_program
+from triton_dist._archive import Pack
+from triton_dist._tuning.store.packs import records_of
 from triton_dist.cli.main import main
 
 
@@ -16,8 +18,8 @@ def test_layers_are_tuned_once_and_packed(spawn_ranks, tmp_path, monkeypatch):
     for said, options in (("tuned now", []), ("from the cache", ["--run"])):
         printed, _ = spawn_ranks(2, run_program, *command, *options, init=False, timeout=200)
         assert printed.count(said) == 2
-    out = tmp_path / "gemm_rs.cpu.json"
+    out = tmp_path / "gemm_rs.tdpack"
     assert main(["pack", "gemm_rs", "--out", str(out)]) == 0
-    keys = [each["key"]["tuple"] for each in json.loads(out.read_text())["groups"][0]["results"]]
+    keys = [json.loads(record.key.text)["tuple"] for record in records_of(Pack(out))]
     # M, N and K of a rank: 2048 x 4096 x 14336, and half the rows, scaled.
     assert sorted(key[0]["items"][:3] for key in keys) == [[2, 8, 14], [4, 8, 14]]

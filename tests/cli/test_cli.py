@@ -276,7 +276,8 @@ def test_a_damaged_file_is_a_warning_without_a_line_of_code(run):
 
 
 @pytest.mark.parametrize(
-    "words", ["list", "show work", "status", "clear --all", "explain work", "pack work --out x"]
+    "words",
+    ["list", "show work", "status", "clear --all", "explain work", "pack work --out x.tdpack"],
 )
 def test_a_cache_folder_that_is_a_file_is_a_mistake(run, monkeypatch, tmp_path, words):
     file = tmp_path / "file"

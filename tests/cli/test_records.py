@@ -200,7 +200,7 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\nINJECTED\u202e"
 
 
 @pytest.mark.parametrize(
-    "command", ["show gemm", "export gemm", "list gemm", "explain gemm", "packs show {pack}"]
+    "command", ["show gemm", "export gemm", "list gemm", "explain gemm", "pack show {pack}"]
 )
 def test_text_of_others_cannot_act_on_a_terminal(run, tmp_path, command):
     kept(

@@ -20,7 +20,7 @@ from tests.compile import packed
 from triton_dist import _archive, packs, runner
 from triton_dist._archive import Contents, Pack, PackedKernel
 from triton_dist._tuning import compose
-from triton_dist._tuning.store.archive import merged
+from triton_dist._tuning.store.packs import merged
 from triton_dist.errors import CacheWarning, KernelNotShipped
 from triton_dist.runtime.compiling import recorder, shipped
 from triton_dist.testing.compile_only import compile_only

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from triton_dist._archive import PACKAGE_RECORDS
+from triton_dist._archive import PACKAGE_RECORDS, Contents, write
 from triton_dist._tuning import compose
 from triton_dist._tuning.source import source_of
 from triton_dist._tuning.store.layout import readable_json
@@ -131,9 +131,9 @@ def read(tree: Any) -> Any:
     raise AssertionError(f"{tree} in a key")
 
 
-def every_record_is_a_hit(path: Path, on: On, step: int = 1) -> int:
-    """How many there are; raises for one, of every ``step``, that is no hit."""
-    records, last = list(unpack(json.loads(path.read_text())))[::step], None
+def every_record_is_a_hit(tree: Any, on: On, step: int = 1) -> int:
+    """Return the number of records; raise if one of every ``step`` is not a hit."""
+    records, last = list(unpack(tree))[::step], None
     for record in records:
         info = OPINFOS[record.key.function]
         tuned = getattr(importlib.import_module(record.key.module), record.key.function)
@@ -165,7 +165,7 @@ def test_shipped_records_are_hits(on):
     """Every fourth, of a thousand that differ in sizes. The tests below, on files that are made
     there, show that this one can fail."""
     for path in SHIPPED:
-        assert every_record_is_a_hit(path, on, step=4) > 0, path
+        assert every_record_is_a_hit(json.loads(path.read_text()), on, step=4) > 0, path
 
 
 def made(
@@ -173,8 +173,8 @@ def made(
     folder: Path,
     change: Callable[[Any], None] = lambda tree: None,
     op: Any = ag_gemm,
-) -> Path:
-    """A file as a tuning on four H200 would leave it."""
+) -> Any:
+    """Write a pack as a tuning on four H200 would, and return its tree of records."""
     on(op, "NVIDIA H200", FOUR)
     origin = op.origin()
     hardware = "cuda, NVIDIA H200, local_world_size 4, world_size 4"
@@ -190,10 +190,9 @@ def made(
     tree = json.loads(readable_json(pack(records)))
     del tree["checksum"]
     change(tree)
-    path = folder / "packs" / f"{op.fn.__name__}.NVIDIA_H200.json"
-    path.parent.mkdir()
-    path.write_text(readable_json(tree, 200))
-    return path
+    files = {f"{op.fn.__name__}.NVIDIA_H200.json": readable_json(tree, 200).encode()}
+    write(folder / "packs" / "op.tdpack", Contents(files, {}))
+    return tree
 
 
 @pytest.fixture
@@ -204,8 +203,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("name", OPINFOS)
 def test_every_record_of_a_file_made_here_is_a_hit(on, folder, name):
-    path = made(on, folder, op=OPINFOS[name].op)
-    assert every_record_is_a_hit(path, on) == 24
+    tree = made(on, folder, op=OPINFOS[name].op)
+    assert every_record_is_a_hit(tree, on) == 24
 
 
 def drop_a_config(tree: Any) -> None:
@@ -229,16 +228,16 @@ def drop_a_config(tree: Any) -> None:
     ],
 )
 def test_a_file_that_does_not_fit_is_found_out(on, folder, change, said):
-    path = made(on, folder, change)
+    tree = made(on, folder, change)
     with pytest.raises(TuningFrozen, match=said):
-        every_record_is_a_hit(path, on)
+        every_record_is_a_hit(tree, on)
 
 
 def test_a_winner_that_is_pruned_for_the_call_is_found_out(on, folder, monkeypatch):
-    path = made(on, folder)
+    tree = made(on, folder)
     monkeypatch.setattr(FakeGpu, "shared_memory_bytes", lambda self: 100_000)
     with pytest.raises(TuningFrozen, match="prune_fn drops the winner"):
-        every_record_is_a_hit(path, on)
+        every_record_is_a_hit(tree, on)
 
 
 def test_on_other_hardware_they_are_no_hits(on, folder):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.tuning.fakes import Rank, fingerprint, thread_ranks, together
 from tests.tuning.strategies import configs, edits, keys, measurements
-from triton_dist._archive import PACKAGE_RECORDS, pack_places
-from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore, packs
+from triton_dist._archive import PACKAGE_RECORDS, Contents, Pack, pack_places
+from triton_dist._tuning.store import LayeredStore, MemoryStore, PackStore
 from triton_dist._tuning.store.layout import readable_json
 from triton_dist._tuning.values import (
     PACK_FORMAT,
@@ -49,9 +49,12 @@ def tree_of(*keys: int, checksum: bool = False) -> Any:
     return tree if checksum else {name: tree[name] for name in tree if name != "checksum"}
 
 
-def written(tree: Any, folder: Path, name: str = "run.fake.json") -> Path:
-    path = folder / name
-    path.write_text(readable_json(tree), encoding="ascii")
+def written(tree: Any, folder: Path, **others: str) -> Path:
+    """A pack of ``tree``, and of ``others`` by function."""
+    files = {"run": tree if isinstance(tree, str) else readable_json(tree), **others}
+    records = {f"{name}.fake.json": text.encode() for name, text in files.items()}
+    path = folder / "a.tdpack"
+    path.write_bytes(Contents(records, {}).to_bytes())
     return path
 
 
@@ -93,14 +96,6 @@ def test_a_pack_comes_back_with_keys_sizes_winners_and_medians(records):
         assert median == pytest.approx(record.best.outcome.median, abs=1e-6)
         assert read.fingerprint.software == {**record.fingerprint.software, "driver": "550.54"}
         assert (read.timestamp, read.shipped, record.shipped) == ("2030-01-02", True, False)
-
-
-def test_only_what_belongs_together_is_packed():
-    record = one().tuned.tune(1)
-    other = one(fingerprint=fingerprint(version="8")).tuned.tune(2)
-    for records in ([record, other], [record, record], []):
-        with pytest.raises(ValueError, match="one function, version and GPU"):
-            pack(records)
 
 
 def test_a_hit_runs_nothing_and_says_that_it_is_shipped(tmp_path, capsys):
@@ -206,11 +201,11 @@ DAMAGE: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_file_is_one_warning_and_a_miss(how, tmp_path):
-    path = written(tree_of(1), tmp_path)
-    text = path.read_text()
+    text = readable_json(tree_of(1))
     damaged = DAMAGE[how](text)
     assert damaged != text
-    path.write_text(damaged, encoding="utf-8")
+    path = written(damaged, tmp_path)
+    whole = path.read_bytes()
     rank = one(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -218,8 +213,10 @@ def test_a_damaged_file_is_one_warning_and_a_miss(how, tmp_path):
         assert rank.tuned(2) == (2, {"n": 1})
     assert rank.tuned.tuning_count == 2
     assert [warning.category for warning in caught] == [CacheWarning]
-    assert str(caught[0].message).startswith(f"pack {path} is not used: ")
-    assert path.read_text(encoding="utf-8") == damaged  # it is not ours to move
+    assert str(caught[0].message).startswith(
+        f"pack {path}, member 'records/run.fake.json', is refused: "
+    )
+    assert path.read_bytes() == whole  # it is not ours to move
 
 
 def test_whatever_is_edited_in_a_pack_is_noticed():
@@ -237,11 +234,10 @@ def test_a_later_format_is_said():
 
 
 def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
-    written(tree_of(1, 5), tmp_path)
-    (tmp_path / "walk.fake.json").write_text("damaged")
+    written(tree_of(1, 5), tmp_path, walk="damaged")
     reads = []
-    read_bytes = packs.read_bytes
-    monkeypatch.setattr(packs, "read_bytes", lambda path, _: reads.append(path) or read_bytes(path))
+    read = Pack.record
+    monkeypatch.setattr(Pack, "record", lambda self, name: reads.append(name) or read(self, name))
     rank = one(tmp_path)
     assert reads == []
     with warnings.catch_warnings():
@@ -249,7 +245,7 @@ def test_a_file_is_read_once_and_only_for_its_function(tmp_path, monkeypatch):
         for key in (1, 5, 9):
             rank.tuned.clear()
             rank.tuned(key)
-    assert [path.name for path in reads if path.parent == tmp_path] == ["run.fake.json"]
+    assert reads == ["run.fake.json"]
 
 
 def test_told_to_tune_always_it_is_not_used(tmp_path):
@@ -314,6 +310,7 @@ def test_packs_are_looked_for_in_read_only_folders_and_last_in_the_package(tmp_p
     assert PACKAGE_RECORDS.is_dir()
     assert list(PackStore(tmp_path / "none").records()) == []
     written(tree_of(1, 5), tmp_path)
+    (tmp_path / "run.fake.json").write_text(readable_json(tree_of(9)))  # not a pack
     store = PackStore(tmp_path)
     assert [stored.record.key.text for stored in store.records()] == ["1", "5"]
     assert store.put(one().tuned.tune(1)) == ""

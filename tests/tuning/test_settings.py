@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from triton_dist import knobs
+from triton_dist._archive import Pack
+from triton_dist._tuning.store.packs import records_of
 from triton_dist._tuning.values import SCHEMA, codec
 from triton_dist.cli import judge
 from triton_dist.cli.main import main
@@ -177,11 +179,11 @@ def test_clear_says_which_is_which_and_takes_none_for_stale(both, capsys):
 
 
 def test_a_pack_takes_the_record_of_a_run_without_settings(both, capsys, tmp_path):
-    out = tmp_path / "settled.json"
+    out = tmp_path / "settled.tdpack"
     assert "1 record of" in said(capsys, "pack", "settled", "--out", str(out))
-    (group,) = json.loads(out.read_text())["groups"]
-    assert "settings" not in group["tuned_with"]
+    (record,) = records_of(Pack(out))
+    assert "settings" not in record.fingerprint.software
     both[""].unlink()
     assert "1 record of" in said(capsys, "pack", "settled", "--out", str(out))
-    (group,) = json.loads(out.read_text())["groups"]
-    assert group["tuned_with"]["settings"] == f"{BLOCKING}=1"
+    (record,) = records_of(Pack(out))
+    assert record.fingerprint.software["settings"] == f"{BLOCKING}=1"

@@ -88,7 +88,7 @@ def test_whatever_lies_there_is_no_hang_no_error_and_at_most_one_warning(place, 
 def test_a_pack_that_is_no_file_is_a_miss_with_one_warning(thing, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(tmp_path / "shipped"))
     (tmp_path / "shipped" / "packs").mkdir(parents=True)
-    THINGS[thing](tmp_path / "shipped" / "packs" / "work.cpu.json")
+    THINGS[thing](tmp_path / "shipped" / "packs" / "work.tdpack")
     assert [warning.category for warning in called()] == [CacheWarning]
 
 

@@ -24,7 +24,7 @@ from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of,
 from triton_dist._tuning.source import origin_of, source_of
 from triton_dist._tuning.source.snapshot import Snapshot
 from triton_dist._tuning.store import FileLog, MemoryStore
-from triton_dist._tuning.store.archive import records_of
+from triton_dist._tuning.store.packs import records_of
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,

@@ -22,7 +22,6 @@ from triton_dist.cli import (
     export,
     listing,
     pack,
-    packs,
     profile,
     replay,
     report,
@@ -43,7 +42,6 @@ VERBS = (
     replay,
     clear,
     pack,
-    packs,
     dump,
     debug,
     profile,
@@ -75,7 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words, command = split(sys.argv[1:] if arguments is None else arguments)
-    parsed = parser.parse_args(words)
+    parsed, rest = parser.parse_known_args(words)
+    # argparse reads words that may be any number only once: before an option, or after it.
+    if rest and ("words" not in parsed or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.words += rest
     if command:
         parsed.command = command
     with warnings.catch_warnings():

@@ -1,22 +1,28 @@
-"""``pack``: make one file of a function's records, and of kernels, to be shipped."""
+"""``pack``: make packs of tuning records and kernels; show, compare, merge and install them."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from triton_dist import _archive, _files, knobs
-from triton_dist._archive import SUFFIX, Contents, Pack
+from triton_dist._archive import SUFFIX, Contents, Pack, sha256
 from triton_dist._tuning.store import ReadOnlyStore
-from triton_dist._tuning.store.archive import COLUMNS, contents_of, latest, merged
-from triton_dist._tuning.store.layout import readable_json
-from triton_dist._tuning.values import TuningRecord, pack
+from triton_dist._tuning.store.packs import (
+    contents_of,
+    differences,
+    merged,
+    records_of,
+    verified,
+)
+from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.verb import add_verb, counted
-from triton_dist.errors import NoSuchFunction
+from triton_dist.errors import PackRefused
 
 
 def add_to(verbs: Any) -> None:
@@ -24,93 +30,167 @@ def add_to(verbs: Any) -> None:
         verbs,
         "pack",
         _run,
-        help="make one file of records, and of kernels, to be shipped",
-        description="Writes the winners of FUNCTION on one model of GPU into FILE. The file is "
-        "used where it lies in packs/ of a folder of TRITON_DIST_AUTOTUNE_READONLY_DIRS, under a "
-        "name that begins with that of the function and a dot, by a function of the same module "
-        "that declares the same version. Of several records of a key, and of several versions, the "
-        "latest counts; one that was tuned under settings, as a debugging run is, only where "
-        "there is no other. With --kernels COMMAND is run, with tuning forbidden, and FILE gets "
-        "every kernel that its processes load besides the winners of any number of functions; its "
-        "name ends with .tdpack.",
+        help="ship records and kernels in one file; show, diff, merge, verify, import such files",
+        description="Writes the winners of each FUNCTION into FILE. Of several records of a key, "
+        "and of several versions, the latest counts; a record that was tuned under settings, such "
+        "as a debugging run, counts only where there is no other. With --kernels, COMMAND runs "
+        "with tuning forbidden, and every kernel that its processes load is added. If the first "
+        "word is an action, the other words are packs. show: list the contents. diff: compare two "
+        "packs. merge: write all of every pack into FILE. verify: read each pack and compare every "
+        "hash. import: verify each pack and copy it to packs/ of TRITON_DIST_CACHE_DIR, where "
+        "every program of this user looks for packs.",
         examples=[
-            "pack matmul --out packs/matmul.H200.json",
+            "pack matmul --out matmul.tdpack",
             "pack matmul --kernels --out model.tdpack -- python warm_up.py",
+            "pack show model.tdpack",
+            "pack diff old.tdpack new.tdpack",
+            "pack merge rank-0.tdpack rank-1.tdpack --out model.tdpack",
+            "pack verify model.tdpack",
+            "pack import model.tdpack",
         ],
         takes_command=True,
     )
-    parser.add_argument("function", metavar="FUNCTION", nargs="*", help="name, or with its module")
+    parser.add_argument(
+        "words", metavar="FUNCTION", nargs="*", help="name, or with its module; or an action, PACKs"
+    )
     parser.add_argument("--cache", type=Path, help="default: TRITON_DIST_CACHE_DIR")
-    parser.add_argument("--gpu", help="model of GPU; needed if there are records of several")
-    parser.add_argument("--kernels", action="store_true", help="those that COMMAND loads")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--kernels", action="store_true", help="add those that COMMAND loads")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"its name ends with {SUFFIX}")
+    parser.add_argument("--json", action="store_true", help="of show: for programs")
     parser.set_defaults(fail=parser.error, command=[])
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    action = _ACTIONS.get(arguments.words[0] if arguments.words else "")
+    if bool(arguments.command) != arguments.kernels or (action and arguments.kernels):
+        arguments.fail("kernels are those that a command loads: --kernels --out FILE -- COMMAND")
+    if action is None:
+        if not (arguments.words or arguments.kernels):
+            arguments.fail("a FUNCTION is needed, --kernels, or an action: " + ", ".join(_ACTIONS))
+        action = _make
+    else:
+        arguments.files = [Path(word) for word in arguments.words[1:]]
+        if len(arguments.files) != 2 if action is _diff else not arguments.files:
+            arguments.fail("diff takes two packs" if action is _diff else "a pack is needed")
+    if (arguments.out is None) == (action in (_make, _merge)):
+        arguments.fail("--out FILE is needed to make and to merge packs, and only there")
+    if arguments.out and arguments.out.suffix != SUFFIX:
+        arguments.fail(f"--out {arguments.out}: the name of a pack ends with {SUFFIX}")
+    status: int = action(arguments)
+    return status
+
+
+def _make(arguments: argparse.Namespace) -> int:
     folder = arguments.cache or knobs.cache_dir.get()
     store = ReadOnlyStore(folder) if arguments.cache else cache.user_store()
-    if bool(arguments.command) != arguments.kernels:
-        arguments.fail("kernels are those that a command loads: --kernels --out FILE -- COMMAND")
-    if not arguments.kernels and len(arguments.function) != 1:
-        arguments.fail("one FUNCTION is needed, or --kernels")
     chosen: list[TuningRecord] = []
-    for name in arguments.function:
+    for name in arguments.words:
         found = [stored.record for stored in cache.records_of(store, name)]
         if not found:
             print(f"No record of {name} in {folder}.")
             return 1
-        records = _chosen(name, found, arguments.gpu)
-        chosen += records
-        first = records[0]
-        text.say(
-            f"{arguments.out}: {counted(len(records), 'record')} of {first.key.full_name}, version "
-            f"{first.fingerprint.version}, on {_gpu(first)}; {len(found) - len(records)} left out"
-        )
+        chosen += found
+    parts = [contents_of(chosen)]
     if arguments.kernels:
-        return _with_kernels(arguments.out, contents_of(chosen), arguments.command)
-    _files.write(arguments.out, readable_json(pack(chosen), COLUMNS).encode("ascii"))
-    if not arguments.out.name.startswith(f"{chosen[0].key.function_name}."):
-        print(f"It is looked for under a name that begins with {chosen[0].key.function_name}.")
+        _files.check_writable(arguments.out)
+        with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as loaded:
+            told = {knobs.record_kernels.variable: loaded, knobs.autotune_frozen.variable: "1"}
+            known, interpret = knobs.environment(), knobs.triton_interpret.variable
+            told[interpret] = known.get(interpret) or "0"
+            status = subprocess.run(arguments.command, env=known | told).returncode
+            if status:
+                print(f"The command ended with status {status}: {arguments.out} is not written.")
+                return 1
+            parts += _archive.contents_in(Path(loaded))
+    return _write(arguments.out, merged(parts))
+
+
+def _write(out: Path, contents: Contents) -> int:
+    data = _archive.write(out, contents)
+    packed = Pack(out, data)
+    text.say(f"{out}: {_counts(packed)}, {len(data) / 1e3:.0f} kB", *_functions(packed))
     return 0
 
 
-def _with_kernels(out: Path, records: Contents, command: list[str]) -> int:
-    """Run ``command``, and write what its processes loaded; its status if it fails."""
-    _files.check_writable(out)
-    with tempfile.TemporaryDirectory(prefix="triton_dist-pack-") as folder:
-        told = {knobs.record_kernels.variable: folder, knobs.autotune_frozen.variable: "1"}
-        known, interpret = knobs.environment(), knobs.triton_interpret.variable
-        ran = subprocess.run(command, env=known | told | {interpret: known.get(interpret) or "0"})
-        if ran.returncode:
-            print(f"The command ended with status {ran.returncode}: {out} is not written.")
-            return 1
-        parts = [Pack(each).contents() for each in sorted(Path(folder).glob(f"*{SUFFIX}"))]
-    contents = merged([records, *parts])
-    size = _archive.write(out, contents)
-    modules = sum(kernel.entry.is_module for kernel in contents.kernels.values())
-    print(
-        f"{out}: {counted(len(contents.kernels) - modules, 'kernel')}, "
-        f"{counted(modules, 'native module')}, {size / 1e3:.0f} kB"
-    )
-    if out.suffix != SUFFIX:
-        print(f"It is looked for under a name that ends with {SUFFIX}.")
+def _show(arguments: argparse.Namespace) -> int:
+    packs = [Pack(path) for path in arguments.files]
+    if arguments.json:
+        print(json.dumps([_facts(packed) for packed in packs], indent=2))
+        return 0
+    for packed in packs:
+        text.say(f"{packed.path}: {_counts(packed)}", *_functions(packed))
+        for digest, entry in sorted(packed.kernels.items(), key=lambda each: each[1].name):
+            for_what = ", ".join(
+                entry.facts[fact] for fact in ("target", "python", "triton") if fact in entry.facts
+            )
+            text.say(f"  {digest[:12]}  {entry.name}  ({for_what})")
     return 0
 
 
-def _chosen(name: str, found: list[TuningRecord], gpu: str | None) -> list[TuningRecord]:
-    """The latest record of each key, of one function, GPU and version."""
-    for what, of, wanted, remedy in (
-        ("functions", lambda record: record.key.full_name, None, "Name it with its module"),
-        ("models of GPU", _gpu, gpu, "Name one: --gpu"),
-    ):
-        there = {of(record) for record in found}
-        if len(there if wanted is None else there & {wanted}) != 1:
-            listed = ", ".join(sorted(there))
-            raise NoSuchFunction(name, f"there are records of these {what}: {listed}", remedy)
-        found = [record for record in found if wanted in (None, of(record))]
-    return latest(name, found)
+def _diff(arguments: argparse.Namespace) -> int:
+    lines = list(differences(*map(Pack, arguments.files)))
+    text.say(*(lines or ["no difference"]))
+    return 1 if lines else 0
 
 
-def _gpu(record: TuningRecord) -> str:
-    return record.fingerprint.hardware.get("gpu", "no gpu")
+def _merge(arguments: argparse.Namespace) -> int:
+    return _write(arguments.out, merged([Pack(path).contents() for path in arguments.files]))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Check all files, and return 1 if one is refused."""
+    refused = 0
+    for path in arguments.files:
+        try:
+            text.say(f"{path}: good: {_counts(verified(path))}")
+        except PackRefused as error:
+            text.say(str(error))
+            refused += 1
+    return 1 if refused else 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    folder = knobs.cache_dir.get() / "packs"
+    written: dict[Path, Path] = {}
+    for path in arguments.files:
+        packed = verified(path)
+        contents = packed.contents()
+        there = folder / f"{path.stem}{SUFFIX}"
+        if written.get(there, path) != path:  # a second file of this name
+            there = folder / f"{path.stem}-{sha256(contents.to_bytes())[:8]}{SUFFIX}"
+        written[there] = path
+        _archive.write(there, contents)
+        text.say(f"{there}: {_counts(packed)}")
+    return 0
+
+
+def _facts(packed: Pack) -> dict[str, Any]:
+    records = [
+        {"function": r.key.full_name, "key": r.key.text, "hardware": r.key.hardware,
+         "version": r.fingerprint.version, "config": r.best.config}
+        for r in records_of(packed)
+    ]  # fmt: skip
+    kernels = {digest: vars(entry) for digest, entry in packed.kernels.items()}
+    return {"pack": str(packed.path), "records": records, "kernels": kernels}
+
+
+def _functions(packed: Pack) -> list[str]:
+    """Return a line for each function, version and GPU model."""
+    about = [
+        f"{r.key.full_name}, version {r.fingerprint.version}, on {r.fingerprint.hardware['gpu']}"
+        for r in records_of(packed)
+    ]
+    return [f"  {counted(about.count(each), 'record')} of {each}" for each in sorted(set(about))]
+
+
+def _counts(packed: Pack) -> str:
+    modules = sum(entry.is_module for entry in packed.kernels.values())
+    parts = [
+        counted(len(records_of(packed)), "record"),
+        counted(len(packed.kernels) - modules, "kernel"),
+        *([counted(modules, "native module")] if modules else []),
+    ]
+    return ", ".join(parts)
+
+
+_ACTIONS = {"show": _show, "diff": _diff, "merge": _merge, "verify": _verify, "import": _import}

@@ -1,100 +1,256 @@
-"""Records that are shipped: packs, one file for each function and model of GPU, or with kernels.
+"""Records in packs: look them up, make packs of them, merge and compare packs.
 
-``<root>/<function name>.<anything>.json`` is read when a function of that name is looked up for the
-first time, ``<root>/<anything>.tdpack`` when any is; each once. What is in them is matched more
-loosely than a user's own record, so it comes last, and only for a function of the same module.
+A pack is matched more loosely than a user's own record, so packs are looked up last, and only for a
+function of the same module. A file of records is read once, at the first lookup of its function.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from triton_dist._archive import LARGEST_RECORDS, SUFFIX, opened
-from triton_dist._tuning.store.archive import records_in
-from triton_dist._tuning.store.disk import expanded, names_in, read_bytes
-from triton_dist._tuning.values import Key, StoredRecord, TuningRecord, codec, unpack
+from triton_dist._archive import (
+    LARGEST_RECORDS,
+    PACKAGE_RECORDS,
+    SUFFIX,
+    Contents,
+    Pack,
+    PackedKernel,
+    files_in,
+    opened,
+)
+from triton_dist._tuning.store.disk import read_bytes
+from triton_dist._tuning.store.layout import readable_json
+from triton_dist._tuning.values import (
+    Fingerprint,
+    Key,
+    StoredRecord,
+    TuningRecord,
+    codec,
+    merge,
+    pack,
+    unpack,
+)
 from triton_dist._warn import warn
-from triton_dist.errors import CacheWarning, PackRefused
+from triton_dist.errors import CacheWarning, NoSuchFunction, PackRefused
+
+COLUMNS = 200  # a result on one line
 
 
 class PackStore:
-    """Packs under ``root``, or the one that it is. No operation raises: what cannot be read is a
-    miss and one warning."""
+    """Records of the packs in the folder ``root``, or of the pack ``root``.
+
+    No operation raises: a file that cannot be read is a miss, with one warning.
+    """
 
     def __init__(self, root: Path) -> None:
-        self._root = expanded(root)
-        self._read: dict[Path, Mapping[Key, list[TuningRecord]]] = {}
+        self._root = root
+        self._suffix = ".json" if root == PACKAGE_RECORDS else SUFFIX
+        self._read: dict[tuple[Path, str], Mapping[Key, TuningRecord]] = {}
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
-        for path in self._paths(key.function_name):
-            for record in self._pack(path).get(key, ()):
-                # Equal keys may be of other functions of that name: nothing else tells them apart.
-                if record.key.full_name == key.full_name:
-                    yield StoredRecord(record, str(path))
+        for where, records in self._files(key.function_name):
+            record = records.get(key)
+            # Equal keys may belong to functions of the same name in different modules.
+            if record is not None and record.key.full_name == key.full_name:
+                yield StoredRecord(record, where)
 
     def put(self, record: TuningRecord) -> str:
-        """Nothing: packs are made by ``triton-dist pack``."""
+        """Do nothing: ``triton-dist pack`` makes packs."""
         return ""
 
-    def records(self) -> Iterator[StoredRecord]:
-        for path in self._paths():
-            for record in itertools.chain.from_iterable(self._pack(path).values()):
-                yield StoredRecord(record, str(path))
+    def records(self, function: str | None = None) -> Iterator[StoredRecord]:
+        for where, records in self._files(function):
+            yield from (StoredRecord(record, where) for record in records.values())
 
     def records_of(self, key: Key) -> Iterator[StoredRecord]:
-        for path in self._paths(key.function_name):
-            for record in itertools.chain.from_iterable(self._pack(path).values()):
-                if record.key.full_name == key.full_name:
-                    yield StoredRecord(record, str(path))
+        for stored in self.records(key.function_name):
+            if stored.record.key.full_name == key.full_name:
+                yield stored
 
-    def _paths(self, function: str | None = None) -> list[Path]:
-        """Files of packs, of one function or of all."""
-        if self._root.suffix == SUFFIX:
-            return [self._root]
-        try:
-            names = names_in(self._root)
-        except OSError:  # the store of records beside it says so
-            return []
-        of = "" if function is None else f"{function}."
-        return [
-            self._root / name
-            for name in names
-            if name.endswith(SUFFIX)
-            or (name.endswith(".json") and name.count(".") > 1 and name.startswith(of))
-        ]
-
-    def _pack(self, path: Path) -> Mapping[Key, list[TuningRecord]]:
-        if path not in self._read:
-            self._read[path] = _read(path)
-        return self._read[path]
+    def _files(self, function: str | None) -> Iterator[tuple[str, Mapping[Key, TuningRecord]]]:
+        """Yield the path and the records of each file of records of ``function``, or of all."""
+        start = "" if function is None else f"{_readable(function)}."
+        for path in files_in(self._root, self._suffix):
+            for name, read in _readers(path):
+                if name.startswith(start):
+                    if (path, name) not in self._read:
+                        self._read[path, name] = _by_key(path, name, read)
+                    yield str(path), self._read[path, name]
 
 
-def _read(path: Path) -> Mapping[Key, list[TuningRecord]]:
-    """Records by key; several where functions of one name, or versions of one, have it."""
-    found: dict[Key, list[TuningRecord]] = {}
-    for record in _of_archive(path) if path.suffix == SUFFIX else _of_json(path):
-        found.setdefault(record.key, []).append(record)
-    return found
+def _readers(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield the name and the reader of each file of records: one, unless ``path`` is a pack."""
+    if path.suffix != SUFFIX:
+        yield path.name, functools.partial(read_bytes, path, LARGEST_RECORDS)
+    elif packed := opened(path):
+        for name in packed.records:
+            yield name, functools.partial(packed.record, name)
 
 
-def _of_archive(path: Path) -> Iterator[TuningRecord]:
-    """Records of a pack with kernels: of each file in it that is not damaged."""
-    pack = opened(path)
-    if pack is None:
-        return
-    for name in pack.records:
-        try:
-            yield from records_in(pack, name)
-        except PackRefused as error:
-            warn(str(error), CacheWarning)
-
-
-def _of_json(path: Path) -> list[TuningRecord]:
+def _by_key(path: Path, name: str, read: Callable[[], bytes]) -> Mapping[Key, TuningRecord]:
     try:
-        return list(unpack(codec.loads(read_bytes(path, LARGEST_RECORDS).decode("ascii"))))
-    except (OSError, ValueError) as error:
-        remedy = "Make it again: triton-dist pack"
-        warn(f"pack {path} is not used: {error}. {remedy}", CacheWarning)
-        return []
+        return {record.key: record for record in _parsed(path, name, read())}
+    except (OSError, PackRefused) as error:
+        warn(str(error), CacheWarning)
+        return {}
+
+
+def records_of(packed: Pack) -> list[TuningRecord]:
+    """Return all records in a pack. Raises ``PackRefused``."""
+    parts = (_parsed(packed.path, name, packed.record(name)) for name in packed.records)
+    return list(itertools.chain.from_iterable(parts))
+
+
+def _parsed(path: Path, name: str, data: bytes) -> list[TuningRecord]:
+    """Return the records in one file of records. Raises ``PackRefused``."""
+    try:
+        return list(unpack(codec.loads(data.decode("ascii"))))
+    except ValueError as error:
+        raise PackRefused(str(path), f"records/{name}", str(error)) from error
+
+
+def verified(path: Path) -> Pack:
+    """Return the pack at ``path`` after reading and checking every file in it.
+
+    Raises:
+        PackRefused: a file is damaged or foreign.
+        OSError: the pack cannot be read.
+    """
+    packed = Pack(path)
+    packed.contents()
+    records_of(packed)
+    return packed
+
+
+def latest(name: str, found: Iterable[TuningRecord]) -> list[TuningRecord]:
+    """Return the last record of each key, of the version that was tuned last.
+
+    A record that was tuned under settings, such as a debugging run, counts only where there is no
+    other.
+
+    Args:
+        found: records of one function on one GPU model, at least one.
+
+    Raises:
+        NoSuchFunction: the function declares no version.
+    """
+    by_time = sorted(found, key=lambda record: record.timestamp)
+    ordered = sorted(by_time, key=lambda record: not record.fingerprint.settings)
+    version = by_time[-1].fingerprint.version
+    if not version:
+        raise NoSuchFunction(
+            name,
+            "it declares no version, by which a shipped record could be matched",
+            "Decorate it with autotune(..., version='1'), and tune again",
+        )
+    return list({r.key: r for r in ordered if r.fingerprint.version == version}.values())
+
+
+def own_records(key: Key, now: Fingerprint, found: Iterable[StoredRecord]) -> list[TuningRecord]:
+    """Return the records in ``found`` of the function of ``key``, with its present module name.
+
+    A record of another module belongs to the function if code, constants and version match. A pack
+    answers only the present name.
+    """
+    own = []
+    for record, _ in found:
+        elsewhere = replace(
+            record.fingerprint,
+            source=now.source,
+            literal=now.literal,
+            bound=now.bound,
+            version=now.version,
+        )
+        if record.key.module == key.module or not record.fingerprint.diff(elsewhere):
+            own.append(replace(record, key=replace(record.key, module=key.module)))
+    return own
+
+
+def contents_of(records: Iterable[TuningRecord]) -> Contents:
+    """Return a pack without kernels, of the latest records of each function and GPU model.
+
+    Raises:
+        NoSuchFunction: a function declares no version.
+    """
+
+    def group_of(record: TuningRecord) -> tuple[str, str]:
+        return record.key.full_name, str(record.fingerprint.hardware.get("gpu"))
+
+    groups = itertools.groupby(sorted(records, key=group_of), group_of)
+    return _with_trees([pack(latest(name, list(group))) for (name, _), group in groups], {})
+
+
+def merged(packs: Sequence[Contents]) -> Contents:
+    """Return the union of ``packs``, the same in any order.
+
+    Of a key in several packs, the latest result is kept. Kernels of one digest differ only by paths
+    in their metadata: the one with the smallest hashes is kept.
+    """
+    trees = [codec.loads(data.decode("ascii")) for each in packs for data in each.records.values()]
+    kernels: dict[str, PackedKernel] = {}
+    for digest, kernel in itertools.chain.from_iterable(each.kernels.items() for each in packs):
+        kernels[digest] = min(kernels.get(digest, kernel), kernel, key=_order)
+    return _with_trees(trees, kernels)
+
+
+def differences(before: Pack, after: Pack) -> Iterator[str]:
+    """Yield a line for each result and each kernel that only one has, or that differs."""
+    old, new = _results(before), _results(after)
+    for key in sorted(old.keys() | new.keys()):
+        if key not in new:
+            yield f"- {' '.join(key)}: {_winner(old[key])}"
+        elif key not in old:
+            yield f"+ {' '.join(key)}: {_winner(new[key])}"
+        elif old[key].best.digest != new[key].best.digest:
+            yield f"! {' '.join(key)}: {_winner(old[key])} -> {_winner(new[key])}"
+    for digest in sorted(before.kernels.keys() | after.kernels.keys()):
+        one, other = before.kernels.get(digest), after.kernels.get(digest)
+        if one is None or other is None:
+            sign, entry = ("+", other) if one is None else ("-", one)
+            assert entry is not None
+            yield f"{sign} kernel {entry.name} {digest[:12]}"
+        elif one.files != other.files:
+            yield f"! kernel {one.name} {digest[:12]}: other bytes under the same digest"
+
+
+def _with_trees(trees: Iterable[codec.Tree], kernels: Mapping[str, PackedKernel]) -> Contents:
+    """Return a pack with one file for each function, version and GPU model."""
+    files: dict[str, list[codec.Tree]] = {}
+    for tree in trees:
+        files.setdefault(_file_name(tree), []).append(tree)
+    records = {
+        name: readable_json(merge(parts), COLUMNS).encode("ascii") for name, parts in files.items()
+    }
+    return Contents(records, kernels)
+
+
+def _file_name(tree: codec.Tree) -> str:
+    about = [str(tree[name]) for name in ("module", "function", "version", "gpu")]
+    function = str(tree["function"]).rpartition(".")[2]
+    return f"{_readable(function)}.{codec.digest(*about)[:8]}.json"
+
+
+def _readable(function: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", function)[:100]
+
+
+def _order(kernel: PackedKernel) -> tuple[object, ...]:
+    entry = kernel.entry
+    return sorted(entry.files.items()), sorted(entry.facts.items()), entry.name
+
+
+def _results(packed: Pack) -> dict[tuple[str, ...], TuningRecord]:
+    return {
+        (r.key.full_name, r.fingerprint.version, r.key.hardware, r.key.text): r
+        for r in records_of(packed)
+    }
+
+
+def _winner(record: TuningRecord) -> str:
+    outcome = record.best.outcome
+    return f"{record.best.config} {getattr(outcome, 'median', 0):.4g} ms"

@@ -1,9 +1,8 @@
-"""Many results of one function on one model of GPU as one tree: what is shipped.
+"""The JSON tree of the records of one function on one GPU model, as packs hold it.
 
-Of each record it keeps the key, the sizes at which it was measured, the winner with its median, how
-many others were measured, and the medians of the few that a neighbouring size may want to try.
-Configs are written once, under the first digits of their digest, and what results have in common
-once for all of them, so that a few hundred fit into a file that a person can read.
+Each result has its key, the measured sizes, the winner with its median, the number of other
+configs measured, and the medians of the best of them, to warm-start neighbouring sizes. Configs and
+facts that results share are written once, so hundreds of results fit into a readable file.
 """
 
 from __future__ import annotations
@@ -26,33 +25,24 @@ PACK_FORMAT = 1
 _DIGITS = 8
 _ABOUT = ("function", "module", "version", "gpu")
 _NEAR, _NEAR_BEST = 8, 1.25
-"""So many others, no slower than so many times the winner."""
+"""Number of other configs that are kept, and their largest latency relative to the winner."""
 
 
 def pack(records: Sequence[TuningRecord]) -> codec.Tree:
-    """The tree of ``records``, at least one: of one function, version and model of GPU, and none of
-    a key twice.
-
-    Raises:
-        ValueError: they are not.
-    """
-    about = {
-        (r.key.module, r.key.function, r.fingerprint.version, r.fingerprint.hardware.get("gpu"))
-        for r in records
-    }
-    if len(about) != 1 or len({record.key for record in records}) < len(records):
-        raise ValueError(f"records of one function, version and GPU with different keys: {about}")
-    ((module, function, version, gpu),) = about
-    return _assembled(
-        {"function": function, "module": module, "version": version, "gpu": gpu},
-        [_Result.of(record) for record in records],
-    )
+    """Return the tree of ``records``: at least one, with different keys, of one function, version
+    and GPU model."""
+    key, found = records[0].key, records[0].fingerprint
+    facts = key.function, key.module, found.version, found.hardware.get("gpu")
+    about = dict(zip(_ABOUT, facts, strict=True))
+    return _assembled(about, [_Result.of(record) for record in records])
 
 
 def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
-    """One tree of several, at least one, of one function, version and model of GPU; the same in
-    whatever order they come. Of a key that several have, the result that was found last, and of
-    those of one day the one whose digest is the largest."""
+    """Return the union of ``trees`` of one function, version and GPU model, the same in any order.
+
+    Of a key in several trees, the latest result is kept; of one day, the one with the largest
+    digest.
+    """
     about = {name: trees[0][name] for name in _ABOUT}
     found: dict[tuple[str, str], _Result] = {}
     for result in sorted((each for tree in trees for each in _results(tree)), key=_Result.age):
@@ -62,12 +52,12 @@ def merge(trees: Sequence[codec.Tree]) -> codec.Tree:
 
 @dataclass(frozen=True)
 class _Result:
-    """A result of a pack, with what it shares with others there."""
+    """A result, with the facts that it shares with others and the configs that it names."""
 
     common: dict[str, codec.Tree]
     result: dict[str, codec.Tree]
     configs: dict[str, codec.Tree]
-    """By the first digits of their digests: those that the result names."""
+    """By the first digits of their digests."""
 
     @classmethod
     def of(cls, record: TuningRecord) -> _Result:
@@ -88,7 +78,7 @@ class _Result:
         return str(self.common["date"]), codec.digest(self.common, self.result)
 
     def place(self) -> tuple[Any, ...]:
-        """By hardware, then keys with their numbers in order: 16 before 1024."""
+        """Sort by hardware, then by key with numbers in numeric order."""
         parts = re.split(r"(\d+)", codec.text(self.result["key"]))
         key = [int(part) if i % 2 else part for i, part in enumerate(parts)]
         return self.common["hardware_group"], key
@@ -119,18 +109,18 @@ def _assembled(about: Mapping[str, codec.Tree], results: Iterable[_Result]) -> c
 
 
 def _checksum(tree: codec.Tree) -> str:
-    """Hash all of ``tree`` but its checksum. The layout of the file does not count."""
+    """Hash ``tree`` without its checksum, whatever the layout of the file."""
     parts = {name: part for name, part in tree.items() if name != "checksum"}
     text = json.dumps(parts, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
-    """The results in ``tree`` as records, whose winner is the first trial.
+    """Yield the results in ``tree`` as records, with the winner as the first trial.
 
     Raises:
-        NewerSchema: a later version of triton_dist wrote it.
-        ValueError: it is no pack, or damaged; says where.
+        NewerSchema: a later version of triton_dist wrote the tree.
+        ValueError: the tree is damaged or something else.
     """
     if not isinstance(tree, dict) or type(tree.get("pack")) is not int:
         raise ValueError("it is no pack of tuning records")
@@ -143,7 +133,7 @@ def unpack(tree: codec.Tree) -> Iterator[TuningRecord]:
     if not fits:  # packs of earlier versions have none
         raise ValueError("its checksum does not fit: it was edited, or is damaged")
     try:
-        # Results have most configs in common: each one's digest is made once.
+        # Results share most configs: hash each config once.
         digests = {name: codec.digest(config) for name, config in tree["configs"].items()}
         for name, digest in digests.items():
             if digest[:_DIGITS] != name:
@@ -162,8 +152,7 @@ def _record(
     digests: Mapping[str, str],
 ) -> TuningRecord:
     configs, best = tree["configs"], float(result["ms"])
-    # The winner was preferred to those that are as fast within noise: it comes first, and they are
-    # not faster here.
+    # A winner may be slower than others within noise: clamp them, so that it stays the fastest.
     medians = {name: max(float(ms), best) for name, ms in result.get("near", {}).items()}
     measured = {result["config"]: best, **medians}
     fingerprint = ShippedFingerprint(
@@ -195,7 +184,7 @@ def _record(
 
 
 def _near(record: TuningRecord) -> list[Trial]:
-    """Trials of others that were not much slower than the winner, the fastest first."""
+    """Return the trials of other configs that are nearly as fast as the winner, fastest first."""
     best = record.best
     others = [
         trial
@@ -213,7 +202,7 @@ def _median(trial: Trial) -> float:
 
 
 def _common(record: TuningRecord) -> dict[str, codec.Tree]:
-    """Facts that a result shares with many others, and that say where it comes from."""
+    """Return the facts about where a result comes from, which many results share."""
     found = record.fingerprint
     driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
     return {
