@@ -102,9 +102,12 @@ class Given:
         the function inside, and what changes its code."""
         inner = self.code(attribute(value, name))
         configs, space = attribute(value, "configs"), attribute(value, "config_space")
-        for each in (value, *(configs if isinstance(configs, list) else ())):
-            for item in attributes(each).values():  # hooks, heuristics
-                self.values_in(item, only_functions=True)
+        configs = configs if isinstance(configs, list) else []
+        for each in (value, *configs):
+            held, heuristics = attributes(each), attribute(each, "values")
+            for item in [*held.values(), *items_of(heuristics).values()]:
+                if isinstance(item, types.FunctionType):
+                    self.code(item)
         unique = self._constants.name(f"configs of {qualified_name(value)}", value)
         if configs and all(map(codec.is_triton_config, configs)):
             self._constants.bound[unique] = codec.text(codec.encode(configs, binding=False))
@@ -116,11 +119,10 @@ class Given:
                 self.code(each)
         return inner
 
-    def values_in(self, value: Any, only_functions: bool = False) -> None:
+    def values_in(self, value: Any) -> None:
         """Follow code in a container, and the classes of data in it, which may have methods."""
         for each in inside(value):
-            if isinstance(each, types.FunctionType) or not only_functions:
-                self.code(each if is_code(each) else type(each))
+            self.code(each if is_code(each) else type(each))
 
     def closure(self, function: types.FunctionType, rebound: Iterable[str]) -> None:
         """Note what an inner function binds: closure cells and defaults."""

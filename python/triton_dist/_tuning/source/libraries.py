@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import re
 import sys
 import sysconfig
@@ -69,11 +68,10 @@ class Libraries:
             return True  # another one of that name is the program's
         return top not in self._own and self._has_file(file)
 
-    def imported(self, name: str, level: int = 0, package: str = "") -> types.ModuleType | None:
-        """The module that ``import`` finds; ``None`` for a library's, and if there is none."""
+    def imported(self, name: str) -> types.ModuleType | None:
+        """Import a module; ``None`` for a library's, and if there is none."""
         try:
-            full = importlib.util.resolve_name("." * level + name, package)
-            return None if self.has_module(full) else importlib.import_module(full)
+            return None if self.has_module(name) else importlib.import_module(name)
         except (Exception, SystemExit):  # of a module that cannot run here
             return None
 
@@ -112,11 +110,6 @@ def version_of(package: str) -> str:
     except (metadata.PackageNotFoundError, ValueError):
         names = metadata.packages_distributions().get(package, [])
         return ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names)))
-
-
-def is_library(module: str) -> bool:
-    """True if ``module`` is installed, or part of Python, for who reads its values."""
-    return Libraries(()).has_module(module)
 
 
 def is_tuner(module: str) -> bool:

@@ -427,10 +427,15 @@ _parsing = threading.RLock()
 """Python 3.11 raises ``SystemError`` if threads parse at the same time."""
 
 
+_stops_collection = False
+
+
 def _forget_lock() -> None:
     """In the child of a fork, where the thread that holds the lock is missing."""
-    global _parsing
-    _parsing = threading.RLock()
+    global _parsing, _stops_collection
+    if _stops_collection:
+        gc.enable()
+    _parsing, _stops_collection = threading.RLock(), False
 
 
 os.register_at_fork(after_in_child=_forget_lock)
@@ -439,12 +444,15 @@ os.register_at_fork(after_in_child=_forget_lock)
 @contextmanager
 def _quiet_parsing() -> Iterator[None]:
     """Parsing makes no garbage, and collections would take half of its time."""
+    global _stops_collection
     with _parsing:
-        was_enabled = gc.isenabled()
+        was_enabled, stopped = gc.isenabled(), _stops_collection
+        _stops_collection = was_enabled or stopped
         gc.disable()
         try:
             yield
         finally:
+            _stops_collection = stopped
             if was_enabled:
                 gc.enable()
 

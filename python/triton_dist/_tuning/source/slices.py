@@ -140,7 +140,8 @@ class Slice:
             self._enter(self.label(scope, name), found, scope)
             if not imports:
                 self._constant(scope, name, value, found)
-        if (own := function_in(value)) is not None and own.__globals__ is scope:
+        own = function_in(value)
+        if own is not None and own.__globals__ is scope and "." not in own.__qualname__:
             self.name(scope, own.__name__)  # perhaps another one was put in its place
         self.given.foreign(value, scope)
 
