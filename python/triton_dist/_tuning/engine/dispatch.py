@@ -48,6 +48,8 @@ class AutoTuner(Decorated):
         overwritten: names of arguments that each call writes as a whole, such as a buffer for its
             result, so that trials may write them.
         unsaid: names of the default config that a call without tuning leaves to the function.
+        key_argument: name of an argument that gets the call's key where the config is known, so
+            that the function need not check again what ``key_fn`` checked; empty: none.
     """
 
     _kind = "autotuned"
@@ -71,6 +73,7 @@ class AutoTuner(Decorated):
         self.key_fn, self.prune_fn = key_fn, prune_fn
         self.tuning_count = 0
         self.unsaid: tuple[str, ...] = ()
+        self.key_argument = ""
         self.overwritten: tuple[str, ...] = ()
         self._surroundings = surroundings
         self._hooks, self._origin_of = hooks, origin_of
@@ -238,8 +241,14 @@ class AutoTuner(Decorated):
             return None
         arguments = choice.of(self.sizes.values(key)).arguments
         self._choices.new_keys.again(in_range)
-        self._choices.keep(process_group, key, arguments)
+        self._keep(process_group, key, arguments)
         return arguments
+
+    def _keep(self, process_group: Any, key: Any, arguments: dict[str, Any]) -> None:
+        """Keep the arguments of later calls with this exact key."""
+        if self.key_argument:
+            arguments = {**arguments, self.key_argument: key}
+        self._choices.keep(process_group, key, arguments)
 
     @held_warnings()
     def _choose(
@@ -278,7 +287,7 @@ class AutoTuner(Decorated):
                 found = known.of(sizes)
                 if not fixed:  # a second call, or its hit gave way to others
                     choices.new_keys.again(key)
-                    choices.keep(process_group, exact, found.arguments)
+                    self._keep(process_group, exact, found.arguments)
                 return found
             parts = self._compose(process_group, verbose)
             if unusable:
@@ -301,7 +310,7 @@ class AutoTuner(Decorated):
                     choices.most_hits = self._surroundings.most_hits()
                     choices.ranges[process_group, key] = kept
                     if not (runs and known.tuned and choices.new_keys.waits(key)):
-                        choices.keep(process_group, exact, known.of(sizes).arguments)
+                        self._keep(process_group, exact, known.of(sizes).arguments)
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)

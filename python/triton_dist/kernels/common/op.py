@@ -156,7 +156,11 @@ def check_tiles(function: str, config: Any, way: str | None = None) -> None:
 
 
 class OpCall:
-    """Arguments of one call of an op, checked; a dataclass whose fields are the op's parameters."""
+    """Arguments of one call of an op, checked; a dataclass whose fields are the op's parameters.
+
+    ``accepted_key``, the last of them, is for the tuner: the key of a call whose operands its
+    ``key_fn`` has checked already.
+    """
 
     chosen: Way[Any, Any]
 
@@ -240,8 +244,9 @@ def op(
             safe_fn=lambda config: ways[config["way"]].is_safe and config["way"],
             **settings,
         )(fn)
-        tuner.overwritten = ("output",)
+        tuner.overwritten = ("output", "gathered")
         tuner.unsaid = ("way",)  # the first is an op's own default, unless a context has another
+        tuner.key_argument = "accepted_key"
         return tuner
 
     return decorate

@@ -14,6 +14,8 @@ Arguments that are the same for every GEMM across ranks:
     gemm_config, persistent: tiles and kind of the GEMM kernel (tuned), where the GEMM is ours.
     straggler_option: (rank, cycles): that rank sleeps so long in the call, for tests.
 
+``accepted_key`` of each op is for the tuner alone: the key of operands that were checked already.
+
 Creating a context is collective over its group (default: the world, else this process):
     rank, and num_ranks or world_size: this rank in the group, and the group's size.
     num_local_ranks or local_world_size: ranks on one host; clamped to the group's size, which must

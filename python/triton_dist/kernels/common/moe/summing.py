@@ -271,15 +271,19 @@ class SumCall(OpCall):
     num_chunks: int | None
     reduction: str | None
     way: str | None
+    accepted_key: Any = None
 
     kind: ClassVar[type[MoESumContext]]
     ways: ClassVar[Ways[Any, Any]]
 
     def __post_init__(self) -> None:
-        self.key = self.accept(
-            self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx
-        )
-        check_fixed(self.ctx, self.n_chunks, self.config)
+        known = self.accepted_key  # with what the caller fixes, if anything
+        if known is None:
+            known = self.key_fn(
+                self.x, self.weights, self.chosen_experts, self.expert_weight, self.ctx,
+                self.n_chunks, self.persistent, self.config,
+            )  # fmt: skip
+        self.key: SumKey = known if isinstance(known, SumKey) else known[0]
         self.tiles = self.config or self.gemm_config
         """Tiles of the product, where it is ours."""
         given = self.num_chunks if self.n_chunks is None else self.n_chunks

@@ -24,6 +24,7 @@ from triton_dist.kernels.common.context import (
     tensor_checks,
 )
 from triton_dist.kernels.common.gemm.spaces import most_rows, suits_gemm, suits_rows
+from triton_dist.kernels.common.launch import dot_precision
 from triton_dist.kernels.common.op import OpCall, check_straggler, check_tiles
 from triton_dist.kernels.common.scatter.partials import (
     MAX_CHUNKS,
@@ -39,8 +40,7 @@ class SummingCall(OpCall):
     """One call: the parameters that all such ops have.
 
     A: [M, K_per_rank]. B: [K_per_rank, N]. bias: [N] or none. method: older name of the way.
-    num_ctas, block_bytes: launch of a sum by itself. looks: one object for operands that look
-    alike.
+    num_ctas, block_bytes: launch of a sum by itself.
     """
 
     kind: ClassVar[type[SummingContext[Any]]]
@@ -57,15 +57,26 @@ class SummingCall(OpCall):
     way: str | None
     num_ctas: int | None
     block_bytes: int | None
-    looks: object = field(init=False)
+    accepted_key: tuple[Any, ...] | None
+    operands: ProductKey = field(init=False)
 
     def __post_init__(self) -> None:
-        self.looks = self.accept(self.A, self.B, self.bias, self.ctx)
+        known = self.accepted_key
+        if known is None:
+            self.operands = self.accept(self.A, self.B, self.bias, self.ctx)
+        else:
+            self.operands = known[0]
         if self.straggler_option is not None:
             check_straggler(self.kind.function, self.straggler_option)
         if self.num_chunks not in _CHUNKS:  # there are flags for so many
             expected = f"1 to {MAX_CHUNKS}"
             raise InvalidArgument(self.kind.function, "num_chunks", self.num_chunks, expected)
+
+    def layouts(self) -> tuple[object, ...]:
+        """Return all of the operands that decides how they are launched, beside their addresses."""
+        A, B = self.A, self.B
+        precision = dot_precision(A.dtype)
+        return self.operands, A.stride(), B.stride(), self.bias is None, precision
 
     @staticmethod
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from triton_dist.kernels.common.exchange.buffer import ExchangeBuffer, shard_elements
-from triton_dist.kernels.common.launch import Launch, dot_precision
+from triton_dist.kernels.common.launch import Launch
 from triton_dist.kernels.common.op import AskedWay
 from triton_dist.kernels.common.scatter.call import SummingCall, SummingSizes
 from triton_dist.kernels.common.scatter.kernel import scattered_gemm
@@ -40,7 +40,7 @@ class Scattered:
     def __post_init__(self) -> None:
         self.key = self._key()
         """Everything that launches depend on, beside the addresses of tensors."""
-        self._alive = self.call.looks, self.to, self.call.gemm_config  # what it has the ids of
+        self._alive = self.to, self.call.gemm_config  # objects whose ids are in the key
 
     def run(self) -> None:
         """Launch all."""
@@ -64,8 +64,7 @@ class Scattered:
     def _key(self) -> tuple[object, ...]:
         call = self.call
         return (
-            id(call.looks), id(self.to), id(call.gemm_config), dot_precision(call.A.dtype),
-            call.persistent, call.num_chunks,
+            *call.layouts(), id(self.to), id(call.gemm_config), call.persistent, call.num_chunks,
         )  # fmt: skip
 
     def _launch(self, key: object, make: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -126,12 +125,12 @@ class Exchanged:
         buffer.begin(self.phases(), num_ctas, num_pieces=1)
         buffer.launcher.run(
             (
-                type(self), id(call.looks), id(call.gemm_config), dot_precision(call.A.dtype),
-                call.persistent, self.to_owners, self.pass_on,
+                type(self), *call.layouts(), id(call.gemm_config), call.persistent, self.to_owners,
+                self.pass_on,
             ),
             lambda: self.gemm(C),
             {"a_ptr": call.A, "b_ptr": call.B, **outputs(C, call.bias)},
-            alive=(call.looks, call.gemm_config),
+            alive=(call.gemm_config,),
         )  # fmt: skip
         buffer.guard.end()
         return C

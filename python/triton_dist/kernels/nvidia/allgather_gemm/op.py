@@ -90,6 +90,7 @@ def ag_gemm(
     num_comm_sms: int | None = None,
     way: str | None = None,
     gathered: torch.Tensor | None = None,
+    accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """``all_gather(A) @ B`` over the ranks of ``ctx``; tuned over all ranks. Returns [M,
     N_per_rank].
@@ -114,7 +115,7 @@ def ag_gemm(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, method, num_streams, num_chunks, local_copy,
-        straggler_option, num_comm_sms, way, gathered,
+        straggler_option, num_comm_sms, way, gathered, accepted_key,
     ).run()  # fmt: skip
 
 

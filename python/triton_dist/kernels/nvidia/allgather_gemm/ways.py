@@ -68,9 +68,11 @@ class Call(OpCall):
     num_comm_sms: int | None
     way: str | None
     gathered: torch.Tensor | None = None
+    accepted_key: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
-        self.operands = check_operands(self.A, self.B, self.ctx)
+        known = self.accepted_key
+        self.operands = check_operands(self.A, self.B, self.ctx) if known is None else known[0]
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
@@ -159,14 +161,16 @@ class _Tiled(AskedWay[Call, Sizes]):
 
     def _consume(self, call: Call, C: torch.Tensor, gathered: GatheredShards) -> None:
         """Launch the consumer; a call like one before only with other addresses."""
-        own, operands, tiles = call.own, call.operands, call.gemm_config
-        precision = dot_precision(operands.dtype)
+        own, B, tiles = call.own, call.B, call.gemm_config
         call.ctx.launcher.run(
-            (id(operands), own.stride(), precision, id(gathered), id(tiles), bool(call.persistent)),
+            (
+                call.operands, own.stride(), B.stride(), dot_precision(B.dtype), id(gathered),
+                id(tiles), bool(call.persistent),
+            ),
             lambda: self._consumer(call, C, gathered),
-            {"own_ptr": own, "b_ptr": call.B, "c_ptr": C},
-            alive=(operands, gathered, tiles),
-        )
+            {"own_ptr": own, "b_ptr": B, "c_ptr": C},
+            alive=(gathered, tiles),  # objects whose ids are in the key
+        )  # fmt: skip
 
 
 class CopyEngine(_Tiled):

@@ -93,6 +93,7 @@ def ag_group_gemm(
     gather: str | None = None,
     straggler_option: tuple[int, int] | None = None,
     way: str | None = None,
+    accepted_key: RoutedKey | None = None,
 ) -> torch.Tensor:
     """Each token of all ranks times the weights of its experts; tuned over the ranks of ``ctx``.
     Returns [M * topk, N_per_rank], row ``t * topk + j`` for choice j of token t.
@@ -122,8 +123,9 @@ def ag_group_gemm(
             with ``TRITON_DIST_DEBUG=agree``.
     """
     return Call(
-        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, way
-    ).run()
+        a, b, ctx, full_topk_ids, gemm_config, num_groups, gather, straggler_option, way,
+        accepted_key,
+    ).run()  # fmt: skip
 
 
 def run_moe_ag_triton_non_overlap(

@@ -66,9 +66,10 @@ class Call(OpCall):
     gather: str | None
     straggler_option: tuple[int, int] | None
     way: str | None
+    accepted_key: RoutedKey | None = None
 
     def __post_init__(self) -> None:
-        self.key = check_operands(self.a, self.b, self.ctx, self.full_topk_ids)
+        self.key = self.accepted_key or check_operands(self.a, self.b, self.ctx, self.full_topk_ids)
         if self.straggler_option is not None:
             check_straggler("ag_group_gemm", self.straggler_option)
         self.tiles = self.gemm_config or self.ctx.gemm_config

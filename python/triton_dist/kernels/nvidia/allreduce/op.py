@@ -71,6 +71,7 @@ def all_reduce(
     num_pieces: int | None = None,
     packets: bool | None = None,
     way: str | None = None,
+    accepted_key: object = None,
 ) -> torch.Tensor:
     """The sum of x over all ranks; tuned over all ranks. Returns ``output``, or a new tensor of x's
     shape.
@@ -100,5 +101,5 @@ def all_reduce(
     """
     return Call(
         x, ctx, output, method, straggler_option, algorithm, num_ctas, block_bytes, num_pieces,
-        packets, way,
+        packets, way, accepted_key,
     ).run()  # fmt: skip

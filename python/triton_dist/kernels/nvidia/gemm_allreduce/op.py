@@ -33,6 +33,8 @@ Built this way because (more: docs/explanation/gemm_all_reduce.md)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -68,6 +70,7 @@ def gemm_ar(
     copy_to_local: bool = True,
     straggler_option: tuple[int, int] | None = None,
     way: str | None = None,
+    accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """``sum over ranks of A @ B``, plus ``bias``, on every rank; tuned over all ranks. Returns
     [M, N], contiguous. Numerics: the module.
@@ -93,5 +96,5 @@ def gemm_ar(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, way,
-        num_ctas, block_bytes, copy_to_local, reduction,
+        num_ctas, block_bytes, accepted_key, copy_to_local, reduction,
     ).run()  # fmt: skip

@@ -34,6 +34,8 @@ Built this way because (more, with measurements: docs/explanation/gemm_reduce_sc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -69,6 +71,7 @@ def gemm_rs(
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     way: str | None = None,
+    accepted_key: tuple[Any, ...] | None = None,
 ) -> torch.Tensor:
     """This rank's rows of ``sum over ranks of A @ B``, plus ``bias``; tuned over all ranks. Returns
     [M_per_rank, N], contiguous: rank r's are rows ``[r * M_per_rank, (r + 1) * M_per_rank)``.
@@ -92,5 +95,5 @@ def gemm_rs(
     """
     return Call(
         A, B, ctx, gemm_config, persistent, num_chunks, bias, straggler_option, method, way,
-        num_ctas, block_bytes, reduce_st, fuse_scatter,
+        num_ctas, block_bytes, accepted_key, reduce_st, fuse_scatter,
     ).run()  # fmt: skip

@@ -57,6 +57,7 @@ def grouped_gemm(
     activation: str | None = None,
     gemm_config: triton.Config | None = None,
     way: str | None = None,
+    accepted_key: GroupedKey | None = None,
 ) -> torch.Tensor:
     """Each row of A times the weights of the expert that its route goes to; tuned by each rank
     alone. Returns [M * topk, N], or [M * topk, N / 2] with an activation; of A's dtype.
@@ -82,4 +83,4 @@ def grouped_gemm(
     Raises:
         InvalidArgument: before anything is launched.
     """
-    return Call(A, B, topk_ids, order, activation, gemm_config, way).run()
+    return Call(A, B, topk_ids, order, activation, gemm_config, way, accepted_key).run()

@@ -136,9 +136,10 @@ class Call(OpCall):
     activation: str | None
     gemm_config: triton.Config | None
     way: str | None
+    accepted_key: GroupedKey | None = None
 
     def __post_init__(self) -> None:
-        self.key = GroupedKey.of(
+        self.key = self.accepted_key or GroupedKey.of(
             self.A, self.B, self.topk_ids, order=self.order, activation=self.activation
         )
         self.width = self.key.N // (1 if self.activation is None else 2)

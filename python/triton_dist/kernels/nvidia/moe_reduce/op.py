@@ -41,6 +41,8 @@ Built this way because
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import triton
@@ -77,6 +79,7 @@ def run_moe_reduce_rs(
     num_chunks: int | None = None,
     reduction: str | None = None,
     way: str | None = None,
+    accepted_key: Any = None,
 ) -> torch.Tensor:
     """This rank's tokens of the sum, over ranks and choices, of ``expert_weight * (x @ weights of
     the expert)``; tuned over all ranks. Returns [M / world size, N], contiguous.
@@ -112,7 +115,7 @@ def run_moe_reduce_rs(
     """
     return ReduceScatterCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, way,
+        num_chunks, reduction, way, accepted_key,
     ).run()  # fmt: skip
 
 
@@ -165,6 +168,7 @@ def run_moe_reduce_ar(
     num_chunks: int | None = None,
     reduction: str | None = None,
     way: str | None = None,
+    accepted_key: Any = None,
 ) -> torch.Tensor:
     """The sum, over ranks and choices, of ``expert_weight * (x @ weights of the expert)``, on every
     rank; tuned over all ranks. Returns [M, N], contiguous.
@@ -183,7 +187,7 @@ def run_moe_reduce_ar(
     """
     return AllReduceCall(
         x, weights, chosen_experts, expert_weight, ctx, n_chunks, persistent, config, gemm_config,
-        num_chunks, reduction, way,
+        num_chunks, reduction, way, accepted_key,
     ).run()  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def all_gather(
     num_pieces: int | None = None,
     straggler_option: tuple[int, int] | None = None,
     way: str | None = None,
+    accepted_key: object = None,
 ) -> torch.Tensor:
     """x of all ranks, in their order; tuned over all ranks. Returns ``output``, or a new tensor
     [world size * M, …].
@@ -74,7 +75,8 @@ def all_gather(
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     return AllGatherCall(
-        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way
+        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way,
+        accepted_key,
     ).run()  # fmt: skip
 
 
@@ -96,6 +98,7 @@ def reduce_scatter(
     num_pieces: int | None = None,
     straggler_option: tuple[int, int] | None = None,
     way: str | None = None,
+    accepted_key: object = None,
 ) -> torch.Tensor:
     """This rank's shard of the sum of x over all ranks; tuned over all ranks. Returns ``output``,
     or a new tensor [M / world size, …].
@@ -114,5 +117,6 @@ def reduce_scatter(
         output: where the shard goes, contiguous; in memory apart from x.
     """
     return ReduceScatterCall(
-        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way
+        x, ctx, output, method, num_ctas, block_bytes, num_pieces, straggler_option, way,
+        accepted_key,
     ).run()  # fmt: skip
