@@ -207,12 +207,19 @@ def is_int(number: object) -> bool:
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
-def group_checks(size_name: str, num_ranks: int, rank: int, group: Group) -> Iterator[Check]:
-    """Checks of the caller's idea of its group; ``size_name``: the argument ``num_ranks``."""
-    ranks = group_for(group)
-    expected = f"{ranks.size}, the size of the group"
-    yield size_name, num_ranks, num_ranks == ranks.size, expected
+def group_checks(group: Group, rank: int, **sizes: int) -> Iterator[Check]:
+    """Yield the checks of what a caller says about its group: ``rank``, and by the names of their
+    arguments the sizes of the group and of its part on this host."""
+    yield from int_checks(rank=rank, **sizes)
+    ranks, ((name, size), (local_name, local_size)) = group_for(group), sizes.items()
+    yield name, size, size == ranks.size, f"{ranks.size}, the size of the group"
     yield "rank", rank, rank == ranks.rank, f"{ranks.rank}, this process's rank in the group"
+    yield local_name, local_size, local_size >= 1, "at least 1"
+
+
+def from_1_to(most: int, name: str, value: int) -> Check:
+    """Return the check that an argument is from 1 to ``most``."""
+    return name, value, 1 <= value <= most, f"1 to {most}"
 
 
 def buffer_of(ctx: Any, kind: type[OpContext[B]], function: str, creator: str) -> B:

@@ -88,14 +88,10 @@ def create(
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(
-            workspace_nbytes=workspace_nbytes,
-            rank=rank,
-            world_size=world_size,
-            local_world_size=local_world_size,
+        yield from int_checks(workspace_nbytes=workspace_nbytes)
+        yield from group_checks(
+            group, rank, world_size=world_size, local_world_size=local_world_size
         )
-        yield from group_checks("world_size", world_size, rank, group)
-        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield "workspace_nbytes", workspace_nbytes, workspace_nbytes >= 1, "at least 1"
 
     asked = {"workspace_nbytes": workspace_nbytes}

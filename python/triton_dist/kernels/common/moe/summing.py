@@ -22,6 +22,7 @@ from triton_dist.kernels.common.context import (
     agree_to_create,
     buffer_of,
     first_refusal,
+    from_1_to,
     gradient_check,
     group_checks,
     int_checks,
@@ -148,24 +149,22 @@ def create(
 
     def checks() -> Iterator[Check]:
         yield from int_checks(
-            rank=rank, world_size=world_size, local_world_size=local_world_size,
             max_token_num=max_token_num, hidden_dim=hidden_dim, num_experts=num_experts, topk=topk,
             n_chunks_max=n_chunks_max,
         )  # fmt: skip
-        yield from group_checks("world_size", world_size, rank, members)
-        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
-        yield "topk", topk, 1 <= topk <= MOST_TOPK, f"1 to {MOST_TOPK}"
+        yield from group_checks(
+            members, rank, world_size=world_size, local_world_size=local_world_size
+        )
+        yield from_1_to(MOST_TOPK, "topk", topk)
         expected = f"a positive multiple of topk = {topk}: routes, not tokens"
         good = max_token_num >= 1 and max_token_num % topk == 0
         yield "max_token_num", max_token_num, good, expected
         tokens = kind.tokens_check("", max_token_num // topk, world_size)
         yield "max_token_num", max_token_num, tokens[2], f"topk = {topk} times {tokens[3]}"
         yield "hidden_dim", hidden_dim, hidden_dim >= 1, "at least 1"
-        good = 1 <= num_experts <= MOST_EXPERTS
-        yield "num_experts", num_experts, good, f"1 to {MOST_EXPERTS}"
+        yield from_1_to(MOST_EXPERTS, "num_experts", num_experts)
         yield from kernel_checks("input_dtype", input_dtype)
-        good = 1 <= n_chunks_max <= MOST_CHUNKS
-        yield "n_chunks_max", n_chunks_max, good, f"1 to {MOST_CHUNKS}"
+        yield from_1_to(MOST_CHUNKS, "n_chunks_max", n_chunks_max)
 
     alike = {
         "max_token_num": max_token_num, "hidden_dim": hidden_dim, "num_experts": num_experts,

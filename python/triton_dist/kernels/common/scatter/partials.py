@@ -201,11 +201,10 @@ def create(
     members, more = process_group_of(group), dict(asked or {})
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(
-            max_M=max_M, N=N, rank=rank, world_size=world_size, local_world_size=local_world_size
+        yield from int_checks(max_M=max_M, N=N)
+        yield from group_checks(
+            members, rank, world_size=world_size, local_world_size=local_world_size
         )
-        yield from group_checks("world_size", world_size, rank, members)
-        yield "local_world_size", local_world_size, local_world_size >= 1, "at least 1"
         yield kind.rows_check("max_M", max_M, world_size)
         yield "N", N, N >= 1, "at least 1"
         yield from kernel_checks("output_dtype", output_dtype)

@@ -115,10 +115,8 @@ def create_ag_gemm_context(
     group = process_group_of(group)
 
     def checks() -> Iterator[Check]:
-        yield from int_checks(
-            max_M=max_M, N=N, K=K, rank=rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks
-        )
-        yield from group_checks("num_ranks", num_ranks, rank, group)
+        yield from int_checks(max_M=max_M, N=N, K=K)
+        yield from group_checks(group, rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
         expected = f"a positive multiple of num_ranks = {num_ranks}"
         for name, size in (("max_M", max_M), ("N", N)):
             yield name, size, size >= num_ranks and size % num_ranks == 0, expected

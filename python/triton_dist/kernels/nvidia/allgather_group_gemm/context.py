@@ -15,6 +15,7 @@ from triton_dist.kernels.common.context import (
     accept,
     agree_to_create,
     buffer_of,
+    from_1_to,
     group_checks,
     int_checks,
     kernel_checks,
@@ -140,23 +141,22 @@ def create_ag_group_gemm_context(
     def checks() -> Iterator[Check]:
         yield from int_checks(
             max_ntokens=max_ntokens, N_per_rank=N_per_rank, K=K, num_experts=num_experts, topk=topk,
-            rank=rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks, **tile, stages=stages,
-            num_warps=num_warps,
+            **tile, stages=stages, num_warps=num_warps,
         )  # fmt: skip
-        yield from group_checks("num_ranks", num_ranks, rank, group)
+        yield from group_checks(group, rank, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
         expected = f"a positive multiple of num_ranks = {num_ranks}"
         fits = max_ntokens >= num_ranks and max_ntokens % num_ranks == 0
         yield "max_ntokens", max_ntokens, fits, expected
         for name, size in (("N_per_rank", N_per_rank), ("K", K), ("GROUP_SIZE_M", GROUP_SIZE_M)):
             yield name, size, size >= 1, "at least 1"
-        yield "num_experts", num_experts, 1 <= num_experts <= MOST_EXPERTS, f"1 to {MOST_EXPERTS}"
-        yield "topk", topk, 1 <= topk <= MOST_TOPK, f"1 to {MOST_TOPK}"
+        yield from_1_to(MOST_EXPERTS, "num_experts", num_experts)
+        yield from_1_to(MOST_TOPK, "topk", topk)
         yield from kernel_checks("dtype", dtype)
         for name in _TILE[:3]:
             size = tile[name]
             is_power = 16 <= size <= 256 and size & (size - 1) == 0
             yield name, size, is_power, "a power of two from 16 to 256"
-        yield "stages", stages, 1 <= stages <= 8, "1 to 8"
+        yield from_1_to(8, "stages", stages)
         yield "num_warps", num_warps, num_warps in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"
 
     asked = {
