@@ -56,7 +56,10 @@ def has_links_between_all_gpus() -> bool:
     if current_device().name != "cuda":
         return True
     pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
-    return all(_has_native_atomics(*pair) for pair in pairs)
+    try:
+        return all(_has_native_atomics(*pair) for pair in pairs)
+    except RuntimeError:  # the driver refuses to tell, as for parts of a GPU
+        return False
 
 
 @functools.cache
