@@ -12,15 +12,15 @@ from tests.architecture.source import PACKAGE, tree
 
 # Files that an op reaches, and their lines.
 MOST = {
-    "allgather_gemm": (18, 5340),
-    "gemm_reduce_scatter": (21, 5300),
-    "gemm_allreduce": (23, 6030),
-    "gemm": (10, 2820),
-    "grouped_gemm": (12, 2990),
-    "allgather_group_gemm": (21, 5360),
-    "moe_reduce": (28, 6750),
-    "shard_collectives": (14, 3300),
-    "allreduce": (12, 3180),
+    "allgather_gemm": (18, 5380),
+    "gemm_reduce_scatter": (21, 5350),
+    "gemm_allreduce": (23, 6080),
+    "gemm": (10, 2860),
+    "grouped_gemm": (12, 3040),
+    "allgather_group_gemm": (21, 5410),
+    "moe_reduce": (28, 6800),
+    "shard_collectives": (14, 3350),
+    "allreduce": (12, 3220),
 }
 OWN_FILES = ("__init__", "op", "context", "ways", "kernel")
 
