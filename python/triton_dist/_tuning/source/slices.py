@@ -117,7 +117,7 @@ class Slice:
     def name(self, scope: Globals, name: str) -> None:
         """Follow a global: the statements that bind or change it, and code that other modules have
         put into its value."""
-        if (id(scope), name) in self._visited or self.library.has_module(scope["__name__"]):
+        if (id(scope), name) in self._visited or self.library.has_module(_module_name(scope)):
             return
         self._visited.add((id(scope), name))
         file, value = self._file(scope), scope.get(name)
@@ -245,6 +245,9 @@ class Slice:
         """True if the file is what was imported, as far as the code of its functions tells; of a
         file that was edited since, true for a value whose own code is the same."""
         path = scope.get("__file__")
+        # pytest rewrites the asserts of test modules: their bytecode differs from the file's.
+        if type(scope.get("__loader__")).__module__.startswith("_pytest."):
+            return True
 
         def codes(values: Iterable[Any]) -> list[types.CodeType]:
             found = [each.__code__ for each in map(function_in, [*values]) if each is not None]
