@@ -45,7 +45,21 @@ def add_to(verbs: Any) -> None:
         "is as large as its group does not count",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
-    _add_diff(verbs)
+    parser = add_verb(
+        verbs,
+        "diff",
+        _diff,
+        help="what changed from one record to another",
+        description="Prints what changed from the record OLD to the record NEW, each a record's "
+        "file, or a function of which --key and --on leave one record: facts that the results "
+        "depend on, the winner, and medians of configs that both measured. Status 1 if there is "
+        "a difference in the facts, the configs or the winner.",
+        examples=["diff old.json new.json", "diff ~/backup/1f0c-2a.json matmul --key 8192"],
+    )
+    parser.add_argument("old", metavar="OLD", help="a record's file, or a function")
+    parser.add_argument("new", metavar="NEW", help="the same")
+    cache.add_choice(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -132,24 +146,6 @@ def _place(stored: StoredRecord) -> str:
     parts = [cache.made_on(record), *([f"triton {triton}"] if triton else [])]
     parts += [f"version {record.fingerprint.version}"] if record.fingerprint.version else []
     return "; ".join([*parts, "shipped" if record.shipped else record.timestamp])
-
-
-def _add_diff(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
-        "diff",
-        _diff,
-        help="what changed from one record to another",
-        description="Prints what changed from the record OLD to the record NEW, each a record's "
-        "file, or a function of which --key and --on leave one record: facts that the results "
-        "depend on, the winner, and medians of configs that both measured. Status 1 if there is "
-        "a difference in the facts, the configs or the winner.",
-        examples=["diff old.json new.json", "diff ~/backup/1f0c-2a.json matmul --key 8192"],
-    )
-    parser.add_argument("old", metavar="OLD", help="a record's file, or a function")
-    parser.add_argument("new", metavar="NEW", help="the same")
-    cache.add_choice(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -210,8 +210,11 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
             yield f"{level}, {name}: {_numbers(part)}"
             yield from (f"  - {line}" for line in part["only_old"])
             yield from (f"  + {line}" for line in part["only_new"])
-            if name != "layouts":
-                yield from _operations(part["operations"])
+            changed = list(part["operations"].items()) if name != "layouts" else []
+            for operation, (old, new) in changed[:_MOST]:
+                yield f"  {old:5} -> {new:<5} {operation}"
+            if len(changed) > _MOST:
+                yield f"  and {len(changed) - _MOST} more; --json has all"
     yield from (f"{level}: not compared: {why}" for level, why in tree["missing"].items())
 
 
@@ -220,10 +223,3 @@ def _numbers(part: dict[str, Any]) -> str:
     if part["same"]:
         return f"{new}, the same"
     return f"{old} -> {new}" if old != new or part["operations"] else f"{new}, other operands"
-
-
-def _operations(changed: dict[str, list[int]]) -> Iterator[str]:
-    for name, (old, new) in list(changed.items())[:_MOST]:
-        yield f"  {old:5} -> {new:<5} {name}"
-    if len(changed) > _MOST:
-        yield f"  and {len(changed) - _MOST} more; --json has all"

@@ -43,13 +43,24 @@ def add_to(verbs: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    readonly_dirs = list(_told(knobs.autotune_readonly_dirs.get))
     facts = {
-        "versions": _versions(),
+        "versions": {
+            "triton_dist": f"{triton_dist.__version__} in {Path(triton_dist.__file__).parent}",
+            "python": f"{platform.python_version()} at {sys.executable}",
+            "system": platform.platform(),
+            **{package: _version(package) for package in _PACKAGES},
+        },
         "device": _told(_device),
         "GPUs": _told(_gpus),
-        "links": _told(_links),
+        "links": _told(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
         "variables": _variables(),
-        "paths": _paths(),
+        "paths": {
+            "cache": _path(knobs.cache_dir.get()),
+            "read-only": [_path(folder) for folder in readonly_dirs],
+            "packs": [_path(place) for place in _told(pack_places)],
+            "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
+        },
     }
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(_lines(facts)))
     return 0
@@ -61,15 +72,6 @@ def _told(of: Callable[[], Any]) -> Any:
         return of()
     except Exception as error:
         return f"not known: {type(error).__name__}: {error}"
-
-
-def _versions() -> dict[str, str]:
-    versions = {
-        "triton_dist": f"{triton_dist.__version__} in {Path(triton_dist.__file__).parent}",
-        "python": f"{platform.python_version()} at {sys.executable}",
-        "system": platform.platform(),
-    }
-    return versions | {package: _version(package) for package in _PACKAGES}
 
 
 def _version(package: str) -> str:
@@ -97,10 +99,6 @@ def _device() -> dict[str, str]:
 def _gpus() -> list[str]:
     query = "index,name,driver_version,compute_cap,memory.total"
     return _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader")
-
-
-def _links() -> list[str]:
-    return _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:
@@ -133,16 +131,6 @@ def _variables() -> dict[str, str]:
         elif name.startswith(_OURS):
             shown[name] += "  (nobody reads it: no such variable)"
     return shown
-
-
-def _paths() -> dict[str, Any]:
-    folders = list(_told(knobs.autotune_readonly_dirs.get))
-    return {
-        "cache": _path(knobs.cache_dir.get()),
-        "read-only": [_path(folder) for folder in folders],
-        "packs": [_path(place) for place in _told(pack_places)],
-        "logs of contextual_autotune": str(knobs.autotune_log_dir.get()),
-    }
 
 
 def _path(path: Path) -> str:

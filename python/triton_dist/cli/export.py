@@ -100,10 +100,6 @@ def _row(record: TuningRecord, trial: Trial) -> dict[str, Any]:
     return {**row, **found, "failure": "", "message": ""}
 
 
-def _json(found: Sequence[StoredRecord]) -> str:
-    return json.dumps({"records": [show.tree(each) for each in found]}, indent=2) + "\n"
-
-
 def t4(found: Sequence[StoredRecord]) -> str:
     """The first record in the format of the autotuning community."""
     results = [_result(trial) for trial in found[0].record.trials]
@@ -141,4 +137,8 @@ def _typed(values: Mapping[str, str]) -> dict[str, Any]:
     return typed
 
 
-_FORMATS = {"csv": _csv, "json": _json, "t4": t4}
+_FORMATS = {
+    "csv": _csv,
+    "json": lambda found: json.dumps({"records": [*map(show.tree, found)]}, indent=2) + "\n",
+    "t4": t4,
+}

@@ -27,7 +27,18 @@ def add_to(verbs: Any) -> None:
     )
     parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only records of it")
     parser.add_argument("--json", action="store_true", help="all of it, for programs")
-    _add_status(verbs)
+    parser = add_verb(
+        verbs,
+        "status",
+        _status,
+        help="tunings that are going on, or were interrupted",
+        description="Lists tunings that have no record yet: how far each is, its best so far, and "
+        "whether a process is at it. One that was interrupted goes on at the next call; `clear "
+        "--interrupted` forgets it.",
+        examples=["status", "status matmul --json"],
+    )
+    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only tunings of it")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -55,11 +66,13 @@ def _lines(
     for stored in records:
         key = stored.record.key
         of = groups.setdefault(key.full_name, {}).setdefault(cache.made_on(stored.record), [])
-        of.append(_block(stored) if in_full else [_line(stored)])
+        of.append(_block(stored, in_full))
     for each in begun:
         name = each.key.full_name if each.key is not None else each.path.parent.name
         hardware = each.key.hardware if each.key is not None else "unknown hardware"
-        groups.setdefault(name, {}).setdefault(hardware, []).append([_interrupted_line(each)])
+        key_text = f"  {each.key}" if each.key is not None else ""
+        line = f"     interrupted, {counted(each.tried, 'config')} measured:{key_text}"
+        groups.setdefault(name, {}).setdefault(hardware, []).append([line])
     for name, by_hardware in sorted(groups.items()):
         yield name
         for hardware, blocks in by_hardware.items():
@@ -75,17 +88,13 @@ def _lines(
     )
 
 
-def _line(stored: StoredRecord) -> str:
-    record = stored.record
-    median = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
-    return f"  {median:12.4f} ms {text.age(record.timestamp):>7} ago  {record.key}"
-
-
-def _block(stored: StoredRecord) -> list[str]:
+def _block(stored: StoredRecord, in_full: bool) -> list[str]:
     record, where = stored
+    median = record.best.outcome.median  # type: ignore[union-attr]  # the best was measured
+    if not in_full:
+        return [f"  {median:12.4f} ms {text.age(record.timestamp):>7} ago  {record.key}"]
     failed = sum(isinstance(trial.outcome, Failure) for trial in record.trials)
     tried = f"best of {len(record.trials) - failed}" + f", {failed} failed or pruned" * bool(failed)
-    median = record.best.outcome.median  # type: ignore[union-attr]
     return [
         f"    key     {record.key}",
         f"    winner  {record.best}",
@@ -93,11 +102,6 @@ def _block(stored: StoredRecord) -> list[str]:
         f"    file    {where}",
         "",
     ]
-
-
-def _interrupted_line(each: Interrupted) -> str:
-    key = f"  {each.key}" if each.key is not None else ""
-    return f"     interrupted, {counted(each.tried, 'config')} measured:{key}"
 
 
 def tree_of(stored: StoredRecord) -> dict[str, Any]:
@@ -125,21 +129,6 @@ def tree_of_begun(each: Interrupted) -> dict[str, Any]:
         "tried": each.tried,
         "file": str(each.path),
     }
-
-
-def _add_status(verbs: Any) -> None:
-    parser = add_verb(
-        verbs,
-        "status",
-        _status,
-        help="tunings that are going on, or were interrupted",
-        description="Lists tunings that have no record yet: how far each is, its best so far, and "
-        "whether a process is at it. One that was interrupted goes on at the next call; `clear "
-        "--interrupted` forgets it.",
-        examples=["status", "status matmul --json"],
-    )
-    parser.add_argument("function", metavar="FUNCTION", nargs="?", help="only tunings of it")
-    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from triton_dist._tuning.values.analysis import Timed, shown
+from triton_dist._tuning.values.analysis import shown
 from triton_dist.cli import cache, compare, plots
 from triton_dist.cli.report_data import Subject
 from triton_dist.cli.show import spread
@@ -40,67 +40,49 @@ for (const table of document.querySelectorAll("table.sortable"))
 
 def html(subject: Subject) -> str:
     """The whole page."""
-    key = subject.stored.record.key
-    parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width">',
-        f"<title>{escape(key.function)}, a tuning</title><style>{_STYLE}</style>",
-        f"<h1>{escape(key.full_name)}, key {escape(str(key))}</h1>",
-        *_about(subject),
-        '<div class="panels">',
-        *(
-            f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
-            for title, svg in plots.svgs(subject)
-        ),
-        "</div>",
-        *_since(subject),
-        *_configs(subject),
-        *_ranks(subject),
-        *_prices(subject),
-        *_failures(subject),
-        f"<script>{_SORT}</script></html>\n",
+    return "\n".join(_lines(subject))
+
+
+def _lines(subject: Subject) -> Iterator[str]:
+    (record, where), found = subject.stored, subject.found
+    yield '<!doctype html><html lang="en"><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width">'
+    yield f"<title>{escape(record.key.function)}, a tuning</title><style>{_STYLE}</style>"
+    yield f"<h1>{escape(record.key.full_name)}, key {escape(str(record.key))}</h1>"
+    facts = [
+        ["winner", _code(str(record.best)), f"{found.winner.ms:.4f} ms"],
+        ["on", escape(cache.made_on(record)), ""],
+        ["tuned", escape(record.timestamp), f"in {record.seconds:.1f} s"],
+        ["file", _code(where), ""],
+        *([["how", escape(record.carried), ""]] if record.carried else []),
+        *([["all have", _code(shown(found.fixed, found.fixed)), ""]] if found.fixed else []),
     ]
-    return "\n".join(parts)
-
-
-def _about(subject: Subject) -> Iterator[str]:
-    record, where = subject.stored
-    found = subject.found
-    yield _table(
-        [],
-        [
-            ["winner", _code(str(record.best)), f"{found.winner.ms:.4f} ms"],
-            ["on", escape(cache.made_on(record)), ""],
-            ["tuned", escape(record.timestamp), f"in {record.seconds:.1f} s"],
-            ["file", _code(where), ""],
-            *([["how", escape(record.carried), ""]] if record.carried else []),
-            *([["all have", _code(shown(found.fixed, found.fixed)), ""]] if found.fixed else []),
-        ],
-    )
-
-
-def _since(subject: Subject) -> Iterator[str]:
+    yield _table([], facts)
+    yield '<div class="panels">'
+    for title, svg in plots.svgs(subject):
+        yield f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+    yield "</div>"
     if subject.changes is not None and subject.older is not None:
         yield f"<h2>What changed since {_code(subject.older.where)}</h2>"
         yield f"<pre>{escape(chr(10).join(compare.lines_of_changes(subject.changes)))}</pre>"
-
-
-def _configs(subject: Subject) -> Iterator[str]:
-    found = subject.found
-    names = found.varying
     count = f"the fastest {_ROWS} of {len(found.timed)}" if len(found.timed) > _ROWS else "all"
     yield f"<h2>Configs: {count}. A click on a heading sorts.</h2>"
     rows = [
         [
             str(place), f"{each.ms:.4f}", f"{found.ratio(each.ms):.3f}", spread(each.samples),
-            str(len(each.samples)), *(escape(each.parameters.get(name, "-")) for name in names),
+            str(len(each.samples)),
+            *(escape(each.parameters.get(name, "-")) for name in found.varying),
         ]
         for place, each in enumerate(found.timed[:_ROWS], 1)
     ]  # fmt: skip
-    heads = ["", "ms", "to best", "spread", "samples", *names]
+    heads = ["", "ms", "to best", "spread", "samples", *found.varying]
     yield '<div class="wide">'
     yield _table(heads, rows, marked=found.timed.index(found.winner), sortable=True)
     yield "</div>"
+    yield from _ranks(subject)
+    yield from _prices(subject)
+    yield from _failures(subject)
+    yield f"<script>{_SORT}</script></html>\n"
 
 
 def _ranks(subject: Subject) -> Iterator[str]:
@@ -119,13 +101,10 @@ def _ranks(subject: Subject) -> Iterator[str]:
         rows.append([_code(shown(each.parameters, names)), *cells])
     heads = [f"rank {rank}" for rank in range(len(rows[0]) - 1)]
     yield '<div class="wide">'
-    yield _table(["config", *heads], rows, marked=_place_of_winner(subject, several))
-    yield "</div>"
-
-
-def _place_of_winner(subject: Subject, several: Sequence[Timed]) -> int:
     winner = subject.found.winner
-    return several.index(winner) if winner in several else -1
+    place = several.index(winner) if winner in several else -1
+    yield _table(["config", *heads], rows, marked=place)
+    yield "</div>"
 
 
 def _prices(subject: Subject) -> Iterator[str]:

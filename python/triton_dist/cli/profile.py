@@ -125,21 +125,17 @@ def _show(file: Path, as_json: bool, png: Path | None) -> int:
         raise InvalidArgument("profile show", "FILE", str(file), expected) from error
     found = summaries(trace.calls_of(content))
     if png is not None:
-        _draw(found, ranks, png)
+        try:
+            from triton_dist.cli import roofline
+        except ImportError as error:
+            raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from error
+        _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
     if as_json:
         tree = {"file": str(file), "ranks": ranks, "ops": [each.tree() for each in found]}
         print(json.dumps(tree, indent=2))
     else:
         say(*_lines(found, ranks))
     return 0 if found else 1
-
-
-def _draw(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]], png: Path) -> None:
-    try:
-        from triton_dist.cli import roofline
-    except ImportError as error:
-        raise MissingExtra("triton-dist profile show --png", "matplotlib", "report") from error
-    _files.write(png, roofline.png(found, ranks[0]["peak"], ranks[0]["gpu"]))
 
 
 def _lines(found: Sequence[OpSummary], ranks: Sequence[Mapping[str, Any]]) -> list[str]:

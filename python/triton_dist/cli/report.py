@@ -37,7 +37,11 @@ def add_to(verbs: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    _check_matplotlib()
+    # Raise before anything is written.
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("triton-dist report", "matplotlib", "report") from error
     from triton_dist.cli import page, plots
 
     found = cache.chosen(arguments.function, arguments)
@@ -56,11 +60,3 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{document}, {picture}: {counted(len(subject.found.timed), 'config')} measured")
     return 0
-
-
-def _check_matplotlib() -> None:
-    """Raise before anything is written."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("triton-dist report", "matplotlib", "report") from error

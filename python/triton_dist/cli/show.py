@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from triton_dist._tuning.values import StoredRecord
-from triton_dist._tuning.values.analysis import Analysis, Timed, shown
+from triton_dist._tuning.values.analysis import Analysis, shown
 from triton_dist.cli import cache, text
 from triton_dist.cli.verb import add_verb, counted
 
@@ -47,7 +47,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if not found:
         return cache.say_none(arguments.function, arguments)
     if arguments.code:
-        text.say(*(line for each in found for line in _code(each)))
+        # Each winner as an argument of ``tune.autotune``, which then has nothing to tune.
+        for record in (stored.record for stored in found):
+            where = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
+            text.say(f"# {where}: {Analysis(record).winner.ms:.4f} ms")
+            text.say(f"config_space=[{record.best}],")
         return 0
     for place, stored in enumerate(found):
         for line in [*([""] if place else []), *_lines(stored, arguments.top)]:
@@ -70,7 +74,17 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "file": where,
         "winner": str(record.best),
         "ms": found.winner.ms,
-        "configs": [_row(found, each) for each in found.timed],
+        "configs": [
+            {
+                "config": str(each.trial),
+                "digest": each.trial.digest,
+                "parameters": each.parameters,
+                "ms": each.ms,
+                "to_best": found.ratio(each.ms),
+                "samples": list(each.samples),
+            }
+            for each in found.timed
+        ],
         "failures": [vars(each) for each in found.failed],
         "pruned": [{"config": config, "reason": reason} for config, reason in found.pruned],
         "always_failed": [
@@ -83,24 +97,6 @@ def tree(stored: StoredRecord) -> dict[str, Any]:
         "fixed": found.fixed,
         "by_rank": {digest: own.to_tree() for digest, own in record.by_rank.items()},
         "dropped": dict(record.dropped),
-    }
-
-
-def _code(stored: StoredRecord) -> tuple[str, str]:
-    """The winner as an argument of ``tune.autotune``, which then has nothing to tune."""
-    record = stored.record
-    about = f"{record.key.full_name}, key {record.key}, {cache.made_on(record)}"
-    return f"# {about}: {Analysis(record).winner.ms:.4f} ms", f"config_space=[{record.best}],"
-
-
-def _row(found: Analysis, each: Timed) -> dict[str, Any]:
-    return {
-        "config": str(each.trial),
-        "digest": each.trial.digest,
-        "parameters": each.parameters,
-        "ms": each.ms,
-        "to_best": found.ratio(each.ms),
-        "samples": list(each.samples),
     }
 
 

@@ -38,7 +38,13 @@ def init_model_cpu(
         MissingExtra: weights, and no ``transformers`` to load them.
     """
     if any(Path(model_name).glob("*.safetensors")):
-        return _loaded(model_name, dtype)
+        try:
+            from transformers import AutoModelForCausalLM
+        except ModuleNotFoundError as error:
+            raise MissingExtra(
+                f"init_model_cpu({model_name!r})", "transformers", "models"
+            ) from error
+        return AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, local_files_only=True)
     config = LlamaConfig.of(model_name)
     if scale > 1:
         config = few(config, scale)
@@ -47,14 +53,6 @@ def init_model_cpu(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # ``torch.manual_seed`` would seed GPUs too
         return Llama(config, dtype)
-
-
-def _loaded(folder: str, dtype: torch.dtype) -> Any:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"init_model_cpu({folder!r})", "transformers", "models") from error
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
 
 
 def few(config: LlamaConfig, scale: int) -> LlamaConfig:

@@ -81,7 +81,23 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
     if not side.exists() and level in foreign.TELLING:
         text = data.decode("utf-8", "replace")
         return Artefact(level, data, foreign.nothing_known(function, text, str(path)), str(path))
-    about = _read(side, function)
+    try:
+        text_of_side = content(side)
+        if len(text_of_side) > _LARGEST_JSON:
+            raise ValueError(f"{len(text_of_side)} bytes, the limit is {_LARGEST_JSON}")
+        tree = codec.loads(text_of_side)
+        if "triton_dist_artefact" in tree:
+            about: About | None = About.from_tree(tree)
+        else:
+            about = foreign.about(tree, function, str(side))
+        assert about is not None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidArtefact):
+            raise
+        why = f"it cannot be read: {type(error).__name__}: {error}"
+        raise InvalidArtefact(str(side), why) from error
+    if function not in (about.function, stem_of(about.function)):
+        raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
     return Artefact(level, data, about, str(path))
 
 
@@ -98,27 +114,6 @@ def content(path: Path) -> bytes:
         found = sorted(each.name for each in beside.iterdir()) if beside.is_dir() else []
         there = f"in {beside} there are {', '.join(found[:8])}" if found else f"{beside} is empty"
         raise InvalidArtefact(str(path), f"{error.strerror}; {there}") from error
-
-
-def _read(side: Path, function: str) -> About:
-    try:
-        text = content(side)
-        if len(text) > _LARGEST_JSON:
-            raise ValueError(f"{len(text)} bytes, the limit is {_LARGEST_JSON}")
-        tree = codec.loads(text)
-        if "triton_dist_artefact" in tree:
-            about: About | None = About.from_tree(tree)
-        else:
-            about = foreign.about(tree, function, str(side))
-        assert about is not None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InvalidArtefact):
-            raise
-        why = f"it cannot be read: {type(error).__name__}: {error}"
-        raise InvalidArtefact(str(side), why) from error
-    if function not in (about.function, stem_of(about.function)):
-        raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
-    return about
 
 
 def dump(

@@ -100,13 +100,16 @@ class Specialisation:
         value: Any = call.constants.get(place)
         if have == CONSTANT and not (type(value) is int and _fits(value, wanted)):
             return f"it takes {name} as {wanted}, the call has the constant {show(value)}"
-        if have != CONSTANT and not _takes(wanted, have):
+        if have != CONSTANT and have != wanted and (wanted, have) != ("i64", "i32"):
             return f"it takes {name} as {wanted}, the call has {have}"
         for attribute, needed in self.attributes.get(place, {}).items():
             if have == CONSTANT and attribute == DIVISIBILITY and value % needed == 0:
                 continue
             if call.attributes.get(place, {}).get(attribute) != needed:
-                return _needs(name, wanted, attribute, needed)
+                if attribute != DIVISIBILITY:
+                    return f"it needs {attribute} = {needed} of {name}, which the call's has not"
+                what = "at an address" if wanted.startswith("*") else "to be"
+                return f"it needs {name} {what} divisible by {needed}, that of the call is not"
         return ""
 
     def _constant_refusal(self, name: str, place: Place, have: str, call: Specialisation) -> str:
@@ -135,21 +138,9 @@ def _shown(tree: Any) -> str:
     return ", ".join([tree["type"], *known])
 
 
-def _takes(wanted: str, have: str) -> bool:
-    """True if every value of type ``have`` can be passed as ``wanted``."""
-    return wanted == have or (wanted, have) == ("i64", "i32")
-
-
 def _fits(value: int, kind: str) -> bool:
     bits = {"i8": 7, "i16": 15, "i32": 31, "i64": 63}.get(kind, 0)
     return -(2**bits) <= value < 2**bits and bits > 0
-
-
-def _needs(name: str, kind: str, attribute: str, needed: int) -> str:
-    if attribute != DIVISIBILITY:
-        return f"it needs {attribute} = {needed} of {name}, which the call's has not"
-    what = "at an address" if kind.startswith("*") else "to be"
-    return f"it needs {name} {what} divisible by {needed}, that of the call is not"
 
 
 def tree_of(value: Any) -> codec.Tree:

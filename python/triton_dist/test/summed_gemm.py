@@ -100,7 +100,11 @@ def perf(script: Script, args: argparse.Namespace, data: Operands, ctx: Any) -> 
         return run(script, args, data, ctx)
 
     candidates = {script.info.name: Baseline("own", ours), **script.info.baselines(data, ctx)}
-    _report_table(script, args, data, candidates)
+    calls = {name: captured(each.call) for name, each in candidates.items()}
+    samples = interleaved(calls, rounds=max(2, args.iters), warmup_rounds=args.warmup)
+    (M, K), N, size = data["A"].shape, data["B"].shape[1], dist.get_world_size()
+    title = f"{M}x{N}x{K * size} {args.dtype} on {size} ranks"
+    report_times(title, candidates, samples, script.info.serial, script.info.transfer)
     with group_profile(f"{script.info.name}_perf", args.profile):
         for _ in range(20 if args.profile else 0):
             ours()
@@ -113,16 +117,3 @@ def report_config(script: Script, args: argparse.Namespace, data: Operands, ctx:
         operands, options = script.info.arguments(data, ctx)
         tuned_now = op.tuning_count > 0
         report_tuning(op, args.autotune, tuned_now, *operands, **options, **script.options)
-
-
-def _report_table(
-    script: Script,
-    args: argparse.Namespace,
-    data: Operands,
-    candidates: Mapping[str, Baseline],
-) -> None:
-    calls = {name: captured(each.call) for name, each in candidates.items()}
-    samples = interleaved(calls, rounds=max(2, args.iters), warmup_rounds=args.warmup)
-    (M, K), N, size = data["A"].shape, data["B"].shape[1], dist.get_world_size()
-    title = f"{M}x{N}x{K * size} {args.dtype} on {size} ranks"
-    report_times(title, candidates, samples, script.info.serial, script.info.transfer)

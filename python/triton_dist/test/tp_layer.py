@@ -117,11 +117,8 @@ def run(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None
             if turn == dist.get_rank():
                 assert_allclose(found, form.expected, rtol=limit, atol=limit)
     report_passed(f"{args.dtype}, {title}")
-    if args.case == "perf":
-        _perf(args, title, forms)
-
-
-def _perf(args: argparse.Namespace, title: str, forms: Mapping[str, Form]) -> None:
+    if args.case != "perf":
+        return
     calls = {name: captured(form.call) for name, form in forms.items()}
     rounds, warmup = (max(2, args.iters), args.warmup) if is_cuda() else (2, 0)
     samples = interleaved(calls, rounds=rounds, warmup_rounds=warmup)

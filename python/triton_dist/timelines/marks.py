@@ -60,7 +60,11 @@ class KernelMarks:
         """Put the marks on this rank's timeline, and what they come to into the facts of its
         calls."""
         marks, made = self._marks.read()
-        zero = self._zero(content)
+        # The clock of marks at the timeline's 0, by the reading whose moment is known best.
+        spans = trace.spans(content, self._readings)
+        name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
+        middle = (spans[name].begin + spans[name].end) / 2
+        zero = self._readings[name].nanoseconds() - int(middle * 1e3)
         placed = [
             (mark, (mark.begin_ns - zero) / 1e3, (mark.end_ns - mark.begin_ns) / 1e3)
             for mark in marks
@@ -70,13 +74,6 @@ class KernelMarks:
             facts["marks"] = shares([m for m, at, _ in placed if begin <= at <= end])
         content["traceEvents"] += _events(placed)
         content[trace.SCOPE]["marks"] = {"kept": len(marks), "made": made}
-
-    def _zero(self, content: trace.Trace) -> int:
-        """The clock of marks at the timeline's 0, by the reading whose moment is known best."""
-        spans = trace.spans(content, self._readings)
-        name = min(spans, key=lambda each: spans[each].end - spans[each].begin)
-        middle = (spans[name].begin + spans[name].end) / 2
-        return self._readings[name].nanoseconds() - int(middle * 1e3)
 
 
 def shares(marks: list[Mark]) -> dict[str, float]:

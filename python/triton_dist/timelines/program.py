@@ -76,7 +76,11 @@ class ProgramRecording:
             with self._lock:
                 count, self._count = self._count, self._count + 1
                 if count == self._first:
-                    self._recording = self._begun()
+                    if torch.autograd._profiler_enabled():  # it would record nothing any more
+                        raise RuntimeError("the program uses torch's profiler itself at that time")
+                    recording = Recording(self._file, marks=self._marks)
+                    recording.start()
+                    self._recording = recording
             if count == self._last:
                 self.stop()
         if self._recording is not None:
@@ -84,13 +88,6 @@ class ProgramRecording:
         if outer and self._marks and count + 1 == self._first:
             return compiled_with_marks()
         return nullcontext()
-
-    def _begun(self) -> Recording:
-        if torch.autograd._profiler_enabled():  # it would record nothing any more
-            raise RuntimeError("the program uses torch's profiler itself at that time")
-        recording = Recording(self._file, marks=self._marks)
-        recording.start()
-        return recording
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

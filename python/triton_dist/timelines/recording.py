@@ -143,36 +143,33 @@ class Recording:
         """Write what was recorded; on failure set ``failure``, as the program must go on."""
         if os.getpid() == self._process:
             try:
-                self._stop()
+                device = current_device()
+                device.synchronize(_WRITING_SECONDS)
+                if self._marks is not None:
+                    self._marks.read_clock()
+                self._profile.__exit__(None, None, None)
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                plain = self._file.with_name(f"{self._file.name.partition('.json')[0]}.torch.json")
+                self._profile.export_chrome_trace(str(plain))
+                try:
+                    content = trace.read(plain)
+                except ValueError as error:
+                    raise ValueError(f"torch wrote {plain}, which is no JSON ({error})") from error
+                plain.unlink()
+                trace.annotate(content, self.scopes.calls)
+                content[trace.SCOPE] = {
+                    "process": self._process,
+                    "host": socket.gethostname(),
+                    "clock_ns": self._clock_ns,
+                    "device": device.name,
+                    "gpu": device.facts()["gpu"],
+                    "peak": asdict(device_peak()),
+                }
+                if self._marks is not None:
+                    self._marks.add_to(content)
+                trace.write(content, self._file)
             except Exception as error:
                 self.failure = f"{self._file} is not written: {type(error).__name__}: {error}"
-
-    def _stop(self) -> None:
-        device = current_device()
-        device.synchronize(_WRITING_SECONDS)
-        if self._marks is not None:
-            self._marks.read_clock()
-        self._profile.__exit__(None, None, None)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        plain = self._file.with_name(f"{self._file.name.partition('.json')[0]}.torch.json")
-        self._profile.export_chrome_trace(str(plain))
-        try:
-            content = trace.read(plain)
-        except ValueError as error:
-            raise ValueError(f"torch wrote {plain}, which is no JSON ({error})") from error
-        plain.unlink()
-        trace.annotate(content, self.scopes.calls)
-        content[trace.SCOPE] = {
-            "process": self._process,
-            "host": socket.gethostname(),
-            "clock_ns": self._clock_ns,
-            "device": device.name,
-            "gpu": device.facts()["gpu"],
-            "peak": asdict(device_peak()),
-        }
-        if self._marks is not None:
-            self._marks.add_to(content)
-        trace.write(content, self._file)
 
 
 def files_of_ranks(folder: Path, ending: str) -> list[tuple[int, Path]]:

@@ -128,8 +128,7 @@ class Transfer:
             return None
 
         def is_valid(record: TuningRecord) -> bool:
-            about = (fingerprint, subject.space, parts.settings.strict)
-            return not validity(record, *about).reasons
+            return not validity(record, fingerprint, subject.space, parts.settings.strict).reasons
 
         records = (record for record, _ in parts.store.records_of(key))
         value, safe_kind = self._call.key, subject.safe_kind

@@ -232,9 +232,10 @@ class Resolution:
     """Names of arguments that trials changed in place and that nothing restored."""
 
     def choice(self) -> Choice:
-        arguments = self.config.arguments()
-        about = (self.kept, self.span, self.first_use, self.tuned)
-        return Choice(self.config, arguments, self.record, *about)
+        return Choice(
+            self.config, self.config.arguments(), self.record, self.kept, self.span,
+            self.first_use, self.tuned,
+        )  # fmt: skip
 
 
 class Choices:

@@ -300,8 +300,7 @@ class AutoTuner(Decorated):
                 agreed = choices.agreed(ranks)
                 if not agreed:  # the first key of a group, so that others cost nothing for it
                     choices.drop_destroyed(self._surroundings.is_destroyed)
-                about = (traced, sizes, runs, unusable, agreed)
-                call = Call(args, kwargs, key, self._calls, *about)
+                call = Call(args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed)
                 known = self._resolve(subject, parts, call)
                 self._calls = 0
             if known.record is not None and known.kept:
@@ -322,8 +321,9 @@ class AutoTuner(Decorated):
         if fixed:
             sizes = sizes and sizes.beside(fixed)
             safe_kind = judge_of_whole(safe_kind, fixed)
-        about = (self._hooks, sizes, safe_kind)
-        return Subject(self.fn, self._name, origin, space, self.prune_fn, *about)
+        return Subject(
+            self.fn, self._name, origin, space, self.prune_fn, self._hooks, sizes, safe_kind
+        )
 
     def _resolve(self, subject: Subject, parts: Parts, call: Call) -> Choice:
         resolution = resolve(subject, parts, call)

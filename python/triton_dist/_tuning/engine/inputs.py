@@ -134,11 +134,24 @@ def sampled_calls(
     if subject.hooks.vary is None:
         return [(call.args, call.kwargs)]
     at, failure = Situation("vary_fn"), None
-    calls: Sequence[Arguments] = ()
+    calls: list[Arguments] = [(call.args, call.kwargs)]
     try:
         with ranks.user_code(at, seconds) as watch:
             watch.begin()
-            calls = _calls(subject, call)
+            assert subject.hooks.vary is not None
+            signature = inspect.signature(subject.function)
+            given = signature.bind_partial(*call.args, **call.kwargs).arguments
+            varied: object = subject.hooks.vary(*call.args, **call.kwargs)
+            if not isinstance(varied, Iterable):
+                expected = "mappings, one for each other call"
+                raise InvalidArgument("autotune", "the result of vary_fn", varied, expected)
+            for others in varied:
+                if not isinstance(others, Mapping) or not others.keys() <= given.keys():
+                    expected = f"mappings from names of arguments of the call: {', '.join(given)}"
+                    raise InvalidArgument("autotune", "the result of vary_fn", others, expected)
+                # In the order of the parameters, as ``given`` is.
+                bound = inspect.BoundArguments(signature, {**given, **others})
+                calls.append((bound.args, bound.kwargs))
     except Exception as error:
         failure = error
     own = f"{len(calls)} calls" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -151,23 +164,4 @@ def sampled_calls(
     if len(set(said)) > 1:
         by_rank = {ranks.named(rank): each for rank, each in enumerate(said)}
         raise RankDisagreement(f"vary_fn of {subject.name}", by_rank)
-    return calls
-
-
-def _calls(subject: Subject, call: Call) -> Sequence[Arguments]:
-    assert subject.hooks.vary is not None
-    signature = inspect.signature(subject.function)
-    given = signature.bind_partial(*call.args, **call.kwargs).arguments
-    calls: list[Arguments] = [(call.args, call.kwargs)]
-    varied: object = subject.hooks.vary(*call.args, **call.kwargs)
-    if not isinstance(varied, Iterable):
-        expected = "mappings, one for each other call"
-        raise InvalidArgument("autotune", "the result of vary_fn", varied, expected)
-    for others in varied:
-        if not isinstance(others, Mapping) or not others.keys() <= given.keys():
-            expected = f"mappings from names of arguments of the call: {', '.join(given)}"
-            raise InvalidArgument("autotune", "the result of vary_fn", others, expected)
-        # In the order of the parameters, as ``given`` is.
-        bound = inspect.BoundArguments(signature, {**given, **others})
-        calls.append((bound.args, bound.kwargs))
     return calls

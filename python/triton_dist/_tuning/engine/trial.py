@@ -298,7 +298,16 @@ class Attempts:
     def _measure(self, request: Request, label: str) -> Outcome:
         """The slowest rank of each sample counts."""
         config, policy = request.config, self._parts.settings.policy
-        run = self._sampled_run(config)
+        function, chosen = self._subject.function, config.arguments()
+
+        def run() -> None:  # one call after the other
+            for args, kwargs in self._sampled:
+                function(*args, **kwargs, **chosen)
+
+        def samples() -> Sequence[float]:  # milliseconds of a call
+            taken = self._sampler.sample(at, calls[-1], request.samples, self._reset)
+            return [round(each / len(self._sampled), 6) for each in taken]
+
         calls: list[Callable[[], Any]] = [run]
         if policy.timing == "graph":
             # Voted on its own: no rank replays what another could not capture.
@@ -307,27 +316,10 @@ class Attempts:
             if isinstance(voted, Failure):
                 return voted
         at = Situation(f"measure {label}", config)
-        voted = self._vote(at, "launch", lambda: self._samples(at, calls[-1], request.samples))
+        voted = self._vote(at, "launch", samples)
         if isinstance(voted, Failure):
             return voted
         return Measurement(voted, policy.warmup, "maximum")
-
-    def _sampled_run(self, config: Config) -> Callable[[], Any]:
-        """One call after the other."""
-        function, chosen = self._subject.function, config.arguments()
-
-        def run() -> None:
-            for args, kwargs in self._sampled:
-                function(*args, **kwargs, **chosen)
-
-        return run
-
-    def _samples(self, at: Situation, run: Callable[[], Any], number: int) -> Sequence[float]:
-        """Milliseconds of a call, so many times."""
-        calls = len(self._sampled)
-        return [
-            round(each / calls, 6) for each in self._sampler.sample(at, run, number, self._reset)
-        ]
 
     def _failure_of(
         self, at: Situation, kind: FailureKind, step: Callable[[], object], limit: float

@@ -101,11 +101,11 @@ class _FirstCall:
         self._subject, self._parts, self._call = subject, parts, call
         self._random_state = random_state
         self._changed: tuple[str, ...] = ()
-        limits = (parts.settings.seconds, parts.settings.grace)
         self.ranks = self._ranks = Conversation(
             parts.ranks,
             subject.name,
-            *limits,
+            parts.settings.seconds,
+            parts.settings.grace,
             key=f"{call.key!r:.200}",
             call=call.number,
             hint=_hint(call),
@@ -237,8 +237,9 @@ class _FirstCall:
             (f"the arguments of {name}", details),
             (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
         ]
-        about = (self._parts, compared, fingerprint, own.verdict)
-        arrival = Arrival.of(*about, traced=call.traced, runs=call.runs)
+        arrival = Arrival.of(
+            self._parts, compared, fingerprint, own.verdict, traced=call.traced, runs=call.runs
+        )
         arrivals = self._ranks.meet(Situation("first call of a key"), arrival, bool(call.unusable))
         return Meeting(self._ranks, name, arrivals)
 
@@ -261,10 +262,10 @@ class _FirstCall:
     ) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
         parts, ranks, subject = self._parts, self._ranks, self._subject
-        about = (subject, parts, self._call, ranks, self._pruning, key)
+        found = functools.partial(field_of, subject, parts, self._call, ranks, self._pruning, key)
         told = "told to tune always" if parts.settings.always_tune else ""
         reason = self._call.unusable or told or own.where
-        field = field_of(*about, functools.partial(self._transfer.few, key, fingerprint))
+        field = found(functools.partial(self._transfer.few, key, fingerprint))
         try:
             return self._race(key, fingerprint, own, field, reason, report)
         except NoValidConfig as none:
@@ -272,7 +273,7 @@ class _FirstCall:
                 raise
             reason = f"those {field.carried} all failed: {next(iter(none.causes.values()))}"
         # What is fast beside these sizes need not work here: all may be tried.
-        return self._race(key, fingerprint, own, field_of(*about), reason, report)
+        return self._race(key, fingerprint, own, found(), reason, report)
 
     def _race(
         self,
@@ -285,7 +286,8 @@ class _FirstCall:
     ) -> StoredRecord:
         """Measure the candidates of ``field``."""
         parts, ranks, subject = self._parts, self._ranks, self._subject
-        transfer, restorer = self._transfer, self._restorer()
+        call, restore = self._call, subject.hooks.restore
+        restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
         journal = parts.journal(key)
         try:
             head = journal_head(key, fingerprint, field.head)
@@ -300,10 +302,13 @@ class _FirstCall:
                         restorer.restore()
                     self._changed = tuple(restorer.changed())
                 trials = (*progress.trials(field.place), *field.pruned_trials())
-                facts = (timestamp(), progress.seconds, field.dropped())
-                ended, seconds, dropped = ranks.decide(Situation("end"), facts)
-                about = (ended, seconds, field.carried, transfer.measured_at, dropped)
-                record = TuningRecord(key, fingerprint, trials, *about, progress.by_rank())
+                ended, seconds, dropped = ranks.decide(
+                    Situation("end"), (timestamp(), progress.seconds, field.dropped())
+                )
+                record = TuningRecord(
+                    key, fingerprint, trials, ended, seconds, field.carried,
+                    self._transfer.measured_at, dropped, progress.by_rank(),
+                )  # fmt: skip
                 try:
                     _ = record.best
                 except NoValidConfig as none:  # on every rank
@@ -318,11 +323,6 @@ class _FirstCall:
         finally:
             journal.close()
         return StoredRecord(record, where)
-
-    def _restorer(self) -> Restorer:
-        call, subject = self._call, self._subject
-        about = (subject.hooks.restore, call.args, call.kwargs)
-        return Restorer(subject.function, *about, self._random_state)
 
     def _try(
         self, field: Field, progress: Progress, report: Report, restorer: Restorer
@@ -342,8 +342,9 @@ class _FirstCall:
         ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead, ExitStack() as scope:
             is_only = policy.most_tried(len(field.candidates)) == 1
-            about = (self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled)
-            attempts = Attempts(*about, is_only)
+            attempts = Attempts(
+                self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled, is_only
+            )
             scope.callback(attempts.take_error)  # where another exception ends this
             if self._call.unusable:
                 attempts.recover(self._call.unusable)

@@ -121,7 +121,14 @@ class Watchdog:
         """
         watch = Watch(seconds, grace, report, tell, self._now)
         before = self.around.put((*(self.around.get() or ()), watch))
-        self._add(watch)
+        with self._changed:
+            self._watches.add(watch)
+            if self._thread is None or not self._thread.is_alive():  # none yet, or in a fork
+                self._thread = threading.Thread(
+                    target=self._run, name="triton_dist-watchdog", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
         try:
             yield watch
         finally:
@@ -162,16 +169,6 @@ class Watchdog:
     def _now(self) -> float:
         return time.monotonic() - self._stopped
 
-    def _add(self, watch: Watch) -> None:
-        with self._changed:
-            self._watches.add(watch)
-            if self._thread is None or not self._thread.is_alive():  # none yet, or in a fork
-                self._thread = threading.Thread(
-                    target=self._run, name="triton_dist-watchdog", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -181,7 +178,11 @@ class Watchdog:
                     # A watch that begins meanwhile does not say so: it is looked at now and then.
                     seconds = None if first is None else min(left, _LOOK_SECONDS)
                     first = None  # it may hold arguments of a call
-                    self._sleep(seconds)
+                    begin = time.monotonic()
+                    self._changed.wait(seconds)
+                    late = time.monotonic() - begin - (math.inf if seconds is None else seconds)
+                    if late > _LATE_SECONDS:
+                        self._stopped += late
                     continue
                 reported, first.overdue = first.overdue, True
             if reported:
@@ -190,14 +191,6 @@ class Watchdog:
                 return
             # Not here: what a report does may block, and the end must come nevertheless.
             threading.Thread(target=_report, args=(first,), daemon=True).start()
-
-    def _sleep(self, seconds: float | None) -> None:
-        """Until a watch is added; ``seconds`` at most."""
-        begin = time.monotonic()
-        self._changed.wait(seconds)
-        late = time.monotonic() - begin - (math.inf if seconds is None else seconds)
-        if late > _LATE_SECONDS:
-            self._stopped += late
 
 
 def _report(watch: Watch) -> None:

@@ -154,7 +154,11 @@ class Racing:
         self, candidates: Sequence[Config], policy: Policy, incumbent: Config | None = None
     ) -> None:
         self._policy = policy
-        self._field = _entrants(candidates, policy.max_trials, incumbent)
+        # The last of at most `max_trials` makes room for the incumbent.
+        entrants = list(candidates[: policy.max_trials])
+        if incumbent is not None and incumbent in candidates[len(entrants) :] and len(entrants) > 1:
+            entrants[-1] = incumbent
+        self._field = entrants
         self._seeded = {config.digest for config in (*self._field[:1], incumbent) if config}
         self._samples: dict[str, list[float]] = {config.digest: [] for config in self._field}
         self._drift = Drift()
@@ -201,7 +205,11 @@ class Racing:
         while left and later and self._least(left) < later[-1]:
             yield from self._lap(left, later[-1])
             left = self._still_racing(left)
-        left = self._finalists(left)
+        left = [
+            config
+            for place, config in enumerate(left)
+            if place < FINALISTS or config.digest in self._seeded
+        ]
         most = self._policy.rounds[-1] + self._policy.repeat + self._policy.doubt
         while len(left) > 1 and self._least(left) < most:
             yield from self._lap(left, most)
@@ -265,13 +273,6 @@ class Racing:
         limit = self._limit(ranked, self._least(ranked))
         return [config for config in ranked if self._stays(config, limit)]
 
-    def _finalists(self, candidates: Sequence[Config]) -> Sequence[Config]:
-        return [
-            config
-            for place, config in enumerate(candidates)
-            if place < FINALISTS or config.digest in self._seeded
-        ]
-
     def _in_doubt(self, finalists: Sequence[Config]) -> Sequence[Config]:
         """Finalists that may be first; none if it is all the same who is."""
         left = [config for config in finalists if config.digest in self._samples]
@@ -331,13 +332,3 @@ class Racing:
         margin = STANDARD_ERRORS * sureness * third_quartile * math.sqrt(2 / max(samples, 1))
         fastest = min(map(self._worse, digests), default=math.inf)
         return fastest * (1 + max(margin, self._policy.indifference, least))
-
-
-def _entrants(
-    candidates: Sequence[Config], max_trials: int | None, incumbent: Config | None
-) -> list[Config]:
-    """At most ``max_trials`` of them: the first, the last of which makes room for the incumbent."""
-    entrants = list(candidates[:max_trials])
-    if incumbent is not None and incumbent in candidates[len(entrants) :] and len(entrants) > 1:
-        entrants[-1] = incumbent
-    return entrants

@@ -78,7 +78,19 @@ class Model:
         self._weights = self._learnt
         for _ in range(_STEPS if len(kept) < _SMALL else 1):
             self._fit()
-            self._climb()
+            # Let each parameter count more or less, as makes what was measured likelier: by a
+            # stride of its own, which grows while the direction stays and shrinks where it turns.
+            slope = np.outer(self._solved, self._solved) - self._inverse.T @ self._inverse
+            slope *= self._matrix
+            own, features = slope.sum(1), self._features
+            by_feature = own @ features**2 - ((slope @ features) * features).sum(0)
+            by_parameter = np.bincount(self._axes, by_feature, len(self._weights))
+            uphill = -0.5 * self._weights * by_parameter
+            uphill -= np.log(self._weights / ALIKE) / PRIOR**2
+            turned = self._direction * uphill < 0
+            self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
+            self._direction = np.sign(uphill)
+            self._weights = self._weights * np.exp(self._stride * self._direction)
         self._learnt = self._weights
         if self._turn % 2 == 0:
             self._weights = np.full(len(self._learnt), ALIKE)
@@ -120,21 +132,6 @@ class Model:
         noisy = self._matrix + _NOISE * np.eye(len(self._logs))
         self._inverse = np.linalg.inv(np.linalg.cholesky(noisy))
         self._solved = self._inverse.T @ (self._inverse @ self._logs)
-
-    def _climb(self) -> None:
-        """Let each parameter count more or less, as makes what was measured likelier: by a stride
-        of its own, which grows while the direction stays and shrinks where it turns."""
-        slope = np.outer(self._solved, self._solved) - self._inverse.T @ self._inverse
-        slope *= self._matrix
-        own, features = slope.sum(1), self._features
-        by_feature = own @ features**2 - ((slope @ features) * features).sum(0)
-        by_parameter = np.bincount(self._axes, by_feature, len(self._weights))
-        uphill = -0.5 * self._weights * by_parameter
-        uphill -= np.log(self._weights / ALIKE) / PRIOR**2
-        turned = self._direction * uphill < 0
-        self._stride = np.clip(self._stride * np.where(turned, 0.5, 1.2), 0.02, 0.7)
-        self._direction = np.sign(uphill)
-        self._weights = self._weights * np.exp(self._stride * self._direction)
 
 
 def _targets(times: Numbers) -> Numbers:

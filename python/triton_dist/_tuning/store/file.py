@@ -41,7 +41,26 @@ class FileStore(ReadOnlyStore):
     def put(self, record: TuningRecord) -> str:
         path = self.path(record.key)
         try:
-            _replace(path, record_text(record))
+            # In one step, and only by what has reached the disk.
+            text = record_text(record)
+            make_folder(path.parent)
+            temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+            try:
+                with open(temporary, "x", encoding="ascii") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                with _locked(path.parent):
+                    os.replace(temporary, path)
+                    _remove_stale(path.parent)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the rename itself
+            finally:
+                os.close(folder)
         except OSError as error:
             self._refuse("write", path, f"cannot be written ({error}); it stays in memory")
             return ""
@@ -93,28 +112,6 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace ``path`` in one step, and only by what has reached the disk."""
-    make_folder(path.parent)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "x", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        with _locked(path.parent):
-            os.replace(temporary, path)
-            _remove_stale(path.parent)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
 
 
 def _remove_stale(folder: Path) -> None:

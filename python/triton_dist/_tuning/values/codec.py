@@ -45,7 +45,9 @@ def encode(value: object, binding: bool = True) -> Tree:
         # A Flag's combination has no name of its own, its value always does.
         return {
             "enum": _name_of(kind),
-            "value" if isinstance(value, enum.Flag) else "name": _member(value),
+            "value" if isinstance(value, enum.Flag) else "name": encode(value.value)
+            if isinstance(value, enum.Flag)
+            else value.name,
         }
     inner = functools.partial(encode, binding=binding)
     if kind is list:
@@ -162,10 +164,6 @@ def _range(value: range) -> list[int]:
     if len(value) < 2:
         return [value[0], value[0] + 1, 1] if value else [0, 0, 1]
     return [value.start, value[-1] + value.step, value.step]
-
-
-def _member(value: enum.Enum) -> Tree:
-    return encode(value.value) if isinstance(value, enum.Flag) else value.name
 
 
 def _encode_tuple(value: tuple[Any, ...], inner: Callable[[object], Tree]) -> Tree:

@@ -121,8 +121,10 @@ class TuningRecord:
         """Tells this tuning from any other, of the same key too: when it ended, how long it took to
         the nanosecond, and in what."""
         best = self.best
-        about = [self.key.digest, self.timestamp, self.seconds, best.digest]
-        return codec.digest(*about, outcome_tree(best.outcome)["ms"])
+        milliseconds = outcome_tree(best.outcome)["ms"]
+        return codec.digest(
+            self.key.digest, self.timestamp, self.seconds, best.digest, milliseconds
+        )
 
     def to_tree(self) -> codec.Tree:
         """For a file: in an order in which a person wants to read it."""
@@ -151,7 +153,7 @@ class TuningRecord:
             ),
             "hardware_group": self.key.hardware,
             "fingerprint": {
-                name: _plain(facts)
+                name: facts if isinstance(facts, str) else dict(facts)
                 for name, facts in vars(self.fingerprint).items()
                 if name not in _NOT_ALWAYS or facts
             },
@@ -249,10 +251,6 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
 
 def _wrong(error: Exception) -> ValueError:
     return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
-
-
-def _plain(facts: Mapping[str, str] | str) -> codec.Tree:
-    return facts if isinstance(facts, str) else dict(facts)
 
 
 def _trial_tree(trial: Trial) -> codec.Tree:

@@ -315,7 +315,8 @@ class Context:
         }
         tuner.bench_time, tuner.configs_timings = record.seconds, timings
         if tuner.cache_results and not self._in_own_table:
-            tuner.check_disk_cache(self.triton_key, self._live_candidates(), lambda: None)
+            live = [self.live[config.digest] for config in self.candidates]
+            tuner.check_disk_cache(self.triton_key, live, lambda: None)
             tuner.configs_timings = timings  # those of an older entry, if it had one
             self.bind()
         listener = getattr(triton.knobs.autotuning, "listener", None)
@@ -335,9 +336,6 @@ class Context:
                 f"best config selected: {self.winner};",
                 flush=True,
             )
-
-    def _live_candidates(self) -> list[Any]:
-        return [self.live[config.digest] for config in self.candidates]
 
 
 class _NotCached(Exception):
@@ -380,8 +378,7 @@ class Messages(Conversation):
         limit: Callable[[], float],
     ) -> None:
         with watchdog.paused(), parts.gate():
-            limits = (parts.settings.seconds, parts.settings.grace)
-            super().__init__(parts.ranks, function, *limits)
+            super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
         self._suspect, self._call_limit = suspect, limit
 
     @property

@@ -168,8 +168,8 @@ class ContextualAutoTuner(Decorated):
             self._chosen_in = world
         with self._told():
             parts = self._compose()
-        about = (self._contexts, parts, self._interception)
-        return Session(self._name, *about, parts.random_state(values))
+        random_state = parts.random_state(values)
+        return Session(self._name, self._contexts, parts, self._interception, random_state)
 
     @contextmanager
     def _told(self) -> Iterator[None]:

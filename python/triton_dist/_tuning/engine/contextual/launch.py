@@ -196,7 +196,12 @@ class Launch:
             Exception: of a hook or of the launch.
         """
         tuner, arguments = self._tuner, self._arguments(config)
-        self._refuse_conflicts(config)
+        conflicts = self._kwargs.keys() & config.kwargs.keys()
+        if conflicts:
+            raise ValueError(
+                f"Conflicting meta-parameters: {', '.join(sorted(conflicts))}. Make sure that you "
+                "don't re-define auto-tuned symbols."
+            )
         self._run_config_hook(config)
         if tuner.user_defined_pre_hook:
             tuner.pre_hook(arguments)
@@ -259,11 +264,3 @@ class Launch:
     def _restore_later(self, arguments: dict[str, Any], names: list[str]) -> None:
         for name in names:
             self._undo.restore_later(arguments.get(name))
-
-    def _refuse_conflicts(self, config: Any) -> None:
-        conflicts = self._kwargs.keys() & config.kwargs.keys()
-        if conflicts:
-            raise ValueError(
-                f"Conflicting meta-parameters: {', '.join(sorted(conflicts))}. Make sure that you "
-                "don't re-define auto-tuned symbols."
-            )

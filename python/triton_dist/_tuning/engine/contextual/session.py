@@ -192,7 +192,19 @@ class Session:
         everyone = self._messages.gather(ending, list(turn.steps.values()))
         self._same(everyone)
         for context, *steps in zip(turn.steps, *everyone, strict=True):
-            self._learn(context, steps)
+            # Note one step; the slowest rank counts, and a failure anywhere.
+            own, digest = steps[self._parts.ranks.rank], steps[0].digest
+            self._parts.log.line(step_line(self._turn.number, context, own))
+            failures: dict[str, Failure] = {}
+            for stepped in steps:
+                failures = stepped.failures | failures  # the lowest rank's counts
+            if digest not in failures:
+                slowest = max(stepped.milliseconds for stepped in steps)
+                context.tell(digest, slowest, self._reduction)
+            for failed, failure in failures.items():
+                context.fail(failed, failure)
+            if context.plan.current is None:
+                self._finish(context)
         if not turn.steps or self._goes_nowhere():
             turn.undo.forget()
             if turn.number:
@@ -235,21 +247,6 @@ class Session:
             }
             what = f"the kernels that stepped in call {self._turn.number}"
             raise self._messages.lose(RankDisagreement(what, said))
-
-    def _learn(self, context: Context, steps: list[Stepped]) -> None:
-        """Note one step; the slowest rank counts, and a failure anywhere."""
-        own, digest = steps[self._parts.ranks.rank], steps[0].digest
-        self._parts.log.line(step_line(self._turn.number, context, own))
-        failures: dict[str, Failure] = {}
-        for stepped in steps:
-            failures = stepped.failures | failures  # the lowest rank's counts
-        if digest not in failures:
-            slowest = max(stepped.milliseconds for stepped in steps)
-            context.tell(digest, slowest, self._reduction)
-        for failed, failure in failures.items():
-            context.fail(failed, failure)
-        if context.plan.current is None:
-            self._finish(context)
 
     def _finish(self, context: Context) -> None:
         """All of its configs are known, on all ranks."""
