@@ -96,7 +96,11 @@ class Specialisation:
         name, wanted = self.leaves.get(place, (call.leaves.get(place, ("", ""))[0], "nothing"))
         _, have = call.leaves.get(place, ("", "nothing"))
         if wanted == CONSTANT:
-            return self._constant_refusal(name, place, have, call)
+            own, given = self.constants.get(place), call.constants.get(place)
+            if have != CONSTANT:
+                return f"it has {name} = {show(own)}, the call another value, of type {have}"
+            differs = codec.text(own) != codec.text(given)
+            return f"it has {name} = {show(own)}, the call {show(given)}" if differs else ""
         value: Any = call.constants.get(place)
         if have == CONSTANT and not (type(value) is int and _fits(value, wanted)):
             return f"it takes {name} as {wanted}, the call has the constant {show(value)}"
@@ -110,14 +114,6 @@ class Specialisation:
                     return f"it needs {attribute} = {needed} of {name}, which the call's has not"
                 what = "at an address" if wanted.startswith("*") else "to be"
                 return f"it needs {name} {what} divisible by {needed}, that of the call is not"
-        return ""
-
-    def _constant_refusal(self, name: str, place: Place, have: str, call: Specialisation) -> str:
-        value = show(self.constants.get(place))
-        if have != CONSTANT:
-            return f"it has {name} = {value}, the call another value, of type {have}"
-        if codec.text(self.constants.get(place)) != codec.text(call.constants.get(place)):
-            return f"it has {name} = {value}, the call {show(call.constants.get(place))}"
         return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -164,10 +164,5 @@ def offsets(readings: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     found = []
     for other, clock in readings:
         differences = sorted(a - b for a, b in zip(first, clock, strict=True))
-        found.append(0 if other == host or not differences else _middle(differences))
+        found.append(0 if other == host or not differences else differences[len(differences) // 2])
     return found
-
-
-def _middle(values: Iterable[int]) -> int:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -134,9 +134,18 @@ class Meeting:
                 says which rank has what.
         """
         for each in zip(*(arrival.compared for arrival in arrivals), strict=True):
-            _same(ranks, each[ranks.rank][0], [text for _, text in each])
-        fingerprints = [arrival.fingerprint for arrival in arrivals]
-        self.fingerprint = _same_fingerprint(ranks, name, fingerprints)
+            if len({text for _, text in each}) > 1:
+                texts = {ranks.named(rank): text for rank, (_, text) in enumerate(each)}
+                raise ranks.lose(RankDisagreement(each[ranks.rank][0], texts))
+        # Constants that functions bind may differ. Ranks are compared with rank 0, field by field.
+        first, *others = agreed([arrival.fingerprint for arrival in arrivals])
+        if any(other != first for other in others):
+            by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
+            for rank, other in enumerate(others, start=1):
+                by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
+            what = f"what a tuning of {name} depends on"
+            raise ranks.lose(RankDisagreement(what, by_rank))
+        self.fingerprint = first
         self._verdicts = [arrival.verdict for arrival in arrivals]
         place = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
         self.leader = arrivals[place]
@@ -162,29 +171,6 @@ class Meeting:
     def all_hold_it(self) -> bool:
         """Every rank has the very record that is used."""
         return len({verdict.record for verdict in self._verdicts}) == 1
-
-
-def _same(ranks: Conversation, what: str, values: Sequence[str]) -> None:
-    if len(set(values)) > 1:
-        by_rank = {ranks.named(rank): value for rank, value in enumerate(values)}
-        raise ranks.lose(RankDisagreement(what, by_rank))
-
-
-def _same_fingerprint(
-    ranks: Conversation, name: str, fingerprints: Sequence[Fingerprint]
-) -> Fingerprint:
-    """The one fingerprint of all ranks; constants that functions bind may differ.
-
-    Ranks are compared with rank 0, field by field.
-    """
-    first, *others = agreed(fingerprints)
-    if any(other != first for other in others):
-        by_rank: dict[int, object] = {ranks.named(0): "(the others are compared with this)"}
-        for rank, other in enumerate(others, start=1):
-            by_rank[ranks.named(rank)] = "; ".join(first.diff(other)) or "the same"
-        what = f"what a tuning of {name} depends on"
-        raise ranks.lose(RankDisagreement(what, by_rank))
-    return first
 
 
 _begin = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)

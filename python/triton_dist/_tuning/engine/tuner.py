@@ -7,7 +7,7 @@ ranks at the same place, whatever happened on one of them before.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
@@ -196,29 +196,24 @@ class _FirstCall:
         self._incumbent = self._incumbent or space.find(best.digest, best.config)
         found = validity(record, fingerprint, space, self._parts.settings.strict)
         if not found.reasons:
-            found = replace(found, reasons=(*self._elsewhere(record), *self._pruned_away(record)))
+            found = replace(found, reasons=tuple(self._reasons_against(record)))
         if found.reasons:
             self._restless.look(record, fingerprint)
         return found
 
-    def _elsewhere(self, record: TuningRecord) -> list[str]:
-        """The reason against a record that was measured at sizes that are in another range now."""
+    def _reasons_against(self, record: TuningRecord) -> Iterator[str]:
+        """Yield reasons against a valid record: it was measured at sizes that are in another range
+        now, or the current ``prune_fn`` drops the winner of a shipped record. A record of this
+        user was tuned with the current ``prune_fn``."""
         sizes, key = self._subject.sizes, self._call.key
-        if sizes is None or sizes.family(key).holds(sizes.values(key), record.at):
-            return []
-        return [f"it was measured at {record.at}, which another range holds now"]
-
-    def _pruned_away(self, record: TuningRecord) -> list[str]:
-        """Reasons of ``prune_fn`` of today against the winner; for one's own record it is the
-        same that was asked when it was tuned."""
-        if not record.shipped:
-            return []
-        if self._pruning.answer.failure is not None:
-            return [self._pruning.answer.raised]
-        best = self._subject.space.find(record.best.digest, record.best.config)
-        if best is not None and best in self._pruning.answer.kept:
-            return []
-        return [f"prune_fn drops the winner {record.best}"]
+        if sizes is not None and not sizes.family(key).holds(sizes.values(key), record.at):
+            yield f"it was measured at {record.at}, which another range holds now"
+        if record.shipped and self._pruning.answer.failure is not None:
+            yield self._pruning.answer.raised
+        elif record.shipped:
+            best = self._subject.space.find(record.best.digest, record.best.config)
+            if best is None or best not in self._pruning.answer.kept:
+                yield f"prune_fn drops the winner {record.best}"
 
     def _meet(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Meeting:
         """Tell the other ranks what this one came with, and go on only if all have the same.

@@ -167,7 +167,12 @@ class Neighbours:
         alternating with one safe config of each kind; with more time, more."""
         waves = {config: self.waves(config, self.family.sizes) for config in kept}
         foreseen = any(each is not None for each in waves.values())
-        scores = self._scores(kept, foreseen)
+        # The mean delay over the neighbours that know a config, the nearest counting most. Where
+        # waves are foreseen, over neighbours that were tuned in full: a warm-started neighbour
+        # knows few configs, and not that others are faster.
+        heard = [each for each in self.all if not (foreseen and each.record.carried)]
+        delays = [self._delays(each, kept) for each in heard]
+        scores = means(delays, [each.weight for each in heard])
         known = sorted(
             (config for config in kept if config.digest in scores),
             key=lambda config: scores[config.digest],
@@ -248,14 +253,6 @@ class Neighbours:
             carried=f"predicted from {self}",
             at=(),
         )
-
-    def _scores(self, kept: Sequence[Config], foreseen: bool) -> dict[str, float]:
-        """By digest, the mean delay over the neighbours that know a config, the nearest counting
-        most. Where waves are ``foreseen``, over those that were tuned in full: who learned from
-        others knows few configs, and not that others are faster."""
-        heard = [each for each in self.all if not (foreseen and each.record.carried)]
-        delays = [self._delays(each, kept) for each in heard]
-        return means(delays, [each.weight for each in heard])
 
     def _delays(self, there: Neighbour, kept: Sequence[Config]) -> dict[str, float]:
         """By digest, the slowdowns of ``kept`` at a neighbour, each grown to what it should be

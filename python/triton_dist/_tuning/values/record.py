@@ -140,7 +140,15 @@ class TuningRecord:
                 "digest": best.digest,
                 "ms": best.outcome.median,  # type: ignore[union-attr]
             },
-            "trials": [_trial_tree(trial) for trial in self.trials],
+            "trials": [
+                {
+                    "config": str(trial),
+                    "digest": trial.digest,
+                    **outcome_tree(trial.outcome),
+                    "values": trial.config,
+                }
+                for trial in self.trials
+            ],
             "timestamp": self.timestamp,
             "seconds": self.seconds,
             **({"carried": self.carried} if self.carried else {}),
@@ -251,11 +259,6 @@ def _but_trials(tree: Mapping[str, codec.Tree]) -> dict[str, Any]:
 
 def _wrong(error: Exception) -> ValueError:
     return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
-
-
-def _trial_tree(trial: Trial) -> codec.Tree:
-    tree: dict[str, codec.Tree] = {"config": str(trial), "digest": trial.digest}
-    return {**tree, **outcome_tree(trial.outcome), "values": trial.config}
 
 
 def _read_trial(tree: Mapping[str, Any]) -> Trial:

@@ -190,7 +190,17 @@ class Session:
             raise
         ending = Situation(f"end of call {turn.number}")
         everyone = self._messages.gather(ending, list(turn.steps.values()))
-        self._same(everyone)
+        positions = [[stepped.position() for stepped in steps] for steps in everyone]
+        if any(each != positions[0] for each in positions):
+            named = [
+                [f"{each.context} iter {each.iteration}" for each in steps] for steps in everyone
+            ]
+            said = {
+                self._messages.named(rank): "; ".join(steps) or "none"
+                for rank, steps in enumerate(named)
+            }
+            what = f"the kernels that stepped in call {turn.number}"
+            raise self._messages.lose(RankDisagreement(what, said))
         for context, *steps in zip(turn.steps, *everyone, strict=True):
             # Note one step; the slowest rank counts, and a failure anywhere.
             own, digest = steps[self._parts.ranks.rank], steps[0].digest
@@ -234,19 +244,6 @@ class Session:
         with suppress(RankTimeout, RankDisagreement):
             self._messages.gather(ending, own)
         self._messages.lose(error)
-
-    def _same(self, everyone: list[list[Stepped]]) -> None:
-        positions = [[stepped.position() for stepped in steps] for steps in everyone]
-        if any(each != positions[0] for each in positions):
-            said = {
-                self._messages.named(rank): "; ".join(
-                    f"{each.context} iter {each.iteration}" for each in steps
-                )
-                or "none"
-                for rank, steps in enumerate(everyone)
-            }
-            what = f"the kernels that stepped in call {self._turn.number}"
-            raise self._messages.lose(RankDisagreement(what, said))
 
     def _finish(self, context: Context) -> None:
         """All of its configs are known, on all ranks."""
