@@ -21,7 +21,7 @@ from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.peaks import Peak, device_peak
 from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.timelines import trace
-from triton_dist.timelines.program import ProgramRecording
+from triton_dist.timelines.recording import ProgramRecording
 from triton_dist.timelines.scopes import facts_of
 from triton_dist.timelines.summary import summaries
 

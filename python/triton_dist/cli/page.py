@@ -7,7 +7,7 @@ from html import escape
 
 from triton_dist._tuning.values.analysis import shown
 from triton_dist.cli import cache, compare, plots
-from triton_dist.cli.report_data import Subject
+from triton_dist.cli.plots import Subject
 from triton_dist.cli.show import spread
 
 _ROWS = 300

@@ -93,10 +93,10 @@ def _run(arguments: argparse.Namespace) -> int:
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
         status = subprocess.run(arguments.command, env=known | told).returncode
-        from triton_dist.timelines import program, recording
+        from triton_dist.timelines import recording
 
-        files = recording.files_of_ranks(Path(folder), program.ENDING)
-        failed = [each.read_text() for each in sorted(Path(folder).glob(f"*{program.FAILED}"))]
+        files = recording.files_of_ranks(Path(folder), recording.ENDING)
+        failed = [each.read_text() for each in sorted(Path(folder).glob(f"*{recording.FAILED}"))]
         if not files:
             what = f"no process made call {calls.partition(':')[0]} of a tuned function and ended"
             what = "; ".join(failed) or what

@@ -9,7 +9,6 @@ from typing import Any
 
 from triton_dist import _files
 from triton_dist.cli import cache, compare, show
-from triton_dist.cli.report_data import Subject
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import MissingExtra
 
@@ -49,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return cache.say_none(arguments.function, arguments)
     stored = cache.only(arguments.function, found)
     older = None if arguments.against is None else cache.in_file(arguments.against)
-    subject = Subject(stored, older)
+    subject = plots.Subject(stored, older)
     picture, document = arguments.out / "report.png", arguments.out / "report.html"
     _files.write(picture, plots.png(subject))
     _files.write(document, page.html(subject).encode())

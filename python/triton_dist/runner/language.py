@@ -26,7 +26,9 @@ import triton.language as tl
 from triton.language.core import TRITON_BUILTIN
 
 from triton_dist.errors import InvalidArgument
-from triton_dist.runner.keywords import DUMP
+
+DUMP = "dump_tensor"
+"""Launch keyword, and hidden argument, of the tensor that values are dumped into."""
 
 __all__ = ["dump", "dump_boundary", "dump_grids"]
 

@@ -57,7 +57,7 @@ def _dump(**compiled: Any) -> None:
 
 
 def _record(_: Any) -> None:
-    from triton_dist.timelines.program import install
+    from triton_dist.timelines.recording import install
 
     install()
 
