@@ -356,7 +356,7 @@ def test_a_mistake_in_the_options_is_said_once(launch: Launcher) -> None:
     """Although rank 1 finds it first, and torchrun would have a traceback of its own."""
     (launch.folder / "parses.py").write_text(
         "import os, time\n"
-        "from triton_dist.test.options import ScriptParser\n"
+        "from triton_dist.test.utils import ScriptParser\n"
         "time.sleep(0.5 * (os.environ['RANK'] == '0'))\n"
         "ScriptParser('', ['check', 'perf'], 'check').parse_args()\n"
     )

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from triton_dist import knobs
-from triton_dist.test.options import ScriptParser
+from triton_dist.test.utils import ScriptParser
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from triton_dist.kernels.nvidia.gemm import get_config_space
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.options import ScriptParser, at_least
 from triton_dist.test.report import report_passed, report_times, report_tuning
-from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.test.utils import ScriptParser, assert_allclose, at_least, dtype_named
 from triton_dist.testing.opinfo.base import Baseline, Operands
 from triton_dist.testing.opinfo.gemm import Shape, SummedGEMMOpInfo
 from triton_dist.testing.timing import captured, interleaved

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import report_passed, report_times, report_tuning
-from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.test.utils import ScriptParser, assert_allclose, dtype_named
 from triton_dist.testing.opinfo.base import Baseline, Operands
 from triton_dist.testing.opinfo.moe import GroupedShape
 from triton_dist.testing.opinfo.moe_reduce import MoEReduceOpInfo

@@ -17,9 +17,8 @@ from triton_dist.models.llama import Block, LlamaConfig
 from triton_dist.models.utils import few
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import NO_TIMES, report_passed
-from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.test.utils import ScriptParser, assert_allclose, dtype_named
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import dist_print, is_cuda
 

@@ -154,7 +154,11 @@ class Plugged:
             values: dict[str, Sequence[Any]] = dict(candidates.product.values)
         else:
             self._known = {config.digest: config for config in candidates}
-            values = _values(candidates)
+            found: dict[str, dict[str, Any]] = {}
+            for config in candidates:
+                for name, value in config.items():
+                    found.setdefault(name, {}).setdefault(repr(config.tree[name]), value)
+            values = {name: tuple(each.values()) for name, each in found.items()}
         self._search = factory(values)
 
     def ask(self) -> Config | None:
@@ -183,15 +187,6 @@ class Plugged:
         if isinstance(self._candidates, Unlisted):
             return config if config in self._candidates else None
         return self._known.get(config.digest)
-
-
-def _values(candidates: Sequence[Config]) -> dict[str, Sequence[Any]]:
-    """Values of each name, each once, in the order of the candidates."""
-    found: dict[str, dict[str, Any]] = {}
-    for config in candidates:
-        for name, value in config.items():
-            found.setdefault(name, {}).setdefault(repr(config.tree[name]), value)
-    return {name: tuple(values.values()) for name, values in found.items()}
 
 
 class Exhaustive:

@@ -172,11 +172,7 @@ def _moe_reduce_ar(
     return named(ranks).moe_reduce_ar(x, weights, ids, scales)
 
 
-@torch.library.custom_op("triton_dist::expert_sums", mutates_args=())
-def _expert_sums(
-    rows: torch.Tensor, grads: torch.Tensor, ids: torch.Tensor, num_experts: int
-) -> torch.Tensor:
-    return expert_sums(rows, grads, ids, num_experts)
+_expert_sums = torch.library.custom_op("triton_dist::expert_sums", mutates_args=())(expert_sums)
 
 
 @_ag_group_gemm.register_fake

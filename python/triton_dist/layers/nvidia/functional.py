@@ -226,11 +226,6 @@ def _gemm(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
     return A @ B
 
 
-@_gemm.register_fake
-def _(A: Any, B: Any, ranks: str) -> Any:
-    return A.new_empty(A.shape[0], B.shape[1])
-
-
 @once_differentiable
 def _backward_gemm(ctx: Any, dC: torch.Tensor) -> Any:
     A, B = ctx.saved_tensors
@@ -243,6 +238,7 @@ def _gemm_ar(A: torch.Tensor, B: torch.Tensor, ranks: str) -> torch.Tensor:
     return named(ranks).gemm_ar(A, B)
 
 
+@_gemm.register_fake
 @_gemm_ar.register_fake
 def _(A: Any, B: Any, ranks: str) -> Any:
     return A.new_empty(A.shape[0], B.shape[1])

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from triton_dist.kernels.nvidia import MoEAllGatherGroupGEMMTensorParallelContext, ag_group_gemm
 from triton_dist.profiler_utils import group_profile
-from triton_dist.test.options import ScriptParser
 from triton_dist.test.report import report_passed, report_times, report_tuning
-from triton_dist.test.utils import assert_allclose, dtype_named
+from triton_dist.test.utils import ScriptParser, assert_allclose, dtype_named
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
 from triton_dist.testing.opinfo.base import Baseline, Operands
 from triton_dist.testing.opinfo.moe import GroupedShape

@@ -24,9 +24,14 @@ from triton_dist.kernels.nvidia import (
 )
 from triton_dist.profiler_utils import group_profile
 from triton_dist.runtime.device import current_device
-from triton_dist.test.options import ScriptParser, at_least
 from triton_dist.test.report import NO_TIMES, report_passed
-from triton_dist.test.utils import assert_allclose, assert_bitwise_equal, dtype_named
+from triton_dist.test.utils import (
+    ScriptParser,
+    assert_allclose,
+    assert_bitwise_equal,
+    at_least,
+    dtype_named,
+)
 from triton_dist.testing.opinfo.collectives import ALL_REDUCE, IN_PLACE, LIBRARY, Size
 from triton_dist.testing.timing import captured, interleaved
 from triton_dist.utils import (
