@@ -238,8 +238,8 @@ MUTANTS = (
     Mutant(
         "agreement: two ranks that differ are told",
         _AGREEMENT,
-        "if len(set(values)) > 1:\n        by_rank",
-        "if len(set(values)) > 2:\n        by_rank",
+        "if len({text for _, text in each}) > 1:",
+        "if len({text for _, text in each}) > 2:",
         MEETINGS,
     ),
     Mutant(
@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         "samples: a sample of several calls is their mean",
         _ATTEMPT,
-        "round(each / calls, 6)",
+        "round(each / len(self._sampled), 6)",
         "round(each, 6)",
         VARIED,
     ),
