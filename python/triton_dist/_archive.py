@@ -23,16 +23,18 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from triton_dist import _files, knobs
 from triton_dist._warn import warn
-from triton_dist.errors import CacheWarning, NewerSchema, PackRefused
+from triton_dist.errors import CacheWarning, InvalidArgument, NewerSchema, PackRefused
 
 SUFFIX = ".tdpack"
+RECORDS_SUFFIX = ".json"
+"""Suffix of a single file of records, as packs hold them: text, and without kernels."""
 FORMAT = 2
 
 _MANIFEST = "manifest.json"
@@ -124,6 +126,11 @@ class Contents:
 def write(path: Path, contents: Contents) -> bytes:
     """Write a pack in one step and return its bytes."""
     data = contents.to_bytes()
+    if path.suffix == RECORDS_SUFFIX:
+        if contents.kernels or len(contents.records) != 1:
+            reason = "holds records of one function and GPU model, and no kernels"
+            raise InvalidArgument("pack", "--out", str(path), f"*{SUFFIX}: a .json file {reason}")
+        (data,) = contents.records.values()
     _files.write(path, data)
     return data
 
@@ -137,6 +144,7 @@ class Pack:
     """An open pack, whose manifest matches the zip. Files are read and checked on access.
 
     Args:
+        path: of a pack, or of a single file of records.
         data: its bytes, read from ``path`` by default.
 
     Raises:
@@ -149,8 +157,11 @@ class Pack:
         if data is None and not path.is_file():
             path.stat()  # raises FileNotFoundError
             self._refuse("it is no regular file")
+        data = path.read_bytes() if data is None else data
+        if path.suffix == RECORDS_SUFFIX:
+            data = Contents({path.name: data}, {}).to_bytes()
         try:
-            self._zip = zipfile.ZipFile(io.BytesIO(path.read_bytes() if data is None else data))
+            self._zip = zipfile.ZipFile(io.BytesIO(data))
         except _DAMAGE as error:
             self._refuse(f"it is no zip, or damaged: {error}")
         self._members = self._checked_members()
@@ -298,12 +309,12 @@ def packs_in(places: Iterable[Path]) -> Iterator[Pack]:
         yield from filter(None, map(opened, files_in(place)))
 
 
-def files_in(place: Path, suffix: str = SUFFIX) -> list[Path]:
-    """Return ``place`` if it is a pack, else the files in that folder that end with ``suffix``."""
-    if place.suffix == SUFFIX:
+def files_in(place: Path, suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
+    """Return ``place`` if it is a pack, else the files in that folder with one of ``suffixes``."""
+    if place.suffix in suffixes:
         return [place]
     try:
-        return sorted(path for path in place.expanduser().iterdir() if path.suffix == suffix)
+        return sorted(path for path in place.expanduser().iterdir() if path.suffix in suffixes)
     except (OSError, RuntimeError, ValueError):  # the store of the records next to it warns
         return []
 

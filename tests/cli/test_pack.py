@@ -33,11 +33,11 @@ def tuned(version: str | None = "1", space: tuple[int, ...] = (1, 2, 3), **optio
     return autotune([{"n": n} for n in space], lambda size: size, version=version, **options)(work)
 
 
-@pytest.fixture
-def shipped(tmp_path, monkeypatch) -> Path:
-    """Where a pack is looked for."""
+@pytest.fixture(params=["work.tdpack", "work.json"])
+def shipped(request, tmp_path, monkeypatch) -> Path:
+    """Where a pack, or a single file of records, is looked for."""
     monkeypatch.setenv("TRITON_DIST_AUTOTUNE_READONLY_DIRS", str(tmp_path / "shipped"))
-    return tmp_path / "shipped" / "packs" / "work.tdpack"
+    return tmp_path / "shipped" / "packs" / request.param
 
 
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_command_that_fails_writes_nothing(run, tmp_path):
         ("pack verify a --kernels -- true", "--kernels --out FILE -- COMMAND"),
         ("pack --out f.tdpack", "a FUNCTION is needed"),
         ("pack work", "--out FILE is needed"),
-        ("pack work --out work.json", "the name of a pack ends with .tdpack"),
+        ("pack work --out work.zip", "expected a name that ends with .tdpack"),
         ("pack merge a b", "--out FILE is needed"),
         ("pack show a --out b.tdpack", "--out FILE is needed to make and to merge packs, and only"),
         ("pack show", "a pack is needed"),

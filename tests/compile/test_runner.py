@@ -238,6 +238,8 @@ def damaged(name: str, folder: Path) -> str:
             side.write_text("[]")
         case "of another kernel":
             side.write_text(json.dumps(tree | {"function": "other"}))
+        case "a name that is no text":
+            side.write_text(json.dumps(tree | {"function": "\ud800"}))
         case "no launch":
             side.write_text(json.dumps(tree | {"launch": {}}))
         case "text for a number":
@@ -275,7 +277,8 @@ DAMAGES = {
     "half a sidecar": r"scale\.json: it cannot be read",
     "sidecar of a later version": "a later version of triton_dist wrote it",
     "sidecar of others": "scale.json",
-    "of another kernel": "it is of the kernel other, not scale",
+    "of another kernel": "it is of the kernel 'other', not 'scale'",
+    "a name that is no text": r"it is of the kernel '.ud800', not",
     "no launch": "its json does not say how much shared memory",
     "text for a number": "it has shared 'x'",
     "no power of two": "it has num_warps 3",

@@ -310,7 +310,7 @@ def test_packs_are_looked_for_in_read_only_folders_and_last_in_the_package(tmp_p
     assert PACKAGE_RECORDS.is_dir()
     assert list(PackStore(tmp_path / "none").records()) == []
     written(tree_of(1, 5), tmp_path)
-    (tmp_path / "run.fake.json").write_text(readable_json(tree_of(9)))  # not a pack
+    (tmp_path / "run.fake.json").write_text(readable_json(tree_of(9)))
     store = PackStore(tmp_path)
-    assert [stored.record.key.text for stored in store.records()] == ["1", "5"]
+    assert [stored.record.key.text for stored in store.records()] == ["1", "5", "9"]
     assert store.put(one().tuned.tune(1)) == ""

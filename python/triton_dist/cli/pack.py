@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_dist import _archive, _files, knobs
-from triton_dist._archive import SUFFIX, Contents, Pack, sha256
+from triton_dist._archive import RECORDS_SUFFIX, SUFFIX, Contents, Pack, sha256
 from triton_dist._tuning.store import ReadOnlyStore
 from triton_dist._tuning.store.packs import (
     contents_of,
@@ -23,6 +23,8 @@ from triton_dist._tuning.values import TuningRecord
 from triton_dist.cli import cache, text
 from triton_dist.cli.verb import add_verb, counted
 from triton_dist.errors import PackRefused
+
+_NAMES = f"{SUFFIX}, or {RECORDS_SUFFIX} for records of one function and GPU model as text"
 
 
 def add_to(verbs: Any) -> None:
@@ -49,13 +51,14 @@ def add_to(verbs: Any) -> None:
             "pack import model.tdpack",
         ],
         takes_command=True,
+        aliases=("packs",),
     )
     parser.add_argument(
         "words", metavar="FUNCTION", nargs="*", help="name, or with its module; or an action, PACKs"
     )
     parser.add_argument("--cache", type=Path, help="default: TRITON_DIST_CACHE_DIR")
     parser.add_argument("--kernels", action="store_true", help="add those that COMMAND loads")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"its name ends with {SUFFIX}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"its name ends with {_NAMES}")
     parser.add_argument("--json", action="store_true", help="of show: for programs")
     parser.set_defaults(fail=parser.error, command=[])
 
@@ -74,8 +77,8 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.fail("diff takes two packs" if action is _diff else "a pack is needed")
     if (arguments.out is None) == (action in (_make, _merge)):
         arguments.fail("--out FILE is needed to make and to merge packs, and only there")
-    if arguments.out and arguments.out.suffix != SUFFIX:
-        arguments.fail(f"--out {arguments.out}: the name of a pack ends with {SUFFIX}")
+    if arguments.out and arguments.out.suffix not in (SUFFIX, RECORDS_SUFFIX):
+        arguments.fail(f"--out {arguments.out}: expected a name that ends with {_NAMES}")
     status: int = action(arguments)
     return status
 

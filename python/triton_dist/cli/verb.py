@@ -21,6 +21,7 @@ def add_verb(
     description: str,
     examples: Sequence[str],
     takes_command: bool = False,
+    aliases: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     """A parser for ``name``, whose help ends with commands to try.
 
@@ -28,10 +29,12 @@ def add_verb(
         run: does it; returns the exit status.
         takes_command: :func:`split` keeps what follows ``--`` from argparse, which would take it
             for words of the verb where those may be any number.
+        aliases: other names of the verb.
     """
     lines = "\n".join(f"  triton-dist {example}" for example in examples)
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
+        aliases=aliases,
         help=help,
         description=textwrap.fill(description, COLUMNS),
         epilog=f"example{'s' * (len(examples) > 1)}:\n{lines}",

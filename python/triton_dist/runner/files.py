@@ -56,7 +56,7 @@ def write(folder: Path, about: About, texts: Mapping[str, str | bytes]) -> None:
 
 def stem_of(function: str) -> str:
     """Name of a kernel's files, without the level: of a long one, its beginning and a digest."""
-    name = function.encode()
+    name = function.encode(errors="surrogatepass")
     if len(name) <= _LONGEST:
         return function
     digest = hashlib.sha256(name).hexdigest()[:16]
@@ -97,7 +97,9 @@ def load(folder: str | os.PathLike[str], function: str, level: str = "cubin") ->
         why = f"it cannot be read: {type(error).__name__}: {error}"
         raise InvalidArtefact(str(side), why) from error
     if function not in (about.function, stem_of(about.function)):
-        raise InvalidArtefact(str(side), f"it is of the kernel {about.function}, not {function}")
+        raise InvalidArtefact(
+            str(side), f"it is of the kernel {about.function!r}, not {function!r}"
+        )
     return Artefact(level, data, about, str(path))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from triton_dist._archive import (
     LARGEST_RECORDS,
-    PACKAGE_RECORDS,
+    RECORDS_SUFFIX,
     SUFFIX,
     Contents,
     Pack,
@@ -49,7 +49,6 @@ class PackStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._suffix = ".json" if root == PACKAGE_RECORDS else SUFFIX
         self._read: dict[tuple[Path, str], Mapping[Key, TuningRecord]] = {}
 
     def find(self, key: Key) -> Iterator[StoredRecord]:
@@ -75,7 +74,7 @@ class PackStore:
     def _files(self, function: str | None) -> Iterator[tuple[str, Mapping[Key, TuningRecord]]]:
         """Yield the path and the records of each file of records of ``function``, or of all."""
         start = "" if function is None else f"{_readable(function)}."
-        for path in files_in(self._root, self._suffix):
+        for path in files_in(self._root, (SUFFIX, RECORDS_SUFFIX)):
             for name, read in _readers(path):
                 if name.startswith(start):
                     if (path, name) not in self._read:
