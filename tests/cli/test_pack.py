@@ -216,7 +216,7 @@ def test_kernels_are_those_that_the_command_loads(run, model, tmp_path):
     assert "  1 record of tests.cli.test_pack.work, version 1, on none (interpreter)\n" in said
     assert Pack(out).kernels.keys() == {MM, STUB}
     assert len(Pack(out).records) == 2  # those of the part too
-    status, said, _ = run("pack", "--kernels", "--out", str(tmp_path / "only.tdpack"), *command)
+    status, said, _ = run("packs", "--kernels", "--out", str(tmp_path / "only.tdpack"), *command)
     assert status == 0
     assert "only.tdpack: 2 records, 1 kernel, 1 native module, " in said
 

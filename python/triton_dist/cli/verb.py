@@ -42,13 +42,13 @@ def add_verb(
     )
     parser.set_defaults(run=run)
     if takes_command:
-        _WITH_COMMAND[name] = parser
+        _WITH_COMMAND.update(dict.fromkeys((name, *aliases), parser))
     return parser
 
 
 def show_commands() -> None:
     """Let the usage of verbs that take a command say so. Called when they have their arguments."""
-    for parser in _WITH_COMMAND.values():
+    for parser in set(_WITH_COMMAND.values()):
         usage = parser.format_usage().removeprefix("usage: ").rstrip()
         indent = " " * len(f"usage: {parser.prog} ")
         parser.usage = f"{usage}\n{indent}[-- COMMAND ...]".replace("%", "%%")
