@@ -11,21 +11,24 @@ import __future__
 
 import ast
 import functools
-import gc
 import hashlib
 import linecache
 import os
+import re
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from triton_dist.runtime.garbage import uncollected
 
 _FUTURE = __future__.annotations.compiler_flag
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MUTATORS = frozenset({"add", "append", "extend", "insert", "setdefault", "update"})
 """Methods that put something into a container."""
+_TUNER = re.compile(r"triton_dist\b.*\.(contextual_)?autotune")
+"""The tuner's decorators, by the names that they are imported from."""
 _USES = frozenset({"tune", "best_config"})
 """Methods of a tuned function, which change no code."""
 
@@ -36,8 +39,8 @@ class Import(NamedTuple):
     module: str
     level: int = 0
     """Dots of a relative import."""
-    attribute: str | None = None
-    """The name in the module; ``None``: the module itself."""
+    attribute: str = ""
+    """The name in the module; if empty, the module itself."""
 
 
 class Statement:
@@ -56,9 +59,16 @@ class Statement:
         values: expressions that it binds names to.
     """
 
-    def __init__(self, node: Any, headers: tuple[Any, ...], globals_: set[str]) -> None:
-        """``headers``: conditions that it is under; ``globals_``: names in its functions that the
-        compiler does not take for local."""
+    def __init__(
+        self, node: Any, headers: tuple[Any, ...], names: set[str], file: File, cut: int
+    ) -> None:
+        """Scan ``node``.
+
+        Args:
+            headers: conditions that it is under.
+            names: names in its functions that the compiler does not take for local.
+            cut: first line of a function that loses the tuner's decorators.
+        """
         self.line, self.end = _first_line(node), node.end_lineno
         self.shown_line: int = node.lineno
         self.defines: str = getattr(node, "name", "")
@@ -84,6 +94,8 @@ class Statement:
                 is_definition = isinstance(part, (*_DEFINITIONS, ast.Lambda))
                 for field in _fields(part.__class__):  # type: ignore[arg-type]
                     value: Any = getattr(part, field, None)
+                    if field == "decorator_list" and cut == _first_line(part):
+                        value = [each for each in value if not file.is_tuner(each)]
                     if is_definition and field == "body":
                         value = _without_docstring(value)
                         ahead.append((value, later or not isinstance(part, ast.ClassDef)))
@@ -91,10 +103,12 @@ class Statement:
                         ahead.append((value, later))
             else:
                 tokens.append(part)
-        self.digest = digest(tokens)
-        names = globals_ | self.inner_imports.keys()
+        names = names | self.inner_imports.keys()
         self.reads |= {each for each in inner_reads if _root(each) in names}
         self.stored = {each for each in self.stored if _root(each) in names}
+        self.binds &= file.names  # without what a comprehension binds
+        read = sorted(roots(self.reads) & file.imports.keys())
+        self.digest = digest([*tokens, *((each, sorted(file.imports[each])) for each in read)])
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
@@ -177,17 +191,20 @@ class Statement:
             self.inner_imports[f"import {_beginning(first)}"] = Import(_beginning(first))
 
     def _import(self, node: ast.Import | ast.ImportFrom, later: bool) -> None:
-        found = self.inner_imports if later else self.imports
-        for each in node.names:
-            name = each.asname or each.name
-            if isinstance(node, ast.ImportFrom):
-                found[name] = Import(node.module or "", node.level, each.name)
-            elif each.asname:
-                found[name] = Import(each.name)
-            else:  # ``import a.b`` binds ``a``
-                self.inner_imports[f"import {name}"] = Import(name)
-                found[_root(name)] = Import(_root(name))
+        found = _imports_of(node)
+        (self.inner_imports if later else self.imports).update(found)
+        if isinstance(node, ast.Import):  # ``import a.b`` binds ``a``, and imports ``a.b``
+            self.inner_imports |= {f"import {x.name}": Import(x.name) for x in node.names}
         self.binds |= set() if later else found.keys()
+
+
+def _imports_of(node: ast.AST) -> dict[str, Import]:
+    """Return the names that an import statement binds."""
+    if isinstance(node, ast.ImportFrom):
+        module, level = node.module or "", node.level
+        return {x.asname or x.name: Import(module, level, x.name) for x in node.names}
+    names = node.names if isinstance(node, ast.Import) else ()
+    return {x.asname or _root(x.name): Import(x.name if x.asname else _root(x.name)) for x in names}
 
 
 def _without_docstring(body: Any) -> Any:
@@ -263,38 +280,37 @@ class File:
         self.lines = lines
         tree = ast.parse("".join(lines))  # not kept: it is large
         code = compile(tree, "", "exec", dont_inherit=True)
-        self._codes = [*with_inner(code)][1:]
+        self._codes, self.names = [*with_inner(code)][1:], {*code.co_names}
         self._set_of_codes = {each for _, each in self._codes}
-        self.statements = [self._statement(*each) for each in _leaves(tree.body)]
         self.imports: dict[str, set[Import]] = {}
-        for each in self.statements:
-            each.binds &= {*code.co_names}  # not what a comprehension binds
-            for name, found in each.imports.items():
+        leaves = [*_leaves(tree.body)]
+        for node, _ in leaves:
+            for name, found in _imports_of(node).items():
                 self.imports.setdefault(name, set()).add(found)
         self.stars = self.imports.pop("*", set())
+        self.statements = [self._statement(*each) for each in leaves]
         self.stored = {place for each in self.statements for place in each.stored}
         self._by_name: dict[str, list[Statement]] = {}
         self._index()
 
-    def _statement(self, node: Any, headers: tuple[Any, ...] = (), first: int = 0) -> Statement:
-        first = first or _first_line(node)
-        codes = [x for _, x in self._codes if first <= x.co_firstlineno <= node.end_lineno]
+    def _statement(self, node: Any, headers: tuple[Any, ...] = (), cut: int = 0) -> Statement:
+        first, last = _first_line(node), node.end_lineno
+        codes = [x for _, x in self._codes if first <= x.co_firstlineno <= last]
         names = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
-        return Statement(node, headers, names)
+        return Statement(node, headers, names, self, cut)
 
-    def _with_imports(self, statement: Statement) -> Statement:
-        """Make the digest cover where the names that the statement reads are imported from."""
-        read = sorted(roots(statement.reads) & self.imports.keys())
-        origins = [f"{root} {sorted(map(repr, self.imports[root]))}" for root in read]
-        statement.digest = digest([statement.digest, *origins])
-        return statement
+    def is_tuner(self, decorator: ast.expr) -> bool:
+        """Return whether a decorator is the tuner's, whose arguments are compared by value."""
+        root, *path = dotted(getattr(decorator, "func", decorator)).split(".")
+        full = (".".join([x.module, x.attribute, *path]) for x in self.imports.get(root, ()))
+        return any(map(_TUNER.fullmatch, full))
 
     def _index(self) -> None:
         defined = {each.defines: each for each in self.statements if each.defines}
         functions = {name for name, each in defined.items() if each.is_function}
         bound = {name for each in self.statements for name in each.binds}
         changes: dict[str, list[Statement]] = {}
-        for each in map(self._with_imports, self.statements):
+        for each in self.statements:
             # To pass a function to a call, to call it or to make an object does not change it.
             changed = each.calls | each.given - functions - (each.runs & defined.keys())
             for name in each.runs & defined.keys():  # ``set_up()`` changes what the function does
@@ -331,7 +347,7 @@ class File:
         if code not in self._set_of_codes and (around := self.around(code.co_firstlineno)):
             # A notebook compiles each statement by itself, and without the imports before it
             # calls of functions in modules have other instructions.
-            node, flags = ast.Module([self._leaf(around)[0]], []), code.co_flags & _FUTURE
+            node, flags = ast.Module([self._leaf(around.line)[0]], []), code.co_flags & _FUTURE
             alone = compile(node, "", "exec", flags, dont_inherit=True)
             self._set_of_codes |= {each for _, each in with_inner(alone)}
         return code in self._set_of_codes
@@ -344,24 +360,17 @@ class File:
         same = [(x == code, each == place) for name, x, each in known if name == path]
         return same.index(max(same))
 
-    def definition(
-        self, code: types.CodeType, is_dropped: Callable[[ast.expr], bool]
-    ) -> Statement | None:
-        """The definition of ``code`` alone, of a function or lambda inside a statement, without
-        some decorators."""
+    def definition(self, code: types.CodeType) -> Statement | None:
+        """Return the definition of ``code`` alone, of a function inside a statement."""
         line, name = code.co_firstlineno, f".{code.co_name}"
-        found = self.definitions(lambda x, at: at == line and f".{x}".endswith(name), is_dropped)
+        found = self.definitions(lambda x, at: at == line and f".{x}".endswith(name))
         codes = [x for path, x in self._codes if x.co_firstlineno == line and path.endswith(name)]
         # Several lambdas may be in one line.
         index = codes.index(code) if code in codes and len(codes) == len(found) else 0
         return found[index] if found else None
 
-    def definitions(
-        self,
-        is_wanted: Callable[[str, int], bool],
-        is_dropped: Callable[[ast.expr], bool] = lambda decorator: False,
-    ) -> list[Statement]:
-        """Functions, lambdas and classes alone, without some decorators, in the order of the file.
+    def definitions(self, is_wanted: Callable[[str, int], bool]) -> list[Statement]:
+        """Return functions, lambdas and classes alone, in the order of the file.
 
         Args:
             is_wanted: called with a qualified name and the first line.
@@ -376,39 +385,27 @@ class File:
             for each in ast.iter_child_nodes(node):
                 yield from inside(each, prefix)
 
-        with _quiet_parsing():
-            nodes = [*inside(ast.parse("".join(self.lines)), "")]
-            nodes.sort(key=lambda node: (node.lineno, node.col_offset))
-            places = [(node, _first_line(node)) for node in nodes]
-            return [
-                self._with_imports(self._statement(_without(node, line, is_dropped), (), line))
-                for node, line in places
-            ]
+        with _parsing, uncollected():
+            nodes = sorted(inside(ast.parse("".join(self.lines)), ""), key=_place)
+            return [self._statement(node, (), _first_line(node)) for node in nodes]
 
-    def without(
-        self, statement: Statement, line: int, is_dropped: Callable[[ast.expr], bool]
-    ) -> Statement:
-        """``statement`` without some decorators of the function that begins in ``line``."""
-        node, headers = self._leaf(statement)
-        node = _without(node, line, is_dropped)
-        return self._with_imports(self._statement(node, headers, statement.line))
+    def without_tuner(self, line: int) -> Statement:
+        """Return the statement around the function that begins in ``line``, without the tuner's
+        decorators of that function."""
+        return self._statement(*self._leaf(line), line)
 
-    def _leaf(self, statement: Statement) -> tuple[ast.stmt, Any]:
-        """The syntax tree of a statement, and its conditions."""
-        with _quiet_parsing():
+    def _leaf(self, line: int) -> tuple[Any, tuple[Any, ...]]:
+        """Return the syntax tree of the statement around ``line``, and its conditions."""
+        with _parsing, uncollected():
             leaves = _leaves(ast.parse("".join(self.lines)).body)
-            return next(each for each in leaves if each[0].end_lineno == statement.end)
+            return next(x for x in leaves if _first_line(x[0]) <= line <= x[0].end_lineno)
 
 
-def _without(node: Any, line: int, is_dropped: Callable[[ast.expr], bool]) -> Any:
-    """``node``, which is changed."""
-    for each in ast.walk(node):
-        if getattr(each, "decorator_list", ()) and _first_line(each) == line:
-            each.decorator_list = [x for x in each.decorator_list if not is_dropped(x)]  # type: ignore[attr-defined]
-    return node
+def _place(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
-def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[ast.stmt, Any]]:
+def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[Any, Any]]:
     """Statements, those in ``if`` and ``try`` one by one, with what decides whether they run."""
     for node in body:
         if isinstance(node, ast.If):
@@ -425,36 +422,9 @@ def _leaves(body: Iterable[ast.stmt], headers: Any = ()) -> Iterator[tuple[ast.s
 
 _parsing = threading.RLock()
 """Python 3.11 raises ``SystemError`` if threads parse at the same time."""
-
-
-_stops_collection = False
-
-
-def _forget_lock() -> None:
-    """In the child of a fork, where the thread that holds the lock is missing."""
-    global _parsing, _stops_collection
-    if _stops_collection:
-        gc.enable()
-    _parsing, _stops_collection = threading.RLock(), False
-
-
-os.register_at_fork(after_in_child=_forget_lock)
-
-
-@contextmanager
-def _quiet_parsing() -> Iterator[None]:
-    """Parsing makes no garbage, and collections would take half of its time."""
-    global _stops_collection
-    with _parsing:
-        was_enabled, stopped = gc.isenabled(), _stops_collection
-        _stops_collection = was_enabled or stopped
-        gc.disable()
-        try:
-            yield
-        finally:
-            _stops_collection = stopped
-            if was_enabled:
-                gc.enable()
+os.register_at_fork(
+    before=_parsing.acquire, after_in_parent=_parsing.release, after_in_child=_parsing.release
+)
 
 
 _files: dict[str, tuple[list[str], File | None]] = {}
@@ -470,7 +440,7 @@ def file_at(path: str, scope: dict[str, Any] | None = None) -> File | None:
     lines = linecache.getlines(path, scope)  # the same list, until size or time of change differ
     if path not in _files or _files[path][0] is not lines:
         try:
-            with _quiet_parsing():
+            with _parsing, uncollected():  # parsing makes no garbage to collect
                 _files[path] = lines, File(lines) if lines else None
         except (SyntaxError, ValueError, RecursionError):
             _files[path] = lines, None

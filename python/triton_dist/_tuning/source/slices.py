@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import importlib.util
 import sys
 import types
@@ -67,7 +66,7 @@ class Slice:
         scope, line = function.__globals__, function.__code__.co_firstlineno
         file = file_at(function.__code__.co_filename, scope)
         if file is not None and (found := file.around(line)) and file.has(function.__code__):
-            self._tuned[found] = file.without(found, line, functools.partial(_is_tuner, scope))
+            self._tuned[found] = file.without_tuner(line)
 
     def function(self, function: types.FunctionType) -> str:
         """Follow a function by its code; returns its label."""
@@ -82,7 +81,7 @@ class Slice:
                 return self.label(scope, top)
             self._enter(label, [around], scope)  # in another cell of a notebook
         elif around is not None and file is not None:
-            found = file.definition(code, functools.partial(_is_tuner, scope)) or around
+            found = file.definition(code) or around
             self._enter(label, [found], scope, cells_of(function))
             self.given.closure(function, found.nonlocals)
         elif label not in self.digests:
@@ -218,7 +217,7 @@ class Slice:
             self.version(full)
         module = self.library.imported(full) if load else sys.modules.get(full)
         if module is not None and not self.library.has(module):
-            name = [] if found.attribute is None else [found.attribute]
+            name = [found.attribute] if found.attribute else []
             if load and name and not hasattr(module, name[0]):
                 self.library.imported(f"{full}.{name[0]}")
             self._attribute(module, [*name, *path])
@@ -329,11 +328,6 @@ def _value(scope: Globals, chain: str) -> Any:
     for part in path:
         value = attribute(value, part)
     return value
-
-
-def _is_tuner(scope: Globals, decorator: ast.expr) -> bool:
-    value = _value(scope, dotted(getattr(decorator, "func", decorator)))
-    return libraries.is_tuner(str(attribute(value, "__module__")))
 
 
 def _subclasses(cls: type) -> list[type]:

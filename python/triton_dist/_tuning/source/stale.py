@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
-import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -103,22 +102,10 @@ class _Files:
             yield f"source: {self._full(owner)}:{line} changed: {file.lines[line - 1].strip()}"
 
     def _is_recorded(self, file: File, statement: Statement, recorded: list[str]) -> bool:
-        """Tell whether a statement is as it was. Some decorators of the function, those of the
-        tuner, were left out of its digest; which ones only a value could tell."""
+        """Return whether a statement is as it was. The digest of the statement around the function
+        leaves out the tuner's decorators."""
         if statement.digest in recorded or file is not self._home_file:
             return statement.digest in recorded
-        for own in file.definitions(lambda name, _: name == self._function):
-            if not statement.line <= own.line <= statement.end:
-                continue
-            for dropped in itertools.product((True, False), repeat=4):
-                order, line = itertools.cycle(dropped), own.line
-                if statement in file.statements:
-                    others = [file.without(statement, line, lambda _: next(order))]  # noqa: B023
-                else:
-                    others = file.definitions(
-                        lambda name, at: (name, at) == (self._function, line),  # noqa: B023
-                        lambda _: next(order),  # noqa: B023
-                    )
-                if any(each.digest in recorded for each in others):
-                    return True
-        return False
+        own = file.definitions(lambda name, _: name == self._function)
+        lines = [each.line for each in own if statement.line <= each.line <= statement.end]
+        return any(file.without_tuner(each).digest in recorded for each in lines)
