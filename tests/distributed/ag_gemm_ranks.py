@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.distributed.ag_gemm_calls import (
     uniform,
 )
 from tests.distributed.compiled_ahead import compiled_ahead
-from triton_dist.errors import ContextFinalized, InvalidArgument, WaitTimeout
+from triton_dist.errors import InvalidArgument, WaitTimeout
 from triton_dist.kernels.common import vendor
 from triton_dist.kernels.common.gemm.launch import fused_tiles, split_k_tiles
 from triton_dist.kernels.common.gemm.spaces import warp_specialized_tiles
@@ -34,6 +35,7 @@ from triton_dist.kernels.nvidia.allgather_gemm import (
     ag_gemm_persistent,
     local_copy_and_barrier_all,
 )
+from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
 from triton_dist.kernels.nvidia.allgather_gemm.ways import WAYS
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits, settling
@@ -302,35 +304,16 @@ def epochs_wrap_around() -> int:
     return count
 
 
-def context_ends() -> list[str]:
-    """A context manager frees once; after that, and after an error inside, nothing works."""
-    seen = []
-    calls = Calls(max_rows=5, columns=40, K=72)
-    with calls.ctx as ctx:
-        calls(5)
-        calls.check()
-    ctx.finalize()
-    A = B = torch.empty(0)
-    for use in (
-        lambda: ctx.symm_workspace,
-        lambda: ctx.own_rows(1),
-        lambda: ag_gemm(A, B, ctx),
-        lambda: ag_gemm(A, B, ctx, autotune=False),
-        lambda: ag_gemm.fn(A, B, ctx, default_tiles()),
-        lambda: local_copy_and_barrier_all(A, ctx),
-    ):
-        try:
-            use()
-        except ContextFinalized as error:
-            seen.append(str(error))
-    failing = Calls(max_rows=5, columns=40, K=72)
-    try:
-        with failing.ctx as ctx:
-            raise KeyError("inside")
-    except KeyError:
-        seen.append("raised through")
-    ctx.finalize()
-    return seen
+def too_many_rows_for_serial() -> str:
+    """What a call of more rows than one launch gathers is told."""
+    room = 5 * dist.get_world_size() * 72 * torch.float16.itemsize
+    with mock.patch.object(allgather_gemm_context, "GATHERED_BYTES", room):
+        calls = Calls(max_rows=6, columns=40, K=72)
+    with pytest.raises(InvalidArgument) as raised:
+        calls(6, method=AllGatherMethod.SERIAL)
+    calls(5, method=AllGatherMethod.SERIAL)
+    calls.finish()
+    return str(raised.value)
 
 
 @compiled_ahead
@@ -561,34 +544,3 @@ def strides_of_one_row() -> int:
     for C, expected in results:
         assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
     return calls.finish()
-
-
-def trainable_operands() -> None:
-    """Operands that require grad are refused while gradients are recorded, and leave no history in
-    the context's memory otherwise."""
-    calls = Calls(max_rows=5, columns=40, K=72)
-    shards = [uniform(rank, (5, 72), torch.float16) for rank in range(calls.ctx.num_ranks)]
-    B = uniform(100, (72, 40), torch.float16).requires_grad_()
-    A = shards[calls.ctx.rank].clone().requires_grad_()
-    with pytest.raises(InvalidArgument, match=r"A.requires_grad is True, .* torch.no_grad\(\)"):
-        ag_gemm.fn(A, B, calls.ctx, default_tiles())
-    for method in AllGatherMethod:
-        with torch.no_grad():
-            C = ag_gemm.fn(A, B, calls.ctx, default_tiles(), method=method)
-        current_device().synchronize()
-        expected = (torch.cat(shards).double() @ B.detach().double()).half()
-        assert_allclose(C, expected, rtol=2e-3, atol=2e-3)
-        dist.barrier()  # no peer writes while we look
-        for region in calls.ctx.buffer.slots.memory._regions.values():
-            assert not any(peer.requires_grad for peer in region.peers), region.name
-    calls.finish()
-
-
-def in_inference_mode() -> int:
-    """A context made and used under ``torch.inference_mode``."""
-    with torch.inference_mode():
-        calls = Calls(max_rows=5, columns=40, K=72)
-        for method in AllGatherMethod:
-            calls(5, method=method)
-        calls(5, local_copy=False)
-        return calls.finish()

@@ -32,7 +32,7 @@ from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing import assert_allclose, poisoned_empty
 from triton_dist.testing.opinfo.allgather_group_gemm import AG_GROUP_GEMM
-from triton_dist.testing.opinfo.moe import GroupedShape, routed_product
+from triton_dist.testing.opinfo.moe import routed_product
 from triton_dist.testing.timing import captured
 
 # Rows of a rank, N of it, K, E, topk. No multiple of tiles; one route; more experts than routes; no
@@ -304,35 +304,6 @@ def without_context() -> int:
             C = run_moe_ag_triton_non_overlap(shards[calls.rank], b, ids, persistent=persistent)
         calls._results.append(("no context", C, routed_product(torch.cat(shards), b, ids)))
     return calls.finish()
-
-
-def bad_calls() -> dict[str, tuple[str, str, int]]:
-    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
-    size, seen, count = dist.get_world_size(), {}, [0]
-    shape = GroupedShape(6 * size, 40 * size, 16, 3, 2)
-    operands = AG_GROUP_GEMM.operands(shape, torch.float16, size)
-    with AG_GROUP_GEMM.context(shape, torch.float16) as ctx:
-
-        def launched(*_: Any, **__: Any) -> None:
-            count[0] += 1
-
-        bad = AG_GROUP_GEMM.error_inputs(operands, size)
-        with (
-            mock.patch.object(Launch, "run", launched),
-            mock.patch.object(Launcher, "run", launched),
-        ):
-            for name, changes in bad.items():
-                arguments = {**operands, "ctx": ctx, **changes}
-                fixed = {"way", "gemm_config", "gather", "num_groups"}
-                tuned = not fixed & set(changes)
-                for op in (ag_group_gemm.fn, ag_group_gemm)[: 1 + tuned]:
-                    try:
-                        op(**arguments)
-                    except InvalidArgument as error:
-                        seen[name] = (error.argument, str(error), count[0])
-                    else:
-                        raise AssertionError(f"{name} was not refused")
-    return seen
 
 
 def ids_differ() -> list[str]:

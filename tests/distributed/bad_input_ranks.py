@@ -5,20 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ag_gemm_calls import Calls, default_tiles
-from triton_dist.errors import InvalidArgument, TritonDistError
-from triton_dist.kernels.common.launch import Launcher
-from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
+from tests.distributed.ag_gemm_calls import Calls
+from tests.distributed.every_op_ranks import refusal
 from triton_dist.kernels.nvidia import ag_gemm, create_ag_gemm_context
-from triton_dist.kernels.nvidia.allgather_gemm import context as allgather_gemm_context
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.symmetric import host
-from triton_dist.testing.opinfo.allgather_gemm import AG_GEMM
 
 ROWS, COLUMNS, K = 6, 40, 72
 
@@ -29,32 +24,6 @@ def like_a(rows: int = ROWS, k: int = K, dtype: torch.dtype = torch.float16) -> 
 
 def like_b(k: int = K, columns: int = COLUMNS, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return like_a(k, columns, dtype)
-
-
-def bad_calls(num_ranks: int) -> dict[str, dict[str, Any]]:
-    """The case's; and rows that this test's context has no room for in one launch."""
-    many = {"way (many rows)": {"way": "serial"}}
-    return AG_GEMM.error_inputs({"A": like_a(), "B": like_b()}, num_ranks) | many
-
-
-def bad_contexts(num_ranks: int, rank: int) -> dict[str, dict[str, Any]]:
-    return {
-        "num_ranks": {"num_ranks": num_ranks + 1},
-        "num_ranks (none)": {"num_ranks": 0},
-        "rank": {"rank": rank + 1},
-        "max_M": {"max_M": ROWS * num_ranks + 1},
-        "max_M (none)": {"max_M": 0},
-        "max_M (negative)": {"max_M": -num_ranks},
-        "N": {"N": COLUMNS * num_ranks + 1},
-        "N (none)": {"N": 0},
-        "K": {"K": 0},
-        "dtype": {"dtype": torch.float64},
-        "dtype (integers)": {"dtype": torch.int8},
-        "K (half of an odd number)": {"K": K / 2},
-        "max_M (a list)": {"max_M": [ROWS]},
-        "num_local_ranks": {"num_local_ranks": None},
-        "all_gather_method": {"all_gather_method": "ring_push_1d"},
-    }
 
 
 def create(**changes: Any) -> Any:
@@ -69,71 +38,6 @@ def create(**changes: Any) -> Any:
         "num_ranks": num_ranks,
     }
     return create_ag_gemm_context(**(arguments | changes))
-
-
-def refusal(call: Callable[[], object]) -> TritonDistError | None:
-    try:
-        call()
-    except TritonDistError as error:
-        return error
-    return None
-
-
-class Launches:
-    """Counts what a rank launches or queues from here on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        for owner, name in ((Launcher, "run"), (AllGatherBuffer, "start")):
-            setattr(owner, name, self._counted(getattr(owner, name)))
-
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-
-def every_bad_call() -> dict[str, tuple[str, str, int]]:
-    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
-    seen = {}
-    room = (ROWS - 1) * dist.get_world_size() * K * torch.float16.itemsize
-    with mock.patch.object(allgather_gemm_context, "GATHERED_BYTES", room):
-        calls = Calls(ROWS, COLUMNS, K)
-    calls(ROWS)
-    launches = Launches()
-    for name, changes in bad_calls(dist.get_world_size()).items():
-        arguments = {"A": like_a(), "B": like_b(), "ctx": calls.ctx} | changes
-        schedule = set(arguments) - {"A", "B", "ctx"}
-        untuned = refusal(lambda a=arguments: ag_gemm.fn(**{"gemm_config": default_tiles()} | a))
-        options = {"autotune_allow_arg_overwrite": True, "autotune": False} if schedule else {}
-        tuned = untuned if schedule else refusal(lambda a=arguments, o=options: ag_gemm(**a, **o))
-        assert isinstance(untuned, InvalidArgument), name
-        assert isinstance(tuned, InvalidArgument), name
-        assert str(tuned) == str(untuned)
-        seen[name] = (untuned.argument, str(untuned), launches.count)
-    calls(ROWS)
-    calls(ROWS - 1)
-    # Of each: a look at the peers, since its slot had other rows, transfer, consumer, end.
-    assert launches.count == 8
-    calls(ROWS - 1, way="serial")
-    assert launches.count == 9
-    calls.finish()
-    return seen
-
-
-def every_bad_context() -> dict[str, tuple[str, str]]:
-    """Per bad context, on all ranks: argument and message of its error."""
-    seen = {}
-    for name, changes in bad_contexts(dist.get_world_size(), dist.get_rank()).items():
-        error = refusal(lambda c=changes: create(**c))
-        assert isinstance(error, InvalidArgument), name
-        seen[name] = (error.argument, str(error))
-    calls = Calls(ROWS, COLUMNS, K)
-    calls(ROWS)
-    calls.finish()
-    return seen
 
 
 def one_rank_differs() -> list[tuple[str, str]]:

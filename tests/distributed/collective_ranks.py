@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,17 +20,14 @@ from tests.distributed.collective_calls import (
     way,
 )
 from tests.distributed.compiled_ahead import compiled_ahead
-from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
+from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.exchange import packets, protocol, sums
 from triton_dist.kernels.common.exchange.buffer import MAX_CTAS, MAX_PIECES
-from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.nvidia import AllReduceMethod, all_reduce, create_allreduce_ctx
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_bitwise_equal
-from triton_dist.testing.opinfo import OPINFOS
-from triton_dist.testing.opinfo.collectives import Size
 from triton_dist.testing.timing import captured
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -321,120 +317,6 @@ def give_up_and_start_again(op: str) -> list[str]:
                 calls(elements, **options)
     calls.finish()
     return overdue
-
-
-def context_ends(op: str) -> list[str]:
-    """A context manager frees once; after that, and after an error inside, nothing works."""
-    seen = []
-    calls = Calls(op, ROOM)
-    with calls.ctx as ctx:
-        calls(5)
-        calls.check()
-    ctx.finalize()
-    x = torch.empty(4)
-    for use in (
-        lambda: calls.op(x, ctx),
-        lambda: calls.op(x, ctx, autotune=False),
-        lambda: calls.op.fn(x, ctx),
-    ):
-        try:
-            use()
-        except ContextFinalized as error:
-            seen.append(str(error))
-    failing = Calls(op, ROOM)
-    try:
-        with failing.ctx as ctx:
-            raise KeyError("inside")
-    except KeyError:
-        seen.append("raised through")
-    ctx.finalize()
-    return seen
-
-
-def trainable_and_inference(op: str) -> int:
-    """Operands that require grad are refused while gradients are recorded, and leave no history
-    otherwise; contexts made and used in inference mode."""
-    calls = Calls(op, ROOM)
-    x = torch.ones(8 * calls.ctx.num_ranks, device=current_device().torch_device)
-    x.requires_grad_()
-    with pytest.raises(InvalidArgument, match=r"x.requires_grad is True, .* torch.no_grad\(\)"):
-        calls.op.fn(x, calls.ctx)
-    for name in (*WAYS[op], "collective"):
-        with torch.no_grad():
-            assert not calls.op.fn(x, calls.ctx, **way(op, name)).requires_grad
-    calls.finish()
-    with torch.inference_mode():
-        calls = Calls(op, ROOM)
-        calls(40)
-        return calls.finish()
-
-
-def bad_calls(op: str, size: int) -> dict[str, dict[str, Any]]:
-    case = OPINFOS[op]
-    return case.error_inputs(case.operands(Size(ROOM), torch.float32, size), size)
-
-
-def refusal(call: Callable[[], object]) -> TritonDistError | None:
-    try:
-        call()
-    except TritonDistError as error:
-        return error
-    return None
-
-
-def every_bad_call(op: str) -> dict[str, tuple[str, str, int]]:
-    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
-    size = dist.get_world_size()
-    calls, launched, seen = Calls(op, ROOM), [0], {}
-    run = Launcher.run
-
-    def counted(*args: Any, **options: Any) -> None:
-        launched[0] += 1
-        run(*args, **options)
-
-    Launcher.run = counted  # type: ignore[method-assign]
-    good = {"x": torch.ones(4 * size, device=current_device().torch_device), "ctx": calls.ctx}
-    for name, changes in bad_calls(op, size).items():
-        arguments = good | changes
-        error = refusal(lambda a=arguments: calls.op.fn(**a))
-        assert isinstance(error, InvalidArgument), name
-        if not {"method", "way", "packets"} & set(changes):
-            assert str(refusal(lambda a=arguments: calls.op(**a))) == str(error)
-        seen[name] = (error.argument, str(error), launched[0])
-    for name, values in (
-        ("num_ctas", ("2", 1.5, 0)), ("block_bytes", ("2", 1000)), ("num_pieces", ("2", 17)),
-    ):  # fmt: skip
-        for value in values:
-            options = way(op, WAYS[op][-1]) | {name: value}
-            error = refusal(lambda o=options: calls.op.fn(**good, **o))
-            seen[name] = (error.argument, str(error), launched[0])
-    calls(40)
-    assert launched[0] == 1  # all of a call
-    calls.finish()
-    return seen
-
-
-def every_bad_context(op: str) -> dict[str, tuple[str, str]]:
-    """Per bad context, on all ranks: argument and message of its error."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    create = OPS[op][1]
-    good = {
-        "workspace_nbytes": ROOM, "rank": rank, "world_size": size, "local_world_size": size,
-    }  # fmt: skip
-    seen = {}
-    for argument, value in (
-        ("world_size", size + 1),
-        ("rank", rank + 1),
-        ("local_world_size", 0),
-        ("workspace_nbytes", 0),
-    ):
-        error = refusal(lambda c={argument: value}: create(**(good | c)))
-        assert isinstance(error, InvalidArgument), argument
-        seen[argument] = (error.argument, str(error))
-    differing = good | {"workspace_nbytes": ROOM + rank}
-    error = refusal(lambda: create(**differing))
-    seen["one rank differs"] = (type(error).__name__, str(error))
-    return seen
 
 
 @compiled_ahead

@@ -59,9 +59,6 @@ class Calls(SummedCalls):
         {"rows": 11, "layout": "column-major"},
         {"rows": 5, "has_bias": True, "copy_to_local": False},
     )
-    # One launch; then, as it is the first in two shots, a look, the GEMM, what it leaves, the
-    # copy, and the end.
-    second_call, launches = WAYS[1], 6
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -97,10 +94,6 @@ class Calls(SummedCalls):
     @staticmethod
     def full_rows(way: Way) -> int:
         return {"one_shot_in_packets": 83, "one_shot": 1021}.get(way["way"], 4091)
-
-    @staticmethod
-    def bad_max_M(max_M: int) -> int:
-        return 0
 
     def __call__(self, *args: Any, **options: Any) -> None:
         try:

@@ -7,11 +7,16 @@ import torch
 
 from tests.distributed.ag_gemm_calls import default_tiles
 from tests.distributed.compiled_ahead import compiled_ahead
+from tests.distributed.every_op_ranks import refusal
 from tests.distributed.gemm_ar_calls import COLLECTIVE, PACKETS, SYMMETRIC, TILED, WAYS, Calls
-from tests.distributed.summed_gemm_ranks import matrix, refusal
 from triton_dist.kernels.nvidia import gemm_ar
 from triton_dist.kernels.nvidia.gemm_allreduce.ways import sums_symmetric_memory
+from triton_dist.runtime.device import current_device
 from triton_dist.runtime.ranks import group_for
+
+
+def ones(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.ones(rows, columns, dtype=dtype, device=current_device().torch_device)
 
 
 @compiled_ahead
@@ -66,7 +71,7 @@ def whole_in_turn(rounds: int) -> int:
         calls(16 + 8 * (number % 3), **library, **options)
         calls(64 - 8 * (number % 2), **WAYS[number % len(WAYS)])
         calls(33, way="serial", num_chunks=1 + number % 3, num_ctas=3)
-    A, B = (matrix(rows, 64, torch.bfloat16) for rows in (4, 64))
+    A, B = (ones(rows, 64, torch.bfloat16) for rows in (4, 64))
     if not has_symmetric:
         error = str(refusal(lambda: gemm_ar.fn(A, B, calls.ctx, **SYMMETRIC)))
         assert "symmetric_collective" in error
@@ -78,7 +83,7 @@ def too_large_for_one_shot() -> str:
     """A product of which not every rank can have all parts."""
     columns = 1 << 20
     calls = Calls(max_rows=3, columns=columns, K=1)
-    A, B = matrix(3, 1), matrix(1, columns)
+    A, B = ones(3, 1), ones(1, columns)
     error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), way="one_shot"))
     kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A, B, calls.ctx), {})[0]
     assert all(config["way"] != "one_shot" for config in kept)
@@ -92,7 +97,7 @@ def too_large_for_packets() -> str:
     columns = 1 << 10
     calls = Calls(max_rows=129, columns=columns, K=1)
     calls(128, **PACKETS)
-    A, B = matrix(129, 1), matrix(1, columns)
+    A, B = ones(129, 1), ones(1, columns)
     error = refusal(lambda: gemm_ar.fn(A, B, calls.ctx, default_tiles(), **PACKETS))
     for rows, tried in ((128, True), (129, False)):
         kept = gemm_ar.config_space.prune(gemm_ar.prune_fn, (A[:rows], B, calls.ctx), {})[0]

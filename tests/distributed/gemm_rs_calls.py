@@ -56,7 +56,6 @@ class Calls(SummedCalls):
         {"rows": 11, "layout": "column-major", "reduce_st": False},
         {"rows": 5, "has_bias": True},
     )
-    second_call, launches = {}, 6  # of each: the GEMM, what it leaves, the end
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,7 +84,3 @@ class Calls(SummedCalls):
     @staticmethod
     def full_rows(way: Way) -> int:
         return 1021
-
-    @staticmethod
-    def bad_max_M(max_M: int) -> int:
-        return max_M + 1

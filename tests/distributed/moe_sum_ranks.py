@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ag_gemm_calls import some_configs
+from tests.distributed.every_op_ranks import launched, refusal
 from tests.distributed.unequal_rows_ranks import told_in_between
 from triton_dist.debugging import races
-from triton_dist.errors import ContextFinalized, RankDisagreement, TritonDistError
-from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.errors import RankDisagreement, TritonDistError
+from triton_dist.kernels.common.launch import Launcher
 from triton_dist.kernels.common.moe.spaces import grouped_tiles
 from triton_dist.kernels.nvidia import (
     run_moe_reduce_ar_triton_non_overlap,
@@ -235,42 +236,6 @@ def without_context(name: str, shape: GroupedShape) -> None:
         call(*args[:4], config="128x256")
 
 
-class Launches:
-    """Counts what is launched, and what copy engines are given."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        run, repeat = Launch.run, Launcher.run
-
-        def running(launch: Launch) -> Any:
-            self.names.append(launch.kernel.__name__)
-            return run(launch)
-
-        # What a launcher repeats is no ``Launch.run``.
-        repeated = mock.patch.object(Launcher, "run", self._noting(repeat))
-        with repeated, mock.patch.object(Launch, "run", running):
-            yield
-
-    def _noting(self, repeat: Any) -> Any:
-        def noting(launcher: Launcher, key: Any, make: Any, *rest: Any, **named: Any) -> None:
-            before = len(self.names)
-            made: list[str] = []
-
-            def making() -> Launch:
-                launch: Launch = make()
-                made.append(launch.kernel.__name__)
-                return launch
-
-            repeat(launcher, key, making, *rest, **named)
-            if len(self.names) == before:
-                self.names += made or ["repeated"]
-
-        return noting
-
-
 def launches(name: str, shape: GroupedShape) -> dict[str, list[str]]:
     """Names of kernels that the third call of each way launches."""
     info, seen = INFOS[name], {}
@@ -280,66 +245,9 @@ def launches(name: str, shape: GroupedShape) -> dict[str, list[str]]:
         for way in ways(name, chunks=(2,)):
             for _ in range(2):
                 info.op.fn(*args, **way)
-            count = Launches()
-            with count.counted():
+            with launched() as names:
                 info.op.fn(*args, **way)
-            seen[f"{way['way']} {way.get('reduction', '')}".strip()] = count.names
-    return seen
-
-
-def every_bad_call(name: str, shape: GroupedShape) -> dict[str, tuple[str, str, int]]:
-    """Per bad call, on all ranks: argument and message of its error, and what was launched; tuned
-    and not."""
-    info, seen = INFOS[name], {}
-    with context(name, shape, torch.float16) as ctx:
-        good = info.operands(shape, torch.float16, ctx.num_ranks)
-        count = Launches()
-        with count.counted():
-            for which, changes in info.error_inputs(good, ctx.num_ranks).items():
-                arguments = {**good, "ctx": ctx, "gemm_config": grouped_tiles()[0]} | changes
-                error = refusal(lambda a=arguments: info.op.fn(**a))
-                seen[which] = (error.argument, str(error), len(count.names))
-                if not {"way", "gemm_config", "num_chunks", "reduction"} & set(changes):
-                    del arguments["gemm_config"]
-                    options = {"autotune": not which.endswith(".device")}
-                    told = refusal(lambda a=arguments, o=options: info.op(**a, **o))
-                    assert str(told) == str(error)
-        args, _ = info.arguments(good, ctx)
-        check(name, info.op.fn(*args, gemm_config=grouped_tiles()[0]), good, "a good one")
-    assert isinstance(refusal(lambda: info.op.fn(*args)), ContextFinalized)
-    return seen
-
-
-def refusal(call: Callable[[], object]) -> Any:
-    with pytest.raises(TritonDistError) as raised:
-        call()
-    return raised.value
-
-
-def every_bad_context(name: str) -> dict[str, tuple[str, str]]:
-    """Per bad context, on all ranks: kind and message of its error."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    good = {
-        "rank": rank, "world_size": size, "local_world_size": size, "max_token_num": 8 * size,
-        "hidden_dim": 32, "num_experts": 4, "topk": 2, "input_dtype": torch.float16,
-    }  # fmt: skip
-    bad: dict[str, dict[str, Any]] = {
-        "rank": {"rank": rank + 1},
-        "world_size": {"world_size": size + 1},
-        "local_world_size": {"local_world_size": 0},
-        "max_token_num": {"max_token_num": 8 * size + 1},
-        "max_token_num (none)": {"max_token_num": 0},
-        "hidden_dim": {"hidden_dim": 0},
-        "num_experts": {"num_experts": 513},
-        "topk": {"topk": 11},
-        "input_dtype": {"input_dtype": torch.int8},
-        "n_chunks_max": {"n_chunks_max": 0},
-        "one rank differs": {"hidden_dim": 32 + 8 * rank},
-    }
-    seen = {}
-    for which, changes in bad.items():
-        error = refusal(lambda c=changes: INFOS[name].create(**good | c))
-        seen[which] = (type(error).__name__, str(error))
+            seen[f"{way['way']} {way.get('reduction', '')}".strip()] = names
     return seen
 
 

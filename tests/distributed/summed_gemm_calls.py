@@ -77,9 +77,6 @@ class SummedCalls(ABC):
     chunked_rows: Sequence[int]
     tuned_calls: Sequence[Mapping[str, Any]]
     """Each is a tuning of its own."""
-    second_call: Way
-    """After a call with the default way, ``launches`` with it."""
-    launches: int
 
     @staticmethod
     @abstractmethod
@@ -105,11 +102,6 @@ class SummedCalls(ABC):
     @abstractmethod
     def full_rows(way: Way) -> int:
         """Rows that keep a whole GPU busy."""
-
-    @staticmethod
-    @abstractmethod
-    def bad_max_M(max_M: int) -> int:
-        """Beside ``max_M`` that is good."""
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,8 +16,7 @@ from tests.distributed.ag_gemm_calls import LAYOUTS, NAN, default_tiles, some_co
 from tests.distributed.compiled_ahead import compiled_ahead
 from tests.distributed.held_multiprocessors import held_multiprocessors
 from tests.distributed.summed_gemm_calls import SummedCalls, Way
-from triton_dist.errors import ContextFinalized, InvalidArgument, TritonDistError, WaitTimeout
-from triton_dist.kernels.common.launch import Launcher
+from triton_dist.errors import WaitTimeout
 from triton_dist.kernels.common.peers import count_in, flag_value
 from triton_dist.kernels.common.scatter import ways as scatter_ways
 from triton_dist.kernels.common.scatter.partials import MAX_CHUNKS
@@ -26,7 +24,6 @@ from triton_dist.kernels.common.slots import epochs
 from triton_dist.runtime.device import current_device
 from triton_dist.runtime.waits import bounded_waits
 from triton_dist.testing.assertions import assert_allclose, assert_bitwise_equal
-from triton_dist.testing.opinfo import OPINFOS
 from triton_dist.testing.opinfo.base import tolerance
 from triton_dist.testing.timing import captured
 
@@ -316,143 +313,9 @@ def give_up_and_start_again(kind: Kind) -> list[str]:
     return overdue
 
 
-def context_ends(kind: Kind) -> list[str]:
-    """A context manager frees once; after that, and after an error inside, nothing works."""
-    seen = []
-    calls = kind(max_rows=5, columns=40, K=72)
-    with calls.ctx as ctx:
-        calls(5)
-        calls.check()
-    ctx.finalize()
-    A = B = torch.empty(0)
-    for use in (
-        lambda: kind.op(A, B, ctx),
-        lambda: kind.op(A, B, ctx, autotune=False),
-        lambda: kind.op.fn(A, B, ctx, default_tiles()),
-    ):
-        try:
-            use()
-        except ContextFinalized as error:
-            seen.append(str(error))
-    failing = kind(max_rows=5, columns=40, K=72)
-    try:
-        with failing.ctx as ctx:
-            raise KeyError("inside")
-    except KeyError:
-        seen.append("raised through")
-    ctx.finalize()
-    return seen
-
-
-def trainable_operands(kind: Kind) -> None:
-    """Operands that require grad are refused while gradients are recorded, and leave no history in
-    the context's memory otherwise."""
-    calls = kind(max_rows=5, columns=40, K=72)
-    shape = (kind.rows_of_a(5, calls.ctx.num_ranks), 72)
-    A = uniform(1, shape, torch.float16).requires_grad_()
-    B = uniform(100, (72, 40), torch.float16).requires_grad_()
-    with pytest.raises(InvalidArgument, match=r"A.requires_grad is True, .* torch.no_grad\(\)"):
-        kind.op.fn(A, B, calls.ctx, default_tiles())
-    for way in kind.in_turn:
-        with torch.no_grad():
-            C = kind.op.fn(A, B, calls.ctx, **{"gemm_config": default_tiles(), **way})
-        current_device().synchronize()
-        assert not C.requires_grad
-        for region in calls.ctx.buffer.slots.memory._regions.values():
-            assert not any(peer.requires_grad for peer in region.peers), region.name
-        dist.barrier()
-    calls.finish()
-
-
-def in_inference_mode(kind: Kind) -> int:
-    """A context made and used under ``torch.inference_mode``."""
-    with torch.inference_mode():
-        calls = kind(max_rows=5, columns=40, K=72, **kind.options)
-        for way in kind.ways:
-            calls(5, **way)
-        return calls.finish()
-
-
 # What a caller can get wrong. All ranks make the same mistakes.
 
 ROWS, COLUMNS, K = 6, 40, 24
-
-
-def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return torch.ones(rows, columns, device=current_device().torch_device).to(dtype)
-
-
-def bad_calls(kind: Kind, size: int) -> dict[str, dict[str, Any]]:
-    good = {"A": matrix(kind.rows_of_a(ROWS, size), K), "B": matrix(K, COLUMNS)}
-    return OPINFOS[kind.name].error_inputs(good, size)
-
-
-def refusal(call: Callable[[], object]) -> TritonDistError | None:
-    try:
-        call()
-    except TritonDistError as error:
-        return error
-    return None
-
-
-def every_bad_call(kind: Kind) -> dict[str, tuple[str, str, int]]:
-    """Per bad call, on all ranks: argument and message of its error, and what was launched."""
-    seen = {}
-    size = dist.get_world_size()
-    calls = kind(ROWS, COLUMNS, K)
-    calls(ROWS)
-    launched = [0]
-    run = Launcher.run
-
-    def counted(*args: Any, **options: Any) -> None:
-        launched[0] += 1
-        run(*args, **options)
-
-    Launcher.run = counted  # type: ignore[method-assign]
-    good = {
-        "A": matrix(kind.rows_of_a(ROWS, size), K), "B": matrix(K, COLUMNS), "ctx": calls.ctx,
-        "gemm_config": default_tiles(),
-    }  # fmt: skip
-    for name, changes in bad_calls(kind, size).items():
-        arguments = good | changes
-        error = refusal(lambda a=arguments: kind.op.fn(**a))
-        assert isinstance(error, InvalidArgument), name
-        tuned = {"way", "method", "packets", "exchange", "serial", "num_chunks", "gemm_config"}
-        if not tuned & set(changes):
-            arguments.pop("gemm_config")
-            assert str(refusal(lambda a=arguments: kind.op(**a))) == str(error)
-        seen[name] = (error.argument, str(error), launched[0])
-    calls(ROWS)
-    calls(ROWS - 1, **kind.second_call)
-    assert launched[0] == kind.launches
-    calls.finish()
-    return seen
-
-
-def every_bad_context(kind: Kind) -> dict[str, tuple[str, str]]:
-    """Per bad context, on all ranks: argument and message of its error."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    max_M = kind.rows_of_a(ROWS, size)
-    good = {
-        "max_M": max_M, "N": COLUMNS, "rank": rank, "world_size": size,
-        "local_world_size": size, "output_dtype": torch.float16,
-    }  # fmt: skip
-    seen = {}
-    for argument, value in (
-        ("world_size", size + 1),
-        ("rank", rank + 1),
-        ("local_world_size", 0),
-        ("max_M", kind.bad_max_M(max_M)),
-        ("N", 0),
-        ("output_dtype", torch.float64),
-    ):
-        error = refusal(lambda c={argument: value}: kind.create(**(good | c)))
-        assert isinstance(error, InvalidArgument), argument
-        seen[argument] = (error.argument, str(error))
-    differing = good | {"N": COLUMNS + (rank == 1)}
-    error = refusal(lambda: kind.create(**differing))
-    seen["one rank differs"] = (type(error).__name__, str(error))
-    return seen
 
 
 def on_few_multiprocessors(kind: Kind, free: int, num_holding: int) -> int:

@@ -71,10 +71,10 @@ def test_epochs_may_wrap_around(spawn_ranks):
     assert spawn_ranks(3, ag_gemm_ranks.epochs_wrap_around) == [16] * 3
 
 
-def test_a_context_ends_once(spawn_ranks):
-    for seen in spawn_ranks(2, ag_gemm_ranks.context_ends):
-        assert all("was finalized" in message for message in seen[:6])
-        assert seen[6:] == ["raised through"]
+def test_what_is_too_large_for_one_launch_is_said(spawn_ranks):
+    for message in spawn_ranks(2, ag_gemm_ranks.too_many_rows_for_serial):
+        assert message.startswith("ag_gemm: way is 'serial', expected another one for an M of more")
+        assert "more than 10" in message
 
 
 def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks):
@@ -110,11 +110,3 @@ def test_transfer_and_consumer_apart(spawn_ranks):
 
 def test_one_row_with_any_stride(spawn_ranks):
     spawn_ranks(2, ag_gemm_ranks.strides_of_one_row)
-
-
-def test_operands_that_require_grad_leave_no_history(spawn_ranks):
-    spawn_ranks(2, ag_gemm_ranks.trainable_operands)
-
-
-def test_inference_mode(spawn_ranks):
-    assert spawn_ranks(2, ag_gemm_ranks.in_inference_mode) == [5] * 2

@@ -56,16 +56,6 @@ def test_without_a_context(spawn_ranks):
     assert spawn_ranks(2, ranks.without_context) == [2, 2]
 
 
-def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks):
-    first, second = spawn_ranks(2, ranks.bad_calls)
-    assert first == second
-    for case, (argument, _, launched) in first.items():
-        assert argument == case.split(" (")[0]
-        assert launched == 0, case
-    said = first["M"][1]
-    assert "M is 14, expected at most the context's max_ntokens = 12" in said
-
-
 def test_ids_that_differ_are_found_before_anything_is_launched(spawn_ranks):
     for rank, (differ, refused, later) in enumerate(spawn_ranks(2, ranks.ids_differ)):
         assert "disagree on the ids of a call of ag_group_gemm" in later

@@ -95,35 +95,3 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, op):
     flags = [flag.rstrip("01") for flag in first]
     assert flags == [f"{op}.{regions.get(name, 'arrivals')}" for name in WAYS[op] for _ in "12"]
     assert second == []
-
-
-@EACH_OP
-def test_a_context_ends_once(spawn_ranks, op):
-    for seen in spawn_ranks(2, collective_ranks.context_ends, op):
-        assert all("was finalized" in message for message in seen[:3])
-        assert seen[3:] == ["raised through"]
-
-
-@EACH_OP
-def test_autograd_and_inference_mode(spawn_ranks, op):
-    assert spawn_ranks(2, collective_ranks.trainable_and_inference, op) == [1] * 2
-
-
-@EACH_OP
-def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks, op):
-    for seen in spawn_ranks(2, collective_ranks.every_bad_call, op):
-        for case, (argument, message, launched) in seen.items():
-            assert argument == case.split(" (")[0]
-            assert message.startswith(f"{op}: {argument} is ")
-            assert launched == 0, case
-
-
-@EACH_OP
-def test_a_bad_context_names_the_argument(spawn_ranks, op):
-    for seen in spawn_ranks(2, collective_ranks.every_bad_context, op):
-        kind, message = seen.pop("one rank differs")
-        assert kind == "RankDisagreement"
-        assert "rank 1: (65537," in message
-        for case, (argument, message) in seen.items():
-            assert argument == case
-            assert f": {argument} is " in message

@@ -70,26 +70,6 @@ def test_what_is_launched(spawn_ranks, name):
     assert seen == expected
 
 
-def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks, name):
-    for seen in spawn_ranks(2, moe_sum_ranks.every_bad_call, name, SHAPE):
-        assert len(seen) >= 28
-        for which, (argument, message, launched) in seen.items():
-            assert argument == which.split(" (")[0]
-            assert message.startswith(f"{name}: {argument} is ")
-            assert launched == 0, which
-
-
-def test_a_bad_context_names_the_argument(spawn_ranks, name):
-    creator = {RS.name: "create_moe_rs_context", AR.name: "create_moe_ar_context"}[name]
-    for rank, seen in enumerate(spawn_ranks(2, moe_sum_ranks.every_bad_context, name)):
-        kind, message = seen.pop("one rank differs")
-        assert kind == "RankDisagreement"
-        assert f"rank {rank}: " in message
-        for which, (kind, message) in seen.items():
-            assert kind == "InvalidArgument"
-            assert message.startswith(f"{creator}: {which.split(' (')[0]} is ")
-
-
 def test_other_ids_on_one_rank_are_an_error_on_all(spawn_ranks, name):
     for first, later in spawn_ranks(2, moe_sum_ranks.other_ids_on_one_rank, name, SHAPE):
         assert "disagree on the arguments of triton_dist.kernels.nvidia" in first

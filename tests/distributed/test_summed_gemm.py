@@ -88,37 +88,3 @@ def test_a_call_that_gave_up_leaves_nothing_behind(spawn_ranks, kind):
     first, second = spawn_ranks(2, summed_gemm_ranks.give_up_and_start_again, kind)
     assert first == list(kind.overdue)
     assert second == []
-
-
-def test_a_context_ends_once(spawn_ranks, kind):
-    for seen in spawn_ranks(2, summed_gemm_ranks.context_ends, kind):
-        assert all("was finalized" in message for message in seen[:3])
-        assert seen[3:] == ["raised through"]
-
-
-def test_operands_that_require_grad_leave_no_history(spawn_ranks, kind):
-    spawn_ranks(2, summed_gemm_ranks.trainable_operands, kind)
-
-
-def test_inference_mode(spawn_ranks, kind):
-    assert spawn_ranks(2, summed_gemm_ranks.in_inference_mode, kind) == [len(kind.ways)] * 2
-
-
-def test_a_bad_call_names_the_argument_and_launches_nothing(spawn_ranks, kind):
-    for seen in spawn_ranks(3, summed_gemm_ranks.every_bad_call, kind):
-        assert list(seen) == list(summed_gemm_ranks.bad_calls(kind, 3))
-        for case, (argument, message, launched) in seen.items():
-            assert argument == case.split(" (")[0]
-            assert message.startswith(f"{kind.name}: {argument} is ")
-            assert launched == 0, case
-
-
-def test_a_bad_context_names_the_argument(spawn_ranks, kind):
-    max_M = kind.rows_of_a(summed_gemm_ranks.ROWS, 2)
-    for seen in spawn_ranks(2, summed_gemm_ranks.every_bad_context, kind):
-        what, message = seen.pop("one rank differs")
-        assert what == "RankDisagreement"
-        assert f"rank 1: ({max_M}, 41," in message
-        for case, (argument, message) in seen.items():
-            assert argument == case
-            assert message.startswith(f"create_{kind.name}_context: {argument} is ")

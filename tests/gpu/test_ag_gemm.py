@@ -128,8 +128,6 @@ def test_a_context_ends_once(on_gpus):
     [
         ag_gemm_ranks.consumer_alone,
         ag_gemm_ranks.strides_of_one_row,
-        ag_gemm_ranks.trainable_operands,
-        ag_gemm_ranks.in_inference_mode,
         ag_gemm_ranks.from_another_thread,
     ],
 )
@@ -141,21 +139,6 @@ def test_odd_uses(on_gpus, function):
 def test_disjoint_groups_work_at_once(on_ranks, tune):
     counts = on_ranks(4)(ag_gemm_ranks.in_groups, [[0, 2], [1, 3]], tune)
     assert counts == ([6] * 4 if tune else [5, 6, 5, 6])
-
-
-@few_ranks
-def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus):
-    for seen in on_gpus(bad_input_ranks.every_bad_call):
-        for case, (argument, _, launched) in seen.items():
-            assert argument == case.split(" (")[0]
-            assert launched == 0, case
-
-
-@few_ranks
-def test_a_bad_context_names_the_argument(on_gpus):
-    for seen in on_gpus(bad_input_ranks.every_bad_context):
-        for case, (argument, _) in seen.items():
-            assert argument == case.split(" (")[0]
 
 
 @few_ranks

@@ -74,9 +74,3 @@ def test_other_tokens_on_one_rank_are_told_by_the_kernels(on_gpus, name, num_ran
     shape = shape_on(num_ranks)
     for told in on_gpus(moe_sum_ranks.other_tokens_on_one_rank, name, shape):
         assert all(each[1] == shape.M - num_ranks for each in told)
-
-
-@few_ranks
-def test_a_bad_call_names_the_argument_and_launches_nothing(on_gpus, name, num_ranks):
-    for seen in on_gpus(moe_sum_ranks.every_bad_call, name, shape_on(num_ranks)):
-        assert {launched for _, _, launched in seen.values()} == {0}

@@ -190,9 +190,10 @@ class CpuCopyStream:
 
 
 def _run_steps(steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    while (step := steps.get()) is not None:
-        step()
-        del step  # it refers to the stream
+    with torch.inference_mode():  # else tensors made in it could not be written
+        while (step := steps.get()) is not None:
+            step()
+            del step  # it refers to the stream
 
 
 class CpuTransfer:

@@ -136,6 +136,7 @@ class CollectiveOpInfo(OpInfo[Size]):
     def error_inputs(self, good: Operands, num_ranks: int) -> dict[str, dict[str, Any]]:
         x = good["x"]
         columns = x.new_ones(x.numel(), 2)
+        way = "two_shot" if self.name == "all_reduce" else "push"
         return {
             "x": {"x": None},
             "x (of another library)": {"x": x.cpu().numpy()},
@@ -143,6 +144,7 @@ class CollectiveOpInfo(OpInfo[Size]):
             "x.device": {"x": x.to("meta")},
             "x.stride()": {"x": columns[:, 0]},
             "x.shape": {"x": x[:0]},
+            "x.requires_grad": {"x": x.clone().requires_grad_()},
             "output.dtype": {"output": x.to(other_dtype(x.dtype))},
             "output.device": {"output": x.to("meta")},
             "output.shape": {"output": x[:3]},
@@ -151,7 +153,15 @@ class CollectiveOpInfo(OpInfo[Size]):
             "straggler_option": {"straggler_option": {}},
             "method": {"method": "one_shot"},
             "way": {"way": "ring"},
-        }
+            **{
+                f"{name} ({value!r})": {name: value, "way": way}
+                for name, value in (
+                    ("num_ctas", "2"), ("num_ctas", 1.5), ("num_ctas", 0),
+                    ("block_bytes", "2"), ("block_bytes", 1000),
+                    ("num_pieces", "2"), ("num_pieces", 17),
+                )
+            },
+        }  # fmt: skip
 
     def inputs_for(self, key: Any) -> Call:
         """The largest size of the bucket, which always fits vectors."""

@@ -151,6 +151,7 @@ class GEMMOpInfo(OpInfo[Shape]):
             "A.dtype (integers)": {"A": A.int()},
             "B.dtype": {"B": B.to(other)},
             "A.device": {"A": A.to("meta")},
+            "A.requires_grad": {"A": A.clone().requires_grad_()},
             "B.device": {"B": B.to("meta")},
             "A.shape (vector)": {"A": A[0]},
             "A.shape (3-D)": {"A": A[None]},

@@ -133,9 +133,13 @@ def create_ag_gemm_context(
 
 
 def check_operands(
-    A: torch.Tensor, B: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
+    A: torch.Tensor,
+    B: torch.Tensor,
+    ctx: AllGatherGEMMTensorParallelContext,
+    local_copy: bool,
+    gathered: torch.Tensor | None,
 ) -> ProductKey:
-    """All that a tuning depends on; one object for operands of the same signature.
+    """Return sizes and layouts of a call; one object for operands of the same signature.
 
     Raises:
         InvalidArgument, ContextFinalized: the call cannot work.
@@ -161,10 +165,13 @@ def check_operands(
         M, N, size = A.shape[0] * buffer.num_ranks, B.shape[1], buffer.num_ranks
         return ProductKey(M, N, ctx.K, A.dtype, layout_of(B), contiguous=True, num_ranks=size)
 
-    return accept(ctx.accepted, signature_of(B, A, B), "ag_gemm", checks, key)
+    accepted = accept(ctx.accepted, signature_of(B, A, B), "ag_gemm", checks, key)
+    if gathered is not None:
+        _check_gathered(gathered, A if local_copy else ctx.own_rows(A.shape[0]), ctx)
+    return accepted
 
 
-def check_gathered(
+def _check_gathered(
     gathered: torch.Tensor, own: torch.Tensor, ctx: AllGatherGEMMTensorParallelContext
 ) -> None:
     """Refuse a tensor that cannot take all rows, beside ``own``, those of this rank.

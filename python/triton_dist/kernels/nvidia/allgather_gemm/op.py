@@ -59,11 +59,12 @@ def key_fn(
     *_: Any,
     local_copy: bool = True,
     method: AllGatherMethod | VendorMethod | None = None,
+    gathered: torch.Tensor | None = None,
     **__: Any,
 ) -> Any:
     """Name what a tuning is for. The tuner adds the ranks that tune together, which may be
     more than those of the context. A way that the older keyword asks for is tuned by itself."""
-    key = (check_operands(A, B, ctx), local_copy)
+    key = (check_operands(A, B, ctx, local_copy, gathered), local_copy)
     return key if method is None else (*key, WAYS.asked(method))
 
 

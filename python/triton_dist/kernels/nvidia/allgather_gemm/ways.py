@@ -37,7 +37,6 @@ from triton_dist.kernels.common.vendor import VendorMethod
 from triton_dist.kernels.nvidia.allgather_gemm.context import (
     GATHERED_BYTES,
     AllGatherGEMMTensorParallelContext,
-    check_gathered,
     check_operands,
 )
 from triton_dist.runtime.capabilities import has_links_between_all_gpus
@@ -72,13 +71,15 @@ class Call(OpCall):
 
     def __post_init__(self) -> None:
         known = self.accepted_key
-        self.operands = check_operands(self.A, self.B, self.ctx) if known is None else known[0]
+        self.operands = (
+            check_operands(self.A, self.B, self.ctx, self.local_copy, self.gathered)
+            if known is None
+            else known[0]
+        )
         if self.straggler_option is not None:
             check_straggler("ag_gemm", self.straggler_option)
         self.own = self.A if self.local_copy else self.ctx.own_rows(self.A.shape[0])
         """[M_per_rank, K], this rank's shard."""
-        if self.gathered is not None:
-            check_gathered(self.gathered, self.own, self.ctx)
         if self.num_chunks not in _CHUNKS:
             raise InvalidArgument("ag_gemm", "num_chunks", self.num_chunks, f"1 to {MAX_CHUNKS}")
         if self.num_streams not in _FEW and not (is_int(self.num_streams) and self.num_streams > 0):

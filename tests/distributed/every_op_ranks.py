@@ -1,0 +1,253 @@
+"""What every rank does in the tests that all ops across ranks share, on CPU ranks and on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ag_gemm_calls import default_tiles
+from triton_dist.errors import ContextFinalized, InvalidArgument, RankDisagreement, TritonDistError
+from triton_dist.kernels import nvidia
+from triton_dist.kernels.common.launch import Launch, Launcher
+from triton_dist.kernels.common.moe.spaces import grouped_tiles
+from triton_dist.kernels.common.slots.gathered import AllGatherBuffer
+from triton_dist.kernels.nvidia.allgather_gemm import local_copy_and_barrier_all
+from triton_dist.runtime.device import current_device
+from triton_dist.testing import assert_allclose
+from triton_dist.testing.opinfo import OPINFOS
+from triton_dist.testing.opinfo.base import OpInfo
+from triton_dist.testing.opinfo.collectives import Size
+from triton_dist.testing.opinfo.gemm import Shape
+from triton_dist.testing.opinfo.moe import GroupedShape
+
+NAMES = sorted(OPINFOS.keys() - {"grouped_gemm"})
+DTYPE = torch.float16
+
+
+class Calls:
+    """Small calls of an op, in a context with no room for more."""
+
+    def __init__(self, name: str) -> None:
+        self.info: OpInfo[Any] = OPINFOS[name]
+        self.size = size = dist.get_world_size()
+        self.shape, self.tiles = {
+            Shape: (Shape(6 * size, 40 * size, 24 * size), {"gemm_config": default_tiles()}),
+            GroupedShape: (
+                GroupedShape(6 * size, 40 * size, 16 * size, 3, 2),
+                {"gemm_config": grouped_tiles()[0]},
+            ),
+            Size: (Size(512 * size), {}),
+        }[self.info.shape]
+        self.operands = self.info.operands(self.shape, DTYPE, size)
+
+    def context(self) -> Any:
+        return self.info.context(self.shape, DTYPE)
+
+    def __call__(self, ctx: Any, **options: Any) -> torch.Tensor:
+        """Call the op's function and check the result."""
+        args, kwargs = self.info.arguments(self.operands, ctx)
+        C = self.info.op.fn(*args, **kwargs, **{**self.tiles, **options})
+        limit = self.info.tolerance(DTYPE, self.size)
+        assert_allclose(C, self.info.reference(self.operands), rtol=limit, atol=limit)
+        return C
+
+
+def refusal(call: Callable[[], object]) -> Any:
+    with pytest.raises(TritonDistError) as raised:
+        call()
+    return raised.value
+
+
+@contextmanager
+def launched() -> Iterator[list[str]]:
+    """Note the names of kernels that a rank launches, and copies of shards that it queues."""
+    names: list[str] = []
+    run, repeat, start = Launch.run, Launcher.run, AllGatherBuffer.start
+
+    def running(launch: Launch) -> Any:
+        names.append(launch.kernel.__name__)
+        return run(launch)
+
+    def repeating(launcher: Launcher, key: Any, make: Any, *rest: Any, **named: Any) -> None:
+        before, made = len(names), []
+
+        def making() -> Launch:
+            launch: Launch = make()
+            made.append(launch.kernel.__name__)
+            return launch
+
+        repeat(launcher, key, making, *rest, **named)
+        if len(names) == before:  # what a launcher repeats is no ``Launch.run``
+            names.extend(made or ["repeated"])
+
+    def starting(*args: Any, **named: Any) -> Any:
+        names.append("copies")
+        return start(*args, **named)
+
+    with (
+        mock.patch.object(Launch, "run", running),
+        mock.patch.object(Launcher, "run", repeating),
+        mock.patch.object(AllGatherBuffer, "start", starting),
+    ):
+        yield names
+
+
+def refused_inputs(name: str) -> tuple[dict[str, tuple[str, str]], list[str], list[str]]:
+    """Argument and message of the error of each error input; what those launched, and what a good
+    call launches."""
+    calls, seen = Calls(name), {}
+    info, good = calls.info, calls.operands
+    tunables = {name for config in info.op.config_space for name in config} | {"method"}
+    with calls.context() as ctx:
+        for _ in range(3):
+            calls(ctx)
+        with launched() as of_bad:
+            for which, changes in info.error_inputs(good, calls.size).items():
+                arguments = {**good, "ctx": ctx, **changes}
+                error = refusal(lambda a=arguments: info.op.fn(**{**calls.tiles, **a}))
+                assert isinstance(error, InvalidArgument), which
+                if not tunables & set(changes):
+                    assert str(refusal(lambda a=arguments: info.op(**a))) == str(error), which
+                seen[which] = error.argument, str(error)
+        with launched() as of_good:
+            calls(ctx)
+    return seen, of_bad, of_good
+
+
+def context_ends(name: str) -> None:
+    """A context manager frees once; after that, and after an error inside, nothing works."""
+    calls = Calls(name)
+    op = calls.info.op
+    with calls.context() as ctx:
+        calls(ctx)
+    ctx.finalize()
+    with pytest.raises(KeyError), calls.context() as failed:
+        raise KeyError
+
+    def uses(ended: Any) -> Iterator[Callable[[], object]]:
+        args, kwargs = calls.info.arguments(calls.operands, ended)
+        yield lambda: op(*args, **kwargs)
+        yield lambda: op(*args, **kwargs, autotune=False)
+        yield lambda: op.fn(*args, **kwargs, **calls.tiles)
+        if name == "ag_gemm":
+            yield lambda: ended.symm_workspace
+            yield lambda: ended.own_rows(1)
+            yield lambda: local_copy_and_barrier_all(calls.operands["A"], ended)
+
+    for use in (*uses(ctx), *uses(failed)):
+        error = refusal(use)
+        assert isinstance(error, ContextFinalized)
+        assert "was finalized" in str(error)
+
+
+def without_history(name: str) -> int:
+    """Call every algorithm on operands that require grad, under ``no_grad`` and in inference mode;
+    neither results nor memory that peers share record it."""
+    calls, count = Calls(name), 0
+    info = calls.info
+    algorithms: dict[Any, dict[str, Any]] = {}
+    for config in info.op.config_space:
+        if config["way"] != "symmetric_collective":  # takes no fp16
+            algorithms.setdefault(tuple(map(config.get, ("way", "reduction", "gather"))), config)
+    for operand in calls.operands.values():
+        operand.requires_grad_(operand.is_floating_point())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), calls.context() as ctx:
+            for config in algorithms.values():
+                assert not calls(ctx, **config).requires_grad
+                count += 1
+            current_device().synchronize()
+            dist.barrier()  # no peer writes while regions are looked at
+            memory = getattr(ctx.buffer, "slots", ctx.buffer).memory
+            for region in memory._regions.values():
+                assert not any(peer.requires_grad for peer in region.peers), region.name
+    return count - 2 * len(algorithms)
+
+
+def context_inputs(
+    name: str, rank: int, size: int
+) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    """Return the function that creates a context, arguments that it accepts, and such that it
+    refuses. Text in brackets tells several values of an argument apart."""
+    ranks = {"rank": rank, "world_size": size, "local_world_size": size}
+    bad_ranks = {"rank": rank + 1, "world_size": size + 1, "local_world_size": 0}
+    own_ranks = {"rank": rank, "num_ranks": size}
+    bad_own_ranks = {
+        "rank": rank + 1, "num_ranks": size + 1, "num_ranks (none)": 0, "num_local_ranks": None,
+        "num_local_ranks (none)": 0,
+    }  # fmt: skip
+    if name == "ag_gemm":
+        good = {"max_M": 6 * size, "N": 40 * size, "K": 72, "dtype": DTYPE, **own_ranks}
+        bad = {
+            **bad_own_ranks,
+            "max_M": 6 * size + 1, "max_M (none)": 0, "max_M (negative)": -size,
+            "max_M (a list)": [6], "N": 40 * size + 1, "N (none)": 0, "K": 0,
+            "K (half of an odd number)": 36.5, "dtype": torch.float64,
+            "dtype (integers)": torch.int8, "all_gather_method": "ring_push_1d",
+        }  # fmt: skip
+        return nvidia.create_ag_gemm_context, good, bad
+    if name == "ag_group_gemm":
+        good = {
+            "max_ntokens": 6 * size, "N_per_rank": 40, "K": 72, "num_experts": 4, "topk": 2,
+            "dtype": DTYPE, **own_ranks,
+        }  # fmt: skip
+        bad = {
+            **bad_own_ranks,
+            "max_ntokens": 6 * size + 1, "max_ntokens (none)": 0, "N_per_rank": 0, "K": 0,
+            "num_experts": 513, "topk": 11, "dtype": torch.int8,
+        }  # fmt: skip
+        return nvidia.create_ag_group_gemm_context, good, bad
+    if name in ("gemm_ar", "gemm_rs"):
+        good = {"max_M": 6 * size, "N": 40, "output_dtype": DTYPE, **ranks}
+        bad = {**bad_ranks, "max_M": 0, "N": 0, "output_dtype": torch.float64}
+        if name == "gemm_rs":
+            bad["max_M (no multiple)"] = 6 * size + 1
+        return getattr(nvidia, f"create_{name}_context"), good, bad
+    if name.startswith("run_moe_reduce"):
+        good = {
+            "max_token_num": 8 * size, "hidden_dim": 32, "num_experts": 4, "topk": 2,
+            "input_dtype": DTYPE, **ranks,
+        }  # fmt: skip
+        bad = {
+            **bad_ranks,
+            "max_token_num": 8 * size + 1, "max_token_num (none)": 0, "hidden_dim": 0,
+            "num_experts": 513, "topk": 11, "input_dtype": torch.int8, "n_chunks_max": 0,
+        }  # fmt: skip
+        return getattr(nvidia, f"create_moe_{name[-2:]}_context"), good, bad
+    create = {
+        "all_gather": nvidia.create_all_gather_ctx,
+        "all_reduce": nvidia.create_allreduce_ctx,
+        "reduce_scatter": nvidia.create_reduce_scatter_ctx,
+    }[name]
+    return create, {"workspace_nbytes": 1024, **ranks}, {**bad_ranks, "workspace_nbytes": 0}
+
+
+def refused_contexts(name: str) -> tuple[str, dict[str, tuple[str, str]], str]:
+    """Name of the function that creates contexts; for each argument that it refuses, argument and
+    message of the error; and what all ranks are told where rank 1 asks for more."""
+    rank = dist.get_rank()
+    create, good, bad = context_inputs(name, rank, dist.get_world_size())
+    seen = {}
+    for which, value in bad.items():
+        changes = {which.split(" (")[0]: value}
+        error = refusal(lambda c=changes: create(**{**good, **c}))
+        assert isinstance(error, InvalidArgument), which
+        seen[which] = error.argument, str(error)
+    (size, *_) = {"K", "N", "hidden_dim", "workspace_nbytes"} & set(good)
+    error = refusal(lambda: create(**{**good, size: good[size] + 8 * rank}))
+    assert isinstance(error, RankDisagreement)
+    create(**good).finalize()
+    return create.__name__, seen, str(error)
+
+
+def everything(name: str) -> tuple[Any, ...]:
+    """Run all checks of an op in one start of ranks."""
+    results = refused_inputs(name), refused_contexts(name), without_history(name)
+    context_ends(name)
+    return results

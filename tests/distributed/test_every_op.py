@@ -1,0 +1,71 @@
+"""What all ops across ranks have in common, by their OpInfos: errors, contexts, autograd modes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import every_op_ranks
+from tests.distributed.every_op_ranks import NAMES
+
+MESSAGES = {
+    ("ag_gemm", "A.dtype"): "torch.bfloat16, expected the context's torch.float16",
+    ("ag_gemm", "A.dtype (integers)"): "torch.int32, expected the context's torch.float16",
+    ("ag_gemm", "B.dtype"): "torch.bfloat16, expected the context's torch.float16",
+    ("ag_gemm", "A.device"): "device(type='meta'), expected the context's cpu",
+    ("ag_gemm", "A.shape"): "(6, 49), expected [M_per_rank, K = 48]",
+    ("ag_gemm", "A.shape (no rows)"): "(0, 48), expected [M_per_rank, K = 48] with at least one",
+    ("ag_gemm", "M (too many)"): "14, expected at most the context's max_M = 12",
+    ("ag_gemm", "B.shape"): "(48, 41), expected [K, N_per_rank] = (48, 40)",
+    ("ag_gemm", "A.stride()"): "(96, 1), expected a contiguous A; call A.contiguous()",
+    ("ag_gemm", "num_chunks"): "0, expected 1 to 8",
+    ("ag_gemm", "num_streams"): "0, expected at least 1",
+    ("ag_gemm", "method"): "'full_mesh_push', expected",
+    ("ag_gemm", "way"): "'ring', expected None or one of 'full_mesh_push', ",
+    ("ag_gemm", "num_comm_sms"): "0, expected 1 to 256",
+    ("ag_group_gemm", "M"): "14, expected at most the context's max_ntokens = 12",
+}
+CONTEXT_MESSAGES = {
+    ("ag_gemm", "num_ranks"): "3, expected 2, the size of the group",
+    ("ag_gemm", "max_M"): "13, expected a positive multiple of num_ranks = 2",
+    ("ag_gemm", "N"): "81, expected a positive multiple of num_ranks = 2",
+    ("ag_gemm", "K"): "0, expected at least 1",
+    ("ag_gemm", "dtype"): "torch.float64, expected torch.float16, torch.bfloat16 or torch.float32",
+}
+MAP = ["kernel_count_routes", "kernel_map_blocks"]
+PUSHED_CHUNK = [
+    "kernel_grouped_gemm", "kernel_topk_sum", "kernel_add_columns", "kernel_finish_epoch",
+]  # fmt: skip
+LAUNCHES = {
+    "ag_gemm": ["copies", "kernel_gemm_persistent", "kernel_finish_epoch"],
+    "ag_group_gemm": ["copies", *MAP, "kernel_grouped_gemm", "kernel_finish_epoch"],
+    "all_gather": ["kernel_all_gather"],
+    "all_reduce": ["kernel_all_reduce_packets"],
+    "gemm_ar": ["kernel_gemm_exchange"],
+    "gemm_rs": ["kernel_gemm_scatter_persistent", "kernel_add_deferred", "kernel_finish_epoch"],
+    "reduce_scatter": ["kernel_reduce_scatter"],
+    "run_moe_reduce_ar": [*MAP, *PUSHED_CHUNK, "kernel_all_gather"],
+    "run_moe_reduce_rs": [*MAP, *PUSHED_CHUNK],
+}
+"""What a call with the default config launches."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_contexts_and_autograd_modes(spawn_ranks, name):
+    first, other = spawn_ranks(2, every_op_ranks.everything, name)
+    (seen, of_bad, of_good), _, history = first
+    assert (seen, of_bad, of_good) == other[0]
+    assert of_bad == []
+    for case, (argument, message) in seen.items():
+        assert argument == case.split(" (")[0]
+        assert message.startswith(f"{name}: {argument} is ")
+        assert MESSAGES.get((name, case), "") in message
+        assert ("torch.no_grad()" in message) is argument.endswith("requires_grad")
+    assert of_good == LAUNCHES[name]
+    assert history == other[2] == 0
+    for rank, (_, (create, refused, differs), _) in enumerate((first, other)):
+        for case, (argument, message) in refused.items():
+            assert argument == case.split(" (")[0]
+            assert message.startswith(f"{create}: {argument} is ")
+            assert CONTEXT_MESSAGES.get((name, case), "") in message
+        assert f"rank is {rank + 1}, expected {rank}" in refused["rank"][1]
+        assert "  rank 1: " in differs
