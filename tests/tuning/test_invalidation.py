@@ -20,6 +20,7 @@ from triton_dist.runtime.device.cpu import CpuDevice
 from triton_dist.runtime.ranks.solo import SoloRank
 
 OPS = '''
+import dataclasses
 import enum
 import functools
 
@@ -38,6 +39,16 @@ WIDTHS = [constants.WIDTH, 2]
 TABLE = {}
 for number in range(3):
     TABLE[number] = number + 1
+_cache = {}
+_calls = 0
+
+
+@dataclasses.dataclass
+class State:
+    count: int = 0
+
+
+STATE = State(count=3)
 
 
 class Method(enum.Enum):
@@ -131,7 +142,12 @@ def close(output, reference):
 @guard
 def run(x, block, method=Method.PULL, rounds=1):
     # comment
+    global _calls
     from . import late
+
+    _calls += 1
+    _cache[block] = 1
+    STATE.count += 1
 
     def inner(y):
         return late.shift(y) - 1
@@ -160,7 +176,7 @@ def callee(x):
 
 @triton_dist.jit
 def kernel(pointer, BLOCK: tl.constexpr):
-    """Doc."""
+    """Add one."""
     offsets = tl.arange(0, BLOCK)
     tl.store(pointer + offsets, callee(tl.load(pointer + offsets)))
 '''
@@ -185,11 +201,11 @@ class Package:
         (self.root / self.name).mkdir(exist_ok=True)
         (self.root / self.name / file).write_text(text)
 
-    def edit(self, file: str, old: str, new: str) -> None:
-        path = self.root / self.name / file
-        text = path.read_text()
-        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
-        path.write_text(text.replace(old, new))
+    def edit(self, old: str, new: str) -> None:
+        """Replace ``old``, which stands once in one of the files."""
+        texts = {path: path.read_text() for path in (self.root / self.name).glob("*.py")}
+        (path,) = [path for path, text in texts.items() for _ in range(text.count(old))]
+        path.write_text(texts[path].replace(old, new))
 
     def fresh(self) -> ModuleType:
         """The module as a new process would have it."""
@@ -212,6 +228,12 @@ class Package:
             value(owner(), torch.zeros(4))
         count: int = value.tuning_count
         return count
+
+    def digests(self) -> dict[str, str]:
+        """What counts of the function's code, by name without modules and functions around it."""
+        found = self.fresh().run.fingerprint()
+        counts = {**found.source, **found.literal, **found.bound}
+        return {re.split(r":|<locals>\.", name)[-1]: text for name, text in counts.items()}
 
     def explain(self, *options: str, function: str = "run") -> tuple[int, str]:
         self.fresh()
@@ -245,89 +267,50 @@ def package(tmp_path, monkeypatch, capsys) -> Package:
         del sys.modules[name]
 
 
-MUTATIONS: dict[str, tuple[str, str, str, str]] = {
-    "the function": (
-        "ops.py",
-        "constants.WIDTH + shifted",
-        "constants.WIDTH - shifted",
-        "def run(x, block",
-    ),
-    "a default argument": ("ops.py", "rounds=1", "rounds=2", "def run(x, block"),
-    "a default enum": (
-        "ops.py",
-        "method=Method.PULL, r",
-        "method=Method.PUSH, r",
-        "def run(x, block",
-    ),
-    "a nested function": ("ops.py", "late.shift(y) - 1", "late.shift(y) - 2", "def run(x, block"),
-    "a helper": ("ops.py", "x * SCALE", "x / SCALE", "def helper(x):"),
-    "a constant": ("ops.py", "SCALE = 2", "SCALE = 3", "constant: SCALE was 2, is 3"),
-    "the type of a constant": (
-        "ops.py",
-        "SCALE = 2",
-        "SCALE = 2.0",
-        "constant: SCALE was 2, is 2.0",
-    ),
-    "a constant of another module": (
-        "constants.py",
-        "WIDTH = 4",
-        "WIDTH = 5",
-        "constant: WIDTH was 4, is 5",
-    ),
-    "what a table is computed from": (
-        "constants.py",
-        "WIDTH = 4",
-        "WIDTH = 5",
-        "constant: WIDTH was 4, is 5",
-    ),
-    "a table that is filled": ("ops.py", "= number + 1", "= number + 2", "for number in range(3):"),
-    "a cached helper": ("ops.py", "n + 7", "n + 8", "def cached(n):"),
-    "a closure's value": (
-        "ops.py",
-        "make_epilogue(5)",
-        "make_epilogue(6)",
-        "epilogue = make_epilogue(6)",
-    ),
-    "a closure's code": ("ops.py", "x + bias", "x - bias", "def make_epilogue(bias):"),
-    "a lambda": ("ops.py", '"b", "c"', '"b", "d"', "double = lambda x: x in"),
-    "an argument of a partial": (
-        "ops.py",
-        "helper, 11",
-        "helper, 12",
-        "shifted = functools.partial(helper, 12)",
-    ),
-    "a decorator": ("ops.py", "fn(*args, **kwargs)", "fn(*args, **{**kwargs})", "def guard(fn):"),
-    "a kernel": (
-        "kernels.py",
-        "tl.arange(0, BLOCK)",
-        "tl.arange(0, BLOCK) * 1",
-        "def kernel(pointer",
-    ),
-    "a kernel's callee": ("kernels.py", "x + LANES", "x - LANES", "def callee(x):"),
-    "a constant of a kernel": (
-        "kernels.py",
-        "constexpr(1)",
-        "constexpr(2)",
-        "constant: LANES was 1, is 2",
-    ),
-    "a kernel's option": (
-        "kernels.py",
-        "@triton_dist.jit\ndef kernel",
-        "@triton_dist.jit(do_not_specialize=[0])\ndef kernel",
-        "def kernel(pointer",
-    ),
-    "configs of triton.autotune": ("ops.py", '"BLOCK": 64', '"BLOCK": 32', "def guessed("),
-    "a pruner of triton.autotune": ("ops.py", "configs[:1]", "configs[:2]", "def early("),
-    "a heuristic": ("ops.py", "arguments: True", "arguments: False", "def guessed("),
-    "a class attribute": ("ops.py", "bias = 3", "bias = 4", "class Layer(Base):"),
-    "a method": (
-        "ops.py",
-        "return x + self.doubled",
-        "return x - self.doubled",
-        "class Layer(Base):",
-    ),
-    "a base class": ("ops.py", "return 5", "return 6", "class Base:"),
-    "an import inside": ("late.py", "x - 1", "x - 2", "def shift(x):"),
+RUN = "def run(x, block"
+LAYER = "class Layer(Base):"
+KERNEL = "def kernel(pointer"
+# The old and the new text, and what ``explain`` says: a statement's first line, or a constant.
+MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "the function": ("constants.WIDTH + shifted", "constants.WIDTH - shifted", RUN),
+    "another operator": ("_calls += 1", "_calls -= 1", RUN),
+    "a default argument": ("rounds=1", "rounds=2", RUN),
+    "a default enum": ("method=Method.PULL, r", "method=Method.PUSH, r", RUN),
+    "a nested function": ("late.shift(y) - 1", "late.shift(y) - 2", RUN),
+    "a constant in it": ("kernel[(1,)](x, BLOCK=4)", "kernel[(1,)](x, BLOCK=2)", RUN),
+    "how a state begins": ("State(count=3)", "State(count=4)", "STATE = State("),
+    "a helper": ("x * SCALE", "x / SCALE", "def helper(x):"),
+    "a constant": ("SCALE = 2", "SCALE = 3", "constant: SCALE was 2, is 3"),
+    "the type of a constant": ("SCALE = 2", "SCALE = 2.0", "constant: SCALE was 2, is 2.0"),
+    "what a table is computed from": ("WIDTH = 4", "WIDTH = 5", "constant: WIDTH was 4, is 5"),
+    "a table": ("constants.WIDTH, 2]", "constants.WIDTH, 3]", "WIDTHS = [constants.WIDTH, 3]"),
+    "a table that is filled": ("= number + 1", "= number + 2", "for number in range(3):"),
+    "a cached helper": ("n + 7", "n + 8", "def cached(n):"),
+    "a closure's value": ("make_epilogue(5)", "make_epilogue(6)", "epilogue = make_epilogue(6)"),
+    "a closure's code": ("x + bias", "x - bias", "def make_epilogue(bias):"),
+    "a lambda": ('"b", "c"', '"b", "d"', "double = lambda x: x in"),
+    "an argument of a partial": ("helper, 11", "helper, 12", "shifted = functools.partial("),
+    "a decorator": ("fn(*args, **kwargs)", "fn(*args, **{**kwargs})", "def guard(fn):"),
+    "a kernel": ("tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) * 1", KERNEL),
+    "a kernel's annotation": ("EVEN: tl.constexpr", "EVEN", "def guessed("),
+    "a kernel's callee": ("x + LANES", "x - LANES", "def callee(x):"),
+    "a constant of a kernel": ("constexpr(1)", "constexpr(2)", "constant: LANES was 1, is 2"),
+    "a kernel's option": ("jit\ndef kernel", "jit(do_not_specialize=[0])\ndef kernel", KERNEL),
+    "configs of triton.autotune": ('"BLOCK": 64', '"BLOCK": 32', "def guessed("),
+    "a pruner of triton.autotune": ("configs[:1]", "configs[:2]", "def early("),
+    "a heuristic": ("arguments: True", "arguments: False", "def guessed("),
+    "a class attribute": ("bias = 3", "bias = 4", LAYER),
+    "a method": ("return x + self.doubled", "return x - self.doubled", LAYER),
+    "a tuned method": ("self.project(x) + self.bias", "self.project(x) - self.bias", LAYER),
+    "a base class": ("return 5", "return 6", "class Base:"),
+    "an enum's member": ("PULL = 2", "PULL = 3", "class Method(enum.Enum):"),
+    "an import inside": ("x - 1", "x - 2", "def shift(x):"),
+}
+# The names that change with a statement, where they are not the one that it binds.
+CHANGED = {
+    "run": {"run", "STATE", "_cache"},
+    "guard": {"guard", "wrapper"},
+    "for": {"TABLE", "number"},
 }
 SPACE = {
     "another config": ('{"block": 8, ', '{"block": 2, "method": Method.PULL}, {"block": 8, '),
@@ -353,10 +336,23 @@ def statement(first_line: str) -> str:
     return rf"source: edited\.\w+:\d+ changed: {re.escape(first_line)}"
 
 
+def test_a_record_depends_on_helpers_closures_kernels_and_classes(package):
+    of_the_package = {"__getattr__", "_MODULES"}  # how ``triton_dist.jit`` is imported
+    names = """run guard wrapper epilogue make_epilogue helper cached double shifted shift kernel
+    callee LANES guessed early Layer Base Method State STATE SCALE WIDTH WIDTHS TABLE number
+    _cache"""
+    assert package.digests().keys() - of_the_package == set(re.findall(r"\w+", names))
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_change_of_the_code_tunes_again(package, mutation):
-    file, old, new, changed = MUTATIONS[mutation]
-    package.edit(file, old, new)
+    old, new, changed = MUTATIONS[mutation]
+    before = package.digests()
+    package.edit(old, new)
+    after = package.digests()
+    (name,) = re.findall(r"^(?:def |class |constant: )?(\w+)", changed)
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert names == CHANGED.get(name, {name})
     is_constant = changed.startswith("constant: ")
     first_line = {"SCALE": "SCALE = ", "WIDTH": "WIDTH = 5", "LANES": "LANES = "}.get(
         changed.split(" ")[1], changed
@@ -369,7 +365,7 @@ def test_a_change_of_the_code_tunes_again(package, mutation):
 
 @pytest.mark.parametrize("mutation", SPACE)
 def test_a_change_of_the_space_tunes_again(package, mutation):
-    package.edit("ops.py", *SPACE[mutation])
+    package.edit(*SPACE[mutation])
     must_tune_again(package, "config space: its digest was ")
 
 
@@ -381,7 +377,9 @@ def test_a_change_of_the_space_tunes_again(package, mutation):
     ],
 )
 def test_another_policy_tunes_again(package, old, new, field):
-    package.edit("ops.py", old, new)
+    before = package.digests()
+    package.edit(old, new)
+    assert package.digests() == before
     must_tune_again(package, field)
 
 
@@ -460,22 +458,23 @@ def test_a_patch_level_is_accepted_and_said_unless_versions_are_strict(
 
 
 NEUTRAL = {
-    "a comment": ("ops.py", "# comment", "# another\n    # and one more"),
-    "a comment at the top": ("ops.py", "import enum\n", "# Copyright\nimport enum\n"),
-    "a docstring": ("ops.py", '"""Doc."""', '"""Better documentation,\n    of two lines."""'),
-    "a class's docstring": ("ops.py", '    """A layer."""\n', ""),
-    "a kernel's docstring": ("kernels.py", '    """Doc."""\n', ""),
-    "a comment in a kernel": ("kernels.py", "    offsets = tl", "    # lanes\n    offsets = tl"),
-    "formatting": ("ops.py", "x * SCALE + WIDTHS[0]", "(\n        x*SCALE\n        + WIDTHS[0])"),
-    "quotes": ("ops.py", '{"early_config_prune": early}', "{'early_config_prune': early}"),
-    "moved down": ("ops.py", "SCALE = 2\n", "\n\n\n\nSCALE = 2\n"),
-    "a kernel moved down": ("kernels.py", "LANES = ", "\n\n\nLANES = "),
-    "another order": ("ops.py", "def keep", "def another():\n    return 2\n\n\ndef keep"),
-    "something unrelated": ("ops.py", "def unrelated():\n    return 1", "def other(): return 9"),
-    "an import": ("ops.py", "import enum\n", "import enum\nimport json\n"),
-    "blank lines in a body": ("ops.py", "    layer = Layer()", "\n    layer = Layer()\n"),
-    "the layout of the space": ("ops.py", '=[{"block": 4, ', '=[\n {"block": 4,\n'),
-    "a constant that is not reached": ("constants.py", "WIDTH = 4", "WIDTH = 4\nDEPTH = 3"),
+    "a comment": ("# comment", "# another\n    # and one more"),
+    "a comment at the top": ("import enum\n", "# Copyright\nimport enum\n"),
+    "a docstring": ('"""Doc."""', '"""Better documentation,\n    of two lines."""'),
+    "a class's docstring": ('    """A layer."""\n', ""),
+    "a kernel's docstring": ('    """Add one."""\n', ""),
+    "a comment in a class": ("bias = 3", "bias = 3  # of a rank"),
+    "a comment in a kernel": ("    offsets = tl", "    # lanes\n    offsets = tl"),
+    "formatting": ("x * SCALE + WIDTHS[0]", "(\n        x*SCALE\n        + WIDTHS[0])"),
+    "quotes": ('{"early_config_prune": early}', "{'early_config_prune': early}"),
+    "moved down": ("SCALE = 2\n", "\n\n\n\nSCALE = 2\n"),
+    "a kernel moved down": ("LANES = ", "\n\n\nLANES = "),
+    "another order": ("def keep", "def another():\n    return 2\n\n\ndef keep"),
+    "something unrelated": ("def unrelated():\n    return 1", "def other(): return 9"),
+    "an import": ("import enum\n", "import enum\nimport json\n"),
+    "blank lines in a body": ("    layer = Layer()", "\n    layer = Layer()\n"),
+    "the layout of the space": ('=[{"block": 4, ', '=[\n {"block": 4,\n'),
+    "a constant that is not reached": ("WIDTH = 4", "WIDTH = 4\nDEPTH = 3"),
 }
 
 
@@ -528,7 +527,7 @@ METHOD = {
 @pytest.mark.parametrize("mutation", METHOD)
 def test_a_tuned_method_depends_on_its_class(package, mutation):
     package.call("Layer.forward")
-    package.edit("ops.py", *METHOD[mutation])
+    package.edit(*METHOD[mutation])
     status, said = package.explain(function="Layer.forward")
     assert status == 1
     assert re.search(f"  not used: {statement('class Layer(Base):')}", said)

@@ -568,6 +568,13 @@ import sys; sys.modules.setdefault("program", sys.modules[__name__])
 def helper(x): return 0
 return helper(x)
 import elsewhere
+=== a constant that another module sets
+import program
+program.SCALE = VALUE
+---
+SCALE = 0
+return SCALE
+import elsewhere
 === a helper that is bound after an import error
 try:
     import nonexistent_xyz
