@@ -122,7 +122,7 @@ def test_a_method_that_is_named_is_the_only_one(op):
     for name in methods_of(op) - ({"collective"} if op != "all_reduce" else set()):
         kept = kept_of(op, x, 2, method=METHODS[op](name))
         assert {config["way"] for config in kept} == {name}
-    kept = kept_of("all_reduce", x, 2, algorithm=AllReduceMethod.DoubleTree)
+    kept = kept_of("all_reduce", x, 2, method=AllReduceMethod.DoubleTree)
     assert {config["way"] for config in kept} == {"two_shot"}
 
 
@@ -136,7 +136,7 @@ def test_keys_differ_in_what_a_tuning_depends_on():
             all_reduce.key_fn(x[1:4081], ctx),
             all_reduce.key_fn(x.float(), ctx),
             all_reduce.key_fn(x, ctx, method=AllReduceMethod.ONE_SHOT),
-            all_reduce.key_fn(x, ctx, algorithm=AllReduceMethod.TWO_SHOT),
+            all_reduce.key_fn(x, ctx, method=AllReduceMethod.TWO_SHOT),
         ]
         assert len(set(keys)) == len(keys) - 1  # both whose vectors do not fit are alike
         assert keys[0] == all_reduce.key_fn(x.view(64, 64), ctx, output=x.clone())
@@ -210,19 +210,6 @@ def test_a_method_that_no_tuning_tries_here_says_how_to_run_it():
         pytest.raises(InvalidArgument, match=r"method is .*COLLECTIVE, expected a way that a tun"),
     ):
         OPS["all_gather"][0](torch.ones(4), ctx, method=GatherMethod.COLLECTIVE)
-
-
-def test_a_method_and_another_algorithm_are_refused():
-    with (
-        create_allreduce_ctx(1 << 14, 0, 1, 1) as ctx,
-        pytest.raises(InvalidArgument, match=r"algorithm is .*TWO_SHOT, expected the method"),
-    ):
-        all_reduce.fn(
-            torch.ones(4),
-            ctx,
-            method=AllReduceMethod.ONE_SHOT,
-            algorithm=AllReduceMethod.TWO_SHOT,
-        )
 
 
 def test_methods_of_scripts_that_are_not_here_say_what_to_use():

@@ -27,7 +27,7 @@ from triton_dist.errors import InvalidArgument
 C = TypeVar("C", bound="OpCall")
 S = TypeVar("S")
 
-_ASKING = ("method", "algorithm", "fuse_scatter")
+_ASKING = ("method", "fuse_scatter")
 """Older keywords that name a way."""
 
 

@@ -37,7 +37,6 @@ def key_fn(
     output: torch.Tensor | None = None,
     method: AllReduceMethod | None = None,
     straggler_option: tuple[int, int] | None = None,
-    algorithm: AllReduceMethod | None = None,
     *_: Any,
     **__: Any,
 ) -> Any:
@@ -45,7 +44,7 @@ def key_fn(
     sum replaces x, of which a library need not make a copy then. A way that older keywords ask for
     is tuned by itself."""
     check_tensors(x, ctx, output)
-    asked = way_of(method, algorithm)
+    asked = way_of(method)
     vectors = collective_context.fits_vectors(x, x.numel())
     in_place = output is not None and output.data_ptr() == x.data_ptr()
     return tune.bucket(x.numel()), x.dtype, vectors, ctx.num_ranks, asked, in_place
@@ -65,7 +64,6 @@ def all_reduce(
     output: torch.Tensor | None = None,
     method: AllReduceMethod | None = None,
     straggler_option: tuple[int, int] | None = None,
-    algorithm: AllReduceMethod | None = None,
     num_ctas: int | None = None,
     block_bytes: int | None = None,
     num_pieces: int | None = None,
@@ -93,13 +91,13 @@ def all_reduce(
         packets: whether one shot goes in packets, of up to 256 KB a launch; ``None``: by size
             (tuned).
         straggler_option: (rank, cycles): that rank sleeps so long before it, for tests.
-        method, algorithm: older names of the way, which is that of their value. Tuned with one of
-            them, the tuning is of that way.
+        method: the member of ``AllReduceMethod`` for an algorithm (for Triton-distributed scripts).
+            Only this algorithm is tuned then.
 
     Raises:
         InvalidArgument, ContextFinalized: before anything is launched.
     """
     return Call(
-        x, ctx, output, method, straggler_option, algorithm, num_ctas, block_bytes, num_pieces,
-        packets, way, accepted_key,
+        x, ctx, output, method, straggler_option, num_ctas, block_bytes, num_pieces, packets, way,
+        accepted_key,
     ).run()  # fmt: skip

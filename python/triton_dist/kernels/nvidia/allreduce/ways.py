@@ -57,7 +57,6 @@ class Call(OpCall):
     output: torch.Tensor | None = None
     method: AllReduceMethod | None = None
     straggler_option: tuple[int, int] | None = None
-    algorithm: AllReduceMethod | None = None
     num_ctas: int | None = None
     block_bytes: int | None = None
     num_pieces: int | None = None
@@ -70,8 +69,8 @@ class Call(OpCall):
             check_tensors(self.x, self.ctx, self.output)
         if self.straggler_option is not None:
             check_straggler("all_reduce", self.straggler_option)
-        if self.method is not None or self.algorithm is not None:
-            self.way = way_of(self.method, self.algorithm)
+        if self.method is not None:
+            self.way = way_of(self.method)
         self.chosen = WAYS[self.way or BySize.name]
         self.shape = DEFAULT_SHAPE
         self.chosen.check(self)
@@ -86,17 +85,15 @@ def check_tensors(x: torch.Tensor, ctx: AllReduceContext, output: torch.Tensor |
         collective_context.check_output("all_reduce", output, x, x.numel(), device, 0)
 
 
-def way_of(method: object, algorithm: AllReduceMethod | None = None) -> str | None:
-    """Name the way that the older keywords ask for; ``None``: they ask for none."""
+def way_of(method: object) -> str | None:
+    """Return the name of the algorithm of ``method``, or ``None`` if there is no method."""
     if method is None:
-        return None if algorithm is None else way_of(algorithm)
+        return None
     if not isinstance(method, AllReduceMethod):
         raise InvalidArgument("all_reduce", "method", method, "an AllReduceMethod, or None")
     if method.instead is not None:
         expected = f"{method.instead}: multicast and TMA reductions are not used"
         raise InvalidArgument("all_reduce", "method", method, expected)
-    if algorithm not in (None, method):
-        raise InvalidArgument("all_reduce", "algorithm", algorithm, f"the method, {method}")
     name: str = method.value
     return name
 
@@ -117,11 +114,10 @@ class Sizes(NamedTuple):
         output: torch.Tensor | None = None,
         method: AllReduceMethod | None = None,
         straggler_option: tuple[int, int] | None = None,
-        algorithm: AllReduceMethod | None = None,
         *_: Any,
         **__: Any,
     ) -> Sizes:
-        return cls(x.nbytes, ctx.num_ranks, way_of(method, algorithm))
+        return cls(x.nbytes, ctx.num_ranks, way_of(method))
 
 
 class _Way(AskedWay[Call, Sizes]):
