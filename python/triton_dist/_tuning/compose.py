@@ -21,8 +21,7 @@ from triton_dist._tuning.engine.parts import Hooks, NoGroup, Parts, Surroundings
 from triton_dist._tuning.protocols import RankGroup, Search
 from triton_dist._tuning.search import Brief, Factory, search_for
 from triton_dist._tuning.shared import common_parts, file_store, fingerprint_of, is_off, pack_store
-from triton_dist._tuning.source import origin_of, source_of
-from triton_dist._tuning.source.snapshot import Snapshot
+from triton_dist._tuning.source import Snapshot, origin_of, source_of
 from triton_dist._tuning.store import FileLog, MemoryStore
 from triton_dist._tuning.store.packs import records_of
 from triton_dist._tuning.values import (

@@ -13,26 +13,15 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton_dist._tuning.source import libraries
-from triton_dist._tuning.source.constants import Constants
+from triton_dist._tuning.source.given import Snapshot
 from triton_dist._tuning.source.modules import digest, file_at
-from triton_dist._tuning.source.slices import Slice, bytecode
-from triton_dist._tuning.source.snapshot import Snapshot
+from triton_dist._tuning.source.slices import Slice, Source, bytecode
 from triton_dist._tuning.values import Origin, original
 
-
-class Source(NamedTuple):
-    """Code and constants that functions depend on."""
-
-    digests: dict[str, str]
-    """By name: the digests of the statements that bind or change it. Names of other modules are
-    ``module:name``."""
-    literal: dict[str, str]
-    bound: dict[str, str]
-    uncounted: dict[str, str]
-    """Constants that do not count, each with the reason."""
+__all__ = ["Snapshot", "Source", "origin_of", "source_of"]
 
 
 def source_of(
@@ -51,18 +40,15 @@ def source_of(
     roots = list(roots)
     inner = list(map(original, roots))
     library = libraries.Libraries(each.__module__ for each in inner)
-    constants = Constants(ignore)
     home = _globals(inner[0]) if inner else {}
-    found = Slice(library, constants, snapshot or Snapshot(()), home)
-    for each in inner:
-        function = _function(each)
-        if function is not None:
-            found.root(function)
+    found = Slice(library, snapshot or Snapshot(()), home, ignore)
+    for function in filter(None, map(_function, inner)):
+        found.leave_out_tuner(function)
     for each in roots:
-        found.given.root(each)
+        found.root(each)
     for cls in classes:
         found.cls(cls)
-    return Source(found.digests, constants.literal, constants.bound, constants.uncounted)
+    return found.source
 
 
 def origin_of(function: Callable[..., Any], tunables: Iterable[str]) -> Origin:

@@ -1,17 +1,8 @@
-"""The values that a function's code reads and binds, apart from the code itself.
-
-Three kinds, told apart because ranks and starts differ in some of them and mean the same function:
-
-- *literal*: a global whose value stands in the source. All ranks have the same source.
-- *bound*: what a function was given when it was made: closure cells, defaults, arguments of a
-  partial, state of a callable object. It counts as far as all ranks hold the same.
-- *uncounted*: computed at run time, told to be ignored, or without a text to compare.
-"""
+"""Texts of constants, and the mark for computed values that count as constants."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from triton_dist._tuning.values import codec
@@ -44,44 +35,14 @@ def constant(value: T) -> T:
 constant.marks_a_constant = True  # type: ignore[attr-defined]
 
 
-class Constants:
-    """Values that one function depends on, apart from code. Names are unique in it.
-
-    Args:
-        ignore: names that do not count, such as ``"RANK"`` or ``"op.RANK"``.
-    """
-
-    def __init__(self, ignore: Iterable[str] = ()) -> None:
-        self.literal: dict[str, str] = {}
-        self.bound: dict[str, str] = {}
-        self.uncounted: dict[str, str] = {}
-        self._ignore = frozenset(ignore)
-        self._holders: dict[str, int] = {}
-
-    def ignores(self, name: str) -> bool:
-        """True if ``name`` is not to count; it is noted then."""
-        ignored = name in self._ignore or name.rpartition(".")[2] in self._ignore
-        if ignored:
-            self.uncounted[name] = "ignored"
-        return ignored
-
-    def name(self, name: str, holder: object) -> str:
-        """``name``, told apart from that of another ``holder``, such as a module."""
-        unique, number = name, 1
-        while self._holders.setdefault(unique, id(holder)) != id(holder):
-            number += 1
-            unique = f"{name}#{number}"
-        return unique
-
-
 def text_of(value: Any) -> str:
-    """The text of a value that is all data, as it would be typed; of a long one its beginning.
+    """Return the text of data as it would be typed; of a long text its beginning and a digest.
 
     Raises:
-        TypeError: it is not, or has no stable text.
+        TypeError: ``value`` holds code, or has no stable text.
     """
     if type(value).__module__ == "torch" and type(value).__name__ == "device":
-        return f"device {value.type}"  # which one differs by rank
+        return f"device {value.type}"  # the index differs by rank
     if _holds_code(value):
         raise TypeError(f"{value!r} holds code")
     text = show(codec.encode(value))
@@ -96,13 +57,11 @@ def _holds_code(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls: Any = type(value)
         held = (getattr(value, each.name, None) for each in dataclasses.fields(value))
-        # One that may change has no text, and may hold itself.
+        # A dataclass that may change has no text, and may hold itself.
         return cls.__dataclass_params__.frozen and any(map(_holds_code, held))
     return callable(value) or has_own(value, "fn")
 
 
 def has_own(value: object, name: str) -> bool:
-    """True if ``value`` or its class has the attribute; one that ``__getattr__`` makes up is
-    none."""
-    held = getattr(value, "__dict__", ())
-    return name in held or any(name in vars(cls) for cls in type(value).__mro__)
+    """Return whether ``value`` or its class has an attribute that no ``__getattr__`` makes up."""
+    return name in getattr(value, "__dict__", ()) or hasattr(type(value), name)
