@@ -152,7 +152,7 @@ def is_code(value: Any) -> bool:
 
 def inside(value: Any) -> Any:
     """Return the function or kernel inside a wrapper, ``None`` for other values."""
-    if isinstance(value, PLAIN) or isinstance(value, (type, types.FunctionType)):
+    if isinstance(value, (*PLAIN, type, types.FunctionType)):
         return None
     found = (attribute(value, each) for each in _WRAPPED if has_own(value, each))
     return next(filter(is_code, found), None)
