@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Conversation
-from triton_dist._tuning.engine.parts import Common
 from triton_dist._tuning.values import (
     Fingerprint,
     StoredRecord,
@@ -74,41 +73,18 @@ def own_record(
 class Arrival:
     """Everything that one rank came with."""
 
-    compared: tuple[tuple[str, str], ...]
+    compared: Sequence[tuple[str, str]]
     """Names and texts that must be the same on all ranks, in the order of comparison."""
     fingerprint: Fingerprint
     verdict: Verdict
-    kept: tuple[str, ...] = ()
+    always_tune: bool
+    frozen: bool
+    capturing: bool
+    """Nothing can be measured now."""
+    kept: Sequence[str] = ()
     """Digests of the configs that pruning leaves, where it is done before; the leader's count."""
-    is_leader: bool = False
-    always_tune: bool = False
-    frozen: bool = False
-    capturing: bool = False
     runs: bool = False
     """The function is called with the choice at once."""
-
-    @classmethod
-    def of(
-        cls,
-        parts: Common,
-        compared: Sequence[tuple[str, str]],
-        fingerprint: Fingerprint,
-        verdict: Verdict,
-        kept: Sequence[str] = (),
-        traced: bool = False,
-        runs: bool = False,
-    ) -> Arrival:
-        return cls(
-            tuple(compared),
-            fingerprint,
-            verdict,
-            tuple(kept),
-            is_leader=parts.ranks.is_leader,
-            always_tune=parts.settings.always_tune,
-            frozen=parts.settings.frozen,
-            capturing=traced or parts.device.is_capturing(),
-            runs=runs,
-        )
 
 
 class Meeting:
@@ -119,6 +95,7 @@ class Meeting:
         leader: what the leader came with.
         capturing: some rank cannot measure now.
         frozen: ranks on which tuning is forbidden; one is enough.
+        all_hold_it: every rank has the record that is used.
         runs: every rank calls the function with the choice at once.
         holder: the rank whose record all use; ``None`` if there is none to be used.
         winner: digest of the config that it names.
@@ -146,9 +123,9 @@ class Meeting:
             what = f"what a tuning of {name} depends on"
             raise ranks.lose(RankDisagreement(what, by_rank))
         self.fingerprint = first
-        self._verdicts = [arrival.verdict for arrival in arrivals]
-        place = next(rank for rank, arrival in enumerate(arrivals) if arrival.is_leader)
-        self.leader = arrivals[place]
+        verdicts = [arrival.verdict for arrival in arrivals]
+        self.all_hold_it = len({verdict.record for verdict in verdicts}) == 1
+        self.leader = arrivals[0]
         self.capturing = any(arrival.capturing for arrival in arrivals)
         self.frozen = [ranks.named(r) for r, arrival in enumerate(arrivals) if arrival.frozen]
         self.runs = all(arrival.runs for arrival in arrivals)
@@ -157,20 +134,15 @@ class Meeting:
         counted = frozenset(self.fingerprint.bound)
         valid = {
             rank: verdict
-            for rank, verdict in enumerate(self._verdicts)
+            for rank, verdict in enumerate(verdicts)
             if verdict.winner and verdict.bound in (None, counted)
         }
         holders = [rank for rank, verdict in valid.items() if not verdict.shipped] or list(valid)
         # Where nothing can be tuned, a record is used even if it was asked to be replaced.
         cannot_tune = self.capturing or bool(self.frozen)
         usable = bool(holders) and (cannot_tune or not self.leader.always_tune)
-        self.holder = (place if place in holders else holders[0]) if usable else None
+        self.holder = holders[0] if usable else None  # the lowest, so the leader if it has one
         self.winner = None if self.holder is None else valid[self.holder].winner
-
-    @property
-    def all_hold_it(self) -> bool:
-        """Every rank has the very record that is used."""
-        return len({verdict.record for verdict in self._verdicts}) == 1
 
 
 _begin = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
@@ -178,38 +150,21 @@ _used: set[str] = set()
 """Digests of the records that functions of this process use."""
 
 
-class Restless:
-    """Warning about a function that is tuned although an earlier start has tuned it."""
+def is_used(record: TuningRecord) -> None:
+    """Note that this process uses ``record``."""
+    _used.add(record.digest)
 
-    def __init__(self, function: str) -> None:
-        self._function = function
-        self._seen: list[tuple[TuningRecord, list[str]]] = []
 
-    def is_used(self, record: TuningRecord) -> None:
-        _used.add(record.digest)
+def restless_constants(record: TuningRecord, now: Fingerprint) -> str:
+    """Return the constants because of which a ``record`` of an earlier start is not valid ``now``.
 
-    def look(self, record: TuningRecord, now: Fingerprint) -> None:
-        """At a record that is not valid ``now``."""
-        differences = [each for each in record.fingerprint.compare(now) if not each.patch_level]
-        if differences and all(each.constant for each in differences):
-            self._seen.append((record, [each.sentence for each in differences]))
-
-    @property
-    def advice(self) -> str:
-        """Empty, unless all that an earlier start knew was different in such values."""
-        earlier = [
-            (record, sentences)
-            for record, sentences in self._seen
-            if _is_of_earlier_start(record.timestamp) and record.digest not in _used
-        ]
-        if not earlier:
-            return ""
-        sentence = "; ".join(earlier[-1][1])
-        return (
-            f"{self._function} was tuned again, because of {sentence}. If that is another value at "
-            "each start, it is tuned at each start: name it in ignore=(...) of autotune, or do "
-            "not bind it"
-        )
+    Empty if something else differs, or if this process used the record.
+    """
+    if record.digest in _used or not _is_of_earlier_start(record.timestamp):
+        return ""
+    differences = [each for each in record.fingerprint.compare(now) if not each.patch_level]
+    only_constants = all(each.constant for each in differences)
+    return "; ".join(each.sentence for each in differences) if only_constants else ""
 
 
 def _is_of_earlier_start(timestamp: str) -> bool:

@@ -6,10 +6,11 @@ They are what ``prune_fn`` keeps of the config space or, if keys that differ onl
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -34,106 +35,6 @@ from triton_dist._tuning.values import (
 from triton_dist._tuning.values.show import said
 from triton_dist.errors import NoValidConfig, RankDisagreement
 
-T = TypeVar("T")
-
-
-class Prediction(NamedTuple):
-    """The record that neighbours predict, or why they could not be asked; neither without them."""
-
-    record: TuningRecord | None = None
-    failure: str = ""
-
-
-class Transfer:
-    """All that one call takes over; every method is called on all ranks, and the leader's records
-    count."""
-
-    def __init__(
-        self, parts: Parts, subject: Subject, call: Call, ranks: Conversation, pruning: Pruning
-    ) -> None:
-        self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
-        self._pruning = pruning
-        self.cause: Exception | None = None
-        """Error that a prediction met on this rank."""
-
-    @property
-    def measured_at(self) -> tuple[int, ...]:
-        """The exact sizes of the call, where they are not the ends of their ranges."""
-        sizes, call = self._subject.sizes, self._call
-        return () if sizes is None or sizes.values(call.key) == call.sizes else call.sizes
-
-    def few(
-        self, key: Key, fingerprint: Fingerprint, kept: Sequence[Config]
-    ) -> tuple[Sequence[Config], str]:
-        """On the leader: the candidates of ``kept`` that neighbours leave, and which neighbours;
-        all, if there are none."""
-        settings = self._parts.settings
-        if settings.transfer_ms > 0 and not settings.always_tune:
-            near = self._neighbours(key, fingerprint)
-            if near is not None and near.know(kept):
-                few = near.candidates(kept, settings.transfer_ms)
-                return (few, f"carried over from {near}") if few else (kept, "")
-        return kept, ""
-
-    def predicted(self, key: Key, fingerprint: Fingerprint) -> Prediction:
-        """The record for ``key`` by its neighbours, without measuring."""
-        if self._subject.sizes is None:
-            return Prediction()
-        own = self._predict(key, fingerprint) if self._ranks.is_leader else Prediction()
-        return self._told("predict", own)
-
-    def span(self, key: Key, fingerprint: Fingerprint, record: TuningRecord) -> Span | None:
-        """Configs by exact size, of a function with one size."""
-        subject = self._subject
-        if subject.sizes is None or len(self._call.sizes) != 1:
-            return None
-        near = self._neighbours(key, fingerprint) if self._ranks.is_leader else None
-        own = None
-        if near is not None:
-            apart = near.family.are_apart
-            kind = apart(near.family.sizes)
-            others = [each for each in near.all if apart(each.sizes) == kind]
-            own = near.times(record, self._usable(record), others)
-        times = self._told("sizes", own)
-        return None if times is None else Span.of(times, subject.space)
-
-    def _predict(self, key: Key, fingerprint: Fingerprint) -> Prediction:
-        near = self._neighbours(key, fingerprint)
-        if near is None or not near.all:
-            return Prediction()
-        self.cause, raised = self._pruning.answer.failure, self._pruning.answer.raised
-        if self.cause is None:
-            try:
-                return Prediction(near.predict(key, self._pruning.answer.listed, timestamp()))
-            except Exception as error:  # of one of those
-                self.cause, raised = error, f"{ASKED} raised {said(error)}"
-        return Prediction(failure=f"{raised} on rank {self._ranks.named(0)}")
-
-    def _usable(self, record: TuningRecord) -> list[Config]:
-        """Configs in ``record`` that may be used besides the winner: those of one's own passed
-        ``prune_fn`` when they were measured, those of a shipped one have to pass it here."""
-        space = self._subject.space
-        kept = self._pruning.answer.listed if record.shipped else space
-        winner = space.find(record.best.digest, record.best.config)
-        return [*kept] if winner is None or winner in kept else [winner, *kept]
-
-    def _told(self, phase: str, own: T) -> T:
-        """The leader's value."""
-        return self._ranks.decide(Situation(phase), (own,), self._parts.settings.seconds)[0]
-
-    def _neighbours(self, key: Key, fingerprint: Fingerprint) -> Neighbours | None:
-        """Return the neighbours of ``key``; ``None`` if the function has no sizes."""
-        parts, subject = self._parts, self._subject
-        if subject.sizes is None:
-            return None
-
-        def is_valid(record: TuningRecord) -> bool:
-            return not validity(record, fingerprint, subject.space, parts.settings.strict).reasons
-
-        records = (record for record, _ in parts.store.records_of(key))
-        value, safe_kind = self._call.key, subject.safe_kind
-        return Neighbours.of(subject.sizes, safe_kind, key, value, records, is_valid)
-
 
 class Answer(NamedTuple):
     """The configs that may be used, and the others with the reason; both empty after a failure."""
@@ -145,9 +46,8 @@ class Answer(NamedTuple):
 
     @property
     def listed(self) -> Sequence[Config]:
-        """The same, of a space that is listed, as that of a function with sizes is."""
-        if isinstance(self.kept, Unlisted):
-            raise TypeError(f"a space of {len(self.kept)} combinations is not listed")
+        """The configs that may be used, of a function with sizes: its space is always listed."""
+        assert not isinstance(self.kept, Unlisted)
         return self.kept
 
     @property
@@ -158,31 +58,30 @@ class Answer(NamedTuple):
 
 
 class Pruning:
-    """Asks about ``call``, when the answer is first looked at."""
+    """Calls ``prune_fn`` for one call, when the answer is first looked at.
+
+    Attributes:
+        cause: error that a prediction met on this rank.
+    """
 
     def __init__(self, subject: Subject, call: Call, ranks: Conversation) -> None:
         self._subject, self._call, self._ranks = subject, call, ranks
-        self._answer: Answer | None = None
+        self.cause: Exception | None = None
 
-    def forget(self) -> None:
-        """Drop the answer, whose failure holds frames that hold this."""
-        self._answer = None
-
-    @property
+    @functools.cached_property
     def answer(self) -> Answer:
         """Do not keep it in a local variable: its failure holds the frame of the first caller."""
-        if self._answer is None:
-            self._answer = self._ask()
-        return self._answer
-
-    def _ask(self) -> Answer:
         subject, call = self._subject, self._call
         try:
-            with self._ranks.user_code(Situation("prune_fn")) as watch:
-                watch.begin()
+            with self._ranks.user_code(Situation("prune_fn")):
                 return Answer(*subject.space.prune(subject.prune_fn, call.args, call.kwargs))
         except Exception as error:
             return Answer(failure=error)
+
+    def forget(self) -> None:
+        """Drop the errors, which hold frames that hold this."""
+        self.cause = None
+        vars(self).pop("answer", None)
 
 
 MOST_LISTED = 1000
@@ -208,14 +107,18 @@ class Field:
 
     Attributes:
         candidates: on the leader, all; of those that are not listed another rank learns one by one.
+        pruned: the others; empty if the candidates are not listed.
         carried: neighbours that left so few of them.
     """
 
     def __init__(
-        self, space: ConfigSpace, candidates: Candidates, pruned: list[Pruned], carried: str
+        self,
+        space: ConfigSpace,
+        candidates: Candidates,
+        pruned: Sequence[Pruned] = (),
+        carried: str = "",
     ) -> None:
-        self._space, self._pruned = space, pruned
-        self.candidates, self.carried = candidates, carried
+        self._space, self.candidates, self.pruned, self.carried = space, candidates, pruned, carried
         self._labels: dict[str, str] = {}
         if not isinstance(candidates, Unlisted):
             total = len(candidates)
@@ -235,7 +138,7 @@ class Field:
         number = len(self.candidates)
         if isinstance(self.candidates, Unlisted):
             return f"{policy.most_tried(number)} of {number:,} combinations"
-        return f"{number} configs ({len(self._pruned)} pruned)"
+        return f"{number} configs ({len(self.pruned)} pruned)"
 
     @property
     def head(self) -> codec.Tree:
@@ -244,76 +147,146 @@ class Field:
             return {"number": len(self.candidates), "digest": self._space.digest}
         return head_of(self.candidates)
 
-    @property
-    def pruned(self) -> int:
-        return len(self._pruned)
-
-    def place(self, config: Config) -> int:
-        return self._space.place(config)
-
     def pruned_trials(self) -> list[Trial]:
         """A trial for each config that was pruned, if these are few."""
-        few = self._pruned if len(self._pruned) <= MOST_LISTED else []
+        few = self.pruned if len(self.pruned) <= MOST_LISTED else []
         return [Trial.of(each.config, Failure("pruned", each.reason)) for each in few]
 
     def dropped(self) -> dict[str, int]:
         """Numbers by reason of configs that were pruned and are not listed; on the leader."""
         if isinstance(self.candidates, Unlisted):
             return dict(self.candidates.dropped)
-        many = self._pruned if len(self._pruned) > MOST_LISTED else []
+        many = self.pruned if len(self.pruned) > MOST_LISTED else []
         return dict(Counter(each.reason for each in many))
 
 
-def field_of(
-    subject: Subject,
-    parts: Parts,
-    call: Call,
-    ranks: Conversation,
-    pruning: Pruning,
-    key: Key,
-    few_of: Callable[[Sequence[Config]], tuple[Sequence[Config], str]] = lambda kept: (kept, ""),
-) -> Field:
-    """The configs that the leader's ``prune_fn`` leaves; the others' is not asked. Of them those
-    that the leader's ``few_of`` leaves, which says why.
+class Transfer:
+    """Finds the candidates of one call, and what neighbours predict for it.
 
-    Raises:
-        NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
-        RankDisagreement: the leader's ``prune_fn``, ``safe_fn`` or ``waves_fn`` raised, which it
-            raises itself.
+    Every method is called on all ranks, and the leader's records count.
     """
-    space, plan = subject.space, _Plan()
-    answer = pruning.answer if ranks.is_leader else Answer()
-    failure = answer.failure
-    if failure is not None:
-        plan = _Plan(failure=answer.raised)
-    elif isinstance(answer.kept, Unlisted):
-        plan = _Plan(kept=None)
-    elif ranks.is_leader:
-        try:
-            few, carried = few_of(answer.kept)
-            plan = _Plan(
-                tuple(map(space.place, few)),
-                tuple((space.place(each.config), each.reason) for each in answer.dropped),
-                carried,
-            )
-        except Exception as error:  # of the user's functions that it asks
-            failure = error
-            plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
-    decided = ranks.decide(Situation("prune_fn"), plan, parts.settings.seconds)
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            del answer, failure  # the error holds this frame
-    if decided.failure is not None:
-        raised = {ranks.named(0): decided.failure}
-        raise RankDisagreement(f"{decided.raising} of {subject.name}", raised)
-    if decided.kept is None:
-        own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
-        return Field(space, own, [], "")
-    candidates = [space[place] for place in decided.kept]
-    pruned = [Pruned(space[place], reason) for place, reason in decided.pruned]
-    if not candidates:
-        causes: Mapping[str, str] = {str(each.config): each.reason for each in pruned}
-        raise NoValidConfig(subject.name, key, causes)
-    return Field(space, candidates, pruned, decided.carried)
+
+    def __init__(
+        self,
+        parts: Parts,
+        subject: Subject,
+        call: Call,
+        ranks: Conversation,
+        pruning: Pruning,
+        key: Key,
+        fingerprint: Fingerprint,
+    ) -> None:
+        self._parts, self._subject, self._call, self._ranks = parts, subject, call, ranks
+        self._pruning, self._key, self._fingerprint = pruning, key, fingerprint
+
+    def field(self, warm: bool = True) -> Field:
+        """Return the configs that may be tried. Only the leader's ``prune_fn`` is asked.
+
+        Args:
+            warm: of the configs that ``prune_fn`` keeps, take only the few that neighbours leave.
+
+        Raises:
+            NoValidConfig: ``prune_fn`` leaves nothing; on every rank.
+            RankDisagreement: the leader's ``prune_fn``, ``safe_fn`` or ``waves_fn`` raised. The
+                leader raises the exception itself.
+        """
+        ranks, space, plan = self._ranks, self._subject.space, _Plan()
+        answer = self._pruning.answer if ranks.is_leader else Answer()
+        failure = answer.failure
+        if failure is not None:
+            plan = _Plan(failure=answer.raised)
+        elif isinstance(answer.kept, Unlisted):
+            plan = _Plan(kept=None)
+        elif ranks.is_leader:
+            try:
+                few, carried = self._few(answer.kept) if warm else (answer.kept, "")
+                plan = _Plan(
+                    tuple(map(space.place, few)),
+                    tuple((space.place(each.config), each.reason) for each in answer.dropped),
+                    carried,
+                )
+            except Exception as error:  # of the user's functions that it asks
+                failure = error
+                plan = _Plan(failure=f"{ASKED} raised {said(error)}", raising=ASKED)
+        decided = ranks.decide(Situation("prune_fn"), plan, self._parts.settings.seconds)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del answer, failure  # the error holds this frame
+        if decided.failure is not None:
+            raised = {ranks.named(0): decided.failure}
+            raise RankDisagreement(f"{decided.raising} of {self._subject.name}", raised)
+        if decided.kept is None:
+            own = answer.kept if ranks.is_leader else space.prune(None, (), {})[0]
+            return Field(space, own)
+        candidates = [space[place] for place in decided.kept]
+        pruned = [Pruned(space[place], reason) for place, reason in decided.pruned]
+        if not candidates:
+            causes = {str(each.config): each.reason for each in pruned}
+            raise NoValidConfig(self._subject.name, self._key, causes)
+        return Field(space, candidates, pruned, decided.carried)
+
+    def _few(self, kept: Sequence[Config]) -> tuple[Sequence[Config], str]:
+        """Return the candidates of ``kept`` that neighbours leave, and which neighbours; all, if
+        there are none."""
+        settings = self._parts.settings
+        if settings.transfer_ms > 0 and not settings.always_tune:
+            near = self._neighbours()
+            if near is not None and near.know(kept):
+                few = near.candidates(kept, settings.transfer_ms)
+                return (few, f"carried over from {near}") if few else (kept, "")
+        return kept, ""
+
+    def predicted(self) -> tuple[TuningRecord | None, str]:
+        """Return the record that neighbours predict without measuring, or why they could not be
+        asked; neither without neighbours."""
+        if self._subject.sizes is None:
+            return None, ""
+        pruning, record, failure = self._pruning, None, ""
+        near = self._neighbours()
+        if near is not None and near.all:
+            pruning.cause, failure = pruning.answer.failure, pruning.answer.raised
+            if pruning.cause is None:
+                try:
+                    record = near.predict(self._key, pruning.answer.listed, timestamp())
+                except Exception as error:  # of one of those
+                    pruning.cause, failure = error, f"{ASKED} raised {said(error)}"
+        failure = failure and f"{failure} on rank {self._ranks.named(0)}"
+        seconds = self._parts.settings.seconds
+        return self._ranks.decide(Situation("predict"), (record, failure), seconds)
+
+    def span(self, record: TuningRecord, winner: Config) -> Span | None:
+        """Return configs by exact size, of a function with one size.
+
+        Besides the winner, configs in an own record may be used, as they passed ``prune_fn`` when
+        they were measured. Configs in a shipped record have to pass it here.
+        """
+        space = self._subject.space
+        if self._subject.sizes is None or len(self._call.sizes) != 1:
+            return None
+        near, times = self._neighbours(), None
+        if near is not None:
+            apart = near.family.are_apart
+            others = [each for each in near.all if apart(each.sizes) == apart(near.family.sizes)]
+            kept = self._pruning.answer.listed if record.shipped else space
+            usable = [*kept] if winner in kept else [winner, *kept]
+            times = near.times(record, usable, others)
+        seconds = self._parts.settings.seconds
+        (times,) = self._ranks.decide(Situation("sizes"), (times,), seconds)
+        return None if times is None else Span.of(times, space)
+
+    def _neighbours(self) -> Neighbours | None:
+        """Return the neighbours of the key, on the leader; ``None`` if the function has no
+        sizes."""
+        parts, subject = self._parts, self._subject
+        if subject.sizes is None or not self._ranks.is_leader:
+            return None
+
+        def is_valid(record: TuningRecord) -> bool:
+            strict = parts.settings.strict
+            return not validity(record, self._fingerprint, subject.space, strict).reasons
+
+        records = (record for record, _ in parts.store.records_of(self._key))
+        value, safe_kind = self._call.key, subject.safe_kind
+        return Neighbours.of(subject.sizes, safe_kind, self._key, value, records, is_valid)

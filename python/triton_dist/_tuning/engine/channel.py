@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from triton_dist._tuning.engine.watchdog import Watch, watchdog
 from triton_dist._tuning.protocols import RankGroup
@@ -54,10 +54,6 @@ def timestamp() -> str:
 
 
 T = TypeVar("T")
-
-
-Quarantine: TypeAlias = Callable[[Config, Failure], object]
-"""Called, by any thread, with a config that must not be tried again."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class Conversation:
         self._seconds, self._grace = seconds, grace
         self.rank, self.size, self.is_leader = ranks.rank, ranks.size, ranks.is_leader
         self.clock = Clock()
-        self.on_stuck: Quarantine | None = None
+        self.on_stuck: Callable[[Config, Failure], object] | None = None
         self.lost: Exception | None = None
 
     def named(self, rank: int) -> int:
@@ -167,13 +163,16 @@ class Conversation:
 
     @contextmanager
     def user_code(
-        self, at: Situation, seconds: float | None = None, begun: bool = False
+        self, at: Situation, seconds: float | None = None, begun: bool = True
     ) -> Iterator[Watch]:
-        """Within, the user's code may run, each time for ``seconds`` at most; ``begun``: from the
-        beginning on.
+        """Context manager that lets the user's code run for ``seconds`` at most.
+
+        Args:
+            begun: the user's code runs from the start; otherwise between ``begin`` and ``end`` of
+                the watch.
 
         Raises:
-            TimeoutError: it took longer, but came back before the process was ended.
+            TimeoutError: it took longer, but returned before the process was ended.
         """
         limit = self._seconds if seconds is None else seconds
         stuck = functools.partial(self.stuck, at, limit, "is stuck in the user's code")
@@ -189,16 +188,13 @@ class Conversation:
         return at.config
 
     def stuck(self, at: Situation, seconds: float, how: str) -> TuningTimeout:
-        """This rank is; what is to blame will not be tried again. If others failed, ended or are
-        stopped, this one may wait for them, in a collective: they are named first."""
-        at = replace(at, config=self.accused(at))
+        """Return the error of this rank, which is stuck, and quarantine the config to blame. If
+        other ranks failed, ended or are stopped, this rank may wait for them in a collective: they
+        are named first."""
         own, because = self.named(self.rank), self._failed()
         missing = list(because) or [own]
         because[own] = f"{how}, where it may wait for the other" if because else how
-        error = self._timeout(at, missing, seconds, because)
-        if at.config is not None:
-            self.quarantine(at.config, Failure("timeout", error.summary, int(missing[0])))
-        return error
+        return self._timeout(at, missing, seconds, because, blames=True)
 
     def _failed(self) -> dict[int, str]:
         """Other ranks that failed, as they say themselves, or that cannot come."""
@@ -232,13 +228,10 @@ class Conversation:
             by_rank = {r: "not here yet" if r in late.missing else "valid" for r in ranks}
             by_rank |= late.refusals
             return RankDisagreement(f"the arguments of {self._function}", by_rank)
-        at = replace(at, config=self.accused(at))
         if not (self.has_met or late.because):
             at = replace(at, remark=self._hint)
-        error = self._timeout(at, late.missing, late.seconds, late.because)
-        if at.config is not None and late.missing and not late.because:
-            self.quarantine(at.config, Failure("timeout", error.summary, int(late.missing[0])))
-        return error
+        blames = bool(late.missing) and not late.because
+        return self._timeout(at, late.missing, late.seconds, late.because, blames)
 
     def _timeout(
         self,
@@ -246,18 +239,24 @@ class Conversation:
         missing: Sequence[int],
         seconds: float,
         because: Mapping[int, str],
+        blames: bool,
     ) -> TuningTimeout:
-        return TuningTimeout(
+        """``blames``: quarantine the config that is tried, if there is one."""
+        config = self.accused(at)
+        error = TuningTimeout(
             rank=self.named(self.rank),
             function=self._function,
             phase=at.phase,
-            config=at.config,
+            config=config,
             missing=missing,
             seconds=seconds,
             because=because,
             remark=at.remark,
-            is_meeting=not self.has_met and at.config is None,
+            is_meeting=not self.has_met and config is None,
         )
+        if blames and config is not None:
+            self.quarantine(config, Failure("timeout", error.summary, int(missing[0])))
+        return error
 
     def _limit(self, after: float) -> float:
         """A rank whose device was waited for in vain comes late, to say so: not too late."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triton_dist._tuning.engine.channel import Conversation, Situation
@@ -135,7 +135,6 @@ class FirstUse:
         except Exception as error:
             why = self._agreed(said(error) if is_unusable(error) else None)
             if why:
-                self.random_state.rewind()
                 return None, why
             if not isinstance(error, _REFUSALS):
                 add_note(error, f"triton_dist: {self.source} was used. {self.remedy}")
@@ -143,14 +142,11 @@ class FirstUse:
         except BaseException as error:  # the others must not wait for this rank
             self.ranks.leave(error)
             raise
-        why = self._agreed("")
-        if why:
-            self.random_state.rewind()
-        return result, why
+        return result, self._agreed("")
 
     def _agreed(self, failure: str | None) -> str:
-        """Tell the other ranks how the call ended here. Return why all ranks tune again, or an
-        empty text.
+        """Tell the other ranks how the call ended here. Return why all ranks tune again, with the
+        generators as they were before the call; or an empty text.
 
         Args:
             failure: empty if the call returned; ``None`` for an exception that no tuning mends.
@@ -165,6 +161,7 @@ class FirstUse:
             return ""
         for rank, text in enumerate(failures):
             if text:
+                self.random_state.rewind()
                 return f"{self.source} failed on rank {self.ranks.named(rank)}: {text}"
         return ""
 
@@ -188,79 +185,45 @@ def add_note(error: Exception, text: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for a key."""
+    """The config of a key, and where it comes from."""
 
     config: Config
-    arguments: dict[str, Any]
-    """Arguments of the config, ready for a call."""
     record: TuningRecord | None
+    """``None``: nothing could be tuned, so this is the default of one call."""
     kept: bool = True
-    """It holds for later calls."""
+    """It holds for later calls: measuring then would find nothing better."""
     span: Span | None = None
     """Configs by exact size, within the range of the key."""
     first_use: FirstUse | None = None
     """Set in the call that found a record."""
     tuned: bool = False
     """It was tuned in this call."""
-
-    def of(self, sizes: tuple[int, ...]) -> Choice:
-        """The choice for exact sizes."""
-        if self.span is None:
-            return self
-        config = self.span.at(sizes[0])
-        if config == self.config:
-            return self
-        return replace(self, config=config, arguments=config.arguments())
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """The config of a key, and how it was come by."""
-
-    config: Config
-    record: TuningRecord | None
-    """``None``: it is the default, because nothing could be tuned; it is not to be kept."""
-    tuned: bool
-    kept: bool = True
-    """It is good for later calls too: nothing better can be had by measuring then."""
-    span: Span | None = None
-    """Configs by exact size."""
-    first_use: FirstUse | None = None
     advice: str = ""
     """Reason for tuning again that the user should know."""
     changed: tuple[str, ...] = ()
     """Names of arguments that trials changed in place and that nothing restored."""
 
-    def choice(self) -> Choice:
-        return Choice(
-            self.config, self.config.arguments(), self.record, self.kept, self.span,
-            self.first_use, self.tuned,
-        )  # fmt: skip
+    def of(self, sizes: tuple[int, ...]) -> Choice:
+        """Return the choice for exact sizes."""
+        return self if self.span is None else replace(self, config=self.span.at(sizes[0]))
 
 
+@dataclass
 class Choices:
-    """The choices of one tuned function, which hold while the world is the same.
+    """The choices of one tuned function, which hold while the world is the same."""
 
-    Attributes:
-        by_ranks: choices by ranks and key.
-        hits: arguments by exact key, of calls without a group.
-        group_hits: the same by group, of calls with one.
-        ranges: choices by group and range; none is dropped, unlike exact keys.
-        most_hits: how many exact keys are kept.
-        new_keys: keys that were tuned and may not come again.
-    """
-
-    def __init__(self) -> None:
-        self.by_ranks: dict[Any, Choice] = {}
-        self.hits: dict[Any, dict[str, Any]] = {}
-        self.group_hits: dict[Any, dict[Any, dict[str, Any]]] = {}
-        self.ranges: dict[Any, Choice] = {}
-        self.most_hits = 0
-        self.new_keys = NewKeys()
-
-    def agreed(self, ranks: Any) -> tuple[Any, ...]:
-        """Return the keys that ``ranks`` agreed on."""
-        return tuple(key for group, key in self.by_ranks if group == ranks)
+    by_ranks: dict[Any, Choice] = field(default_factory=dict)
+    """Choices by ranks and key."""
+    hits: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    """Arguments by exact key, of calls without a group."""
+    group_hits: dict[Any, dict[Any, dict[str, Any]]] = field(default_factory=dict)
+    """Arguments by group and exact key, of calls with a group."""
+    ranges: dict[Any, Choice] = field(default_factory=dict)
+    """Choices by group and range. Ranges are never dropped, unlike exact keys."""
+    most_hits: int = 0
+    """Number of exact keys that are kept."""
+    new_keys: NewKeys = field(default_factory=NewKeys)
+    """Keys that were tuned and may not come again."""
 
     def keep(self, group: Any, key: Any, arguments: dict[str, Any]) -> None:
         """Keep the arguments of an exact key, in place of the oldest if there are many."""
@@ -273,13 +236,12 @@ class Choices:
     def drop_destroyed(self, is_destroyed: Callable[[Any], bool]) -> None:
         """Drop the choices of groups that were destroyed: a program may make many, one after
         another."""
-        drop(self.group_hits, is_destroyed)
-        drop(self.ranges, lambda place: is_destroyed(place[0]))
-        drop(self.by_ranks, lambda place: not place[0].is_current())
-
-
-def drop(table: dict[Any, Any], is_gone: Callable[[Any], bool]) -> None:
-    """Drop the entries of ``table`` whose key is gone; other threads may add some meanwhile."""
-    for key in list(table):
-        if is_gone(key):
-            table.pop(key, None)
+        for group in list(self.group_hits):  # a list, as other threads may add some meanwhile
+            if is_destroyed(group):
+                self.group_hits.pop(group, None)
+        for place in list(self.ranges):
+            if is_destroyed(place[0]):
+                self.ranges.pop(place, None)
+        for place in list(self.by_ranks):
+            if not place[0].is_current():
+                self.by_ranks.pop(place, None)

@@ -58,13 +58,11 @@ class CompileAhead:
             return
         at = Situation("list the kernels")
         kernels: dict[str, list[str]] = {}
-        with self._ranks.user_code(at, self._seconds) as watch:
-            watch.begin()
+        with self._ranks.user_code(at, self._seconds):
             for config in candidates:
                 if config.digest in self._needed:
                     continue
                 kernels[config.digest] = compiler.missing(functools.partial(prepare, config))
-            watch.end()
         own = Needs(compiler.cache, kernels)
         everyone = self._ranks.gather(at, own, self._seconds)
         for digest in kernels:

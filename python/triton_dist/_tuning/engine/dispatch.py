@@ -204,13 +204,14 @@ class AutoTuner(Decorated):
         else:
             options = (process_group, verbose, allow_overwrite)
             choice = self._choose(args, kwargs, *options, runs=True)
+            arguments = choice.config.arguments()
             if choice.first_use is not None:
-                whole = {**choice.arguments, **kwargs}
+                whole = {**arguments, **kwargs}
                 result, unusable = choice.first_use.run(lambda: self.fn(*args, **whole))
                 if not unusable:
                     return result
                 choice = self._choose(args, kwargs, *options, True, unusable)
-            arguments = choice.arguments
+                arguments = choice.config.arguments()
         return self.fn(*args, **{**arguments, **kwargs})
 
     def _enter_world(self) -> None:
@@ -239,7 +240,7 @@ class AutoTuner(Decorated):
             return None
         if choice is None:
             return None
-        arguments = choice.of(self.sizes.values(key)).arguments
+        arguments = choice.of(self.sizes.values(key)).config.arguments()
         self._choices.new_keys.again(in_range)
         self._keep(process_group, key, arguments)
         return arguments
@@ -275,7 +276,7 @@ class AutoTuner(Decorated):
             space = self.config_space.without(fixed) if fixed else self.config_space
             if fixed and not space.names:  # nothing is left to be chosen
                 self._note(process_group, f"called it with {fixed}, which leaves nothing to tune")
-                return Choice(space.default, {}, None)
+                return Choice(space.default, None)
             wrong = misfit(self.fn, self.config_space.names, args, {**self._default(), **kwargs})
             if wrong:
                 raise TypeError(f"{self._name}(): {wrong}{self._without_object(args)}")
@@ -287,17 +288,26 @@ class AutoTuner(Decorated):
                 found = known.of(sizes)
                 if not fixed:  # a second call, or its hit gave way to others
                     choices.new_keys.again(key)
-                    self._keep(process_group, exact, found.arguments)
+                    self._keep(process_group, exact, found.config.arguments())
                 return found
             parts = self._compose(process_group, verbose)
             if unusable:
                 parts = replace(parts, settings=replace(parts.settings, always_tune=True))
-            subject = self._subject(space, fixed)
+            subject = Subject(
+                self.fn,
+                self._name,
+                self._origin_of(self.fn, space.names),
+                space,
+                self.prune_fn,
+                self._hooks,
+                self.sizes and self.sizes.beside(fixed) if fixed else self.sizes,
+                judge_of_whole(self.safe_kind, fixed) if fixed else self.safe_kind,
+            )
         with watchdog.paused(), parts.gate():
             known = None if unusable else choices.by_ranks.get((ranks, key))
             if known is None:
                 traced = self._surroundings.is_traced((args, kwargs))
-                agreed = choices.agreed(ranks)
+                agreed = tuple(key for group, key in choices.by_ranks if group == ranks)
                 if not agreed:  # the first key of a group, so that others cost nothing for it
                     choices.drop_destroyed(self._surroundings.is_destroyed)
                 call = Call(args, kwargs, key, self._calls, traced, sizes, runs, unusable, agreed)
@@ -309,31 +319,21 @@ class AutoTuner(Decorated):
                     choices.most_hits = self._surroundings.most_hits()
                     choices.ranges[process_group, key] = kept
                     if not (runs and known.tuned and choices.new_keys.waits(key)):
-                        self._keep(process_group, exact, known.of(sizes).arguments)
+                        self._keep(process_group, exact, known.of(sizes).config.arguments())
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)
             return known.of(sizes)
 
-    def _subject(self, space: ConfigSpace, fixed: Config) -> Subject:
-        origin = self._origin_of(self.fn, space.names)
-        sizes, safe_kind = self.sizes, self.safe_kind
-        if fixed:
-            sizes = sizes and sizes.beside(fixed)
-            safe_kind = judge_of_whole(safe_kind, fixed)
-        return Subject(
-            self.fn, self._name, origin, space, self.prune_fn, self._hooks, sizes, safe_kind
-        )
-
     def _resolve(self, subject: Subject, parts: Parts, call: Call) -> Choice:
-        resolution = resolve(subject, parts, call)
-        self.tuning_count += resolution.tuned
-        if resolution.record is None and parts.ranks.is_leader:
+        choice = resolve(subject, parts, call)
+        self.tuning_count += choice.tuned
+        if choice.record is None and parts.ranks.is_leader:
             when = "while it is traced" if call.traced else "during CUDA-graph capture"
             self._untuned(when, call.key)
-        if resolution.advice:
-            self._warnings.warn(resolution.advice, resolution.advice)
-        changed = [name for name in resolution.changed if name not in self.overwritten]
+        if choice.advice:
+            self._warnings.warn(choice.advice, choice.advice)
+        changed = [name for name in choice.changed if name not in self.overwritten]
         if changed and self._hooks.reset is None and parts.ranks.is_leader:
             names = ", ".join(map(repr, changed))
             self._warnings.warn(
@@ -342,7 +342,7 @@ class AutoTuner(Decorated):
                 f"restore=({names},), or undo the changes in reset_fn.",
                 ("changed", *changed),
             )
-        return resolution.choice()
+        return choice
 
     def _count_call(self) -> None:
         """Count a call that is no hit. Ranks that count alike know which call an error is of."""

@@ -131,17 +131,15 @@ def sampled_calls(
         RankDisagreement: other ranks have more or fewer, or it raised there.
         Exception: of ``vary_fn``.
     """
-    if subject.hooks.vary is None:
-        return [(call.args, call.kwargs)]
-    at, failure = Situation("vary_fn"), None
+    at, failure, vary = Situation("vary_fn"), None, subject.hooks.vary
     calls: list[Arguments] = [(call.args, call.kwargs)]
+    if vary is None:
+        return calls
     try:
-        with ranks.user_code(at, seconds) as watch:
-            watch.begin()
-            assert subject.hooks.vary is not None
+        with ranks.user_code(at, seconds):
             signature = inspect.signature(subject.function)
             given = signature.bind_partial(*call.args, **call.kwargs).arguments
-            varied: object = subject.hooks.vary(*call.args, **call.kwargs)
+            varied: object = vary(*call.args, **call.kwargs)
             if not isinstance(varied, Iterable):
                 expected = "mappings, one for each other call"
                 raise InvalidArgument("autotune", "the result of vary_fn", varied, expected)

@@ -50,6 +50,9 @@ class Progress:
     Args:
         head: what the tuning depends on; a journal with another one is of no use.
         own: a record that this rank has already and that is to be replaced.
+
+    Attributes:
+        requests: number of requests that were answered.
     """
 
     def __init__(
@@ -64,9 +67,8 @@ class Progress:
         self._entries: list[Entry] = []
         if ranks.is_leader:
             self._entries = list(journal.begin(head, own.digest if own is not None else None))
-        self._n = 0
-        self._outcomes: dict[str, Outcome] = {}
-        self._tried: dict[str, Config] = {}
+        self.requests = 0
+        self._outcomes: dict[Config, Outcome] = {}
         self._by_rank: dict[str, list[list[float]]] = {}
         self._seconds, self._begin = 0.0, time.monotonic()
 
@@ -75,13 +77,8 @@ class Progress:
         """Number of configs with an outcome."""
         return len(self._outcomes)
 
-    @property
-    def requests(self) -> int:
-        """Number of requests that were answered."""
-        return self._n
-
     def has(self, config: Config) -> bool:
-        return config.digest in self._outcomes
+        return config in self._outcomes
 
     @property
     def seconds(self) -> float:
@@ -91,12 +88,14 @@ class Progress:
     def known(self, request: Request) -> Outcome | None:
         """On the leader: what needs no measuring."""
         digest = request.config.digest
-        if self._n < len(self._entries):
-            entry = self._entries[self._n]
+        if self.requests < len(self._entries):
+            entry = self._entries[self.requests]
             if (entry.config, entry.samples) == (digest, request.samples):
                 self._seconds, self._begin = entry.seconds, time.monotonic()
                 return entry.outcome
-            del self._entries[self._n :]  # another search: what it asked for is not what we ask
+            del self._entries[
+                self.requests :
+            ]  # another search: what it asked for is not what we ask
         return self._stuck.get(digest)
 
     def quarantine(self, config: Config, failure: Failure) -> None:
@@ -127,16 +126,15 @@ class Progress:
         Args:
             by_rank: samples of each rank, if they were taken now.
         """
-        digest = request.config.digest
+        config, digest, n = request.config, request.config.digest, self.requests
         own = self._by_rank.setdefault(digest, [[] for _ in by_rank]) if by_rank else []
         for known, new in zip(own, by_rank, strict=True):
             known += new
-        if self._ranks.is_leader and self._n >= len(self._entries):
-            self._journal.append(Entry(self._n, digest, request.samples, outcome, self.seconds))
-        self._n += 1
-        self._tried[digest] = request.config
-        together = self._outcomes[digest] = joined(self._outcomes.get(digest), outcome)
-        return together
+        if self._ranks.is_leader and n >= len(self._entries):
+            self._journal.append(Entry(n, digest, request.samples, outcome, self.seconds))
+        self.requests += 1
+        self._outcomes[config] = joined(self._outcomes.get(config), outcome)
+        return self._outcomes[config]
 
     def by_rank(self) -> dict[str, ByRank]:
         """Times of each of several ranks, of the configs that were sampled at least half as often
@@ -149,7 +147,4 @@ class Progress:
 
     def trials(self, place: Callable[[Config], int]) -> list[Trial]:
         """In the order of the space, whatever the search asked for first."""
-        return [
-            Trial.of(config, self._outcomes[config.digest])
-            for config in sorted(self._tried.values(), key=place)
-        ]
+        return [Trial.of(each, self._outcomes[each]) for each in sorted(self._outcomes, key=place)]

@@ -82,7 +82,7 @@ class Report:
             hardware=self._key.hardware,
             ranks=ranks.size,
             candidates=len(field.candidates),
-            pruned=field.pruned,
+            pruned=len(field.pruned),
             reason=reason,
             policy=dict(policy.facts()),
         )

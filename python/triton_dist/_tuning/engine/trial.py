@@ -93,7 +93,7 @@ class Sampler:
         failure: Exception | None = None
         timers: list[Timer] = []
         # One watch for all runs, because setting one up takes longer than some functions.
-        with self._ranks.user_code(at) as watch:
+        with self._ranks.user_code(at, begun=False) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
                 failure = failure or _failure_in(self._make_ready, watch, reset)
@@ -369,8 +369,7 @@ class Attempts:
 
     def _user(self, at: Situation, call: Callable[[], Any], seconds: float | None = None) -> Any:
         """Call the user's code under the watchdog's eyes."""
-        with self._ranks.user_code(at, seconds) as watch:
-            watch.begin()
+        with self._ranks.user_code(at, seconds):
             return call()
 
     def _first_run(self, at: Situation, arguments: dict[str, Any]) -> Sequence[float]:

@@ -6,16 +6,22 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
-from triton_dist._tuning.engine.agreement import Arrival, Meeting, OwnRecord, Restless, own_record
-from triton_dist._tuning.engine.candidates import Field, Pruning, Transfer, field_of
+from triton_dist._tuning.engine.agreement import (
+    Arrival,
+    Meeting,
+    OwnRecord,
+    is_used,
+    own_record,
+    restless_constants,
+)
+from triton_dist._tuning.engine.candidates import Field, Pruning, Transfer
 from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
-from triton_dist._tuning.engine.choice import FirstUse, Resolution
+from triton_dist._tuning.engine.choice import Choice, FirstUse
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Restorer, sampled_calls
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -47,7 +53,7 @@ _Wanted: TypeAlias = "tuple[int | None, int, Outcome | None, tuple[int, ...]]"
 """A request, with its config and those to be compiled ahead by place; ``None``: it is over."""
 
 
-def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
+def resolve(subject: Subject, parts: Parts, call: Call) -> Choice:
     """The config for ``call``, in this order:
 
     1. A record that is valid here, on any rank: all use the leader's, else the lowest rank's;
@@ -79,19 +85,10 @@ def resolve(subject: Subject, parts: Parts, call: Call) -> Resolution:
         first.ranks.leave(error)
         raise
     finally:
-        first.end()
+        # Errors that were met hold frames of this call, and with them their owners.
+        first.ranks.end()
+        first.pruning.forget()
         random_state.rewind()
-
-
-def _hint(call: Call) -> str:
-    """Words on why others may not come to a first call: theirs need no message."""
-    known = ", ".join(f"{key!r:.200}" for key in call.agreed[-3:])
-    beside = (
-        f", which is new, and {len(call.agreed)} key(s) are known, such as {known}: a rank that "
-        "calls it with one of those does not come. See that all ranks come with the same sizes, "
-        "and that clear() was called on all or none"
-    )
-    return f"The key of this rank is {call.key!r:.200}{beside if known else ''}."
 
 
 class _FirstCall:
@@ -101,93 +98,95 @@ class _FirstCall:
         self._subject, self._parts, self._call = subject, parts, call
         self._random_state = random_state
         self._changed: tuple[str, ...] = ()
-        self.ranks = self._ranks = Conversation(
+        hint = f"The key of this rank is {call.key!r:.200}"
+        if call.agreed:
+            known = ", ".join(f"{key!r:.200}" for key in call.agreed[-3:])
+            hint += (
+                f", which is new, and {len(call.agreed)} key(s) are known, such as {known}: a rank "
+                "that calls it with one of those does not come. See that all ranks come with the "
+                "same sizes, and that clear() was called on all or none"
+            )
+        self.ranks = Conversation(
             parts.ranks,
             subject.name,
             parts.settings.seconds,
             parts.settings.grace,
             key=f"{call.key!r:.200}",
             call=call.number,
-            hint=_hint(call),
+            hint=f"{hint}.",
         )
+        self.pruning = Pruning(subject, call, self.ranks)
         self._incumbent: Config | None = None
-        self._restless = Restless(subject.name)
-        self._pruning = Pruning(subject, call, self.ranks)
-        self._transfer = Transfer(parts, subject, call, self.ranks, self._pruning)
+        self._restless = ""
 
-    def end(self) -> None:
-        """Drop the errors that were met: each holds frames of this call, and with them this."""
-        self._ranks.end()
-        self._pruning.forget()
-        self._transfer.cause = None
-
-    def resolve(self) -> Resolution:
-        subject, parts = self._subject, self._parts
-        key = Key.of(subject.origin, self._call.key, parts.hardware)
+    def resolve(self) -> Choice:
+        subject, parts, call, ranks = self._subject, self._parts, self._call, self.ranks
+        key = Key.of(subject.origin, call.key, parts.hardware)
         fingerprint = parts.fingerprint(subject.function, subject.space)
         stored = parts.store.find(key.under(fingerprint))
         own = own_record(stored, lambda record: self._judge(record, fingerprint))
         meeting = self._meet(key, fingerprint, own)
-        key = key.under(meeting.fingerprint)
-        report = Report(parts, key, self._ranks.clock)
+        self._key = key = key.under(meeting.fingerprint)
+        self._fingerprint = meeting.fingerprint
+        transfer = Transfer(parts, subject, call, ranks, self.pruning, key, meeting.fingerprint)
+        report = Report(parts, key, ranks.clock)
 
         if meeting.holder is not None:
             record = self._shared_record(meeting, own.record)
-            holder = self._ranks.named(meeting.holder)
+            holder = ranks.named(meeting.holder)
             where = own.where if record is own.record else f"the cache of rank {holder}"
-            self._restless.is_used(record)
+            is_used(record)
             report.cached(record, where, own.tolerated)
-            found = self._resolution(key, meeting.fingerprint, record, tuned=False)
-            return replace(found, first_use=self._first_use(found.config, where, meeting))
+            config = self._winner(record)
+            first_use = FirstUse(
+                ranks,
+                source=f"config {config} of the tuning record {where}",
+                remedy=(
+                    f"To tune again: triton-dist clear {subject.origin.function}, or set "
+                    "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
+                ),
+                votes=meeting.runs and not (meeting.frozen or meeting.capturing),
+                restores=bool(subject.hooks.restore),
+                random_state=self._random_state,
+            )
+            return Choice(config, record, span=transfer.span(record, config), first_use=first_use)
 
         if meeting.frozen or meeting.capturing:
-            predicted, failure = self._transfer.predicted(key, meeting.fingerprint)
-            if failure:
-                why = f"{own.where}; {failure}"
-                raise self._cannot(key, meeting, why) from self._transfer.cause
+            predicted, failure = transfer.predicted()
             if predicted is not None:
                 report.cached(predicted, "records of other sizes", "")
-                config = self._winner(predicted)
-                return Resolution(config, predicted, tuned=False, kept=not meeting.capturing)
+                return Choice(self._winner(predicted), predicted, kept=not meeting.capturing)
+            if failure or meeting.frozen:
+                raise self._cannot(meeting, own.where, failure)
+            return Choice(subject.space.default, None)
 
-        if meeting.frozen:
-            raise self._cannot(key, meeting, own.where)
-        if meeting.capturing:
-            return Resolution(subject.space.default, None, tuned=False)
-
-        record, where = self._tune(key, meeting.fingerprint, own, report)
+        record, where = self._tune(transfer, own, report)
         report.tuned(record, where)
-        self._restless.is_used(record)
-        found = self._resolution(key, meeting.fingerprint, record, tuned=True)
-        advice = self._restless.advice
-        if self._call.unusable:
-            now = f"It was tuned again, and uses {found.config}"
-            advice = f"{subject.name}, key {key}: {self._call.unusable}. {now}"
-        advice = advice if self._ranks.is_leader else ""
-        return replace(found, advice=advice, changed=self._changed)
+        is_used(record)
+        config, advice = self._winner(record), ""
+        if ranks.is_leader and call.unusable:
+            advice = f"{subject.name}, key {key}: {call.unusable}. It was tuned again, and uses "
+            advice += str(config)
+        elif ranks.is_leader and self._restless:
+            advice = (
+                f"{subject.name} was tuned again, because of {self._restless}. If that is another "
+                "value at each start, it is tuned at each start: name it in ignore=(...) of "
+                "autotune, or do not bind it"
+            )
+        span = transfer.span(record, config)
+        return Choice(config, record, span=span, tuned=True, advice=advice, changed=self._changed)
 
-    def _cannot(self, key: Key, meeting: Meeting, why: str) -> Exception:
-        """The error where nothing may be measured."""
-        name = self._subject.name
+    def _cannot(self, meeting: Meeting, where: str, failure: str) -> Exception:
+        """Return the error where nothing may be measured."""
+        name, key = self._subject.name, self._key
+        why = f"{where}; {failure}" if failure else where
+        why_not = f"key {key} cannot be tuned during a capture: {why}"
+        error: Exception = CaptureInProgress(name, why_not)
         if meeting.frozen:
-            return TuningFrozen(name, key, key.hardware, why, meeting.frozen)
-        return CaptureInProgress(name, f"key {key} cannot be tuned during a capture: {why}")
-
-    def _resolution(
-        self, key: Key, fingerprint: Fingerprint, record: TuningRecord, tuned: bool
-    ) -> Resolution:
-        config = self._winner(record)
-        return Resolution(config, record, tuned, span=self._transfer.span(key, fingerprint, record))
-
-    def _first_use(self, config: Config, where: str, meeting: Meeting) -> FirstUse:
-        remedy = (
-            f"To tune again: triton-dist clear {self._subject.origin.function}, or set "
-            "TRITON_DIST_AUTOTUNE_ALWAYS_TUNE=1."
-        )
-        votes = meeting.runs and not (meeting.frozen or meeting.capturing)
-        source = f"config {config} of the tuning record {where}"
-        restores = bool(self._subject.hooks.restore)
-        return FirstUse(self._ranks, source, remedy, votes, restores, self._random_state)
+            error = TuningFrozen(name, key, key.hardware, why, meeting.frozen)
+        if failure:
+            error.__cause__ = self.pruning.cause
+        return error
 
     def _judge(self, record: TuningRecord, fingerprint: Fingerprint) -> Validity:
         """Judge whether ``record`` may be used for this call."""
@@ -198,7 +197,7 @@ class _FirstCall:
         if not found.reasons:
             found = replace(found, reasons=tuple(self._reasons_against(record)))
         if found.reasons:
-            self._restless.look(record, fingerprint)
+            self._restless = restless_constants(record, fingerprint) or self._restless
         return found
 
     def _reasons_against(self, record: TuningRecord) -> Iterator[str]:
@@ -208,12 +207,10 @@ class _FirstCall:
         sizes, key = self._subject.sizes, self._call.key
         if sizes is not None and not sizes.family(key).holds(sizes.values(key), record.at):
             yield f"it was measured at {record.at}, which another range holds now"
-        if record.shipped and self._pruning.answer.failure is not None:
-            yield self._pruning.answer.raised
-        elif record.shipped:
-            best = self._subject.space.find(record.best.digest, record.best.config)
-            if best is None or best not in self._pruning.answer.kept:
-                yield f"prune_fn drops the winner {record.best}"
+        if record.shipped and self.pruning.answer.failure is not None:
+            yield self.pruning.answer.raised
+        elif record.shipped and self._winner(record) not in self.pruning.answer.kept:
+            yield f"prune_fn drops the winner {record.best}"
 
     def _meet(self, key: Key, fingerprint: Fingerprint, own: OwnRecord) -> Meeting:
         """Tell the other ranks what this one came with, and go on only if all have the same.
@@ -232,61 +229,52 @@ class _FirstCall:
             (f"the arguments of {name}", details),
             (f"the config space of {name}", f"{len(space)} configs, digest {space.digest}"),
         ]
-        arrival = Arrival.of(
-            self._parts, compared, fingerprint, own.verdict, traced=call.traced, runs=call.runs
+        arrival = Arrival(
+            compared,
+            fingerprint,
+            own.verdict,
+            always_tune=self._parts.settings.always_tune,
+            frozen=self._parts.settings.frozen,
+            capturing=call.traced or self._parts.device.is_capturing(),
+            runs=call.runs,
         )
-        arrivals = self._ranks.meet(Situation("first call of a key"), arrival, bool(call.unusable))
-        return Meeting(self._ranks, name, arrivals)
+        arrivals = self.ranks.meet(Situation("first call of a key"), arrival, bool(call.unusable))
+        return Meeting(self.ranks, name, arrivals)
 
     def _shared_record(self, meeting: Meeting, own: TuningRecord | None) -> TuningRecord:
         """The holder's record. It is sent only if some rank has none or another one."""
         if meeting.all_hold_it and own is not None:
             return own
-        offer = own if self._ranks.rank == meeting.holder else None
-        offers = self._ranks.gather(Situation("share the record"), offer)
+        offer = own if self.ranks.rank == meeting.holder else None
+        offers = self.ranks.gather(Situation("share the record"), offer)
         record = next(record for record in offers if record is not None)
         self._parts.memory.put(record)
         return record
 
-    def _tune(
-        self,
-        key: Key,
-        fingerprint: Fingerprint,
-        own: OwnRecord,
-        report: Report,
-    ) -> StoredRecord:
+    def _tune(self, transfer: Transfer, own: OwnRecord, report: Report) -> StoredRecord:
         """Measure, and keep what was found: on disk by the leader, in memory by the others."""
-        parts, ranks, subject = self._parts, self._ranks, self._subject
-        found = functools.partial(field_of, subject, parts, self._call, ranks, self._pruning, key)
-        told = "told to tune always" if parts.settings.always_tune else ""
-        reason = self._call.unusable or told or own.where
-        field = found(functools.partial(self._transfer.few, key, fingerprint))
+        told = "told to tune always" if self._parts.settings.always_tune else ""
+        field = transfer.field()
         try:
-            return self._race(key, fingerprint, own, field, reason, report)
+            return self._race(field, self._call.unusable or told or own.where, own.record, report)
         except NoValidConfig as none:
             if not field.carried:
                 raise
             reason = f"those {field.carried} all failed: {next(iter(none.causes.values()))}"
         # What is fast beside these sizes need not work here: all may be tried.
-        return self._race(key, fingerprint, own, found(), reason, report)
+        return self._race(transfer.field(warm=False), reason, own.record, report)
 
     def _race(
-        self,
-        key: Key,
-        fingerprint: Fingerprint,
-        own: OwnRecord,
-        field: Field,
-        reason: str,
-        report: Report,
+        self, field: Field, reason: str, own: TuningRecord | None, report: Report
     ) -> StoredRecord:
         """Measure the candidates of ``field``."""
-        parts, ranks, subject = self._parts, self._ranks, self._subject
-        call, restore = self._call, subject.hooks.restore
+        parts, ranks, subject = self._parts, self.ranks, self._subject
+        call, restore, sizes = self._call, subject.hooks.restore, subject.sizes
         restorer = Restorer(subject.function, restore, call.args, call.kwargs, self._random_state)
-        journal = parts.journal(key)
+        journal = parts.journal(self._key)
         try:
-            head = journal_head(key, fingerprint, field.head)
-            progress = Progress(journal, head, own.record, ranks)
+            head = journal_head(self._key, self._fingerprint, field.head)
+            progress = Progress(journal, head, own, ranks)
             ranks.on_stuck = progress.quarantine
             with report.begin(field, reason, subject.space.default):
                 with parts.quiet():
@@ -296,13 +284,16 @@ class _FirstCall:
                     finally:
                         restorer.restore()
                     self._changed = tuple(restorer.changed())
-                trials = (*progress.trials(field.place), *field.pruned_trials())
+                trials = (*progress.trials(subject.space.place), *field.pruned_trials())
                 ended, seconds, dropped = ranks.decide(
                     Situation("end"), (timestamp(), progress.seconds, field.dropped())
                 )
+                # The exact sizes of the call, where they are not the end of their range.
+                ends = call.sizes if sizes is None else sizes.values(call.key)
+                at = () if ends == call.sizes else call.sizes
                 record = TuningRecord(
-                    key, fingerprint, trials, ended, seconds, field.carried,
-                    self._transfer.measured_at, dropped, progress.by_rank(),
+                    self._key, self._fingerprint, trials, ended, seconds, field.carried, at,
+                    dropped, progress.by_rank(),
                 )  # fmt: skip
                 try:
                     _ = record.best
@@ -326,23 +317,24 @@ class _FirstCall:
 
         Returns the first exception of a config on this rank, if no config was measured.
         """
-        parts, ranks, policy = self._parts, self._ranks, self._parts.settings.policy
-        sampled = sampled_calls(self._subject, self._call, ranks, parts.settings.seconds)
+        parts, ranks, policy = self._parts, self.ranks, self._parts.settings.policy
+        call, prepare = self._call, self._subject.hooks.prepare
+        sampled = sampled_calls(self._subject, call, ranks, parts.settings.seconds)
         search: Search | None = None
         if ranks.is_leader and field.carried and not isinstance(field.candidates, Unlisted):
             search = parts.brief(field.candidates, policy, parts.settings.transfer_ms)
         elif ranks.is_leader:
             search = parts.search(field.candidates, policy, self._incumbent)
-        prepare = self._subject.hooks.prepare and self._prepare
-        ahead = CompileAhead(prepare, parts.compiler, parts.settings.compile_seconds, ranks)
+        prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
+        ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
         with parts.settling() as settle, ahead, ExitStack() as scope:
             is_only = policy.most_tried(len(field.candidates)) == 1
             attempts = Attempts(
-                self._subject, parts, self._call, ranks, ahead, settle, restorer, sampled, is_only
+                self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only
             )
             scope.callback(attempts.take_error)  # where another exception ends this
-            if self._call.unusable:
-                attempts.recover(self._call.unusable)
+            if call.unusable:
+                attempts.recover(call.unusable)
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
                 label = field.label(request.config, policy)
@@ -364,50 +356,38 @@ class _FirstCall:
             attempts.undo_the_last()
             return attempts.take_error()
 
-    def _prepare(self, config: Config) -> None:
-        prepare = self._subject.hooks.prepare
-        assert prepare is not None
-        prepare(*self._call.args, **self._call.kwargs, **config.arguments())
-
     def _next(
         self, search: Search | None, progress: Progress, ahead: CompileAhead
     ) -> tuple[Request, Outcome | None] | None:
         """The next request of the leader, with the answer if it is known already; ``None`` when the
         search is over, or the budget. What the search names for later begins to be compiled."""
-        at, space = Situation(f"request {progress.requests + 1}"), self._subject.space
+        space, policy = self._subject.space, self._parts.settings.policy
         wanted: _Wanted = (None, 0, None, ())
         if search is not None:
-            with self._ranks.clock.phase("search"), self._watching(search):
+            watching: AbstractContextManager[object] = nullcontext()
+            if search.runs_user_code:
+                watching = self.ranks.user_code(Situation("the search"))
+            with self.ranks.clock.phase("search"), watching:
                 asked = search.ask()
                 named = tuple(map(space.place, search.ahead()))
-            if asked is not None and not self._spent(asked, progress):
-                known = progress.known(asked)
-                wanted = (space.place(asked.config), asked.samples, known, named)
-        place, samples, outcome, named = self._ranks.decide(
-            at, wanted, self._parts.settings.seconds
-        )
+            most, seconds, tried = policy.max_trials, policy.max_seconds, progress.tried
+            if asked is not None:
+                too_many = most is not None and tried >= most and not progress.has(asked.config)
+                too_long = seconds is not None and tried > 0 and progress.seconds >= seconds
+                if not (too_many or too_long):
+                    known = progress.known(asked)
+                    wanted = (space.place(asked.config), asked.samples, known, named)
+        at = Situation(f"request {progress.requests + 1}")
+        place, samples, outcome, named = self.ranks.decide(at, wanted, self._parts.settings.seconds)
         if place is None:
             return None
         if named:
             ahead.begin([space[each] for each in named])
         return Request(space[place], samples), outcome
 
-    def _watching(self, search: Search) -> AbstractContextManager[object]:
-        """Within, ``search`` may run the user's code, if it is one that does."""
-        if not search.runs_user_code:
-            return nullcontext()
-        return self._ranks.user_code(Situation("the search"), begun=True)
-
-    def _spent(self, asked: Request, progress: Progress) -> bool:
-        policy = self._parts.settings.policy
-        too_many = policy.max_trials is not None and progress.tried >= policy.max_trials
-        too_long = policy.max_seconds is not None and progress.seconds >= policy.max_seconds
-        return (too_many and not progress.has(asked.config)) or (too_long and progress.tried > 0)
-
     def _winner(self, record: TuningRecord) -> Config:
-        """The live config; every rank has it, because all have the same space."""
+        """Return the live config. Every rank has it, because all have the same space."""
         best = record.best
         config = self._subject.space.find(best.digest, best.config)
-        if config is None:
-            raise LookupError(f"{self._subject.name}: {best} is no config of the space")
+        assert config is not None, best
         return config

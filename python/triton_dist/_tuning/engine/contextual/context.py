@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import functools
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from triton_dist._tuning.engine.agreement import (
     Verdict,
     own_record,
 )
-from triton_dist._tuning.engine.channel import Conversation, Situation
+from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.contextual.launch import keeps_own_table
 from triton_dist._tuning.engine.parts import Common
@@ -287,9 +286,8 @@ class Context:
         """
         trials = [Trial.of(c, self._outcome(c.digest, reduction)) for c in self.candidates]
         trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self._pruned]
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         seconds = time.monotonic() - self._began
-        self.record = TuningRecord(self.key, self._fingerprint, tuple(trials), now, seconds)
+        self.record = TuningRecord(self.key, self._fingerprint, tuple(trials), timestamp(), seconds)
         self.use(self.live[self.record.best.digest])
         self.tuned = True
         if self._journal is not None:
@@ -455,7 +453,15 @@ def open_context(
         (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
     ]
     kept = [config.digest for config in own.kept]
-    arrival = Arrival.of(parts, compared, fingerprint, verdict, kept)
+    arrival = Arrival(
+        compared,
+        fingerprint,
+        verdict,
+        always_tune=parts.settings.always_tune,
+        frozen=parts.settings.frozen,
+        capturing=parts.device.is_capturing(),
+        kept=kept,
+    )
     arrivals = messages.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
     if own.failure is not None:
         raise messages.lose(own.take_failure())

@@ -117,8 +117,7 @@ class Session:
                 self._call_began = time.monotonic()
                 try:
                     at = Situation(f"call {self._turn.number}")
-                    with self._messages.user_code(at, self._limit) as watch:
-                        watch.begin()
+                    with self._messages.user_code(at, self._limit):
                         result = call()
                 except Exception as error:
                     self.fail_call(error)

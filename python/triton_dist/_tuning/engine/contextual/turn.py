@@ -180,8 +180,7 @@ class Turn:
         at = Situation(f"call {self.number}: {what} {context.name} {config}")
         limit, self._compiling = self._parts.settings.compile_seconds, (context, config)
         try:
-            with watchdog.paused(), self._messages.user_code(at, limit) as watch:
-                watch.begin()
+            with watchdog.paused(), self._messages.user_code(at, limit):
                 step()
         except Exception as error:
             own = failure_of(error, "compile", self._own_rank)
