@@ -6,7 +6,6 @@ They are what ``prune_fn`` keeps of the config space or, if keys that differ onl
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,21 +66,25 @@ class Pruning:
     def __init__(self, subject: Subject, call: Call, ranks: Conversation) -> None:
         self._subject, self._call, self._ranks = subject, call, ranks
         self.cause: Exception | None = None
+        self._answer: Answer | None = None
 
-    @functools.cached_property
+    # No cached_property: a local variable of its ``__get__`` would keep the answer alive.
+    @property
     def answer(self) -> Answer:
         """Do not keep it in a local variable: its failure holds the frame of the first caller."""
-        subject, call = self._subject, self._call
-        try:
-            with self._ranks.user_code(Situation("prune_fn")):
-                return Answer(*subject.space.prune(subject.prune_fn, call.args, call.kwargs))
-        except Exception as error:
-            return Answer(failure=error)
+        if self._answer is None:
+            subject, call = self._subject, self._call
+            try:
+                with self._ranks.user_code(Situation("prune_fn")):
+                    kept_and_dropped = subject.space.prune(subject.prune_fn, call.args, call.kwargs)
+                self._answer = Answer(*kept_and_dropped)
+            except Exception as error:
+                self._answer = Answer(failure=error)
+        return self._answer
 
     def forget(self) -> None:
         """Drop the errors, which hold frames that hold this."""
-        self.cause = None
-        vars(self).pop("answer", None)
+        self.cause = self._answer = None
 
 
 MOST_LISTED = 1000

@@ -7,12 +7,15 @@ import inspect
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values import Config, fine_bucket, original, qualified_name
+from triton_dist._tuning.values.show import said
 from triton_dist._warn import called_by_users, user_frame, warn_at
-from triton_dist.errors import InvalidArgument, TuningWarning
+from triton_dist.errors import InvalidArgument, TritonDistError, TuningWarning
 
 
 class Decorated:
@@ -74,7 +77,23 @@ class Decorated:
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
+CALL_KEYWORDS = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
+"""Keywords of a call that the tuner takes for itself."""
+
+
+@contextmanager
+def told(function: str, ranks: Callable[[], RankGroup], call: int = 0) -> Iterator[None]:
+    """Context manager that reports an exception of its block to all ranks.
+
+    Ranks that wait for this rank in this call, or will, raise at once.
+    """
+    try:
+        yield
+    except BaseException as error:  # an interrupt too: the others must not wait for this rank
+        with suppress(TritonDistError):
+            about = ranks().converse(function, call=call)
+            about.leave(said(error), refused=isinstance(error, Exception))
+        raise
 
 
 def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) -> None:
@@ -111,7 +130,7 @@ def check_tunable(function: Any, decorator: str, restore: Sequence[str] = ()) ->
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin does not tell
         return
-    taken = [name for name in _CALL_KEYWORDS if name in parameters]
+    taken = [name for name in CALL_KEYWORDS if name in parameters]
     if taken and decorator == "autotune":
         raise refuse(f"other parameter names than {', '.join(taken)}: the tuner takes these")
     variable = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

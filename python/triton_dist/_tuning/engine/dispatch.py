@@ -12,10 +12,18 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from triton_dist._tuning.engine.choice import Choice, Choices
-from triton_dist._tuning.engine.decorated import Decorated, OnceWarnings, key_of, misfit
+from triton_dist._tuning.engine.decorated import (
+    CALL_KEYWORDS,
+    Decorated,
+    OnceWarnings,
+    key_of,
+    misfit,
+    told,
+)
 from triton_dist._tuning.engine.parts import Call, Hooks, Parts, Subject, Surroundings
 from triton_dist._tuning.engine.tuner import resolve
 from triton_dist._tuning.engine.watchdog import watchdog
+from triton_dist._tuning.protocols import RankGroup
 from triton_dist._tuning.values import (
     Config,
     ConfigSpace,
@@ -25,7 +33,6 @@ from triton_dist._tuning.values import (
     TuningRecord,
 )
 from triton_dist._tuning.values.config import judge_of_whole
-from triton_dist._tuning.values.show import said
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import (
     CaptureInProgress,
@@ -350,23 +357,16 @@ class AutoTuner(Decorated):
             self._enter_world()
         self._calls += 1
 
-    @contextmanager
-    def _told(self, process_group: Any) -> Iterator[None]:
-        """Context manager that reports an exception of its block to all ranks.
+    def _told(self, process_group: Any) -> AbstractContextManager[None]:
+        """Return a context manager that reports an exception of its block to all ranks."""
 
-        Ranks that wait for this rank in this call, or will, raise at once.
-        """
-        try:
-            yield
-        except BaseException as error:  # an interrupt too: the others must not wait for this rank
-            with suppress(TritonDistError):
-                try:
-                    ranks = self._surroundings.ranks(process_group)
-                except TritonDistError:  # autotune_pg is refused: the others use the world
-                    ranks = self._surroundings.ranks(None)
-                about = ranks.converse(self._name, call=self._calls)
-                about.leave(said(error), refused=isinstance(error, Exception))
-            raise
+        def ranks() -> RankGroup:
+            try:
+                return self._surroundings.ranks(process_group)
+            except TritonDistError:  # autotune_pg is refused: the others use the world
+                return self._surroundings.ranks(None)
+
+        return told(self._name, ranks, self._calls)
 
     def _is_off(self, process_group: Any) -> bool:
         with self._told(process_group):
@@ -424,8 +424,6 @@ Around: TypeAlias = Callable[
 ]
 """Makes of a tuned function and the arguments of its function what is entered around the call."""
 
-_OWN = ("autotune", "autotune_verbose", "autotune_pg", "autotune_allow_arg_overwrite")
-
 
 @contextmanager
 def observed(around: Around) -> Iterator[None]:
@@ -439,7 +437,9 @@ def observed(around: Around) -> Iterator[None]:
     def call(self: AutoTuner, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled():
             return before(self, *args, **kwargs)
-        with around(self, args, {name: kwargs[name] for name in kwargs if name not in _OWN}):
+        with around(
+            self, args, {name: kwargs[name] for name in kwargs if name not in CALL_KEYWORDS}
+        ):
             return before(self, *args, **kwargs)
 
     called_by_users([call])

@@ -7,8 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from types import TracebackType
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from triton_dist._tuning.engine.candidates import Field
@@ -37,7 +36,7 @@ _NOTICEABLE_SECONDS = 0.05
 class Report:
     """Prints nothing on ranks that are not the leader, and nothing unless asked to; logs anyway.
 
-    Used as a context manager around the candidates, so that the bar is taken down whatever happens.
+    ``begin`` is a context manager around the candidates, so that the bar is always taken down.
     """
 
     def __init__(self, parts: Parts, key: Key, clock: Clock) -> None:
@@ -61,12 +60,10 @@ class Report:
             kind = f"shipped record for {record.fingerprint.hardware['gpu']}"
         self._say(f"{self._title}: using the {kind} from {where}{note}: {_ms(best.outcome)} {best}")
 
-    def begin(self, field: Field, reason: str, default: Config) -> Report:
-        ranks, policy, self._default = (
-            self._parts.ranks,
-            self._parts.settings.policy,
-            default.digest,
-        )
+    @contextmanager
+    def begin(self, field: Field, reason: str, default: Config) -> Iterator[None]:
+        ranks, policy = self._parts.ranks, self._parts.settings.policy
+        self._default = default.digest
         self._total = policy.most_tried(len(field.candidates))
         self._begin, self._clock_before = time.monotonic(), dict(self._clock.seconds)
         line = (
@@ -90,29 +87,20 @@ class Report:
             if self._aloud and sys.stderr is not None and sys.stderr.isatty():
                 self._bar = _bar()
                 self._task = self._bar.add_task("", total=self._total)
-        return self
-
-    def __enter__(self) -> Report:
-        if self._bar is not None:
-            with suppress(OSError, ValueError):
                 self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            with suppress(OSError, ValueError):
-                self._bar.stop()
-            self._bar = None
-        if error is not None:
+        try:
+            yield
+        except BaseException as error:
             text = said(error)
             self._event("ended", error=text, **self._spent())
             self._log.line(f"ended by {text}")
             self._log.close()
+            raise
+        finally:
+            if self._bar is not None:
+                with suppress(OSError, ValueError):
+                    self._bar.stop()
+                self._bar = None
 
     def trying(self, label: str, request: Request) -> None:
         """The last line of a rank's log says what the rank is at."""

@@ -10,8 +10,8 @@ import copy
 import functools
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,13 +66,13 @@ class Sampler:
     ) -> None:
         self._device, self._ranks, self._policy, self._seconds = device, ranks, policy, seconds
         self._settle = settle
-        self._queueing: dict[str, float] = {}
-        """Seconds that the host lately needed to queue a call, by digest of the config."""
+        self._queueing: dict[Config | None, float] = {}
+        """Seconds that the host lately needed to queue a call of a config."""
 
     def queued(self, config: Config, seconds: float) -> None:
         """Learn how long the host needed to queue the first run of a config, which is long for what
         is loaded then. So already its first sample shows the device's time and not the host's."""
-        self._queueing.setdefault(config.digest, min(seconds, _LONGEST_FIRST))
+        self._queueing.setdefault(config, min(seconds, _LONGEST_FIRST))
 
     def sample(
         self, at: Situation, call: Callable[[], Any], number: int, reset: Callable[[], object]
@@ -90,22 +90,33 @@ class Sampler:
             TuningTimeout, RankDisagreement: of another rank.
             Exception: of the call or of what surrounds it.
         """
-        failure: Exception | None = None
+        failures: list[Exception] = []
         timers: list[Timer] = []
         # One watch for all runs, because setting one up takes longer than some functions.
         with self._ranks.user_code(at, begun=False) as watch:
             for _ in range(self._policy.warmup + number):
                 timers.append(self._device.timer())
-                failure = failure or _failure_in(self._make_ready, watch, reset)
+                if not failures:
+                    with _noted(failures):
+                        self._settle()  # the run before
+                        with watch:
+                            reset()
                 self._ranks.gather(at, None, self._seconds)
-                unheld = _failure_in(self._hold, at, failure is None)
+                with _noted(failures):
+                    # Keep the device busy until the host has queued the call. A rank that failed
+                    # does so too.
+                    if not failures and self._policy.flush:
+                        self._device.flush_cache()
+                    self._device.hold(self._queueing.get(at.config, 0.0))
                 self._ranks.line_up()
-                failure = failure or unheld or _failure_in(self._run, at, watch, timers[-1], call)
-            if failure is not None:
+                if not failures:
+                    with _noted(failures):
+                        self._run(at, watch, timers[-1], call)
+            if failures:
                 try:
-                    raise failure
+                    raise failures[0]
                 finally:
-                    failure = unheld = None  # the error holds this frame
+                    failures.clear()  # an error holds this frame
             self._device.synchronize(self._seconds)
             # To the nanosecond: what no timer resolves would only make the record hard to read.
             times = (round(timer.milliseconds(), 6) for timer in timers[self._policy.warmup :])
@@ -113,43 +124,23 @@ class Sampler:
             self._settle()  # the last run
         return samples
 
-    def _make_ready(self, watch: Watch, reset: Callable[[], object]) -> None:
-        self._settle()  # the run before
-        watch.begin()
-        try:
-            reset()
-        finally:
-            watch.end()
-
-    def _hold(self, at: Situation, flush: bool) -> None:
-        """Keep the device busy until the host has queued a call; a rank that failed does too."""
-        if flush and self._policy.flush:
-            self._device.flush_cache()
-        self._device.hold(self._queueing.get(_name(at), 0.0))
-
     def _run(self, at: Situation, watch: Watch, timer: Timer, call: Callable[[], Any]) -> None:
         timer.start()
         began = time.perf_counter()
-        watch.begin()
-        try:
+        with watch:
             call()
-        finally:
-            watch.end()
         took = time.perf_counter() - began
-        self._queueing[_name(at)] = max(took, _REMEMBERED * self._queueing.get(_name(at), 0.0))
+        self._queueing[at.config] = max(took, _REMEMBERED * self._queueing.get(at.config, 0.0))
         timer.stop()
 
 
-def _name(at: Situation) -> str:
-    return "" if at.config is None else at.config.digest
-
-
-def _failure_in(step: Callable[..., object], *args: Any) -> Exception | None:
+@contextmanager
+def _noted(failures: list[Exception]) -> Iterator[None]:
+    """Context manager that adds an exception of its block to ``failures``."""
     try:
-        step(*args)
+        yield
     except Exception as error:
-        return error
-    return None
+        failures.append(error)
 
 
 _KINDS: dict[str, FailureKind] = {
@@ -167,6 +158,14 @@ _KINDS: dict[str, FailureKind] = {
 
 class _WrongResult(Exception):
     pass
+
+
+class _Failed(Exception):
+    """A step failed on some rank; raised on every rank."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -230,18 +229,17 @@ class Attempts:
         """
         if self._subject.hooks.reset is None or not self._has_run:
             return
-        at = Situation("reset after the last run")
-        failure = self._vote(at, "launch", lambda: self._user(at, self._reset))
-        if isinstance(failure, Failure):
+        at, failure = Situation("reset after the last run"), None
+        try:
+            self._vote(at, "launch", lambda: self._user(at, self._reset))
+        except _Failed as failed:
+            failure = failed.failure
+        if failure is not None:  # not in the ``except`` block, which would be its context
             raise TritonDistError(
                 f"{self._subject.name}: reset_fn failed after the last run of a tuning, on rank "
                 f"{failure.rank}: {failure.message}. What the run has changed is still so: mend "
                 "reset_fn, and start again; what was measured is kept"
             )
-
-    def recover(self, why: str) -> None:
-        """Bring all ranks back into order after a call in which a recorded winner failed."""
-        self._recover(None, Failure("launch", why), "the recorded winner")
 
     def attempt(self, request: Request, label: str) -> Outcome:
         """Prepare, run once and check, at the first request of a config; then measure.
@@ -254,83 +252,75 @@ class Attempts:
             TuningAborted: after a failure, some rank could not be brought back into order.
         """
         self.by_rank = ()
-        clock, is_new = self._ranks.clock, request.config.digest not in self._ready
-        with clock.phase("compile"):
-            failure = self._prepare(request.config, label) if is_new else None
-        if failure is not None:
-            return failure
-        with clock.phase("measure"):
-            outcome = self._first_run_of(request.config, label) if is_new else None
-            outcome = outcome or self._measure(request, label)
-            if isinstance(outcome, Failure):
-                self._recover(request.config, outcome, label)
-            else:
+        config, clock = request.config, self._ranks.clock
+        is_new, has_run, failure = config.digest not in self._ready, False, None
+        try:
+            with clock.phase("compile"):
+                if is_new:
+                    self._prepare(config, label)
+            with clock.phase("measure"):
+                has_run = True
+                voted = self._first_run_of(config, label) if is_new else None
+                measured = voted or self._measure(request, label)
                 self._measured, self._error = True, None
-            return outcome
+                return measured
+        except _Failed as failed:
+            failure = failed.failure
+        if has_run:
+            with clock.phase("measure"):
+                self.recover(label, config, failure)
+        return failure
 
-    def _prepare(self, config: Config, label: str) -> Failure | None:
+    def _prepare(self, config: Config, label: str) -> None:
         """Compile, and launch nothing."""
         prepare, limit = self._subject.hooks.prepare, self._parts.settings.compile_seconds
         if self._ahead.is_needed(config):
             at = Situation(f"compile {label}", config)
             wait = functools.partial(self._ahead.wait, config)
-            failure = self._failure_of(at, "compile", wait, limit)
-            if failure is not None:
-                return failure
+            self._vote(at, "compile", functools.partial(self._user, at, wait, limit), limit)
             self._ahead.is_done(config)
-        if prepare is None:
-            return None
-        call = self._call
-        compile_only = functools.partial(prepare, *call.args, **call.kwargs, **config.arguments())
-        at = Situation(f"prepare {label}", config)
-        return self._failure_of(at, "compile", compile_only, limit)
+        if prepare is not None:
+            call, at = self._call, Situation(f"prepare {label}", config)
+            compile_only = functools.partial(
+                prepare, *call.args, **call.kwargs, **config.arguments()
+            )
+            self._vote(at, "compile", functools.partial(self._user, at, compile_only, limit), limit)
 
-    def _first_run_of(self, config: Config, label: str) -> Outcome | None:
+    def _first_run_of(self, config: Config, label: str) -> Measurement | None:
         """Run once; return ``None`` if the config has to be measured now."""
         self._has_run = True
         at, arguments = Situation(f"run {label}", config), config.arguments()
         voted = self._vote(at, "launch", lambda: self._first_run(at, arguments))
-        if isinstance(voted, Failure):
-            return voted
         self._ready.add(config.digest)
         return Measurement(voted, 0, "maximum") if self._is_only else None
 
-    def _measure(self, request: Request, label: str) -> Outcome:
+    def _measure(self, request: Request, label: str) -> Measurement:
         """The slowest rank of each sample counts."""
         config, policy = request.config, self._parts.settings.policy
         function, chosen = self._subject.function, config.arguments()
 
-        def run() -> None:  # one call after the other
+        def run_all() -> None:  # one call after the other
             for args, kwargs in self._sampled:
                 function(*args, **kwargs, **chosen)
 
+        def capture() -> None:
+            nonlocal run
+            self._user(at, self._reset)
+            seconds = self._parts.settings.seconds
+            run = self._user(at, lambda: self._parts.device.capture(run_all, seconds))
+            self._settle()
+
         def samples() -> Sequence[float]:  # milliseconds of a call
-            taken = self._sampler.sample(at, calls[-1], request.samples, self._reset)
+            taken = self._sampler.sample(at, run, request.samples, self._reset)
             return [round(each / len(self._sampled), 6) for each in taken]
 
-        calls: list[Callable[[], Any]] = [run]
+        run: Callable[[], Any] = run_all
         if policy.timing == "graph":
             # Voted on its own: no rank replays what another could not capture.
             at = Situation(f"capture {label}", config)
-            voted = self._vote(at, "launch", lambda: calls.append(self._captured(at, run)))
-            if isinstance(voted, Failure):
-                return voted
+            self._vote(at, "launch", capture)
         at = Situation(f"measure {label}", config)
-        voted = self._vote(at, "launch", samples)
-        if isinstance(voted, Failure):
-            return voted
-        return Measurement(voted, policy.warmup, "maximum")
-
-    def _failure_of(
-        self, at: Situation, kind: FailureKind, step: Callable[[], object], limit: float
-    ) -> Failure | None:
-        """Take ``step``, which runs the user's code for ``limit`` seconds at most."""
-
-        def watched() -> None:
-            self._user(at, step, limit)
-
-        voted = self._vote(at, kind, watched, limit)
-        return voted if isinstance(voted, Failure) else None
+        return Measurement(self._vote(at, "launch", samples), policy.warmup, "maximum")
 
     def _vote(
         self,
@@ -338,11 +328,13 @@ class Attempts:
         kind: FailureKind,
         step: Callable[[], Sequence[float] | None],
         after: float | None = None,
-    ) -> Failure | tuple[float, ...]:
+    ) -> tuple[float, ...]:
         """Take ``step``, which other ranks may need ``after`` seconds for.
 
-        Returns, on every rank: the failure of the lowest rank on which it failed; or of each sample
-        that the step gave the slowest rank's.
+        Return the slowest rank's time of each sample that the step gave.
+
+        Raises:
+            _Failed: on every rank, if the step failed on one; has the lowest rank's failure.
         """
         own: Failure | None = None
         samples: tuple[float, ...] = ()
@@ -363,7 +355,7 @@ class Attempts:
         votes = self._ranks.gather(at, _Vote(own, samples), limit)
         failure = next((vote.failure for vote in votes if vote.failure is not None), None)
         if failure is not None:
-            return failure
+            raise _Failed(failure)
         self.by_rank = [vote.samples for vote in votes]
         return tuple(map(max, zip(*(vote.samples for vote in votes), strict=True)))
 
@@ -417,22 +409,23 @@ class Attempts:
         self._parts.device.synchronize(self._parts.settings.seconds)
         return output
 
-    def _captured(self, at: Situation, call: Callable[[], Any]) -> Callable[[], Any]:
-        parts = self._parts
-        self._user(at, self._reset)
-        capture = functools.partial(parts.device.capture, call, parts.settings.seconds)
-        replay: Callable[[], Any] = self._user(at, capture)
-        self._settle()
-        return replay
-
     def _reset(self) -> None:
         self._restorer.restore()
         if self._subject.hooks.reset is not None:
             self._subject.hooks.reset(*self._call.args, **self._call.kwargs)
 
-    def _recover(self, config: Config | None, failure: Failure, label: str) -> None:
-        """Bring all ranks back into order after a failure that may have launched on some of
-        them."""
+    def recover(
+        self, label: str, config: Config | None = None, failure: Failure | None = None
+    ) -> None:
+        """Bring all ranks back into order after a failure that may have launched on some of them.
+
+        Args:
+            label: what failed, in words.
+            config: the config that failed, if it is a candidate, with its ``failure``.
+
+        Raises:
+            TuningAborted: some rank could not be brought back into order.
+        """
         at, recover = Situation(f"recover after {label}", config), self._subject.hooks.recover
         own: str | None = None
         try:
@@ -451,7 +444,7 @@ class Attempts:
             self._ranks.named(rank): cause for rank, cause in enumerate(votes) if cause is not None
         }
         if causes:
-            if self._ranks.is_leader and config is not None:
+            if self._ranks.is_leader and config is not None and failure is not None:
                 self._ranks.quarantine(config, failure)
             raise TuningAborted(self._subject.name, config, causes)
 

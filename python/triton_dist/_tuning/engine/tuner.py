@@ -334,7 +334,7 @@ class _FirstCall:
             )
             scope.callback(attempts.take_error)  # where another exception ends this
             if call.unusable:
-                attempts.recover(call.unusable)
+                attempts.recover("the recorded winner")
             while (decided := self._next(search, progress, ahead)) is not None:
                 request, outcome = decided
                 label = field.label(request.config, policy)

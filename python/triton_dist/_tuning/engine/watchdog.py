@@ -64,6 +64,12 @@ class Watch:
         """The user's code came back."""
         self.due = math.inf
 
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
     def next(self) -> float:
         """Time to report, or then to end the process. ``due`` is written by the watched thread,
         and those that it waits for: one that comes back at the last moment is safe from then on."""

@@ -195,38 +195,46 @@ class Context:
         if not self._in_own_table:
             self.tuner.cache.pop(self.triton_key, None)
 
-    def use_once(self, config: Any) -> None:
-        self.winner, self.provisional = config, True
+    def resume(
+        self, record: TuningRecord | None, parts: ContextualParts, messages: Messages, call: int
+    ) -> None:
+        """Go on where an interrupted tuning stopped, the same on all ranks, without the configs
+        that some rank got stuck in. Ranks on other hosts may have cache folders of their own.
 
-    def keep(self, journal: Journal, head: codec.Tree) -> None:
-        """From now on note in ``journal`` what is learnt. On the leader it was begun."""
-        self._journal, self._head = journal, head
-
-    def resume(self, entries: Sequence[Entry]) -> None:
-        """Take over what an interrupted tuning has learnt, the same on all ranks. Untimed steps
-        were not noted: those before a timed one were taken."""
-        for entry in entries:
-            while self._is_warming(entry.config):
+        Args:
+            record: the record that is replaced.
+        """
+        head = journal_head(self.key, self._fingerprint, head_of(self.candidates))
+        journal = parts.journal(self.key)
+        stuck, entries = dict(journal.quarantined(head)), list[Entry]()
+        if parts.ranks.is_leader:
+            entries = list(journal.begin(head, None if record is None else record.digest))
+        at = Situation(f"call {call}: journal of {self.name}")
+        everyone = messages.gather(at, (stuck, entries))
+        for entry in next((leaders for _, leaders in everyone if leaders), []):
+            # Untimed steps were not noted: those before a timed one were taken.
+            while (step := self.plan.current) is not None and not step.timed:
+                if step.config.digest != entry.config:
+                    break
                 self._step(entry.config, 0.0)
-            current = self.plan.current
             if isinstance(entry.outcome, Failure):
                 self.failures[entry.config] = entry.outcome
                 self.plan.fail(entry.config)
-            elif current is not None and current.config.digest == entry.config:
+            elif step is not None and step.config.digest == entry.config:
                 self._step(entry.config, entry.outcome.samples[0])
             else:  # it went another way, which this one does not take
-                return
+                break
             self._noted += 1
+        self._journal, self._head = journal, head
+        for quarantined, _ in reversed(everyone):  # the lowest rank's counts
+            for digest, failure in quarantined.items():
+                self.fail(digest, failure)
 
     def trying(self, digest: str) -> None:
         """It may end this process."""
         if self._journal is not None and not self.launches[digest]:
             self._journal.trying(digest)
             self._trying = digest
-
-    def _is_warming(self, digest: str) -> bool:
-        step = self.plan.current
-        return step is not None and step.config.digest == digest and not step.timed
 
     def _step(self, digest: str, milliseconds: float) -> None:
         self.launches[digest] += 1
@@ -535,7 +543,7 @@ def _begun(
         key, frozen = context.key, meeting.frozen
         raise messages.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
     if meeting.capturing:
-        context.use_once(own.live[kept[0].digest])
+        context.winner, context.provisional = own.live[kept[0].digest], True
         warn(
             f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
             "config is used. Call the function once before.",
@@ -547,7 +555,7 @@ def _begun(
     if len(kept) == 1:
         context.use(own.live[kept[0].digest])  # nothing to choose from
     elif context.can_persist:
-        _resume(context, fingerprint, found.record, parts, messages, call)
+        context.resume(found.record, parts, messages, call)
     reason = "told to tune always" if leader.always_tune else found.where
     ranks = parts.ranks.size
     parts.log.say(
@@ -555,29 +563,6 @@ def _begun(
         f"{ranks} rank{'' if ranks == 1 else 's'}"
     )
     return context
-
-
-def _resume(
-    context: Context,
-    fingerprint: Fingerprint,
-    record: TuningRecord | None,
-    parts: ContextualParts,
-    messages: Messages,
-    call: int,
-) -> None:
-    """Go on where an interrupted tuning of the same was, without the configs that some rank got
-    stuck in. Ranks on other hosts may have cache folders of their own."""
-    head = journal_head(context.key, fingerprint, head_of(context.candidates))
-    journal = parts.journal(context.key)
-    stuck, entries = dict(journal.quarantined(head)), list[Entry]()
-    if parts.ranks.is_leader:
-        entries = list(journal.begin(head, None if record is None else record.digest))
-    told = messages.gather(Situation(f"call {call}: journal of {context.name}"), (stuck, entries))
-    context.resume(next((leaders for _, leaders in told if leaders), []))
-    context.keep(journal, head)
-    for quarantined, _ in reversed(told):  # the lowest rank's counts
-        for digest, failure in quarantined.items():
-            context.fail(digest, failure)
 
 
 def _with_text(value: object) -> object:

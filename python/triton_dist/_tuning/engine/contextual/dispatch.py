@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from threading import get_ident
 from typing import Any
 
@@ -24,9 +24,8 @@ from triton_dist._tuning.engine.contextual.interception import (
 )
 from triton_dist._tuning.engine.contextual.launch import Launch, Undo
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
-from triton_dist._tuning.engine.decorated import Decorated
+from triton_dist._tuning.engine.decorated import Decorated, told
 from triton_dist._tuning.protocols import RandomState, RankGroup
-from triton_dist._tuning.values.show import said
 from triton_dist._warn import called_by_users, held_warnings
 from triton_dist.errors import TritonDistError
 
@@ -166,25 +165,13 @@ class ContextualAutoTuner(Decorated):
         if world is not self._chosen_in:  # those ranks agreed on it, and may be gone
             self.clear()
             self._chosen_in = world
-        with self._told():
+        with told(self._name, self._ranks):
             parts = self._compose()
         random_state = parts.random_state(values)
         return Session(self._name, self._contexts, parts, self._interception, random_state)
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Context manager that reports an exception of its block to all ranks, such as that of a
-        variable which is set on this rank only."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(TritonDistError):
-                about = self._ranks().converse(self._name)
-                about.leave(said(error), refused=isinstance(error, Exception))
-            raise
-
     def _is_off(self) -> bool:
-        with self._told():
+        with told(self._name, self._ranks):  # such as a variable that is set on this rank only
             return self._is_off_now()
 
     def _settle(self, session: Session | Defaults) -> None:
