@@ -303,6 +303,8 @@ class Attempts:
             for args, kwargs in self._sampled:
                 function(*args, **kwargs, **chosen)
 
+        run: Callable[[], Any] = run_all
+
         def capture() -> None:
             nonlocal run
             self._user(at, self._reset)
@@ -314,7 +316,6 @@ class Attempts:
             taken = self._sampler.sample(at, run, request.samples, self._reset)
             return [round(each / len(self._sampled), 6) for each in taken]
 
-        run: Callable[[], Any] = run_all
         if policy.timing == "graph":
             # Voted on its own: no rank replays what another could not capture.
             at = Situation(f"capture {label}", config)
