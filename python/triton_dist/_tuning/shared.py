@@ -23,7 +23,7 @@ from triton_dist._tuning.store import (
     PackStore,
     ReadOnlyStore,
 )
-from triton_dist._tuning.values import Fingerprint, Key, Policy
+from triton_dist._tuning.values import Fingerprint, Policy
 from triton_dist._warn import warn
 from triton_dist.errors import TuningWarning
 from triton_dist.runtime import marking
@@ -61,20 +61,10 @@ def is_off() -> bool:
     return not (_regions or knobs.autotune.get())
 
 
-def is_frozen() -> bool:
-    """True where tuning is forbidden."""
-    return not _regions and knobs.autotune_frozen.get()
-
-
 # A trial that waits for its backward pass is paused by what tunes there.
 watchdog.around = InheritedValue("triton_dist.watches")
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 """By ranks, as long as these live."""
-
-
-def gate_of(ranks: RankGroup) -> Gate:
-    """The gate of a group. Ranks that are alone share one: they share a device too."""
-    return _gates.setdefault(ranks if ranks.size > 1 else Gate, Gate())
 
 
 def hardware_of(device: Device, ranks: RankGroup) -> str:
@@ -118,7 +108,7 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         settings=Settings(
             policy=policy,
             always_tune=knobs.autotune_always_tune.get(),
-            frozen=is_frozen(),
+            frozen=not _regions and knobs.autotune_frozen.get(),
             strict=knobs.autotune_version_check.get(),
             verbose=verbose or knobs.autotune_print.get(),
             seconds=seconds,
@@ -130,11 +120,12 @@ def common_parts(policy: Policy, ranks: RankGroup, verbose: bool, *stores: Store
         ranks=ranks,
         hardware=hardware_of(device, ranks),
         store=LayeredStore([*stores[:1], files, *folders, *stores[1:]]),
-        journal=functools.partial(_journal_of, files),
+        journal=lambda key: FileJournal(files.path(key).with_suffix(".journal"), key.module),
         # Ranks wait for one another for so long: a wait in a kernel must end before.
         quiet=functools.partial(_trials, device, ranks, seconds / 2),
         settling=functools.partial(settling, device, seconds),
-        gate=gate_of(ranks).turn,
+        # Ranks that are alone share one: they share a device too.
+        gate=_gates.setdefault(ranks if ranks.size > 1 else Gate, Gate()).turn,
         compiler=CompilePool if device.name == "cuda" else None,
         random_state=RandomState,
     )
@@ -157,11 +148,6 @@ def _warn_of_shared_gpus(ranks: int) -> None:
         "little. Its records are kept apart from those of one rank per GPU.",
         TuningWarning,
     )
-
-
-def _journal_of(files: FileStore, key: Key) -> FileJournal:
-    """Beside the record of ``key``."""
-    return FileJournal(files.path(key).with_suffix(".journal"), key.module)
 
 
 def fingerprint_of(

@@ -388,10 +388,10 @@ class AutoTuner(Decorated):
         """The keywords that are not to be chosen, if that is allowed."""
         self._names = self.config_space.names
         fixed = {name: value for name, value in kwargs.items() if name in self._names}
-        for name, value in fixed.items():
-            if not allowed:
-                wanted = "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True"
-                raise InvalidArgument(self._name, f"keyword {name}", value, wanted)
+        if fixed and not allowed:
+            name, value = next(iter(fixed.items()))
+            wanted = "no value: the tuner chooses it, unless autotune_allow_arg_overwrite=True"
+            raise InvalidArgument(self._name, f"keyword {name}", value, wanted)
         if fixed:
             given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
             rest = "what the tuner would choose; the rest is tuned for it"

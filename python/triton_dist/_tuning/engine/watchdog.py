@@ -51,11 +51,6 @@ class Watch:
     pauses: int = 0
     """Threads, this one or those that it waits for, that are in the tuner's own code."""
 
-    @property
-    def is_running(self) -> bool:
-        """True between ``begin`` and ``end``, paused or not."""
-        return self.pauses > 0 or self.due != math.inf
-
     def begin(self) -> None:
         """Time runs from now. No lock: these two are called in the middle of what is timed."""
         self.due = self.now() + self.seconds
@@ -147,7 +142,8 @@ class Watchdog:
         """Within, this thread is in the tuner's own code, which bounds its waits itself: a tuned
         function that is tried calls one that is not tuned yet. Afterwards time starts anew."""
         with self._changed:
-            running = [each for each in self.around.get() or () if each.is_running]
+            watches: tuple[Watch, ...] = self.around.get() or ()
+            running = [each for each in watches if each.pauses or each.due != math.inf]
             for watch in running:
                 watch.pauses += 1
                 watch.end()
