@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from triton_dist._tuning.engine.channel import Conversation, Situation
 from triton_dist._tuning.protocols import Compiler
@@ -28,7 +27,7 @@ class Needs:
 
 
 class CompileAhead:
-    """A context manager around the candidates: what is not compiled at its end never will be.
+    """Compiles kernels of the candidates until it is closed; what is left then is not compiled.
 
     Args:
         prepare: compiles a candidate, launching nothing; ``None``: there is no such thing, and
@@ -94,17 +93,6 @@ class CompileAhead:
     def _kernels(self, config: Config) -> list[str]:
         """Kernels that some rank misses for it."""
         return self._needed.get(config.digest, [])
-
-    def __enter__(self) -> CompileAhead:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Idempotent."""

@@ -381,8 +381,7 @@ class Attempts:
         milliseconds = [] if timer is None else [round(timer.milliseconds(), 6)]
         if check is None:
             return milliseconds
-        if self._reference is None:
-            self._reference = (copy.deepcopy(output),)
+        self._reference = self._reference or (copy.deepcopy(output),)
         reference = self._reference[0]
         try:
             verdict = self._user(at, lambda: check(output, reference))

@@ -7,7 +7,7 @@ ranks at the same place, whatever happened on one of them before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -327,7 +327,7 @@ class _FirstCall:
             search = parts.search(field.candidates, policy, self._incumbent)
         prepared = prepare and (lambda c: prepare(*call.args, **call.kwargs, **c.arguments()))
         ahead = CompileAhead(prepared, parts.compiler, parts.settings.compile_seconds, ranks)
-        with parts.settling() as settle, ahead, ExitStack() as scope:
+        with parts.settling() as settle, closing(ahead), ExitStack() as scope:
             is_only = policy.most_tried(len(field.candidates)) == 1
             attempts = Attempts(
                 self._subject, parts, call, ranks, ahead, settle, restorer, sampled, is_only

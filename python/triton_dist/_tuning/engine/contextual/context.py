@@ -158,7 +158,12 @@ class Context:
         self.launches: Counter[str] = Counter()
         """Number of launches of each config as a step, by digest."""
         self.record: TuningRecord | None = None
+        # Known once the ranks have met, if the context has to be tuned.
+        self.fingerprint: Fingerprint
+        self.plan: Plan
+        self.warmup = 0
         self.candidates: Sequence[Config] = ()
+        self.pruned: Sequence[tuple[Config, str]] = ()
         self._journal: Journal | None = None
         self._head: codec.Tree = {}
         self._noted = 0
@@ -169,17 +174,6 @@ class Context:
     def can_persist(self) -> bool:
         """True if the key means the same in another process."""
         return _ADDRESS not in self.key.text
-
-    def begin(
-        self,
-        candidates: Sequence[Config],
-        pruned: Sequence[tuple[Config, str]],
-        fingerprint: Fingerprint,
-        plan: Plan,
-        warmup: int,
-    ) -> None:
-        self.candidates, self.plan = candidates, plan
-        self._pruned, self._fingerprint, self._warmup = pruned, fingerprint, warmup
 
     def use(self, winner: Any) -> None:
         """From now on launches take ``winner``, in this function and outside of it."""
@@ -204,7 +198,7 @@ class Context:
         Args:
             record: the record that is replaced.
         """
-        head = journal_head(self.key, self._fingerprint, head_of(self.candidates))
+        head = journal_head(self.key, self.fingerprint, head_of(self.candidates))
         journal = parts.journal(self.key)
         stuck, entries = dict(journal.quarantined(head)), list[Entry]()
         if parts.ranks.is_leader:
@@ -293,9 +287,9 @@ class Context:
             NoValidConfig: every config failed; holds each cause.
         """
         trials = [Trial.of(c, self._outcome(c.digest, reduction)) for c in self.candidates]
-        trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self._pruned]
+        trials += [Trial.of(c, Failure("pruned", reason)) for c, reason in self.pruned]
         seconds = time.monotonic() - self._began
-        self.record = TuningRecord(self.key, self._fingerprint, tuple(trials), timestamp(), seconds)
+        self.record = TuningRecord(self.key, self.fingerprint, tuple(trials), timestamp(), seconds)
         self.use(self.live[self.record.best.digest])
         self.tuned = True
         if self._journal is not None:
@@ -306,7 +300,7 @@ class Context:
         failure = self.failures.get(digest)
         if failure is not None:
             return failure
-        return Measurement(tuple(self.plan.samples[digest]), self._warmup, reduction)
+        return Measurement(tuple(self.plan.samples[digest]), self.warmup, reduction)
 
     def publish(self) -> None:
         """Leave what Triton's own tuning leaves: timings on the kernel, in its disk cache, for a
@@ -342,25 +336,6 @@ class Context:
                 f"best config selected: {self.winner};",
                 flush=True,
             )
-
-
-class _NotCached(Exception):
-    pass
-
-
-def triton_disk_winner(tuner: Any, key: tuple[Any, ...], candidates: list[Any]) -> Any:
-    """The config in the kernel's own ``cache_results`` on disk for ``key``, or ``None``."""
-
-    def not_cached() -> None:
-        raise _NotCached
-
-    if not tuner.cache_results or keeps_own_table(tuner):
-        return None
-    try:
-        tuner.check_disk_cache(key, candidates, not_cached)
-    except _NotCached:
-        return None
-    return tuner.cache.pop(key)
 
 
 T = TypeVar("T")
@@ -460,7 +435,6 @@ def open_context(
         (f"the pruning of {context.name}", own.failure_text),
         (f"the configs of {context.name}", f"{len(own.space)} configs, digest {own.space.digest}"),
     ]
-    kept = [config.digest for config in own.kept]
     arrival = Arrival(
         compared,
         fingerprint,
@@ -468,14 +442,55 @@ def open_context(
         always_tune=parts.settings.always_tune,
         frozen=parts.settings.frozen,
         capturing=parts.device.is_capturing(),
-        kept=kept,
+        kept=[config.digest for config in own.kept],
     )
     arrivals = messages.gather(Situation(f"call {call}: launch of {context.name}"), arrival)
     if own.failure is not None:
         raise messages.lose(own.take_failure())
     meeting = Meeting(messages, context.name, arrivals)
     context.key = key.under(meeting.fingerprint)
-    return _begun(context, own, meeting, found, parts, messages, call)
+    if meeting.winner is not None:
+        context.use(own.live[meeting.winner])
+        context.recorded = f"config {shown(context.winner)} of the tuning record {found.where}"
+        parts.log.say(f"{context.name}: known, {shown(context.winner)}")
+        return context
+    leader, policy = meeting.leader, parts.settings.policy
+    kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
+    if len(kept) < len(leader.kept):
+        raise LookupError(f"{context.name}: the leader's pruning made configs that this rank lacks")
+    pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
+    if not kept:
+        causes = {str(config): reason for config, reason in pruned}
+        raise messages.lose(NoValidConfig(context.name, context.key, causes))
+    if meeting.frozen and len(kept) > 1:
+        key, frozen = context.key, meeting.frozen
+        raise messages.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
+    if meeting.capturing:
+        context.winner, context.provisional = own.live[kept[0].digest], True
+        warn(
+            f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
+            "config is used. Call the function once before.",
+            TuningWarning,
+        )
+        return context
+    context.candidates, context.pruned, context.fingerprint = kept, pruned, meeting.fingerprint
+    context.plan = parts.plan(kept, policy.warmup, policy.repeat)
+    context.warmup = policy.warmup
+    if len(kept) == 1:
+        context.use(own.live[kept[0].digest])  # nothing to choose from
+    elif context.can_persist:
+        context.resume(found.record, parts, messages, call)
+    reason = "told to tune always" if leader.always_tune else found.where
+    ranks = parts.ranks.size
+    parts.log.say(
+        f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
+        f"{ranks} rank{'' if ranks == 1 else 's'}"
+    )
+    return context
+
+
+class _NotCached(Exception):
+    pass
 
 
 class _Own:
@@ -510,59 +525,22 @@ class _Own:
         return "done" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
 
     def winner_on_disk(self, triton_key: tuple[Any, ...]) -> str | None:
-        """Digest of the winner in the kernel's own ``cache_results``."""
-        kept = [self.live[config.digest] for config in self.kept]
-        winner = triton_disk_winner(self._tuner, triton_key, kept)
-        digest = None if winner is None else as_config(winner).digest
+        """Return the digest of the winner in the kernel's own ``cache_results``, if there is
+        one."""
+        tuner = self._tuner
+        if not tuner.cache_results or keeps_own_table(tuner):
+            return None
+
+        def not_cached() -> None:
+            raise _NotCached
+
+        try:
+            live = [self.live[config.digest] for config in self.kept]
+            tuner.check_disk_cache(triton_key, live, not_cached)
+        except _NotCached:
+            return None
+        digest = as_config(tuner.cache.pop(triton_key)).digest
         return digest if digest in self.live else None
-
-
-def _begun(
-    context: Context,
-    own: _Own,
-    meeting: Meeting,
-    found: OwnRecord,
-    parts: ContextualParts,
-    messages: Messages,
-    call: int,
-) -> Context:
-    if meeting.winner is not None:
-        context.use(own.live[meeting.winner])
-        context.recorded = f"config {shown(context.winner)} of the tuning record {found.where}"
-        parts.log.say(f"{context.name}: known, {shown(context.winner)}")
-        return context
-    leader, fingerprint, policy = meeting.leader, meeting.fingerprint, parts.settings.policy
-    kept = [own.configs[digest] for digest in leader.kept if digest in own.configs]
-    if len(kept) < len(leader.kept):
-        raise LookupError(f"{context.name}: the leader's pruning made configs that this rank lacks")
-    pruned = [(c, "pruned by the kernel") for c in own.space if c.digest not in leader.kept]
-    if not kept:
-        causes = {str(config): reason for config, reason in pruned}
-        raise messages.lose(NoValidConfig(context.name, context.key, causes))
-    if meeting.frozen and len(kept) > 1:
-        key, frozen = context.key, meeting.frozen
-        raise messages.lose(TuningFrozen(key.full_name, key, key.hardware, found.where, frozen))
-    if meeting.capturing:
-        context.winner, context.provisional = own.live[kept[0].digest], True
-        warn(
-            f"{context.name}: not tuned yet, and cannot be during CUDA-graph capture; its first "
-            "config is used. Call the function once before.",
-            TuningWarning,
-        )
-        return context
-    plan = parts.plan(kept, policy.warmup, policy.repeat)
-    context.begin(kept, pruned, fingerprint, plan, policy.warmup)
-    if len(kept) == 1:
-        context.use(own.live[kept[0].digest])  # nothing to choose from
-    elif context.can_persist:
-        context.resume(found.record, parts, messages, call)
-    reason = "told to tune always" if leader.always_tune else found.where
-    ranks = parts.ranks.size
-    parts.log.say(
-        f"{context.name}: {reason}; tuning {len(kept)} configs ({len(pruned)} pruned) on "
-        f"{ranks} rank{'' if ranks == 1 else 's'}"
-    )
-    return context
 
 
 def _with_text(value: object) -> object:
