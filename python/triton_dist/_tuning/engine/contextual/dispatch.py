@@ -22,7 +22,7 @@ from triton_dist._tuning.engine.contextual.interception import (
     Interception,
     Watch,
 )
-from triton_dist._tuning.engine.contextual.launch import Launch, Undo
+from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.contextual.session import Contexts, Session
 from triton_dist._tuning.engine.decorated import Decorated, told
 from triton_dist._tuning.protocols import RandomState, RankGroup
@@ -195,7 +195,7 @@ class ContextualAutoTuner(Decorated):
         context = self._contexts.get((tuner, triton_key(tuner, args, kwargs)))
         if context is None or context.winner is None:
             return NOT_KNOWN
-        return Launch(tuner, args, kwargs, Undo()).known(context.winner)
+        return Launch(tuner, args, kwargs, ExitStack()).known(context.winner)
 
     @held_warnings()
     def _continue(

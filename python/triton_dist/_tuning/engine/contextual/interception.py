@@ -17,11 +17,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from triton.runtime.autotuner import Autotuner, Config
 
-from triton_dist._tuning.engine.contextual.launch import Launch, Leads, OwnRuns, Run, Undo, leads
+from triton_dist._tuning.engine.contextual.launch import Launch, Leads, OwnRuns, Run, leads
 from triton_dist._tuning.protocols import RandomState
 
 _TRITONS_RUN = Autotuner.run.__code__
@@ -313,7 +314,7 @@ class Defaults:
         self._interception.end(self)
 
     def launch(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return Launch(tuner, args, kwargs, Undo()).known(tuner.configs[0])
+        return Launch(tuner, args, kwargs, ExitStack()).known(tuner.configs[0])
 
     def run(self, call: Callable[[], Any]) -> Any:
         return call()

@@ -14,6 +14,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner
@@ -148,33 +149,15 @@ def _subclasses(kind: type[Autotuner]) -> Iterator[type[Autotuner]]:
         yield from _subclasses(each)
 
 
-class Undo:
-    """Steps to undo before the function is called again, the last first."""
-
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], object]] = []
-
-    def add(self, step: Callable[[], object]) -> None:
-        self._steps.append(step)
-
-    def restore_later(self, tensor: Any) -> None:
-        if tensor is not None:
-            copy = elements(tensor).clone()
-            self.add(lambda: elements(tensor).copy_(copy))
-
-    def undo(self) -> None:
-        while self._steps:
-            self._steps.pop()()
-
-    def forget(self) -> None:
-        self._steps.clear()
-
-
 class Launch:
-    """The launch ``tuner.run(*args, **kwargs)``, for any config."""
+    """The launch ``tuner.run(*args, **kwargs)``, for any config.
+
+    Args:
+        undo: gets the steps that undo the launch, before the function is called again.
+    """
 
     def __init__(
-        self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], undo: Undo
+        self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack
     ) -> None:
         self._tuner, self._args, self._kwargs, self._undo = tuner, args, kwargs, undo
         self._nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -219,7 +202,7 @@ class Launch:
             raise
         timer.stop()
         if tuner.user_defined_post_hook:
-            self._undo.add(lambda: tuner.post_hook(arguments, exception=None))
+            self._undo.callback(tuner.post_hook, arguments, exception=None)
         return result
 
     def tuned(self, config: Any) -> Any:
@@ -262,5 +245,10 @@ class Launch:
                 arguments[name].zero_()
 
     def _restore_later(self, arguments: dict[str, Any], names: list[str]) -> None:
-        for name in names:
-            self._undo.restore_later(arguments.get(name))
+        for tensor in map(arguments.get, names):
+            if tensor is not None:
+                self._undo.callback(_restore, tensor, elements(tensor).clone())
+
+
+def _restore(tensor: Any, copy: Any) -> None:
+    elements(tensor).copy_(copy)

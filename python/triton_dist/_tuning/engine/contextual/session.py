@@ -175,21 +175,18 @@ class Session:
         if self._messages.lost is not None:  # and the function has swallowed it
             raise self._messages.lost
         turn = self._turn
+        ending = Situation(f"end of call {turn.number}")
         try:
             self._settle()
             turn.read_timers()
-        except WaitTimeout as error:
-            self.fail_call(error)
-            raise
-        except TimeoutError as error:
-            at, how = Situation(f"end of call {turn.number}"), "its device has not finished"
-            raise self._messages.lose(self._messages.stuck(at, self._limit, how)) from error
         except Exception as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
+                how = "its device has not finished"
+                raise self._messages.lose(self._messages.stuck(ending, self._limit, how)) from error
             self.fail_call(error)
             raise
-        ending = Situation(f"end of call {turn.number}")
         everyone = self._messages.gather(ending, list(turn.steps.values()))
-        positions = [[stepped.position() for stepped in steps] for steps in everyone]
+        positions = [[(s.context, s.digest, s.iteration) for s in steps] for steps in everyone]
         if any(each != positions[0] for each in positions):
             named = [
                 [f"{each.context} iter {each.iteration}" for each in steps] for steps in everyone
@@ -215,7 +212,7 @@ class Session:
             if context.plan.current is None:
                 self._finish(context)
         if not turn.steps or self._goes_nowhere():
-            turn.undo.forget()
+            turn.undo.pop_all()  # the last call stays as it is
             if turn.number:
                 tuned = [context for context in self._contexts.values() if context.record]
                 self._parts.log.say(summary(tuned, self.calls, time.monotonic() - self._began))
@@ -282,7 +279,7 @@ class Session:
 
     def _undo(self) -> None:
         with self._parts.no_grad():
-            self._turn.undo.undo()
+            self._turn.undo.close()
 
     @property
     def _reduction(self) -> Reduction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from triton_dist._tuning.engine.contextual.context import (
     jit_function,
     shown,
 )
-from triton_dist._tuning.engine.contextual.launch import Launch, Undo
+from triton_dist._tuning.engine.contextual.launch import Launch
 from triton_dist._tuning.engine.trial import failure_of
 from triton_dist._tuning.engine.watchdog import watchdog
 from triton_dist._tuning.protocols import Timer
@@ -41,16 +42,13 @@ class Stepped:
     """Configs that failed here: this one, and what was tried in its place."""
     milliseconds: float = 0.0
 
-    def position(self) -> tuple[str, str, int]:
-        """The part that must be the same on all ranks."""
-        return self.context, self.digest, self.iteration
-
 
 class Turn:
     """The call with this number.
 
     Attributes:
         steps: of the kernels that are being tuned, in order of their launch.
+        undo: steps to take before the function is called again.
         opened: whether a kernel came with a key that was new.
         exhausted: raised here, because every config of some kernel failed on this rank.
     """
@@ -68,7 +66,7 @@ class Turn:
         self._used: dict[Context, Config] = {}
         self._timers: dict[Context, Timer] = {}
         self._compiling: tuple[Context, Config] | None = None
-        self.undo = Undo()
+        self.undo = ExitStack()
         self.opened = False
         self.exhausted: NoValidConfig | None = None
 
