@@ -122,19 +122,16 @@ class Field:
         carried: str = "",
     ) -> None:
         self._space, self.candidates, self.pruned, self.carried = space, candidates, pruned, carried
-        self._labels: dict[str, str] = {}
-        if not isinstance(candidates, Unlisted):
-            total = len(candidates)
-            for place, config in enumerate(candidates, start=1):
-                self._labels[config.digest] = f"{place}/{total}"
+        listed = () if isinstance(candidates, Unlisted) else candidates
+        self._labels = {
+            config.digest: f"{place}/{len(listed)}" for place, config in enumerate(listed, start=1)
+        }
 
     def label(self, config: Config, policy: Policy) -> str:
         """The place of ``config`` among the candidates; of those that are not listed, among those
         that are tried."""
-        if config.digest not in self._labels:
-            place = f"{len(self._labels) + 1}/{policy.most_tried(len(self.candidates))}"
-            self._labels[config.digest] = place
-        return self._labels[config.digest]
+        place = f"{len(self._labels) + 1}/{policy.most_tried(len(self.candidates))}"
+        return self._labels.setdefault(config.digest, place)
 
     def shown(self, policy: Policy) -> str:
         """The number of candidates in words."""

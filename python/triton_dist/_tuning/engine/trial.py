@@ -273,18 +273,23 @@ class Attempts:
 
     def _prepare(self, config: Config, label: str) -> None:
         """Compile, and launch nothing."""
-        prepare, limit = self._subject.hooks.prepare, self._parts.settings.compile_seconds
+        prepare, call = self._subject.hooks.prepare, self._call
         if self._ahead.is_needed(config):
             at = Situation(f"compile {label}", config)
-            wait = functools.partial(self._ahead.wait, config)
-            self._vote(at, "compile", functools.partial(self._user, at, wait, limit), limit)
+            self._compile(at, functools.partial(self._ahead.wait, config))
             self._ahead.is_done(config)
         if prepare is not None:
-            call, at = self._call, Situation(f"prepare {label}", config)
-            compile_only = functools.partial(
-                prepare, *call.args, **call.kwargs, **config.arguments()
-            )
-            self._vote(at, "compile", functools.partial(self._user, at, compile_only, limit), limit)
+            at, chosen = Situation(f"prepare {label}", config), config.arguments()
+            self._compile(at, functools.partial(prepare, *call.args, **call.kwargs, **chosen))
+
+    def _compile(self, at: Situation, step: Callable[[], object]) -> None:
+        """Take ``step``, whose result does not count."""
+        limit = self._parts.settings.compile_seconds
+
+        def watched() -> None:
+            self._user(at, step, limit)
+
+        self._vote(at, "compile", watched, limit)
 
     def _first_run_of(self, config: Config, label: str) -> Measurement | None:
         """Run once; return ``None`` if the config has to be measured now."""

@@ -126,7 +126,7 @@ class Interception:
                 self._own_runs.restore()
                 self._own_runs.look()  # the function may have imported some
                 if self._watches:
-                    self._own_runs.replace_pruning()
+                    self._own_runs.replace(only_pruning=True)
 
     def watch(self, watch: Watch) -> None:
         """Begin a call of a settled function. Without a lock, which would cost more than all else
@@ -134,17 +134,17 @@ class Interception:
         self._watches.append(watch)
         Autotuner.prune_configs = self._seen_prune
         if self._own_runs.pruning:
-            self._own_runs.replace_pruning()
+            self._own_runs.replace(only_pruning=True)
 
     def unwatch(self, watch: Watch) -> None:
         self._watches.remove(watch)
         if not self._watches:
             Autotuner.prune_configs = self._prune
             if self._own_runs.pruning and not self.sessions:
-                self._own_runs.restore_pruning()
+                self._own_runs.restore(only_pruning=True)
             if self._watches:  # another thread came in between
                 Autotuner.prune_configs = self._seen_prune
-                self._own_runs.replace_pruning()
+                self._own_runs.replace(only_pruning=True)
 
     def forget(self) -> None:
         """In the child of a fork: only what this thread is in goes on."""

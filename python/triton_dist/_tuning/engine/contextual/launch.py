@@ -94,7 +94,7 @@ class OwnRuns:
         self._replace = replace
         self._classes: dict[type[Autotuner], tuple[Run, Run]] = {}
         """Their own, and what takes its place."""
-        self.pruning: list[tuple[type[Autotuner], Run, Run]] = []
+        self.pruning: dict[type[Autotuner], tuple[Run, Run]] = {}
         """Those whose own comes to Triton's pruning: not seen otherwise, in a settled function."""
         self._warned: set[type[Autotuner]] = set()
 
@@ -105,26 +105,17 @@ class OwnRuns:
             if own is not None and self._classes.get(kind, (None,))[0] is not own:
                 replacement = functools.wraps(own)(self._replace(kind, own))
                 self._classes[kind] = own, replacement
-        self.pruning = [
-            (kind, own, replacement)
-            for kind, (own, replacement) in self._classes.items()
-            if leads(kind) is Leads.TO_PRUNING
-        ]
+        self.pruning = {
+            kind: runs for kind, runs in self._classes.items() if leads(kind) is Leads.TO_PRUNING
+        }
 
-    def replace(self) -> None:
-        for kind, (_, replacement) in self._classes.items():
+    def replace(self, only_pruning: bool = False) -> None:
+        """``only_pruning``: only the classes in ``pruning``."""
+        for kind, (_, replacement) in (self.pruning if only_pruning else self._classes).items():
             kind.run = replacement
 
-    def replace_pruning(self) -> None:
-        for kind, _, replacement in self.pruning:
-            kind.run = replacement
-
-    def restore_pruning(self) -> None:
-        for kind, own, _ in self.pruning:
-            kind.run = own
-
-    def restore(self) -> None:
-        for kind, (own, _) in self._classes.items():
+    def restore(self, only_pruning: bool = False) -> None:
+        for kind, (own, _) in (self.pruning if only_pruning else self._classes).items():
             kind.run = own
 
     def warn(self, tuner: Any) -> None:
