@@ -201,9 +201,8 @@ class Conversation:
         values, because = self._ranks.others()
         known = dict(because)
         for rank, value in values.items():
-            failure = value if isinstance(value, Failure) else getattr(value, "failure", None)
-            if failure is not None:
-                known[rank] = f"failed: {failure.message}"
+            if isinstance(value, Failure):
+                known[rank] = f"failed: {value.message}"
         return {self.named(rank): why for rank, why in sorted(known.items())}
 
     def _say(self, at: Situation, message: Callable[[], T]) -> T:

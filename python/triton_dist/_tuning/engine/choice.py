@@ -103,9 +103,19 @@ _FAILED_PASS = "PassManager::run failed"
 """Triton's text, in a plain ``RuntimeError``, for a compiler pass that failed."""
 
 
-@dataclass(frozen=True)
-class FirstUse:
-    """The first call of this process with the winner of a record.
+def use_first(
+    call: Callable[[], Any],
+    ranks: Conversation,
+    source: str,
+    remedy: str,
+    votes: bool,
+    restores: bool,
+    random_state: RandomState,
+) -> tuple[Any, str]:
+    """Make the first call of this process with the winner of a record.
+
+    Return its result and an empty text. If the config is unusable on some rank, rewind the
+    generators and return the reason on every rank, so that all ranks tune again.
 
     Args:
         ranks: the conversation in which all ranks agreed on the record.
@@ -114,56 +124,41 @@ class FirstUse:
         votes: every rank calls the function now, and may tune.
         restores: the function changes its arguments, so a rank that ran it cannot repeat it.
         random_state: of the generators before the call.
+
+    Raises:
+        Exception: of ``call``, with a note.
     """
 
-    ranks: Conversation
-    source: str
-    remedy: str
-    votes: bool
-    restores: bool
-    random_state: RandomState
-
-    def run(self, call: Callable[[], Any]) -> tuple[Any, str]:
-        """Return the result of ``call`` and an empty text. If the config is unusable on some rank,
-        return on every rank why, so that all ranks tune again.
-
-        Raises:
-            Exception: of ``call``, with a note.
-        """
-        try:
-            result = call()
-        except Exception as error:
-            why = self._agreed(said(error) if is_unusable(error) else None)
-            if why:
-                return None, why
-            if not isinstance(error, _REFUSALS):
-                add_note(error, f"triton_dist: {self.source} was used. {self.remedy}")
-            raise
-        except BaseException as error:  # the others must not wait for this rank
-            self.ranks.leave(error)
-            raise
-        return result, self._agreed("")
-
-    def _agreed(self, failure: str | None) -> str:
-        """Tell the other ranks how the call ended here. Return why all ranks tune again, with the
-        generators as they were before the call; or an empty text.
-
-        Args:
-            failure: empty if the call returned; ``None`` for an exception that no tuning mends.
-        """
-        if not self.votes:
+    def reason_to_tune(failure: str | None) -> str:
+        """Send the other ranks ``failure``: empty if the call returned, ``None`` for an exception
+        that no tuning mends. Return why all ranks tune again, or an empty text."""
+        if not votes:
             return ""
         try:
-            failures = self.ranks.gather(Situation("first use of a record"), failure)
+            failures = ranks.gather(Situation("first use of a record"), failure)
         except TuningTimeout:  # the call itself is over, and without that rank nothing is tuned
             return ""
-        if None in failures or (self.restores and "" in failures):
+        if None in failures or (restores and "" in failures):
             return ""
         for rank, text in enumerate(failures):
             if text:
-                self.random_state.rewind()
-                return f"{self.source} failed on rank {self.ranks.named(rank)}: {text}"
+                random_state.rewind()
+                return f"{source} failed on rank {ranks.named(rank)}: {text}"
         return ""
+
+    try:
+        result = call()
+    except Exception as error:
+        why = reason_to_tune(said(error) if is_unusable(error) else None)
+        if why:
+            return None, why
+        if not isinstance(error, _REFUSALS):
+            add_note(error, f"triton_dist: {source} was used. {remedy}")
+        raise
+    except BaseException as error:  # the others must not wait for this rank
+        ranks.leave(error)
+        raise
+    return result, reason_to_tune("")
 
 
 def is_unusable(error: Exception) -> bool:
@@ -194,8 +189,8 @@ class Choice:
     """It holds for later calls: measuring then would find nothing better."""
     span: Span | None = None
     """Configs by exact size, within the range of the key."""
-    first_use: FirstUse | None = None
-    """Set in the call that found a record."""
+    first_use: Callable[[Callable[[], Any]], tuple[Any, str]] | None = None
+    """:func:`use_first`, set in the call that found a record."""
     tuned: bool = False
     """It was tuned in this call."""
     advice: str = ""

@@ -214,7 +214,7 @@ class AutoTuner(Decorated):
             arguments = choice.config.arguments()
             if choice.first_use is not None:
                 whole = {**arguments, **kwargs}
-                result, unusable = choice.first_use.run(lambda: self.fn(*args, **whole))
+                result, unusable = choice.first_use(lambda: self.fn(*args, **whole))
                 if not unusable:
                     return result
                 choice = self._choose(args, kwargs, *options, True, unusable)

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from triton_dist._tuning.engine.channel import Conversation, Situation
@@ -166,14 +166,6 @@ class _Failed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
-
-
-@dataclass(frozen=True)
-class _Vote:
-    """Result of a step on one rank."""
-
-    failure: Failure | None
-    samples: tuple[float, ...] = ()
 
 
 class Attempts:
@@ -358,12 +350,12 @@ class Attempts:
                 traceback.clear_frames(error.__traceback__)  # they hold what the config allocated
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
         limit = self._parts.settings.seconds if after is None else after
-        votes = self._ranks.gather(at, _Vote(own, samples), limit)
-        failure = next((vote.failure for vote in votes if vote.failure is not None), None)
-        if failure is not None:
-            raise _Failed(failure)
-        self.by_rank = [vote.samples for vote in votes]
-        return tuple(map(max, zip(*(vote.samples for vote in votes), strict=True)))
+        votes: list[Failure | tuple[float, ...]] = self._ranks.gather(at, own or samples, limit)
+        for vote in votes:
+            if isinstance(vote, Failure):
+                raise _Failed(vote)
+        self.by_rank = [vote for vote in votes if not isinstance(vote, Failure)]
+        return tuple(map(max, zip(*self.by_rank, strict=True)))
 
     def _user(self, at: Situation, call: Callable[[], Any], seconds: float | None = None) -> Any:
         """Call the user's code under the watchdog's eyes."""

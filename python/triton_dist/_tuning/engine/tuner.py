@@ -6,6 +6,7 @@ ranks at the same place, whatever happened on one of them before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ from triton_dist._tuning.engine.agreement import (
 )
 from triton_dist._tuning.engine.candidates import Field, Pruning, Transfer
 from triton_dist._tuning.engine.channel import Conversation, Situation, timestamp
-from triton_dist._tuning.engine.choice import Choice, FirstUse
+from triton_dist._tuning.engine.choice import Choice, use_first
 from triton_dist._tuning.engine.compile_ahead import CompileAhead
 from triton_dist._tuning.engine.inputs import Restorer, sampled_calls
 from triton_dist._tuning.engine.parts import Call, Parts, Subject
@@ -138,8 +139,9 @@ class _FirstCall:
             is_used(record)
             report.cached(record, where, own.tolerated)
             config = self._winner(record)
-            first_use = FirstUse(
-                ranks,
+            first_use = functools.partial(
+                use_first,
+                ranks=ranks,
                 source=f"config {config} of the tuning record {where}",
                 remedy=(
                     f"To tune again: triton-dist clear {subject.origin.function}, or set "
