@@ -348,24 +348,15 @@ class Messages(Conversation):
 
     Args:
         suspect: which kernel is at which config now, if one is.
+
+    Attributes:
         limit: seconds for the function's current call.
     """
 
-    def __init__(
-        self,
-        parts: ContextualParts,
-        function: str,
-        suspect: Suspect,
-        limit: Callable[[], float],
-    ) -> None:
+    def __init__(self, parts: ContextualParts, function: str, suspect: Suspect) -> None:
         with watchdog.paused(), parts.gate():
             super().__init__(parts.ranks, function, parts.settings.seconds, parts.settings.grace)
-        self._suspect, self._call_limit = suspect, limit
-
-    @property
-    def limit(self) -> float:
-        """Seconds for the function's current call."""
-        return self._call_limit()
+        self._suspect, self.limit = suspect, parts.settings.compile_seconds
 
     def gather(self, at: Situation, value: T, after: float = 0.0) -> list[T]:
         """``after``: how long other ranks may take to come here; default: as long as the call."""

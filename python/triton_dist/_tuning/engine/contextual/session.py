@@ -67,11 +67,7 @@ class Session:
         self.random_state = random_state
         self._contexts, self._parts = contexts, parts
         self._interception = interception
-        self._limit = parts.settings.compile_seconds
-        """Seconds for the present call."""
-        self._messages = Messages(
-            parts, function, lambda: self._turn.suspect(), lambda: self._limit
-        )
+        self._messages = Messages(parts, function, lambda: self._turn.suspect())
         self._turn = self._next_turn(0)
         self._settle: Callable[[], None] = lambda: None
         self._scope = ExitStack()
@@ -117,7 +113,7 @@ class Session:
                 self._call_began = time.monotonic()
                 try:
                     at = Situation(f"call {self._turn.number}")
-                    with self._messages.user_code(at, self._limit):
+                    with self._messages.user_code(at, self._messages.limit):
                         result = call()
                 except Exception as error:
                     self.fail_call(error)
@@ -182,7 +178,9 @@ class Session:
         except Exception as error:
             if isinstance(error, TimeoutError) and not isinstance(error, WaitTimeout):
                 how = "its device has not finished"
-                raise self._messages.lose(self._messages.stuck(ending, self._limit, how)) from error
+                raise self._messages.lose(
+                    self._messages.stuck(ending, self._messages.limit, how)
+                ) from error
             self.fail_call(error)
             raise
         everyone = self._messages.gather(ending, list(turn.steps.values()))
@@ -288,7 +286,7 @@ class Session:
     def _next_turn(self, number: int) -> Turn:
         if number:
             took = time.monotonic() - self._call_began
-            self._limit = max(self._parts.settings.seconds, _SLOWER * took)
+            self._messages.limit = max(self._parts.settings.seconds, _SLOWER * took)
         return Turn(number, self._parts, self._messages, self._finish)
 
 
