@@ -56,12 +56,9 @@ class CompileAhead:
         if compiler is None or prepare is None:
             return
         at = Situation("list the kernels")
-        kernels: dict[str, list[str]] = {}
+        new = [config for config in candidates if config.digest not in self._needed]
         with self._ranks.user_code(at, self._seconds):
-            for config in candidates:
-                if config.digest in self._needed:
-                    continue
-                kernels[config.digest] = compiler.missing(functools.partial(prepare, config))
+            kernels = {c.digest: compiler.missing(functools.partial(prepare, c)) for c in new}
         own = Needs(compiler.cache, kernels)
         everyone = self._ranks.gather(at, own, self._seconds)
         for digest in kernels:

@@ -247,16 +247,16 @@ class AutoTuner(Decorated):
             return None
         if choice is None:
             return None
-        arguments = choice.of(self.sizes.values(key)).config.arguments()
         self._choices.new_keys.again(in_range)
-        self._keep(process_group, key, arguments)
-        return arguments
+        return self._keep(process_group, key, choice.of(self.sizes.values(key)))
 
-    def _keep(self, process_group: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Keep the arguments of later calls with this exact key."""
-        if self.key_argument:
-            arguments = {**arguments, self.key_argument: key}
-        self._choices.keep(process_group, key, arguments)
+    def _keep(self, process_group: Any, key: Any, choice: Choice) -> dict[str, Any]:
+        """Return the arguments of ``choice``, and keep them for later calls with this exact
+        key."""
+        arguments = choice.config.arguments()
+        named = {self.key_argument: key} if self.key_argument else {}
+        self._choices.keep(process_group, key, {**arguments, **named})
+        return arguments
 
     @held_warnings()
     def _choose(
@@ -295,7 +295,7 @@ class AutoTuner(Decorated):
                 found = known.of(sizes)
                 if not fixed:  # a second call, or its hit gave way to others
                     choices.new_keys.again(key)
-                    self._keep(process_group, exact, found.config.arguments())
+                    self._keep(process_group, exact, found)
                 return found
             parts = self._compose(process_group, verbose)
             if unusable:
@@ -326,7 +326,7 @@ class AutoTuner(Decorated):
                     choices.most_hits = self._surroundings.most_hits()
                     choices.ranges[process_group, key] = kept
                     if not (runs and known.tuned and choices.new_keys.waits(key)):
-                        self._keep(process_group, exact, known.of(sizes).config.arguments())
+                        self._keep(process_group, exact, known.of(sizes))
             advice = choices.new_keys.advice(self._name, self.sizes.rounding if self.sizes else ())
             if advice and parts.ranks.is_leader:
                 self._warnings.warn(advice, advice)

@@ -197,11 +197,11 @@ class Attempts:
         )
         self._reference: tuple[Any] | None = None
         self._first_measured: Config | None = None
+        """Also of an earlier start."""
         self.by_rank: Sequence[Sequence[float]] = ()
         """Samples of each rank in the last attempt; empty if it failed."""
         self._error: Exception | None = None
         """First exception of a config on this rank, while no config was measured."""
-        self._measured = False
 
     def take_error(self) -> Exception | None:
         """Return the first exception of a config on this rank, if none was measured, and drop it:
@@ -254,7 +254,7 @@ class Attempts:
                 has_run = True
                 voted = self._first_run_of(config, label) if is_new else None
                 measured = voted or self._measure(request, label)
-                self._measured, self._error = True, None
+                self._first_measured, self._error = self._first_measured or config, None
                 return measured
         except _Failed as failed:
             failure = failed.failure
@@ -345,7 +345,7 @@ class Attempts:
             if self._ranks.lost is not None:
                 raise
             own = failure_of(error, kind, int(self._ranks.named(self._ranks.rank)))
-            if self._error is None and not self._measured:
+            if self._error is None and self._first_measured is None:
                 self._error = error
                 traceback.clear_frames(error.__traceback__)  # they hold what the config allocated
             at = replace(at, remark=f"On this rank it failed: {own.message}.")
