@@ -44,6 +44,19 @@ def add_to(verbs: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     readonly_dirs = list(_told(knobs.autotune_readonly_dirs.get))
+    known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
+    shown = {}
+    for name, value in sorted(knobs.environment().items()):
+        if not (name in known or name in _LAUNCHERS or name.startswith(_PREFIXES)):
+            continue
+        shown[name] = value
+        if name in known:
+            try:
+                known[name].get()
+            except knobs.InvalidKnob as error:
+                shown[name] += f"  (wrong: {error})"
+        elif name.startswith(_OURS):
+            shown[name] += "  (nobody reads it: no such variable)"
     facts = {
         "versions": {
             "triton_dist": f"{triton_dist.__version__} in {Path(triton_dist.__file__).parent}",
@@ -54,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "device": _told(_device),
         "GPUs": _told(_gpus),
         "links": _told(lambda: _nvidia_smi("topo", "-m") if len(_gpus()) > 1 else []),
-        "variables": _variables(),
+        "variables": shown,
         "paths": {
             "cache": _path(knobs.cache_dir.get()),
             "read-only": [_path(folder) for folder in readonly_dirs],
@@ -114,23 +127,6 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         raise OSError(f"nvidia-smi {' '.join(arguments)}: {(done.stdout + done.stderr).strip()}")
     plain = _ESCAPES.sub("", done.stdout)  # it underlines headings, in a pipe too
     return [line.rstrip() for line in plain.splitlines() if line.strip()]
-
-
-def _variables() -> dict[str, str]:
-    known = {each.variable: each for each in vars(knobs).values() if isinstance(each, knobs.Knob)}
-    shown = {}
-    for name, value in sorted(knobs.environment().items()):
-        if not (name in known or name in _LAUNCHERS or name.startswith(_PREFIXES)):
-            continue
-        shown[name] = value
-        if name in known:
-            try:
-                known[name].get()
-            except knobs.InvalidKnob as error:
-                shown[name] += f"  (wrong: {error})"
-        elif name.startswith(_OURS):
-            shown[name] += "  (nobody reads it: no such variable)"
-    return shown
 
 
 def _path(path: Path) -> str:

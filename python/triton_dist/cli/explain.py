@@ -79,7 +79,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if module and arguments.imports and len(unknown) == len(found) > 0:
         raise NoSuchFunction(arguments.function, why, "Nothing was compared")
     if arguments.json:
-        print(json.dumps({"records": [_tree(each) for each in found], "why": why}, indent=2))
+        trees = [
+            {
+                **listing.tree_of(each.stored),
+                "used": each.verdict.used,
+                "reasons": each.verdict.reasons,
+                "accepted": each.verdict.accepted,
+            }
+            for each in found
+        ]
+        print(json.dumps({"records": trees, "why": why}, indent=2))
     elif not found:
         print(f"No record of {name} in {cache.folders()}.")
     else:
@@ -166,15 +175,6 @@ def _print(found: Sequence[_Explained], ranks: Mapping[str, str]) -> None:
         + f", {unknown} not compared" * bool(unknown)
         + f". Ranks: {group}."
     )
-
-
-def _tree(each: _Explained) -> dict[str, Any]:
-    return {
-        **listing.tree_of(each.stored),
-        "used": each.verdict.used,
-        "reasons": list(each.verdict.reasons),
-        "accepted": list(each.verdict.accepted),
-    }
 
 
 def _heading(record: TuningRecord, where: str) -> list[str]:

@@ -28,7 +28,6 @@ from triton_dist._tuning.values import (
     Fingerprint,
     Key,
     TuningRecord,
-    Validity,
     validity,
 )
 from triton_dist._tuning.values.fingerprint import OlderFingerprint, ShippedFingerprint
@@ -213,8 +212,13 @@ class Judge:
         if record.key.function not in names:  # the latter in schema 1
             return Verdict(None, (OTHER_FUNCTION,))
         space = self._space(record.key)
-        live = self._live(space)
-        found = self._validity(record, live, space)
+        whole = space is self._tuned.config_space
+        live = self._whole if whole else self._tuned.fingerprint(space)
+        topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
+        now = dataclasses.replace(live, topology=topology)
+        if self._any_settings:
+            now = _under_its_settings(now, record.fingerprint)
+        found = validity(record, now, space, knobs.autotune_version_check.get())
         text, hardware = record.key.text, record.key.hardware
         own = Key(self.origin.function, text, hardware, *self.origin[1:]).under(live)
         is_own = (own.module, own.signature) == (record.key.module, record.key.signature)
@@ -226,17 +230,6 @@ class Judge:
             return Verdict(False, found.reasons, (), is_own)
         may_be_dropped = self._tuned.prune_fn is not None and record.shipped
         return Verdict(True, (), found.tolerated, is_own, may_be_dropped)
-
-    def _validity(self, record: TuningRecord, live: Fingerprint, space: ConfigSpace) -> Validity:
-        topology = {**live.topology, **record.fingerprint.topology, **self._ranks}
-        now = dataclasses.replace(live, topology=topology)
-        if self._any_settings:
-            now = _under_its_settings(now, record.fingerprint)
-        return validity(record, now, space, knobs.autotune_version_check.get())
-
-    def _live(self, space: ConfigSpace) -> Fingerprint:
-        whole = space is self._tuned.config_space
-        return self._whole if whole else self._tuned.fingerprint(space)
 
     def _space(self, key: Key) -> ConfigSpace:
         """The space that such a call chooses from: without the names that it gave a value for."""

@@ -133,7 +133,17 @@ def tree_of_begun(each: Interrupted) -> dict[str, Any]:
 
 def _status(arguments: argparse.Namespace) -> int:
     begun = cache.interrupted_of(cache.user_store(), arguments.function)
-    told = [_status_tree(each) for each in begun]
+    told = [
+        {
+            **tree_of_begun(each),
+            "going_on": is_held(each.path),
+            "candidates": each.candidates,
+            "best_ms": each.best,
+            "seconds": each.seconds,
+            "not_tried_again": each.stuck,
+        }
+        for each in begun
+    ]
     if arguments.json:
         print(json.dumps({"tunings": told}, indent=2))
     elif told:
@@ -144,17 +154,6 @@ def _status(arguments: argparse.Namespace) -> int:
         of = f" of {arguments.function}" if arguments.function else ""
         print(f"No tuning{of} is going on or was interrupted, in {knobs.cache_dir.get()}.")
     return 1 if arguments.function and not told else 0
-
-
-def _status_tree(each: Interrupted) -> dict[str, Any]:
-    return {
-        **tree_of_begun(each),
-        "going_on": is_held(each.path),
-        "candidates": each.candidates,
-        "best_ms": each.best,
-        "seconds": each.seconds,
-        "not_tried_again": each.stuck,
-    }
 
 
 def _status_lines(tuning: dict[str, Any]) -> Iterator[str]:

@@ -52,7 +52,23 @@ def request_of(folder: Path, rank: int) -> Path:
 def stop_if_wanted(frame: FrameType) -> None:
     """Stop at ``frame``; while candidates are tried, which a stop would time out, nothing stops."""
     if _active and waits.limit_seconds() is None:
-        _stop(frame)
+        rank, folder = knobs.rank.get(), made_folder()
+        path = socket_of(folder, rank)
+        path.unlink(missing_ok=True)
+        with deadlines.paused(), socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            server.listen(1)
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            print(
+                f"triton_dist: rank {rank} is stopped at {place}: triton-dist debug attach {rank}",
+                file=sys.stderr,
+                flush=True,
+            )
+            try:
+                connection, _ = server.accept()
+            finally:
+                path.unlink(missing_ok=True)
+        RankPdb(rank, connection).stop_at(frame)
 
 
 def stop_if_asked() -> None:
@@ -98,7 +114,10 @@ class RankPdb(pdb.Pdb):
     def do_continue(self, arg: str) -> Any:
         result = super().do_continue(arg)
         if not self.breaks:
-            self._leave()
+            self._connection_is_closed = True
+            for each in (*reversed(self._files), self._connection):
+                with suppress(OSError):  # the other end may be gone
+                    each.close()
         return result
 
     do_c = do_cont = do_continue
@@ -108,29 +127,3 @@ class RankPdb(pdb.Pdb):
         return self.do_continue(arg)
 
     do_q = do_exit = do_EOF = do_quit
-
-    def _leave(self) -> None:
-        self._connection_is_closed = True
-        for each in (*reversed(self._files), self._connection):
-            with suppress(OSError):  # the other end may be gone
-                each.close()
-
-
-def _stop(frame: FrameType) -> None:
-    rank, folder = knobs.rank.get(), made_folder()
-    path = socket_of(folder, rank)
-    path.unlink(missing_ok=True)
-    with deadlines.paused(), socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-        server.listen(1)
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        print(
-            f"triton_dist: rank {rank} is stopped at {place}: triton-dist debug attach {rank}",
-            file=sys.stderr,
-            flush=True,
-        )
-        try:
-            connection, _ = server.accept()
-        finally:
-            path.unlink(missing_ok=True)
-    RankPdb(rank, connection).stop_at(frame)

@@ -205,7 +205,9 @@ class Races:
 
         def queued(original: Any) -> Any:
             def queue(stream: Any, step: Callable[[], object]) -> None:
-                known, caller = self._clocks.move_on(), _caller()
+                frame = kernel_frame()
+                assert frame is not None
+                known, caller = self._clocks.move_on(), (frame.f_code.co_filename, frame.f_lineno)
 
                 def copying() -> None:
                     self._clocks.copying.file, self._clocks.copying.line = caller
@@ -291,12 +293,6 @@ class Races:
 
 def _number(noted_program: int) -> int:
     return (noted_program & ((1 << _PROGRAM_BITS) - 1)) - 1
-
-
-def _caller() -> tuple[str, int]:
-    frame = kernel_frame()
-    assert frame is not None
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _of_rows(rows: torch.Tensor, kind: str) -> Access:

@@ -99,7 +99,11 @@ class Slots:
                 late += self.late(slot, epoch, peek)
         calls = sum(self.begun)
         named["calls"] = [calls if rank == own else None for rank in range(len(peers))]
-        return {"name": _name_of(self.epochs), "epochs": named, "late": late}
+        return {
+            "name": describe_address(self.epochs.local.data_ptr()).rpartition(".")[0],
+            "epochs": named,
+            "late": late,
+        }
 
     def writer_of(self, address: int) -> int | None:
         for slot in range(len(self.begun)):
@@ -108,10 +112,6 @@ class Slots:
                 if 0 <= index < words.numel():
                     return source_of(index)
         return None
-
-
-def _name_of(region: Region) -> str:
-    return describe_address(region.local.data_ptr()).rpartition(".")[0]
 
 
 _memories: weakref.WeakSet[Memory] = weakref.WeakSet()
@@ -170,7 +170,16 @@ def answer_if_asked(folder: Path, answered: str, state: dict[str, Any]) -> str:
     except OSError:
         return answered
     if question and question != answered:
-        known = state | {"question": question, "stack": _stack(), "launches": list(_launches)}
+        # Frames of the main thread, those of Python and its libraries left out.
+        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+        lines: list[str] = []
+        while frame is not None and len(lines) < _MOST_FRAMES:
+            if is_of_program(frame):
+                lines.append(
+                    f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+                )
+            frame = frame.f_back
+        known = state | {"question": question, "stack": lines[::-1], "launches": list(_launches)}
         known["memories"] = [_standing_of(memory) for memory in list(_memories)]
         path = folder / f"where-{state['rank']}.json"
         new = path.with_suffix(f".{os.getpid()}")
@@ -184,17 +193,6 @@ def _standing_of(memory: Memory) -> dict[str, Any]:
         return memory.standing()
     except Exception as failure:  # the others' standing is worth as much
         return {"name": type(memory).__name__, "epochs": {}, "late": [], "failed": repr(failure)}
-
-
-def _stack() -> list[str]:
-    """Lines of the main thread, the innermost last: the program's, and those of kernels."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines: list[str] = []
-    while frame is not None and len(lines) < _MOST_FRAMES:
-        if is_of_program(frame):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return lines[::-1]
 
 
 SIGNAL = signal.SIGUSR2
@@ -321,20 +319,16 @@ def _of_memories(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
                         row[peer] = epoch
     lines = []
     for (name, counter), row in seen.items():
-        common = _common(row.values())
+        # The epoch of most ranks; if as many have another, the highest: a rank that is behind keeps
+        # the other ranks waiting.
+        counted = Counter(row.values())
+        common = max(counted, key=lambda epoch: (counted[epoch], epoch), default=0)
         shown = "  ".join(
             f"rank {peer}: {epoch}{' <- differs' if epoch != common else ''}"
             for peer, epoch in sorted(row.items())
         )
         lines.append(f"{name}, {counter}: {shown}")
     return lines
-
-
-def _common(epochs: Iterable[int]) -> int:
-    """The epoch of most ranks; of two ranks, and where as many have either, the highest: a rank
-    that is behind keeps the others waiting."""
-    counted = Counter(epochs)
-    return max(counted, key=lambda epoch: (counted[epoch], epoch), default=0)
 
 
 def folder_of(job: str | None, holds: str) -> Path:

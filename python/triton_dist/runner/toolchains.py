@@ -90,8 +90,15 @@ def compiled(
         KernelNotShipped: it was not compiled before, and compiling is forbidden.
     """
     folder = folder_of(name)
+    # By what another process finds the kernel.
+    if "<locals>" in function.fn.__qualname__:
+        expected = "a kernel of a module; another process cannot see one that a function defines"
+        raise InvalidArgument(function.__name__, "toolchain", function.fn.__qualname__, expected)
+    file = inspect.getsourcefile(function.fn)
     request = {
-        **_address(function),
+        "module": str(function.fn.__module__),
+        "file": os.path.abspath(file) if file else "",
+        "function": str(function.fn.__qualname__),
         "arguments": call.to_tree(),
         "options": foreign.options_of(options),
         "arch": arch,
@@ -109,19 +116,6 @@ def compiled(
             with suppress(OSError):  # another rank was faster, and its folder is not empty
                 made.rename(kept)
     return files.load(kept, function.__name__)
-
-
-def _address(function: Any) -> dict[str, str]:
-    """By what another process finds the kernel."""
-    if "<locals>" in function.fn.__qualname__:
-        expected = "a kernel of a module; another process cannot see one that a function defines"
-        raise InvalidArgument(function.__name__, "toolchain", function.fn.__qualname__, expected)
-    file = inspect.getsourcefile(function.fn)
-    return {
-        "module": str(function.fn.__module__),
-        "file": os.path.abspath(file) if file else "",
-        "function": str(function.fn.__qualname__),
-    }
 
 
 def _compile_apart(kernel: str, folder: Path, request: Mapping[str, Any]) -> None:

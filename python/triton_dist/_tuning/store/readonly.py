@@ -133,7 +133,8 @@ class ReadOnlyStore:
             self._refuse("read", path, f"cannot be read: {error}")
             return None
         except ValueError as error:
-            self._unreadable(path, str(error))
+            if _OURS.fullmatch(path.name):  # else somebody else's, and none of our business
+                self._damaged(path, f"it is damaged ({error!s})")
             return None
         if key is None or record.key == key:
             return record
@@ -141,10 +142,6 @@ class ReadOnlyStore:
             return dataclasses.replace(record, key=key)
         self._damaged(path, f"it is the record of another key, {record.key.text}")
         return None
-
-    def _unreadable(self, path: Path, reason: str) -> None:
-        if _OURS.fullmatch(path.name):  # else somebody else's, and none of our business
-            self._damaged(path, f"it is damaged ({reason})")
 
     def _damaged(self, path: Path, reason: str) -> None:
         """Called for a file that is no record, or not the one that its name says."""

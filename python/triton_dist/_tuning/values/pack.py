@@ -72,7 +72,15 @@ class _Result:
             **({"at": list(record.at)} if record.at else {}),
         }
         configs = {trial.digest[:_DIGITS]: trial.config for trial in (best, *near)}
-        return cls(_common(record), result, configs)
+        found = record.fingerprint
+        driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
+        shared = {
+            "hardware_group": record.key.hardware,
+            "topology": dict(found.topology),
+            "tuned_with": {**found.software, **driver},
+            "date": record.timestamp.partition("T")[0],
+        }
+        return cls(shared, result, configs)
 
     def age(self) -> tuple[str, str]:
         return str(self.common["date"]), codec.digest(self.common, self.result)
@@ -199,18 +207,6 @@ def _near(record: TuningRecord) -> list[Trial]:
 def _median(trial: Trial) -> float:
     assert isinstance(trial.outcome, Measurement)
     return round(trial.outcome.median, 6)
-
-
-def _common(record: TuningRecord) -> dict[str, codec.Tree]:
-    """Return the facts about where a result comes from, which many results share."""
-    found = record.fingerprint
-    driver = {"driver": found.hardware["driver"]} if "driver" in found.hardware else {}
-    return {
-        "hardware_group": record.key.hardware,
-        "topology": dict(found.topology),
-        "tuned_with": {**found.software, **driver},
-        "date": record.timestamp.partition("T")[0],
-    }
 
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from triton_dist.errors import (
     ContextFinalized,
-    DeviceUnavailable,
     InvalidArgument,
     RankDisagreement,
 )
@@ -165,7 +164,9 @@ def agree_to_create(
         RankDisagreement: ranks ask for different contexts, or those of another cannot work.
     """
     try:
-        refusal = first_refusal(function, checks) or _device_refusal()
+        refusal = first_refusal(function, checks) or (
+            None if current_device().runs_kernels else no_device_for_kernels()
+        )
     except TypeError as error:  # of comparing what is no number: the others are told, too
         refusal = InvalidArgument(function, "an argument", str(error), "sizes that are ints")
     ranks = group_for(group)
@@ -181,11 +182,6 @@ def agree_to_create(
             f"{', '.join(asked)} or validity of {a_context} context",
             {ranks.named(rank): answer for rank, answer in enumerate(answers)},
         )
-
-
-def _device_refusal() -> DeviceUnavailable | None:
-    """The error of a process that has no GPU and whose kernels are not interpreted."""
-    return None if current_device().runs_kernels else no_device_for_kernels()
 
 
 def first_refusal(function: str, checks: Iterable[Check]) -> InvalidArgument | None:

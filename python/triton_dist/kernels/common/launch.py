@@ -43,7 +43,10 @@ class Launch:
 
     def run(self) -> Any:
         """Launch; returns Triton's compiled kernel, ``None`` in the interpreter."""
-        _ensure_allocator()
+        # Triton takes the memory of descriptors from an allocator that it keeps per thread context,
+        # so each launch sets one. An allocator of the user stays.
+        if not has_allocator():
+            triton.set_allocator(_allocate)
         return self.kernel[self.grid](*self.args, **self.options)
 
     def compile(self) -> None:
@@ -150,16 +153,6 @@ class Launcher:
                     nbytes, dtype=torch.int8, device=self._device.torch_device
                 )
         return self._scratch
-
-
-def _ensure_allocator() -> None:
-    """Give Triton memory for the descriptors that a kernel builds; an allocator of the user's
-    stays.
-
-    Triton keeps it per thread context, so each launch sees to it instead of the first import.
-    """
-    if not has_allocator():
-        triton.set_allocator(_allocate)
 
 
 def _allocate(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -178,7 +178,12 @@ class Disagreements:
             RankDisagreement: until the context is reset.
         """
         if self.word[0]:
-            self._raise()
+            if self._device.is_capturing():  # an earlier call's error: raised after the capture
+                return
+            self._device.synchronize(knobs.wait_timeout.get())
+            found = self.noted()
+            if found is not None:
+                raise found
 
     def check_when_done(self) -> None:
         """The same, once the device has done what is queued."""
@@ -206,14 +211,6 @@ class Disagreements:
 
     def _of_world(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
-    def _raise(self) -> None:
-        if self._device.is_capturing():  # what is found then is an earlier call's; told after it
-            return
-        self._device.synchronize(knobs.wait_timeout.get())
-        found = self.noted()
-        if found is not None:
-            raise found
 
 
 Late: TypeAlias = Callable[[Mapping[int, Sequence[int]]], tuple[str, int, int]]

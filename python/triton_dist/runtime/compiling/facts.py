@@ -29,7 +29,12 @@ def facts_of(compilation: Mapping[str, Any]) -> dict[str, str]:
     facts = {"triton": triton.__version__}
     source, target = compilation.get("src"), compilation.get("target")
     if target is not None:
-        facts |= {"target": f"{target.backend} {target.arch}", "ptxas": _ptxas(target)}
+        version = str(make_backend(target).hash())
+        found = re.search(r"\bV\d[\d.]+", version)
+        facts |= {
+            "target": f"{target.backend} {target.arch}",
+            "ptxas": (found[0] if found else hashlib.sha256(version.encode()).hexdigest()[:16]),
+        }
     if source is not None and hasattr(source, "fn"):
         facts["source"] = str(source.fn.cache_key)[:16]
         facts |= {f"argument {name}": text for name, text in _arguments(source)}
@@ -84,12 +89,6 @@ def _text(value: Any) -> str:
     named = getattr(value, "__name__", None)
     text = str(named) if callable(value) and named else repr(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)[:_LONGEST]
-
-
-def _ptxas(target: Any) -> str:
-    version = str(make_backend(target).hash())
-    found = re.search(r"\bV\d[\d.]+", version)
-    return found[0] if found else hashlib.sha256(version.encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=256)

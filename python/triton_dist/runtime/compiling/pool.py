@@ -95,7 +95,14 @@ class CompilePool:
         while digest not in self._known and self._whose.get(digest) in self._servers:
             if time.monotonic() > deadline:
                 return Verdict(digest, "timeout")
-            self._listen()
+            # Take the verdicts that come soon.
+            for verdicts in multiprocessing.connection.wait(list(self._servers), _POLL_SECONDS):
+                assert isinstance(verdicts, Connection)
+                try:
+                    verdict: Verdict = verdicts.recv()
+                    self._known[verdict.digest] = verdict
+                except (EOFError, ConnectionError):  # it is gone: what is left, the caller compiles
+                    self._end(verdicts)
         return self._known.get(digest)
 
     def _compile_here(self, digest: str) -> Verdict:
@@ -121,13 +128,3 @@ class CompilePool:
                     os.waitpid(process, 0)
                     break
                 time.sleep(1e-3)
-
-    def _listen(self) -> None:
-        """Take the verdicts that come soon."""
-        for verdicts in multiprocessing.connection.wait(list(self._servers), _POLL_SECONDS):
-            assert isinstance(verdicts, Connection)
-            try:
-                verdict: Verdict = verdicts.recv()
-                self._known[verdict.digest] = verdict
-            except (EOFError, ConnectionError):  # it is gone: what is left, the caller compiles
-                self._end(verdicts)

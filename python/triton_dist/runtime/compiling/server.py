@@ -96,7 +96,19 @@ class _Server:
             said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child has ended
             pid = os.fork()
             if pid == 0:
-                _be_child(kernel, said)
+                status = 1
+                try:
+                    os.setpgid(0, 0)
+                    os.dup2(said.fileno(), 1)
+                    os.dup2(said.fileno(), 2)
+                    without_gpu(kernel.target)
+                    kernel.compile()
+                    status = 0
+                except BaseException as error:
+                    sys.stdout.flush()
+                    os.write(said.fileno(), f"\n{type(error).__name__}: {error}".encode())
+                finally:
+                    os._exit(status)
             with suppress(OSError):  # the child does so too: either may come first
                 os.setpgid(pid, pid)
             deadline = time.monotonic() + self._job.seconds
@@ -123,22 +135,6 @@ class _Server:
         self._verdicts.send(verdict)
 
 
-def _be_child(kernel: Kernel, said: IO[bytes]) -> NoReturn:
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-        without_gpu(kernel.target)
-        kernel.compile()
-        status = 0
-    except BaseException as error:
-        sys.stdout.flush()
-        os.write(said.fileno(), f"\n{type(error).__name__}: {error}".encode())
-    finally:
-        os._exit(status)
-
-
 def main(job: Job, verdicts: int) -> NoReturn:
     """Serve, in a process that was just forked.
 
@@ -151,19 +147,15 @@ def main(job: Job, verdicts: int) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the rank to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.nice(10)  # the processors are the rank's whenever it wants them
-        _close_all_but(verdicts)
+        # A rank that ends must leave no socket, lock or file open in this process.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # what the compiler prints goes to a file of each child
+            os.dup2(nothing, standard)
+        for open_one in map(int, os.listdir("/proc/self/fd")):
+            if open_one > 2 and open_one != verdicts:
+                with suppress(OSError):  # the listing's own
+                    os.close(open_one)
         with suppress(BrokenPipeError):  # nobody is interested any more
             _Server(job, Connection(verdicts)).serve()
     finally:
         os._exit(0)
-
-
-def _close_all_but(descriptor: int) -> None:
-    """A rank that ends must leave no socket, lock or file open in this process."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):  # what the compiler prints goes to a file of each child
-        os.dup2(nothing, standard)
-    for open_one in map(int, os.listdir("/proc/self/fd")):
-        if open_one > 2 and open_one != descriptor:
-            with suppress(OSError):  # the listing's own
-                os.close(open_one)

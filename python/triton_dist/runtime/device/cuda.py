@@ -175,7 +175,14 @@ class CudaDevice:
             TimeoutError: the run did not finish within ``seconds``.
             Exception: what ``call`` raised, in the run or in the capture.
         """
-        self._release_graphs()
+        # Release the memory of destroyed graphs once it is much. torch keeps it until an allocation
+        # outside of a capture finds the GPU full. Inside of a capture a full GPU is an error: 103
+        # GB were held after some thousand graphs.
+        reserved = torch.cuda.memory_reserved(self.index)
+        if reserved - self._reserved > self._properties.total_memory // _KEPT_FOR_GRAPHS:
+            torch.cuda.empty_cache()
+            self._reserved = torch.cuda.memory_reserved(self.index)
+        self._reserved = min(reserved, self._reserved)
         side = torch.cuda.Stream(self.torch_device)
         side.wait_stream(torch.cuda.current_stream(self.index))
         with torch.cuda.stream(side):
@@ -196,27 +203,14 @@ class CudaDevice:
                 with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
                     warnings.simplefilter("ignore")
                     graph.capture_end()
-                self._end_broken(graph, pool)
+                # Tell torch's allocator that the capture is over. If ending it failed, torch before
+                # 2.13 assumes that it goes on (pytorch/pytorch#180395) and releases no memory any
+                # more. The allocator still calls the graph, so the graph is kept.
+                with contextlib.suppress(RuntimeError):  # a torch that has ended it
+                    torch._C._cuda_endAllocateToPool(self.index, pool)
+                    self._broken.append(graph)
                 raise
         return graph.replay
-
-    def _end_broken(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-        """Tell torch's allocator that a capture is over. Where ending it failed, torch before 2.13
-        takes it to go on for ever (pytorch/pytorch#180395): then no memory is given back to the
-        GPU any more, and an allocator goes on asking the graph, which is kept for it."""
-        with contextlib.suppress(RuntimeError):  # a torch that has ended it
-            torch._C._cuda_endAllocateToPool(self.index, pool)
-            self._broken.append(graph)
-
-    def _release_graphs(self) -> None:
-        """Give back the memory of graphs that are gone, once it is much. torch keeps what each had
-        of its own until an allocation outside of a capture finds the GPU full, and inside of one
-        that is an error: 103 GB were held after some thousand graphs."""
-        reserved = torch.cuda.memory_reserved(self.index)
-        if reserved - self._reserved > self._properties.total_memory // _KEPT_FOR_GRAPHS:
-            torch.cuda.empty_cache()
-            self._reserved = torch.cuda.memory_reserved(self.index)
-        self._reserved = min(reserved, self._reserved)
 
     def hold(self, queueing: float = 0.0) -> None:
         """Keep the current stream busy until the host has queued a call after it, so that launch

@@ -43,7 +43,7 @@ class RepeatedLaunch:
     ) -> None:
         metadata = compiled.metadata
         cells = {
-            name: _cell(kind, value)
+            name: ctypes.c_uint64(value.data_ptr()) if kind[0] == "*" else _INTEGERS[kind](value)
             for name, kind, value in parameters(compiled.src.signature, arguments)
         }
         self._varying = [cells[name] for name in varying]
@@ -87,10 +87,6 @@ def parameters(
             yield from parameters(kinds, dict(zip(names, values, strict=True)))
         elif kind != "constexpr":
             yield name, kind, value
-
-
-def _cell(kind: str, value: Any) -> Any:
-    return ctypes.c_uint64(value.data_ptr()) if kind[0] == "*" else _INTEGERS[kind](value)
 
 
 def can_repeat(compiled: Any, arguments: Mapping[str, Any]) -> bool:

@@ -44,7 +44,14 @@ def allocate(
         if group is None or dist.get_world_size(group) == 1:
             return SoloSymmetricMemory(layout, device.torch_device)
         if device.name == "cuda":
-            return _on_gpus(layout, device.torch_device, group)
+            ranks = group_for(group)
+            places = ranks.gather("GPUs of the ranks", Place.of(device.torch_device.index))
+            if not share_a_gpu(places):
+                return CudaSymmetricMemory(layout, device.torch_device, group)
+            refused = refusal(places, ranks.named)
+            if refused is not None:
+                raise refused
+            return SharedGpuSymmetricMemory(layout, device.torch_device, group)
         return HostSymmetricMemory(layout, group)
 
 
@@ -53,14 +60,3 @@ def regions_of(
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Regions to allocate for those that are asked for: checks of kernels add their notes."""
     return regions
-
-
-def _on_gpus(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
-    ranks = group_for(group)
-    places = ranks.gather("GPUs of the ranks", Place.of(device.index))
-    if not share_a_gpu(places):
-        return CudaSymmetricMemory(layout, device, group)
-    refused = refusal(places, ranks.named)
-    if refused is not None:
-        raise refused
-    return SharedGpuSymmetricMemory(layout, device, group)

@@ -347,7 +347,11 @@ class SumCall(OpCall):
         key = cls.accept(x, weights, chosen_experts, expert_weight, ctx)
         if n_chunks is None and config is None:
             return key
-        check_fixed(ctx, n_chunks, config)
+        most = ctx.n_chunks_max
+        if n_chunks is not None and not (isinstance(n_chunks, int) and 1 <= n_chunks <= most):
+            expected = f"None, or 1 to the context's n_chunks_max = {most}"
+            raise InvalidArgument(ctx.function, "n_chunks", n_chunks, expected)
+        check_config(ctx.function, config)
         return key, n_chunks, None if config is None else str(config)
 
     @classmethod
@@ -363,19 +367,6 @@ class SumCall(OpCall):
         width = _LIBRARY_COLUMNS if self.tiles is None else self.tiles.kwargs["BLOCK_SIZE_N"]
         rows = self.ctx.slab_rows(self.key.M)
         return columns_of(rows, self.key.N, self.chunks, width)
-
-
-def check_fixed(ctx: MoESumContext, n_chunks: object, config: object) -> None:
-    """Refuse what the caller fixes, if it cannot be.
-
-    Raises:
-        InvalidArgument: names it.
-    """
-    most = ctx.n_chunks_max
-    if n_chunks is not None and not (isinstance(n_chunks, int) and 1 <= n_chunks <= most):
-        expected = f"None, or 1 to the context's n_chunks_max = {most}"
-        raise InvalidArgument(ctx.function, "n_chunks", n_chunks, expected)
-    check_config(ctx.function, config)
 
 
 def check_config(function: str, config: object) -> None:

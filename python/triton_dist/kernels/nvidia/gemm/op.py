@@ -23,27 +23,26 @@ from triton_dist.runtime.device import current_device
 
 def _check(A: torch.Tensor, B: torch.Tensor) -> None:
     try:
-        _check_matrices(A, B)
+        if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0]:
+            raise InvalidArgument(
+                "matmul", "B", tuple(B.shape), f"[K, N] for an A of {tuple(A.shape)} = [M, K]"
+            )
+        if A.dtype != B.dtype or A.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise InvalidArgument(
+                "matmul", "B.dtype", B.dtype, f"that of A ({A.dtype}), one of fp16, bf16, fp32"
+            )
+        if A.device != B.device or A.device.type != current_device().torch_device.type:
+            raise InvalidArgument(
+                "matmul",
+                "B.device",
+                B.device,
+                f"{current_device().torch_device}, as A's {A.device}",
+            )
     except (AttributeError, TypeError) as error:
         for name, matrix in (("A", A), ("B", B)):
             if not isinstance(matrix, torch.Tensor):
                 raise InvalidArgument("matmul", name, matrix, "a tensor") from error
         raise
-
-
-def _check_matrices(A: torch.Tensor, B: torch.Tensor) -> None:
-    if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0]:
-        raise InvalidArgument(
-            "matmul", "B", tuple(B.shape), f"[K, N] for an A of {tuple(A.shape)} = [M, K]"
-        )
-    if A.dtype != B.dtype or A.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise InvalidArgument(
-            "matmul", "B.dtype", B.dtype, f"that of A ({A.dtype}), one of fp16, bf16, fp32"
-        )
-    if A.device != B.device or A.device.type != current_device().torch_device.type:
-        raise InvalidArgument(
-            "matmul", "B.device", B.device, f"{current_device().torch_device}, as A's {A.device}"
-        )
 
 
 class GEMMKey(NamedTuple):
